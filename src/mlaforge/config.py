@@ -1,0 +1,94 @@
+"""A stage's options: one dataclass, filled from defaults, then a recipe file, then the command line.
+
+Every field is declared with `option(default, help, unit)`; the command line and the documentation are made
+from these declarations, so that a key means the same everywhere. Imports nothing of ours but `runtime`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlaforge.runtime import UserError
+
+C = TypeVar("C")
+
+
+def option(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field with what a user must know about it: its meaning, its unit, its legal values."""
+    return dataclasses.field(default=default, metadata={"help": help, "unit": unit, "choices": choices})
+
+
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing where no known word is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def field_types(cls: type) -> dict[str, type]:
+    """Field name -> its type without `| None`."""
+    plain: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+        plain[name] = arms[0] if isinstance(hint, types.UnionType) and len(arms) == 1 else hint
+    return plain
+
+
+def _checked(cls: type, name: str, value: Any, where: str) -> Any:
+    """`value` as the field's type; a recipe's integers serve as floats, nothing else is converted silently."""
+    field = {f.name: f for f in dataclasses.fields(cls)}[name]
+    kind = field_types(cls)[name]
+    if value is None:
+        if field.default is None:
+            return None
+        raise UserError(f"{where}: {name} needs a {kind.__name__}, not nothing")
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    # YAML reads 1e-4 as text and 0,2,5 as text or a number; the field's type decides.
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UserError(f"{where}: {name} = {value!r} must be a {kind.__name__}")
+    choices = field.metadata.get("choices", ())
+    if choices and value not in choices:
+        raise UserError(f"{where}: {name} = {value!r} must be one of {', '.join(choices)}{nearest(str(value), choices)}")
+    return value
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The keys of a recipe file. Raises UserError where it is missing, not YAML, or not a mapping."""
+    import yaml
+
+    try:
+        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"recipe {path} does not exist") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
+    if keys is None:
+        return {}
+    if not isinstance(keys, dict):
+        raise UserError(f"recipe {path} must hold `key: value` lines, not a {type(keys).__name__}")
+    return {str(key).replace("-", "_"): value for key, value in keys.items()}
+
+
+def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
+    """The stage's configuration: defaults <- recipe <- overrides that are not None.
+
+    Raises UserError for an unknown key (naming the nearest), a wrong type or an illegal value.
+    """
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for where, given in (
+        (f"recipe {recipe}", read_recipe(recipe) if recipe else {}),
+        ("option", {k: v for k, v in overrides.items() if v is not None}),
+    ):
+        for key, value in given.items():
+            if key not in names:
+                raise UserError(f"{where}: unknown key {key!r}{nearest(key, names)}")
+            values[key] = _checked(cls, key, value, where)
+    return cls(**values)

@@ -1,0 +1,289 @@
+"""From a layer's weights and moments to its latent projections: tensors in, tensors out, all in fp64.
+
+docs/conversion.md derives every step. A rotary pair (i, i + P) is read as one complex number, x_i + i·x_{i+P};
+RoPE multiplies it by e^{iωt}, so it commutes with every complex mixing across KV heads.
+
+Legend: H query heads, G KV heads, D head_dim, P = D/2 rotary pairs, C hidden size, R kv_lora_rank,
+E qk_rope_head_dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+
+import torch
+from torch import Tensor
+
+from mlaforge.moments import LayerMoments
+from mlaforge.spec import LayerSpec
+
+# Added to every weight matrix, as a share of its mean diagonal: errors nobody measured are not free.
+RIDGE = 1e-3
+# Share of the Gauss-Newton weights in the blend; the rest is Fisher (LOG.md has the scan).
+GAUSS_NEWTON = 0.25
+
+
+@dataclasses.dataclass
+class Projections:
+    """A layer's own projections, fp64: w_q [H·D, C], w_k and w_v [G·D, C], w_o [C, H·D], and their biases
+    (zeros where the model has none)."""
+
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    w_o: Tensor
+    b_q: Tensor
+    b_k: Tensor
+    b_v: Tensor
+
+
+@dataclasses.dataclass
+class Latent:
+    """A layer's latent projections under LatentAttention's parameter names; biases of zeros are for the caller
+    to drop. `rope_index` [E/2] is None in the `latent` layout. `dropped` is the predicted loss, nats per token."""
+
+    w_q: Tensor
+    b_q: Tensor
+    kv_a: Tensor
+    b_kv_a: Tensor
+    kv_b: Tensor
+    b_kv_b: Tensor
+    rope_index: Tensor | None
+    dropped: float
+
+
+def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Square root and inverse square root of Hermitian positive semi-definite matrices [..., n, n]."""
+    values, vectors = torch.linalg.eigh(matrix)
+    values = values.clamp_min(values[..., -1:].abs() * 1e-12 + 1e-300)
+    root = (vectors * values.sqrt()[..., None, :]) @ vectors.mH
+    return root, (vectors * values.rsqrt()[..., None, :]) @ vectors.mH
+
+
+def with_ridge(weight: Tensor) -> Tensor:
+    """`weight` + RIDGE · its mean diagonal · I."""
+    return weight + RIDGE * weight.diagonal().mean() * torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+
+
+def blend(fisher: Tensor, gauss_newton: Tensor, covariance: Tensor) -> Tensor:
+    """Fisher and Gauss-Newton, the latter brought to the Fisher's scale on `covariance`, plus the ridge."""
+    scale = (fisher * covariance).sum() / (gauss_newton * covariance).sum().clamp_min(1e-300)
+    return with_ridge((1 - GAUSS_NEWTON) * fisher + GAUSS_NEWTON * scale * gauss_newton)
+
+
+def key_weight(outer: Tensor, layer: LayerSpec, rows: int) -> Tensor:
+    """Block-diagonal [G·D, G·D] from one [D, D] matrix per query head: the sum over each KV head's queries."""
+    per_group = outer.view(layer.num_kv_heads, layer.group, layer.head_dim, layer.head_dim).sum(1) / rows
+    return torch.block_diag(*per_group)
+
+
+def value_weight(value_mix: Tensor, w_o: Tensor, layer: LayerSpec, rows: int) -> Tensor:
+    """[G·D, G·D]: Σ_{h in g, h' in g'} E[Σ_j a^h_ij a^h'_ij] · W_o^hᵀ W_o^h'."""
+    H, G, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    gram = (w_o.T @ w_o).view(H, D, H, D) * (value_mix / rows)[:, None, :, None]
+    return gram.view(G, layer.group, D, G, layer.group, D).sum((1, 4)).reshape(G * D, G * D)
+
+
+@dataclasses.dataclass
+class Spectrum:
+    """Weighted PCA of linear outputs y = W x + bias: the error of every rank at once.
+
+    `values` [n] descending, in units of loss: truncating to r costs half the sum of values[r:].
+    """
+
+    values: Tensor
+    vectors: Tensor
+    root: Tensor
+    inverse: Tensor
+    w: Tensor
+    bias: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, w: Tensor, bias: Tensor, mean: Tensor, covariance: Tensor, weight: Tensor) -> Spectrum:
+        root, inverse = roots(weight)
+        values, vectors = torch.linalg.eigh(root @ w @ covariance @ w.T @ root)
+        return cls(values.flip(0).clamp_min(0), vectors.flip(1), root, inverse, w, bias, mean)
+
+    def truncate(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """down [r, C], up [n, r] and bias [n] with y ≈ up (down x) + bias, exact at the mean of x."""
+        basis = self.vectors[:, :rank]
+        down, up = basis.T @ self.root @ self.w, self.inverse @ basis
+        return down, up, self.bias + (self.w - up @ down) @ self.mean
+
+    def loss(self, rank: int) -> float:
+        return float(self.values[rank:].sum()) / 2
+
+
+def by_head(kv: Tensor, layer: LayerSpec) -> Tensor:
+    """Rows [all keys; all values] -> DeepSeek's order, per KV head its key rows, then its value rows."""
+    k, v = kv.view(2, layer.num_kv_heads, layer.head_dim, *kv.shape[1:])
+    return torch.cat((k, v), dim=1).reshape(kv.shape)
+
+
+def latent_spectrum(p: Projections, m: LayerMoments, layer: LayerSpec) -> Spectrum:
+    """The joint spectrum of [k before RoPE; v] under the blended weights (layout `latent`)."""
+    w = torch.cat((p.w_k, p.w_v))
+    gauss_newton = torch.block_diag(
+        key_weight(m.key_outer, layer, m.rows), value_weight(m.value_mix, p.w_o, layer, m.rows)
+    )
+    weight = blend(m.fisher, gauss_newton, w @ m.covariance @ w.T)
+    return Spectrum.of(w, torch.cat((p.b_k, p.b_v)), m.mean, m.covariance, weight)
+
+
+def to_latent(p: Projections, spectrum: Spectrum, layer: LayerSpec, rank: int) -> Latent:
+    """Layout `latent`: keys keep all of RoPE, queries stay as they are."""
+    down, up, bias = spectrum.truncate(rank)
+    return Latent(
+        w_q=p.w_q, b_q=p.b_q, kv_a=down, b_kv_a=down.new_zeros(rank), kv_b=by_head(up, layer),
+        b_kv_b=by_head(bias, layer), rope_index=None, dropped=spectrum.loss(rank),
+    )  # fmt: skip
+
+
+def as_complex(rows: Tensor, heads: int) -> Tensor:
+    """[heads·D, n] real rows -> [P, heads, n] complex: pair (i, i + P) of each head is one number."""
+    re, im = rows.view(heads, 2, -1, rows.shape[-1]).unbind(1)
+    return torch.complex(re, im).transpose(0, 1)
+
+
+def complex_weight(weight: Tensor, heads: int) -> Tensor:
+    """The part of a real quadratic form [heads·D, heads·D] that rotations leave alone: [P, heads, heads] Hermitian."""
+    D = weight.shape[0] // heads
+    w = weight.view(heads, 2, D // 2, heads, 2, D // 2)
+    pair = w.diagonal(dim1=2, dim2=5)  # [g, part, g', part', P]
+    re = (pair[:, 0, :, 0] + pair[:, 1, :, 1]) / 2
+    im = (pair[:, 1, :, 0] - pair[:, 0, :, 1]) / 2
+    return torch.complex(re, im).permute(2, 0, 1)
+
+
+@dataclasses.dataclass
+class Channels:
+    """Candidate rotary channels of a layer, best first: channel n is c = write[n]ᴴ·k_f and k_f ≈ read[n]·c
+    with f = frequency[n]; `gain` is the loss that keeping it rotary avoids. write, read [N, G] complex."""
+
+    frequency: Tensor
+    write: Tensor
+    read: Tensor
+    gain: Tensor
+
+    def take(self, index: Tensor) -> Channels:
+        return Channels(self.frequency[index], self.write[index], self.read[index], self.gain[index])
+
+
+def channels(p: Projections, m: LayerMoments, layer: LayerSpec) -> Channels:
+    """All P·G channels: eigenvectors of the weighted key second moment at each frequency."""
+    G = layer.num_kv_heads
+    k = as_complex(torch.cat((p.w_k, p.b_k[:, None]), dim=1), G)
+    x = torch.cat((m.mean, m.mean.new_ones(1)))
+    second = torch.block_diag(m.covariance, m.covariance.new_zeros(1, 1)) + torch.outer(x, x)
+    moment = k @ second.to(k.dtype) @ k.mH
+    # What a head would lose at each frequency if a constant phase replaced its rotation.
+    lost = 1 - m.rho.abs().square()
+    per_pair = m.key_outer.diagonal(dim1=1, dim2=2).view(layer.num_heads, 2, -1).sum(1) / 2 / m.rows
+    weight = (per_pair * lost).view(G, layer.group, -1).sum(1).T
+    weight = weight + RIDGE * weight.mean()
+    root = weight.sqrt()[..., None].to(moment.dtype)
+    values, vectors = torch.linalg.eigh(root * moment * root.mT)
+    write, read = root * vectors, vectors / root
+    gain, order = values.clamp_min(0).flatten().sort(descending=True, stable=True)
+    frequency = torch.arange(len(values), device=gain.device).repeat_interleave(G)
+    return Channels(frequency[order], write.mT.reshape(-1, G)[order], read.mT.reshape(-1, G)[order], gain)
+
+
+def as_real(matrix: Tensor) -> Tensor:
+    """Complex [n, m] acting on complex vectors -> real [2n, 2m] acting on [real parts; imaginary parts]."""
+    return torch.cat((torch.cat((matrix.real, -matrix.imag), 1), torch.cat((matrix.imag, matrix.real), 1)))
+
+
+@dataclasses.dataclass
+class RopeSplit:
+    """A layer after its rotary channels are chosen: what turns is exact, the rest waits for its low rank.
+
+    rope [E, C+1]: rows of the shared rotary key. rest [G·D, C+1]: keys that lost RoPE. query [H·(D+E), C+1]:
+    per head the query of the rest, then of the rotary key. The last column of each is its bias.
+    """
+
+    rope: Tensor
+    rest: Tensor
+    query: Tensor
+    index: Tensor
+    spectrum: Spectrum
+    lost: float
+
+
+def _with_bias(w: Tensor, b: Tensor) -> Tensor:
+    return torch.cat((w, b[:, None]), dim=1)
+
+
+def split_rope(
+    p: Projections, m: LayerMoments, layer: LayerSpec, kept: Channels, lost: float, attention_scaling: float
+) -> RopeSplit:
+    """Applies chosen channels. `lost`: gain of the channels not kept; `attention_scaling`: what cos and sin carry,
+    which dimensions without RoPE must carry instead."""
+    H, G, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    k = as_complex(_with_bias(p.w_k, p.b_k), G)
+    channel = torch.einsum("ng,ngc->nc", kept.write.conj(), k[kept.frequency])
+    rest = k.index_add(0, kept.frequency, -kept.read[..., None] * channel[:, None])
+
+    q = as_complex(_with_bias(p.w_q, p.b_q), H)
+    read = kept.read.repeat_interleave(layer.group, dim=1)
+    q_rope = read.conj()[..., None] * q[kept.frequency]
+    q_nope = m.rho.T.conj()[..., None] * q * attention_scaling**2
+    query = torch.cat((q_nope.real, q_nope.imag, q_rope.real, q_rope.imag)).transpose(0, 1)
+
+    rest_rows = torch.cat((rest.real, rest.imag)).transpose(0, 1).reshape(G * D, -1)
+    w = torch.cat((rest_rows[:, :-1], p.w_v))
+    turn = torch.stack([as_real(torch.diag(row.conj())) for row in m.rho]) * attention_scaling**2
+    nope_outer = turn @ m.query_outer @ turn.mT
+    gauss_newton = torch.block_diag(
+        key_weight(nope_outer, layer, m.rows), value_weight(m.value_mix, p.w_o, layer, m.rows)
+    )
+    shrink = m.rho.abs().square().view(G, layer.group, -1).mean(1).sqrt()
+    shrink = torch.cat((shrink, shrink), dim=1).flatten()
+    shrink = torch.cat((shrink, shrink.new_ones(G * D)))
+    fisher = shrink[:, None] * m.fisher * shrink
+    weight = blend(fisher, gauss_newton, w @ m.covariance @ w.T)
+    bias = torch.cat((rest_rows[:, -1], p.b_v))
+    return RopeSplit(
+        rope=torch.cat((channel.real, channel.imag)),
+        rest=rest_rows,
+        query=query.reshape(H * (D + 2 * len(kept.frequency)), -1),
+        index=kept.frequency,
+        spectrum=Spectrum.of(w, bias, m.mean, m.covariance, weight),
+        lost=lost,
+    )
+
+
+def to_latent_rope(split: RopeSplit, layer: LayerSpec, rank: int) -> Latent:
+    """Layout `latent_rope`: the rotary key as it is, the rest of K and V through one latent of `rank`."""
+    down, up, bias = split.spectrum.truncate(rank)
+    return Latent(
+        w_q=split.query[:, :-1], b_q=split.query[:, -1], kv_a=torch.cat((down, split.rope[:, :-1])),
+        b_kv_a=torch.cat((down.new_zeros(rank), split.rope[:, -1])), kv_b=by_head(up, layer),
+        b_kv_b=by_head(bias, layer), rope_index=split.index, dropped=split.spectrum.loss(rank) + split.lost / 2,
+    )  # fmt: skip
+
+
+def allocate(spectra: dict[int, Tensor], total: int, minimum: int, block: int = 8) -> dict[int, int]:
+    """Hands `total` ranks to layers in blocks, each to the layer whose next block is worth most loss.
+
+    spectra: per layer its values, descending. Every layer gets `minimum` first; none more than it can hold.
+    """
+    ranks = {i: min(minimum, len(values)) for i, values in spectra.items()}
+    left = total - sum(ranks.values())
+    assert left >= 0
+
+    def worth(i: int) -> tuple[float, int]:
+        return -float(spectra[i][ranks[i] : ranks[i] + block].sum()), i
+
+    queue = [worth(i) for i in spectra]
+    heapq.heapify(queue)
+    while queue and left > 0:
+        _, i = heapq.heappop(queue)
+        step = min(block, left, len(spectra[i]) - ranks[i])
+        if step > 0:
+            ranks[i] += step
+            left -= step
+            heapq.heappush(queue, worth(i))
+    return ranks

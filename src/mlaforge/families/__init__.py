@@ -1,0 +1,87 @@
+"""The supported families: how each one's config.json and weight names are read. See docs/adding-a-family.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlaforge.runtime import UserError
+from mlaforge.spec import ModelSpec, RopeSpec
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: `read_spec` turns its config.json into a ModelSpec.
+
+    `attention` is the prefix of a layer's attention tensors; below it every supported family calls its
+    projections q_proj, k_proj, v_proj and o_proj. `convertible` is None, or the reason why `convert` refuses.
+    """
+
+    model_type: str
+    read_spec: Callable[[Config], ModelSpec]
+    attention: str = "model.layers.{layer}.self_attn."
+    convertible: str | None = None
+
+
+def read_rope(config: Config) -> RopeSpec:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before it).
+
+    Raises UserError for kinds whose frequencies depend on the length: keys that are rotated when they are read
+    cannot follow them.
+    """
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise UserError(f"RoPE type {kind!r} is not supported; default, linear, llama3 and yarn are")
+    scaling = 1.0
+    if kind == "yarn":
+        import math
+
+        given = parameters.get("attention_factor")
+        scaling = float(given) if given else 0.1 * math.log(float(parameters["factor"])) + 1.0
+    return RopeSpec(theta=theta, kind=kind, attention_scaling=scaling, parameters=parameters)
+
+
+def require(config: Config, *keys: str) -> list[Any]:
+    """The values of `keys`; raises UserError that names the first one that is missing."""
+    for key in keys:
+        if config.get(key) is None:
+            raise UserError(f"config.json has no {key!r}, which a {config.get('model_type')} model must have")
+    return [config[key] for key in keys]
+
+
+def weight_bits(config: Config) -> float:
+    """Bits per weight of the checkpoint's dtype."""
+    return {"float32": 32.0}.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 16.0)
+
+
+def families() -> dict[str, Family]:
+    """All families by model_type."""
+    from mlaforge.families import gpt_oss, llama, mistral, qwen2
+
+    return {family.model_type: family for module in (llama, qwen2, mistral, gpt_oss) for family in [module.FAMILY]}
+
+
+def family_of(config: Config) -> Family:
+    """The family of a config.json. Raises UserError that lists the supported ones."""
+    from mlaforge.config import nearest
+
+    known = families()
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise UserError("config.json has no 'model_type'; a Hugging Face model's config.json has one")
+    if model_type not in known:
+        raise UserError(
+            f"model type {model_type!r} is not supported; supported are {', '.join(sorted(known))}"
+            f"{nearest(str(model_type), known)}"
+        )
+    return known[model_type]
+
+
+def read_spec(config: Config) -> ModelSpec:
+    """The ModelSpec of a config.json; a converted model's is that of the model it came from."""
+    return family_of(config).read_spec(config)

@@ -1,0 +1,59 @@
+"""GPT-OSS: sinks, biases everywhere, alternating 128-token windows, YaRN, MXFP4 experts."""
+
+from __future__ import annotations
+
+from mlaforge.families import Config, Family, read_rope, require, weight_bits
+from mlaforge.spec import LayerSpec, ModelSpec, MoeSpec
+
+
+def read_spec(config: Config) -> ModelSpec:
+    hidden, layers, heads, kv_heads, mlp, experts, vocab = require(
+        config,
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "num_local_experts",
+        "vocab_size",
+    )
+    head_dim = config.get("head_dim") or 64
+    top_k = config.get("num_experts_per_tok") or config.get("experts_per_token") or 4
+    quantised = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if i % 2 == 0 else "full_attention" for i in range(layers)
+    ]
+    return ModelSpec(
+        model_type=config["model_type"],
+        hidden_size=hidden,
+        vocab_size=vocab,
+        max_position_embeddings=config.get("max_position_embeddings") or 131072,
+        layers=tuple(
+            LayerSpec(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                mlp_params=3 * hidden * mlp,
+                mlp_bits=4.25 if quantised else weight_bits(config),
+                window=config.get("sliding_window") or 128 if kind == "sliding_attention" else None,
+                sinks=True,
+                q_bias=True,
+                k_bias=True,
+                v_bias=True,
+                o_bias=True,
+                moe=MoeSpec(experts, top_k),
+            )
+            for kind in kinds
+        ),
+        rope=read_rope(config),
+        softmax_scale=head_dim**-0.5,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bits=weight_bits(config),
+    )
+
+
+FAMILY = Family(
+    "gpt_oss",
+    read_spec,
+    convertible="its conversion is not finished: `plan` works on its config.json; llama, qwen2 and mistral convert",
+)

@@ -1,0 +1,45 @@
+"""Llama and what shares its config: one attention bias flag for q, k, v and o, full attention in every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.families import Config, Family, read_rope, require, weight_bits
+from mlaforge.runtime import UserError
+from mlaforge.spec import LayerSpec, ModelSpec
+
+
+def dense_spec(config: Config, window: int | None = None) -> ModelSpec:
+    """A dense model of the llama shape: gated MLP, RMSNorm, grouped-query attention without biases."""
+    hidden, layers, heads, mlp, vocab = require(
+        config, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"
+    )
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    if heads % kv_heads:
+        raise UserError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} KV heads")
+    bits = weight_bits(config)
+    layer = LayerSpec(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, mlp_params=3 * hidden * mlp, mlp_bits=bits, window=window
+    )
+    return ModelSpec(
+        model_type=config["model_type"],
+        hidden_size=hidden,
+        vocab_size=vocab,
+        max_position_embeddings=config.get("max_position_embeddings") or 2048,
+        layers=(layer,) * layers,
+        rope=read_rope(config),
+        softmax_scale=head_dim**-0.5,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bits=bits,
+    )
+
+
+def read_spec(config: Config) -> ModelSpec:
+    spec = dense_spec(config)
+    bias = bool(config.get("attention_bias", False))
+    biased = dataclasses.replace(spec.layers[0], q_bias=bias, k_bias=bias, v_bias=bias, o_bias=bias)
+    return dataclasses.replace(spec, layers=(biased,) * spec.num_layers)
+
+
+FAMILY = Family("llama", read_spec)

@@ -1,0 +1,15 @@
+"""Mistral: llama's shape without biases; one sliding window for every layer, or none."""
+
+from __future__ import annotations
+
+from mlaforge.families import Config, Family
+from mlaforge.families.llama import dense_spec
+from mlaforge.spec import ModelSpec
+
+
+def read_spec(config: Config) -> ModelSpec:
+    # An absent key is transformers' default window; null is no window.
+    return dense_spec(config, window=config.get("sliding_window", 4096))
+
+
+FAMILY = Family("mistral", read_spec)

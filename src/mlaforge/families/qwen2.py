@@ -1,0 +1,28 @@
+"""Qwen2: biases on q, k and v; a sliding window on the upper layers where the config asks for one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.families import Config, Family
+from mlaforge.families.llama import dense_spec
+from mlaforge.spec import ModelSpec
+
+
+def read_spec(config: Config) -> ModelSpec:
+    spec = dense_spec(config)
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    first = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if window and i >= first else "full_attention" for i in range(spec.num_layers)
+    ]
+    layers = tuple(
+        dataclasses.replace(
+            layer, q_bias=True, k_bias=True, v_bias=True, window=window if kind == "sliding_attention" else None
+        )
+        for layer, kind in zip(spec.layers, kinds, strict=True)
+    )
+    return dataclasses.replace(spec, layers=layers)
+
+
+FAMILY = Family("qwen2", read_spec)

@@ -1,0 +1,59 @@
+"""Softmax attention over latents: the reference every faster implementation is compared with.
+
+Every attention returns `(out, lse)`: lse is the natural logarithm of the softmax denominator, in fp32. A learned
+sink is then `out * sigmoid(lse - sink)`, whatever computed the two. Copied into checkpoints; needs only torch.
+
+Legend: B batch, H query heads, G key heads (H is a multiple of G), T query tokens, S cached tokens,
+D key dimensions, V value dimensions.
+"""
+
+import torch
+from torch import Tensor
+
+# Query rows are taken in chunks so that one chunk's scores (fp32) stay below this many numbers.
+MAX_SCORES = 1 << 25
+
+
+def attend(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of H query heads over G key heads; head h reads key head h // (H / G).
+
+    `mask` is None (causal, as in transformers' SDPA: one query token sees everything, several are aligned with
+    the first key), boolean (True = visible) or additive, and broadcasts against [B, 1, T, S].
+    Returns out [B, H, T, V] in the dtype of v, and lse [B, H, T] in fp32. A row that sees nothing gives 0 and -inf.
+    """
+    B, H, T, D = q_BHTD.shape
+    G, V = k_BGSD.shape[1], v_BGSV.shape[-1]
+    if mask is None and T > 1:
+        S = T
+        k_BGSD, v_BGSV = k_BGSD[:, :, :T], v_BGSV[:, :, :T]
+        mask = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).tril()[None, None]
+    else:
+        S = k_BGSD.shape[2]
+    k_BGDS = k_BGSD.transpose(-1, -2)
+    rows = max(1, MAX_SCORES // max(1, B * H * S))
+    outs, lses = [], []
+    for start in range(0, T, rows):
+        q = q_BHTD[:, :, start : start + rows]
+        t = q.shape[2]
+        # The heads of one group lie one after another, so they fold into the rows of one matrix product.
+        scores = (q.reshape(B, G, -1, D) @ k_BGDS).view(B, H, t, S).float() * scale
+        if mask is not None:
+            part = mask[..., start : start + rows, :S]
+            if part.dtype == torch.bool:
+                scores = scores.masked_fill(~part, -torch.inf)
+            else:
+                scores = scores + part
+                # transformers' additive masks hold the dtype's minimum rather than -inf.
+                scores = scores.masked_fill(part <= torch.finfo(part.dtype).min, -torch.inf)
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None]).to(v_BGSV.dtype)
+        outs.append((weights.view(B, G, -1, S) @ v_BGSV).view(B, H, t, V))
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def sink_share(lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
+    """What a learned sink leaves to the tokens: sigmoid(lse - sink), [B, H, T] in fp32."""
+    return torch.sigmoid(lse_BHT - sinks_H.float()[:, None])

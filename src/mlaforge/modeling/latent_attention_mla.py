@@ -1,0 +1,206 @@
+"""Multi-head latent attention with two cache layouts, a drop-in for a decoder layer's `self_attn`.
+
+`latent`: a token caches c (r numbers). Keys are decompressed from c and rotated where they are read, so all of
+RoPE is kept; values can be absorbed (attend over c, then apply W_uv).
+`latent_rope`: a token caches c and one rotary key (r + d_r numbers) that all heads share: DeepSeek-V2's layout
+(arXiv:2405.04434), with a table that says which of the model's frequencies each rotary pair turns with.
+
+The cache is any stock transformers cache: it is given the latent row as keys and an empty tensor as values.
+Copied into checkpoints; needs only torch and transformers.
+
+Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim (= qk_nope_head_dim),
+V v_head_dim, R kv_lora_rank, E qk_rope_head_dim.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_mla import attend, sink_share
+from .rope_mla import RotationTable, pairs, rotate
+
+
+class LatentAttention(nn.Module):
+    """MLA of one layer. `config` is a `<Family>MlaConfig`; `table` rotates the cached keys of the `latent` layout.
+
+    Parameters (DeepSeek's names; kv_b_proj has one block per KV head instead of one per query head):
+        q_proj               [H·(D+E), hidden], or q_a_proj [q_lora_rank, hidden] and q_b_proj [H·(D+E), q_lora_rank]
+        kv_a_proj_with_mqa   [R+E, hidden], no norm; a bias only in latent_rope where the source's keys have one
+        kv_b_proj            [G·(D+V), R] with bias; rows per KV head: D of the key, then V of the value
+        o_proj               [hidden, H·V]
+        rope_index           [E/2] int64, only in latent_rope: the model's frequency that each rotary pair turns with
+        sinks                [H], only where the softmax has a learned sink
+
+    Key positions are indices into the cache: RoPE sees only differences, and within what a mask lets a token see,
+    positions are contiguous in every cache and padding that transformers makes.
+    """
+
+    is_causal = True
+
+    def __init__(self, config: Any, layer_idx: int, table: RotationTable):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.table = table
+        self.layout = config.mla_layer_types[layer_idx]
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.num_key_value_groups = self.num_heads // self.num_kv_heads
+        self.nope_dim, self.v_dim = config.qk_nope_head_dim, config.v_head_dim
+        self.rope_dim = config.qk_rope_head_dim if self.layout == "latent_rope" else 0
+        self.rank = config.mla_kv_lora_ranks[layer_idx]
+        self.scaling = config.softmax_scale
+        self.attention_dropout = config.attention_dropout
+        kinds = getattr(config, "layer_types", None)
+        windowed = kinds is None or kinds[layer_idx] == "sliding_attention"
+        self.sliding_window = getattr(config, "sliding_window", None) if windowed else None
+        # True and False force the absorbed or the expanded form; None takes the one with fewer FLOPs.
+        self.absorb: bool | None = None
+
+        hidden, q_rank = config.hidden_size, config.q_lora_rank
+        q_out = self.num_heads * (self.nope_dim + self.rope_dim)
+        if q_rank is None:
+            self.q_proj = nn.Linear(hidden, q_out, bias=config.mla_q_bias)
+        else:
+            self.q_a_proj = nn.Linear(hidden, q_rank, bias=False)
+            self.q_b_proj = nn.Linear(q_rank, q_out, bias=config.mla_q_bias)
+        kv_a_bias = config.mla_k_bias and self.layout == "latent_rope"
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.rank + self.rope_dim, bias=kv_a_bias)
+        self.kv_b_proj = nn.Linear(self.rank, self.num_kv_heads * (self.nope_dim + self.v_dim), bias=True)
+        self.o_proj = nn.Linear(self.num_heads * self.v_dim, hidden, bias=config.mla_o_bias)
+        if self.rope_dim:
+            self.register_buffer("rope_index", torch.zeros(self.rope_dim // 2, dtype=torch.int64))
+        if config.mla_sinks:
+            self.sinks = nn.Parameter(torch.zeros(self.num_heads))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None)."""
+        out_BHTV = self.heads(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return self.o_proj(out_BHTV.transpose(1, 2).flatten(2)), None
+
+    def heads(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Everything before o_proj: [B, T, hidden] -> [B, H, T, V]."""
+        B, T, _ = hidden_states.shape
+        x = hidden_states if self.config.q_lora_rank is None else self.q_a_proj(hidden_states)
+        q = (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)(x)
+        q_BHTD = q.view(B, T, self.num_heads, -1).transpose(1, 2)
+        row_BTR = self.kv_a_proj_with_mqa(hidden_states)
+
+        if self.layout == "latent_rope":
+            num_pairs = self.nope_dim // 2
+            cos, sin = (pairs(table, num_pairs)[..., self.rope_index] for table in position_embeddings)
+            q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
+            q_BHTD = torch.cat((q_nope, rotate(q_rope, cos, sin)), dim=-1)
+            latent, k_rope = row_BTR.split([self.rank, self.rope_dim], dim=-1)
+            row_BTR = torch.cat((latent, rotate(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
+
+        row_B1SR, first = row_BTR[:, None], 0
+        if past_key_values is not None:
+            # The frame in which transformers builds its masks: cached row j has index first_key + j.
+            seen = past_key_values.get_seq_length(self.layer_idx)
+            first_key = past_key_values.get_mask_sizes(T, self.layer_idx)[1]
+            first = seen - first_key
+            row_B1SR, _ = past_key_values.update(row_B1SR, row_B1SR[..., :0], self.layer_idx)
+        row_BSR = row_B1SR[:, 0]
+
+        if self.layout == "latent":
+            cos, sin = self.table(max(row_BSR.shape[1], int(first) + T), q_BHTD)
+            at = first + torch.arange(T, device=cos.device)
+            q_BHTD = rotate(q_BHTD, cos[:, at], sin[:, at])
+        absorb = self.cheaper_absorbed(T) if self.absorb is None else self.absorb
+        form = self.absorbed if absorb else self.expanded
+        return form(q_BHTD, row_BSR, attention_mask, **kwargs)
+
+    def cheaper_absorbed(self, num_queries: int) -> bool:
+        """Whether T query tokens cost fewer FLOPs per cached token over the latent than over decompressed heads."""
+        per_head = self.num_heads * num_queries
+        if self.layout == "latent":
+            saved = self.rank * self.num_kv_heads * self.v_dim
+            return per_head * (self.rank - self.v_dim) < saved
+        saved = self.rank * self.num_kv_heads * (self.nope_dim + self.v_dim)
+        return per_head * (2 * self.rank - self.nope_dim - self.v_dim) < saved
+
+    def _up_projections(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """W_uk [G, D, R], W_uv [G, V, R] and their biases b_k [G, D], b_v [G, V]."""
+        shape = (self.num_kv_heads, self.nope_dim + self.v_dim, self.rank)
+        w_uk, w_uv = self.kv_b_proj.weight.view(shape).split([self.nope_dim, self.v_dim], dim=1)
+        b_k, b_v = self.kv_b_proj.bias.view(shape[:2]).split([self.nope_dim, self.v_dim], dim=1)
+        return w_uk, w_uv, b_k, b_v
+
+    def _rotated_keys(self, k_BGSD: Tensor) -> Tensor:
+        cos, sin = self.table(k_BGSD.shape[2], k_BGSD)
+        return rotate(k_BGSD, cos, sin)
+
+    def expanded(self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """Keys and values of every KV head are decompressed: fewer FLOPs where many query tokens share them."""
+        B, S, _ = row_BSR.shape
+        kv = self.kv_b_proj(row_BSR[..., : self.rank]).view(B, S, self.num_kv_heads, -1).transpose(1, 2)
+        k_BGSD, v_BGSV = kv.split([self.nope_dim, self.v_dim], dim=-1)
+        if self.layout == "latent":
+            k_BGSD = self._rotated_keys(k_BGSD)
+        else:
+            k_rope = row_BSR[:, None, :, self.rank :].expand(-1, self.num_kv_heads, -1, -1)
+            k_BGSD = torch.cat((k_BGSD, k_rope), dim=-1)
+        if self.config.mla_sinks:
+            out, lse = attend(q_BHTD, k_BGSD, v_BGSV, mask, self.scaling)
+            return out * sink_share(lse, self.sinks)[..., None].to(out.dtype)
+        backend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, self._eager
+        )
+        # Fused kernels want keys and values of one width.
+        v_BGSV = nn.functional.pad(v_BGSV, (0, self.rope_dim + self.nope_dim - self.v_dim))
+        dropout = self.attention_dropout if self.training else 0.0
+        out_BTHV, _ = backend(
+            self, q_BHTD, k_BGSD, v_BGSV, mask, dropout=dropout, scaling=self.scaling,
+            sliding_window=self.sliding_window, **kwargs,
+        )  # fmt: skip
+        return out_BTHV[..., : self.v_dim].transpose(1, 2)
+
+    @staticmethod
+    def _eager(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """transformers' `eager` interface on `attend`; it has no dropout because no supported model has any."""
+        assert not kwargs.get("dropout")
+        return attend(q, k, v, mask, scaling)[0].transpose(1, 2), None
+
+    def absorbed(self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """Values stay latent, and in latent_rope keys too: one cached row serves every head."""
+        B, H, T, _ = q_BHTD.shape
+        G, R = self.num_kv_heads, self.rank
+        w_uk, w_uv, b_k, b_v = self._up_projections()
+        latent_B1SR = row_BSR[:, None, :, :R]
+        shift_BHT = None
+        if self.layout == "latent":
+            k = nn.functional.linear(row_BSR, w_uk.reshape(-1, R), b_k.reshape(-1))
+            k_BGSD = self._rotated_keys(k.view(B, -1, G, self.nope_dim).transpose(1, 2))
+            out_BHTR, lse = attend(q_BHTD, k_BGSD, latent_B1SR.expand(-1, G, -1, -1), mask, self.scaling)
+        else:
+            q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
+            q_nope = q_nope.reshape(B, G, -1, self.nope_dim)
+            q_row = torch.cat(((q_nope @ w_uk).view(B, H, T, R), q_rope), dim=-1)
+            out_BHTR, lse = attend(q_row, row_BSR[:, None], latent_B1SR, mask, self.scaling)
+            # The key bias moves all of a query's logits alike: no weight changes, but a sink's share does.
+            shift_BHT = (q_nope @ b_k[..., None]).view(B, H, T).float() * self.scaling
+        out = (out_BHTR.reshape(B, G, -1, R) @ w_uv.transpose(1, 2) + b_v[:, None]).view(B, H, T, self.v_dim)
+        if self.config.mla_sinks:
+            lse = lse if shift_BHT is None else lse + shift_BHT
+            out = out * sink_share(lse, self.sinks)[..., None].to(out.dtype)
+        return out

@@ -1,0 +1,76 @@
+"""Models with multi-head latent attention, made from transformers' own: only `self_attn` of a layer differs.
+
+`<Family>MlaModel` and `<Family>MlaForCausalLM` are made on demand from the class name (`LlamaMlaForCausalLM`
+extends `LlamaForCausalLM`), so no model file is copied and no family is named here. This file is copied into
+checkpoints, where `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)` finds it.
+"""
+
+import sys
+from typing import Any
+
+import transformers
+from torch import nn
+
+# The remote-code loader copies only the siblings that this entry file imports itself.
+from . import attention_mla as _attention
+from . import configuration_mla as _configuration
+from . import rope_mla as _rope
+from .attention_mla import attend
+from .configuration_mla import FIELDS
+from .latent_attention_mla import LatentAttention
+from .rope_mla import RotationTable
+
+__all__ = ["FIELDS", "LatentAttention", "attend", "use_latent_attention"]
+
+_classes: dict[str, type] = {}
+
+
+def use_latent_attention(model: nn.Module) -> None:
+    """Replaces `self_attn` of every converted layer of a decoder (`model.layers`, `model.rotary_emb`) in place."""
+    config: Any = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    table = RotationTable(model.rotary_emb, head_dim // 2)
+    for index, layer in enumerate(model.layers):
+        if config.mla_layer_types[index] != "gqa":
+            layer.self_attn = LatentAttention(config, index, table)
+
+
+def _make(name: str, family: str, kind: str) -> type:
+    config_class = getattr(_configuration, f"{family}MlaConfig")
+    base = getattr(transformers, family + kind)
+    shared = {
+        "__module__": __name__,
+        "config_class": config_class,
+        "config": None,
+        # Flash and flex attention want equal key and value dimensions, which the latents do not have.
+        "_supports_flash_attn": False,
+        "_supports_flex_attn": False,
+        "_supports_sdpa": True,
+    }
+
+    if kind == "Model":
+
+        def __init__(self: Any, config: Any) -> None:
+            base.__init__(self, config)
+            use_latent_attention(self)
+            self.post_init()
+    else:
+        model_class = __getattr__(f"{family}MlaModel")
+
+        def __init__(self: Any, config: Any) -> None:
+            base.__init__(self, config)
+            self.model = model_class(config)
+            self.post_init()
+
+    return type(name, (base,), {**shared, "__init__": __init__, "__doc__": f"{base.__name__} with latent attention."})
+
+
+def __getattr__(name: str) -> type:
+    """`<Family>MlaForCausalLM` or `<Family>MlaModel` (PEP 562: made once, on first use)."""
+    for kind in ("ForCausalLM", "Model"):
+        family = name.removesuffix(f"Mla{kind}")
+        if family and family != name and not name.startswith("_"):
+            if name not in _classes:
+                _classes[name] = _make(name, family, kind)
+            return _classes[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

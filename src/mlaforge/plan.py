@@ -1,0 +1,373 @@
+"""The plan: what each layer becomes, what that costs in numbers cached, bytes and FLOPs, and the machines.
+
+Ratios count K and V: the base of every fraction is 2 · n_kv_heads · head_dim numbers per token and layer.
+FLOPs count a multiply-add as two. Left out as noise: biases, norms, routers, softmax and rotation.
+
+Legend: H query heads, G KV heads, d head_dim, r kv_lora_rank, d_r qk_rope_head_dim, T query
+tokens of one request in one step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from mlaforge.config import nearest
+from mlaforge.runtime import UserError
+from mlaforge.spec import LayerSpec, ModelSpec, MoeSpec
+
+LATENT_LAYOUTS = ("latent", "latent_rope")
+# A budget becomes a rank that is a multiple of this: what vector loads and tensor cores take without padding.
+RANK_MULTIPLE = 8
+DEFAULT_ROPE_DIM = 64
+# The cache is held in bf16.
+CACHE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer becomes: `gqa` (it stays as it is), `latent` or `latent_rope`.
+
+    `kv_lora_rank` is the latent's width r; `qk_rope_head_dim` the width d_r of the rotary key that all heads
+    share, 0 but in `latent_rope`.
+    """
+
+    layout: str
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+
+    def cached(self, layer: LayerSpec) -> int:
+        """Numbers in the cache per token: 2 · n_kv_heads · head_dim, r, or r + d_r."""
+        return layer.cached if self.layout == "gqa" else self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One LayerPlan per layer of `spec`."""
+
+    spec: ModelSpec
+    layers: tuple[LayerPlan, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) == self.spec.num_layers
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Cached numbers per token of every layer."""
+        return tuple(
+            chosen.cached(layer) for chosen, layer in zip(self.layers, self.spec.layers, strict=True)
+        )
+
+    @property
+    def cached_per_token(self) -> int:
+        """Cached numbers of a token that every layer still holds."""
+        return sum(self.cached)
+
+    @property
+    def converted(self) -> tuple[int, ...]:
+        """Indices of the layers that do not stay GQA."""
+        return tuple(i for i, chosen in enumerate(self.layers) if chosen.layout != "gqa")
+
+    @property
+    def converted_fraction(self) -> float:
+        """Cached numbers per token of the converted layers over what GQA caches there; 1.0 where none is."""
+        before = sum(self.spec.layers[i].cached for i in self.converted)
+        return sum(self.cached[i] for i in self.converted) / before if before else 1.0
+
+    def model_fraction(self, context: int) -> float:
+        """Cache of the whole model over its GQA cache at `context` tokens; windows count in both."""
+        return self.cache_bytes(context) / unconverted(self.spec).cache_bytes(context)
+
+    def cache_bytes(self, context: int, batch: int = 1, bytes_per_number: int = CACHE_BYTES) -> int:
+        """Bytes of the cache of `batch` requests of `context` tokens each.
+
+        A layer with a sliding window holds at most `window` tokens, converted or not.
+        """
+        held = (tokens_held(layer, context) for layer in self.spec.layers)
+        return batch * bytes_per_number * sum(n * tokens for n, tokens in zip(self.cached, held, strict=True))
+
+
+def tokens_held(layer: LayerSpec, context: int) -> int:
+    """Tokens of a request that a layer keeps."""
+    return context if layer.window is None else min(context, layer.window)
+
+
+def unconverted(spec: ModelSpec) -> Plan:
+    """The plan that changes nothing."""
+    return Plan(spec, (LayerPlan("gqa"),) * spec.num_layers)
+
+
+def rank_limit(spec: ModelSpec, layer: LayerSpec, layout: str) -> int:
+    """The largest useful kv_lora_rank: the rank of [W_k; W_v], min(2 · n_kv_heads · head_dim, hidden_size).
+
+    0 for `gqa`, which has no latent.
+    """
+    return 0 if layout == "gqa" else min(layer.cached, spec.hidden_size)
+
+
+def make_plan(
+    spec: ModelSpec,
+    budget: float = 0.5,
+    layout: str = "latent",
+    layers: str = "all",
+    kv_lora_rank: int | None = None,
+    qk_rope_head_dim: int | None = None,
+) -> Plan:
+    """The same ranks for every layer that `layers` names; the others stay GQA.
+
+    `budget` in (0, 1] is the fraction of those layers' GQA cache (K and V) that the plan may use; ranks are
+    rounded down to a multiple of 8, and at 1.0 nothing is removed. `kv_lora_rank` takes the budget's place.
+    `layers` is `all`, `full` (those without a sliding window) or a list such as `0,2,5-9`.
+    Raises UserError for a value that is out of range or that a layer cannot hold.
+    """
+    if not 0.0 < budget <= 1.0:
+        raise UserError(f"budget {budget} must be above 0 and at most 1 (a fraction of the GQA cache)")
+    if layout not in LATENT_LAYOUTS:
+        raise UserError(
+            f"layout {layout!r} must be one of {', '.join(LATENT_LAYOUTS)}{nearest(layout, LATENT_LAYOUTS)}"
+        )
+    if layout == "latent" and qk_rope_head_dim:
+        raise UserError(
+            f"qk_rope_head_dim {qk_rope_head_dim} does not fit layout latent, which caches no rotary key; "
+            "leave it out or use layout latent_rope"
+        )
+    chosen = select_layers(spec, layers)
+    return Plan(
+        spec,
+        tuple(
+            _layer_plan(spec, index, budget, layout, kv_lora_rank, qk_rope_head_dim)
+            if index in chosen
+            else LayerPlan("gqa")
+            for index in range(spec.num_layers)
+        ),
+    )
+
+
+def select_layers(spec: ModelSpec, layers: str) -> set[int]:
+    """Layer indices of `all`, `full` or a list such as `0,2,5-9`; never empty. Raises UserError."""
+    text, last = layers.strip(), spec.num_layers - 1
+    if text == "all":
+        return set(range(spec.num_layers))
+    if text == "full":
+        full = {i for i, layer in enumerate(spec.layers) if layer.window is None}
+        if not full:
+            raise UserError(
+                "layers 'full' selects none: all layers slide; use 'all' or a list such as '0,2,5-9'"
+            )
+        return full
+    if not text:
+        raise UserError(f"layers {layers!r} selects none; use 'all', 'full' or a list such as '0,2,5-9'")
+    chosen: set[int] = set()
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item, re.ASCII)
+        if not match:
+            raise UserError(
+                f"layers {layers!r}: {item.strip()!r} is not a layer or a range; use 'all', 'full' or a list "
+                f"such as '0,2,5-9'{nearest(text, ('all', 'full'))}"
+            )
+        first = int(match[1])
+        end = first if match[2] is None else int(match[2])
+        if end < first:
+            raise UserError(f"layers {layers!r}: range {item.strip()!r} runs backwards; write {end}-{first}")
+        if end > last:
+            raise UserError(f"layers {layers!r}: layer {end} does not exist; the model has layers 0-{last}")
+        chosen.update(range(first, end + 1))
+    return chosen
+
+
+def _layer_plan(
+    spec: ModelSpec,
+    index: int,
+    budget: float,
+    layout: str,
+    kv_lora_rank: int | None,
+    qk_rope_head_dim: int | None,
+) -> LayerPlan:
+    layer = spec.layers[index]
+    limit = rank_limit(spec, layer, layout)
+    if layout == "latent_rope" and layer.qk_norm:
+        raise UserError(
+            f"layer {index} cannot become latent_rope: its key norm sits between projection and rotation, so "
+            "keys cannot be absorbed; use layout latent"
+        )
+    if kv_lora_rank is not None and not 1 <= kv_lora_rank <= limit:
+        raise UserError(
+            f"kv_lora_rank {kv_lora_rank} must be 1 to {limit} for layer {index}: min(2 · "
+            f"{layer.num_kv_heads} KV heads · {layer.head_dim}, hidden size {spec.hidden_size})"
+        )
+    lossless = budget == 1.0 and kv_lora_rank is None
+    if layout == "latent":
+        rope = 0
+        rank = limit if lossless else kv_lora_rank
+    else:
+        rope = _rope_dim(layer, index, layer.cached // 2 if lossless else DEFAULT_ROPE_DIM, qk_rope_head_dim)
+        # With every key in the rotary part, the latent carries the values alone.
+        rank = min(layer.cached // 2, limit) if lossless and qk_rope_head_dim is None else kv_lora_rank
+    if rank is None:
+        # The small term: a product such as 0.7 · 640 falls just short of the integer it means.
+        room = int(budget * layer.cached + 1e-9) - rope
+        if room < RANK_MULTIPLE:
+            taken = f" less {rope} of the rotary key (qk_rope_head_dim)" if rope else ""
+            least = math.ceil((RANK_MULTIPLE + rope) / layer.cached * 1e4) / 1e4
+            advice = f"use a budget of at least {least}" if least <= 1 else "use a smaller qk_rope_head_dim"
+            raise UserError(
+                f"budget {budget} of layer {index}'s {layer.cached} cached numbers{taken} leaves "
+                f"{max(room, 0)} for the latent, at least {RANK_MULTIPLE} are needed; {advice}"
+            )
+        rank = min(room // RANK_MULTIPLE * RANK_MULTIPLE, limit)
+    return LayerPlan(layout, rank, rope)
+
+
+def _rope_dim(layer: LayerSpec, index: int, default: int, given: int | None) -> int:
+    """d_r, at most what the layer's keys have: n_kv_heads · head_dim dimensions, in pairs."""
+    most = layer.cached // 2
+    if given is None:
+        return min(default, most) // 2 * 2
+    if given % 2 or not 2 <= given <= most:
+        raise UserError(
+            f"qk_rope_head_dim {given} must be even, positive and at most {most} for layer {index} "
+            f"({layer.num_kv_heads} KV heads · {layer.head_dim})"
+        )
+    return given
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs done and bytes read."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes
+
+
+def attention_op(layer: LayerSpec, chosen: LayerPlan, context: int, batch: int = 1, queries: int = 1) -> Cost:
+    """Attention over the cache in one layer and one step, T = `queries` per request, without its projections.
+
+    FLOPs per cached token: gqa T·4·H·d. latent_rope, absorbed: T·(2·H·(r + d_r) + 2·H·r). latent: keys are
+    decompressed once, 2·r·G·d, then T·(2·H·d + 2·H·r) for scores and absorbed values. The cache is read once
+    per step whatever T is; decompressed keys are taken not to leave the chip.
+    """
+    H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    r, d_r = chosen.kv_lora_rank, chosen.qk_rope_head_dim
+    if chosen.layout == "gqa":
+        per_token = queries * 4 * H * d
+    elif chosen.layout == "latent":
+        per_token = 2 * r * G * d + queries * 2 * H * (d + r)
+    else:
+        assert chosen.layout == "latent_rope"
+        per_token = queries * 2 * H * (2 * r + d_r)
+    held = batch * tokens_held(layer, context)
+    return Cost(held * per_token, held * chosen.cached(layer) * CACHE_BYTES)
+
+
+def projection_params(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan) -> int:
+    """Parameters of a layer's attention: q_proj, o_proj, and kv_a_proj_with_mqa, kv_b_proj if converted."""
+    if chosen.layout == "gqa":
+        return spec.layer_params(layer)
+    H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    r, d_r = chosen.kv_lora_rank, chosen.qk_rope_head_dim
+    return spec.hidden_size * (H * (d + d_r) + (r + d_r) + H * d) + G * 2 * d * r
+
+
+def projections(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan, tokens: int) -> Cost:
+    """The attention projections of one layer for `tokens` new tokens, with what absorbing costs per token.
+
+    kv_b_proj then serves every query head: out @ W_uv, and in latent_rope q_nope @ W_uk, are 2·H·d·r FLOPs
+    each. In `latent` its key half works in `attention_op`; its bytes are counted here once.
+    """
+    params = projection_params(spec, layer, chosen)
+    flops = 2.0 * params
+    if chosen.layout != "gqa":
+        up = layer.num_kv_heads * 2 * layer.head_dim * chosen.kv_lora_rank
+        absorbed = 2 * layer.num_heads * layer.head_dim * chosen.kv_lora_rank
+        flops += (2 if chosen.layout == "latent_rope" else 1) * absorbed - 2 * up
+    return Cost(tokens * flops, params * spec.bits / 8)
+
+
+def experts_touched(moe: MoeSpec, tokens: int) -> float:
+    """Expected number of distinct experts that `tokens` tokens read, were routing independent and uniform."""
+    return moe.num_experts * (1.0 - (1.0 - moe.top_k / moe.num_experts) ** tokens)
+
+
+def mlp(layer: LayerSpec, tokens: int) -> Cost:
+    """The MLP of one layer, or the experts that `tokens` tokens read."""
+    active, read = (layer.moe.top_k, experts_touched(layer.moe, tokens)) if layer.moe else (1, 1.0)
+    return Cost(2.0 * layer.mlp_params * active * tokens, read * layer.mlp_params * layer.mlp_bits / 8)
+
+
+def lm_head(spec: ModelSpec, tokens: int) -> Cost:
+    """Logits for every token."""
+    params = spec.vocab_size * spec.hidden_size
+    return Cost(2.0 * params * tokens, params * spec.bits / 8)
+
+
+def weight_bytes(plan: Plan) -> float:
+    """Bytes of all weights: both embeddings (one where they are tied), projections, every expert."""
+    spec = plan.spec
+    total = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2) * spec.bits / 8
+    for layer, chosen in zip(spec.layers, plan.layers, strict=True):
+        total += projection_params(spec, layer, chosen) * spec.bits / 8
+        total += layer.mlp_params * (layer.moe.num_experts if layer.moe else 1) * layer.mlp_bits / 8
+    return total
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A machine. `bf16_tflops` is the dense datasheet figure with fp32 accumulation, never the sparse one.
+
+    `bandwidth_tbs` is TB/s (1e12 bytes), `memory_gib` what the driver reports, `achievable` the share of the
+    datasheet's FLOP/s that a good matrix product reaches.
+    """
+
+    name: str
+    bf16_tflops: float
+    bandwidth_tbs: float
+    memory_gib: float
+    source: str
+    achievable: float = 0.8
+
+    @property
+    def flops(self) -> float:
+        """Achievable FLOP/s."""
+        return self.achievable * self.bf16_tflops * 1e12
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s."""
+        return self.bandwidth_tbs * 1e12
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte above which FLOP/s are the limit, below which bandwidth is."""
+        return self.flops / self.bandwidth
+
+    def seconds(self, cost: Cost) -> float:
+        """The roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer."""
+        return max(cost.bytes / self.bandwidth, cost.flops / self.flops)
+
+    def bound(self, cost: Cost) -> str:
+        """Which of the two that is: `bandwidth` or `compute`."""
+        return "compute" if cost.flops / self.flops > cost.bytes / self.bandwidth else "bandwidth"
+
+
+_CPU = "this project's 2-core reference machine: twice one core's measured 129 GFLOP/s (fp32) and 15 GB/s"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h200", 989.0, 4.8, 140.4, "NVIDIA H200 SXM datasheet, 141 GB; sparse figure 1979 halved"),
+        Gpu("h100", 989.0, 3.35, 79.6, "NVIDIA H100 SXM datasheet, 80 GB; sparse figure 1979 halved"),
+        Gpu("b200", 2250.0, 8.0, 179.0, "NVIDIA HGX B200 datasheet, 180 of 192 GB; sparse 4500 halved"),
+        Gpu("l40s", 362.0, 0.864, 45.0, "NVIDIA L40S datasheet, 48 GB with ECC; sparse figure 733 halved"),
+        Gpu("a100", 312.0, 2.039, 80.0, "NVIDIA A100 SXM datasheet, 80 GB"),
+        Gpu("rtx5090", 209.5, 1.792, 31.8, "NVIDIA RTX Blackwell whitepaper, 32 GB; fp32 accumulation"),
+        Gpu("cpu", 0.258, 0.030, 23.5, _CPU, achievable=1.0),
+    )
+}

@@ -1,0 +1,112 @@
+"""The process: the user's mistakes, device and dtype, seeds, progress, and every environment variable.
+
+Imports nothing of ours, so that anything may import it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class UserError(ValueError):
+    """Something that the user gave is wrong. The text is one line: what was wrong and what would be right.
+
+    The command line turns it into exit code 2 without a traceback; every other exception is ours (code 1).
+    """
+
+
+def cache_home() -> Path:
+    """Where dequantised models are kept: $MLAFORGE_HOME, else $XDG_CACHE_HOME/mlaforge, else ~/.cache/mlaforge."""
+    if home := os.environ.get("MLAFORGE_HOME"):
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlaforge"
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one, else CPU.
+
+    Raises UserError for a name torch does not know or a device this machine lacks.
+    """
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device {name!r} is not known to torch; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but torch sees no CUDA device here; use --device cpu")
+    return device
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def resolve_dtype(name: str, default: torch.dtype) -> torch.dtype:
+    """A torch dtype by name; `auto` gives `default` (the checkpoint's own)."""
+    import torch
+
+    if name == "auto":
+        return default
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is not supported; use auto, {', '.join(DTYPES)}")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """Iterate with a progress bar on stderr that shows only what lasts longer than two seconds."""
+    from tqdm import tqdm
+
+    yield from tqdm(items, desc=what, total=total, delay=2.0, leave=False, file=sys.stderr, dynamic_ncols=True)
+
+
+def log(line: str) -> None:
+    """One line for the person who watches; stdout is kept for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the wall time of the block, in seconds, to `seconds[name]`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def environment() -> dict[str, str | int]:
+    """Versions and machine, as recorded in every manifest."""
+    import platform
+
+    import safetensors
+    import torch
+    import transformers
+
+    from mlaforge import __version__
+
+    cuda = torch.cuda.is_available()
+    return {
+        "mlaforge": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
