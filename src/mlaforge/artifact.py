@@ -35,7 +35,7 @@ class Manifest:
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
-    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    files: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def fingerprint(self) -> str:
@@ -71,10 +71,11 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def finished(out: Path, wanted: Manifest) -> Manifest | None:
+def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest | None:
     """The manifest at `out` if that artifact is what `wanted` would make again and all its files are there.
 
-    Raises UserError if `out` exists and is something else: nothing of the user's is ever overwritten.
+    None means that it is to be made. Raises UserError if `out` exists and is something else: only with
+    `overwrite` another artifact is replaced, and what mlaforge did not make never is.
     """
     if not out.exists() and not out.is_symlink():
         return None
@@ -83,15 +84,15 @@ def finished(out: Path, wanted: Manifest) -> Manifest | None:
     found = Manifest.load(out) if out.is_dir() else None
     if found is None:
         raise UserError(f"{out} exists and was not made by mlaforge; choose another output directory")
-    if found.fingerprint != wanted.fingerprint:
-        raise UserError(
-            f"{out} holds another {found.stage} result ({_difference(found, wanted)}); "
-            "choose another output directory, or pass --overwrite"
-        )
-    missing = [name for name in found.files if not (out / name).is_file()]
-    if missing:
-        raise UserError(f"{out} has lost {missing[0]}; pass --overwrite to make it again")
-    return found
+    whole = all((out / name).is_file() for name in found.files)
+    if found.fingerprint == wanted.fingerprint and whole:
+        return found
+    if overwrite:
+        return None
+    what = _difference(found, wanted) if whole else "some of its files are gone"
+    raise UserError(
+        f"{out} holds another {found.stage} result ({what}); choose another output directory, or pass --overwrite"
+    )
 
 
 def _difference(found: Manifest, wanted: Manifest) -> str:
@@ -101,17 +102,17 @@ def _difference(found: Manifest, wanted: Manifest) -> str:
         old, new = getattr(found, part), getattr(wanted, part)
         for key in sorted({*old, *new}):
             if old.get(key) != new.get(key):
-                shown = [text if len(text) < 60 else text[:57] + "..." for text in (str(old.get(key)), str(new.get(key)))]
-                return f"{key} was {shown[0]}, now {shown[1]}"
+                was, now = (str(part.get(key))[:60] for part in (old, new))
+                return f"{key} was {was}, now {now}"
     return "made by another version of mlaforge"
 
 
 @contextmanager
-def writing(out: Path, manifest: Manifest, overwrite: bool = False) -> Iterator[Path]:
+def writing(out: Path, manifest: Manifest) -> Iterator[Path]:
     """Yields a directory beside `out` to write into; on success writes the manifest and renames it to `out`.
 
-    On any failure, Ctrl-C included, the directory is removed and `out` stays as it was. What a killed process
-    left behind is removed by the next one that writes to the same `out`.
+    Whether `out` may be replaced is for `finished` to say, before any work. On any failure, Ctrl-C included, the
+    directory is removed and `out` stays as it was; what a killed process left is removed by the next one.
     """
     out = out.absolute()
     partial = out.with_name(f".{out.name}.partial")
@@ -121,19 +122,19 @@ def writing(out: Path, manifest: Manifest, overwrite: bool = False) -> Iterator[
         partial.mkdir(parents=True)
         yield partial
         manifest.save(partial)
-        if out.exists():
-            # `finished` has refused what is not ours, so this is an empty directory or ours to replace.
-            assert overwrite or not any(out.iterdir())
+        if out.is_dir():
             shutil.rmtree(out)
         os.replace(partial, out)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free
+        if not isinstance(error, OSError):
+            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(next(p for p in out.parents if p.exists())).free
             raise UserError(
                 f"the disk is full ({free / 2**30:.1f} GiB free at {out.parent}); nothing was written: "
                 "free some room or choose an output on another disk"
             ) from error
-        if isinstance(error, PermissionError | NotADirectoryError | FileExistsError):
-            raise UserError(f"cannot write to {out}: {error.strerror}; choose another output directory") from error
+        if error.filename and Path(error.filename).is_relative_to(partial):
+            raise UserError(f"cannot write {out}: {error.strerror}; choose another output directory") from error
         raise

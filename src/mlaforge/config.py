@@ -55,7 +55,8 @@ def _checked(cls: type, name: str, value: Any, where: str) -> Any:
         raise UserError(f"{where}: {name} = {value!r} must be a {kind.__name__}")
     choices = field.metadata.get("choices", ())
     if choices and value not in choices:
-        raise UserError(f"{where}: {name} = {value!r} must be one of {', '.join(choices)}{nearest(str(value), choices)}")
+        hint = nearest(str(value), choices)
+        raise UserError(f"{where}: {name} = {value!r} must be one of {', '.join(choices)}{hint}")
     return value
 
 

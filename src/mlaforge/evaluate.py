@@ -1,13 +1,21 @@
-"""Perplexity on token windows: the number that says what a conversion cost."""
+"""`eval`: perplexity on token windows, the number that says what a conversion cost."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mlaforge import checkpoint, corpus
+from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.options import EvalConfig
+from mlaforge.runtime import UserError, progress, resolve_device, timed
 
 # Rows of logits held at once (each is as long as the vocabulary).
 HEAD_ROWS = 512
@@ -26,12 +34,50 @@ def negative_log_likelihood(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
+def window_losses(model: Any, windows: Iterable[Tensor]) -> Tensor:
+    """Mean loss of every window [T], in nats per token, fp64 [N]."""
+    return torch.stack([negative_log_likelihood(model, ids).double().mean().cpu() for ids in windows])
+
+
 def perplexity(model: Any, windows: Iterable[Tensor]) -> float:
-    """exp of the mean loss over all predicted tokens of windows [T] each; NaN or infinity is returned as it is."""
-    total, count = 0.0, 0
-    for ids in windows:
-        losses = negative_log_likelihood(model, ids)
-        total += float(losses.double().sum())
-        count += losses.numel()
-    mean = total / count
-    return math.exp(mean) if mean < 700 else math.inf
+    """exp of the mean loss over all predicted tokens of windows of one length; not finite where the model is not."""
+    return math.exp(min(float(window_losses(model, windows).mean()), 700.0))
+
+
+def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = False) -> Manifest:
+    """Perplexity of a model, original or converted; writes an artifact if `out` is given.
+
+    Raises UserError where a converted model was calibrated on this very text.
+    """
+    if config.windows < 1 or config.seqlen < 2:
+        raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least 1 and 2")
+    directory = checkpoint.locate(model)
+    device = resolve_device(config.device)
+    tokenizer = checkpoint.load_tokenizer(directory)
+    text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
+    remembered = directory / corpus.PASSAGES
+    if remembered.is_file():
+        text = corpus.refuse_overlap(text, json.loads(remembered.read_text(encoding="utf-8")), f"of {model}")
+    manifest = Manifest(
+        "eval",
+        config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
+        inputs={"model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)}, "text": text.describe()},
+    )
+    if out is not None and (done := finished(out, manifest, overwrite)):
+        return done
+    with timed(manifest.seconds, "eval"):
+        loaded = checkpoint.load_model(directory, config.dtype, device)
+        losses = window_losses(loaded, progress(text.ids, "evaluate", len(text.ids)))
+    mean, n = float(losses.mean()), len(losses)
+    manifest.metrics = {
+        "ppl": math.exp(min(mean, 700.0)),
+        "nll": mean,
+        # Over windows, because tokens of one window are not independent.
+        "nll_stderr": float(losses.std() / n**0.5) if n > 1 else None,
+        "windows": n,
+        "tokens": n * (config.seqlen - 1),
+    }
+    if out is not None:
+        with writing(out, manifest):
+            pass
+    return manifest

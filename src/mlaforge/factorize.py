@@ -147,48 +147,60 @@ def as_complex(rows: Tensor, heads: int) -> Tensor:
     return torch.complex(re, im).transpose(0, 1)
 
 
-def complex_weight(weight: Tensor, heads: int) -> Tensor:
-    """The part of a real quadratic form [heads·D, heads·D] that rotations leave alone: [P, heads, heads] Hermitian."""
-    D = weight.shape[0] // heads
-    w = weight.view(heads, 2, D // 2, heads, 2, D // 2)
-    pair = w.diagonal(dim1=2, dim2=5)  # [g, part, g', part', P]
-    re = (pair[:, 0, :, 0] + pair[:, 1, :, 1]) / 2
-    im = (pair[:, 1, :, 0] - pair[:, 0, :, 1]) / 2
-    return torch.complex(re, im).permute(2, 0, 1)
+def _with_bias(w: Tensor, b: Tensor) -> Tensor:
+    return torch.cat((w, b[:, None]), dim=1)
 
 
 @dataclasses.dataclass
 class Channels:
-    """Candidate rotary channels of a layer, best first: channel n is c = write[n]ᴴ·k_f and k_f ≈ read[n]·c
-    with f = frequency[n]; `gain` is the loss that keeping it rotary avoids. write, read [N, G] complex."""
+    """Candidate rotary channels of a layer, best first: c = write[n]ᴴ·k and k ≈ read[n]·c, where k holds the keys of
+    all KV heads at the pairs of band[n] and c turns with pair `index[n]`; `gain` is the loss that keeping it
+    rotary avoids. A band is one pair, or `fold` neighbouring ones. write, read [N, fold·G] complex."""
 
-    frequency: Tensor
+    band: Tensor
+    index: Tensor
     write: Tensor
     read: Tensor
     gain: Tensor
+    fold: int
 
-    def take(self, index: Tensor) -> Channels:
-        return Channels(self.frequency[index], self.write[index], self.read[index], self.gain[index])
+    def take(self, chosen: Tensor) -> Channels:
+        return Channels(
+            self.band[chosen], self.index[chosen], self.write[chosen], self.read[chosen], self.gain[chosen], self.fold
+        )
+
+    def best(self, count: int) -> Tensor:
+        """The channels that avoid the most loss: a pair may get none or several."""
+        return torch.arange(count, device=self.gain.device)
+
+    def one_per_pair(self, count: int) -> Tensor:
+        """The best channel of every (P/count)-th pair: DeepSeek's own frequencies for qk_rope_head_dim = 2·count."""
+        assert self.fold == 1
+        step = int(self.band.max() + 1) // count
+        return torch.stack([(self.band == i * step).nonzero()[0, 0] for i in range(count)])
 
 
-def channels(p: Projections, m: LayerMoments, layer: LayerSpec) -> Channels:
-    """All P·G channels: eigenvectors of the weighted key second moment at each frequency."""
-    G = layer.num_kv_heads
-    k = as_complex(torch.cat((p.w_k, p.b_k[:, None]), dim=1), G)
+def channels(p: Projections, m: LayerMoments, layer: LayerSpec, fold: int = 1) -> Channels:
+    """All P·G channels: eigenvectors of the weighted key second moment of every band of `fold` pairs."""
+    G, P = layer.num_kv_heads, layer.head_dim // 2
+    k = as_complex(_with_bias(p.w_k, p.b_k), G).reshape(P // fold, fold * G, -1)
     x = torch.cat((m.mean, m.mean.new_ones(1)))
     second = torch.block_diag(m.covariance, m.covariance.new_zeros(1, 1)) + torch.outer(x, x)
     moment = k @ second.to(k.dtype) @ k.mH
     # What a head would lose at each frequency if a constant phase replaced its rotation.
     lost = 1 - m.rho.abs().square()
     per_pair = m.key_outer.diagonal(dim1=1, dim2=2).view(layer.num_heads, 2, -1).sum(1) / 2 / m.rows
-    weight = (per_pair * lost).view(G, layer.group, -1).sum(1).T
+    weight = (per_pair * lost).view(G, layer.group, -1).sum(1).T.reshape(P // fold, fold * G)
     weight = weight + RIDGE * weight.mean()
     root = weight.sqrt()[..., None].to(moment.dtype)
     values, vectors = torch.linalg.eigh(root * moment * root.mT)
-    write, read = root * vectors, vectors / root
+    write, read = (root * vectors).mT.reshape(P * G, -1), (vectors / root).mT.reshape(P * G, -1)
     gain, order = values.clamp_min(0).flatten().sort(descending=True, stable=True)
-    frequency = torch.arange(len(values), device=gain.device).repeat_interleave(G)
-    return Channels(frequency[order], write.mT.reshape(-1, G)[order], read.mT.reshape(-1, G)[order], gain)
+    band = torch.arange(P // fold, device=gain.device).repeat_interleave(fold * G)
+    # A folded channel turns with the pair that carries most of it.
+    share = vectors.mT.reshape(P * G, fold, G).abs().square().sum(-1)
+    index = band * fold + share.argmax(-1)
+    return Channels(band[order], index[order], write[order], read[order], gain, fold)
 
 
 def as_real(matrix: Tensor) -> Tensor:
@@ -200,35 +212,33 @@ def as_real(matrix: Tensor) -> Tensor:
 class RopeSplit:
     """A layer after its rotary channels are chosen: what turns is exact, the rest waits for its low rank.
 
-    rope [E, C+1]: rows of the shared rotary key. rest [G·D, C+1]: keys that lost RoPE. query [H·(D+E), C+1]:
-    per head the query of the rest, then of the rotary key. The last column of each is its bias.
+    rope [E, C+1]: rows of the shared rotary key. query [H·(D+E), C+1]: per head the query of the rest, then of the
+    rotary key. The last column of each is its bias. `lost`: gain of the channels that are not kept.
     """
 
     rope: Tensor
-    rest: Tensor
     query: Tensor
     index: Tensor
     spectrum: Spectrum
     lost: float
 
 
-def _with_bias(w: Tensor, b: Tensor) -> Tensor:
-    return torch.cat((w, b[:, None]), dim=1)
-
-
 def split_rope(
-    p: Projections, m: LayerMoments, layer: LayerSpec, kept: Channels, lost: float, attention_scaling: float
+    p: Projections, m: LayerMoments, layer: LayerSpec, found: Channels, chosen: Tensor, attention_scaling: float
 ) -> RopeSplit:
-    """Applies chosen channels. `lost`: gain of the channels not kept; `attention_scaling`: what cos and sin carry,
-    which dimensions without RoPE must carry instead."""
-    H, G, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    """Keeps the chosen channels rotary. Dimensions that lose RoPE carry `attention_scaling`, which cos and sin
+    carried for them, themselves."""
+    kept = found.take(chosen)
+    lost = float(found.gain.sum() - kept.gain.sum())
+    H, G, D, fold = layer.num_heads, layer.num_kv_heads, layer.head_dim, kept.fold
     k = as_complex(_with_bias(p.w_k, p.b_k), G)
-    channel = torch.einsum("ng,ngc->nc", kept.write.conj(), k[kept.frequency])
-    rest = k.index_add(0, kept.frequency, -kept.read[..., None] * channel[:, None])
+    banded = k.reshape(D // 2 // fold, fold * G, -1)
+    channel = torch.einsum("ng,ngc->nc", kept.write.conj(), banded[kept.band])
+    rest = banded.index_add(0, kept.band, -kept.read[..., None] * channel[:, None]).view_as(k)
 
     q = as_complex(_with_bias(p.w_q, p.b_q), H)
-    read = kept.read.repeat_interleave(layer.group, dim=1)
-    q_rope = read.conj()[..., None] * q[kept.frequency]
+    read = kept.read.view(-1, fold, G).repeat_interleave(layer.group, dim=2)
+    q_rope = torch.einsum("nfh,nfhc->nhc", read.conj(), q.reshape(-1, fold, H, q.shape[-1])[kept.band])
     q_nope = m.rho.T.conj()[..., None] * q * attention_scaling**2
     query = torch.cat((q_nope.real, q_nope.imag, q_rope.real, q_rope.imag)).transpose(0, 1)
 
@@ -247,9 +257,8 @@ def split_rope(
     bias = torch.cat((rest_rows[:, -1], p.b_v))
     return RopeSplit(
         rope=torch.cat((channel.real, channel.imag)),
-        rest=rest_rows,
-        query=query.reshape(H * (D + 2 * len(kept.frequency)), -1),
-        index=kept.frequency,
+        query=query.reshape(H * (D + 2 * len(kept.index)), -1),
+        index=kept.index,
         spectrum=Spectrum.of(w, bias, m.mean, m.covariance, weight),
         lost=lost,
     )
@@ -263,6 +272,12 @@ def to_latent_rope(split: RopeSplit, layer: LayerSpec, rank: int) -> Latent:
         b_kv_a=torch.cat((down.new_zeros(rank), split.rope[:, -1])), kv_b=by_head(up, layer),
         b_kv_b=by_head(bias, layer), rope_index=split.index, dropped=split.spectrum.loss(rank) + split.lost / 2,
     )  # fmt: skip
+
+
+def factor_query(w_q: Tensor, b_q: Tensor, m: LayerMoments, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q_a [rank, C], q_b [n, rank] and the bias of q_b: the best `rank` for the inputs that calibration saw."""
+    spectrum = Spectrum.of(w_q, b_q, m.mean, m.covariance, torch.eye(len(w_q), dtype=w_q.dtype, device=w_q.device))
+    return spectrum.truncate(rank)
 
 
 def allocate(spectra: dict[int, Tensor], total: int, minimum: int, block: int = 8) -> dict[int, int]:

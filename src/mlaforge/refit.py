@@ -50,7 +50,7 @@ class LayerRunner:
 
 @torch.no_grad()
 def refit_o_proj(
-    model: Any, converted: dict[int, nn.Module], specs: tuple[LayerSpec, ...], windows: list[Tensor]
+    model: Any, converted: dict[int, Any], specs: tuple[LayerSpec, ...], windows: list[Tensor]
 ) -> None:
     """Solves o_proj (weight and bias) of the converted attention modules in place; they need an o_proj bias.
 
@@ -106,5 +106,5 @@ def _solve(o_proj: nn.Linear, heads: list[Tensor], targets: list[Tensor]) -> Non
     # Only the weights are held back, not the bias.
     zz.diagonal()[:-1].add_(zz.diagonal()[:-1].mean() * RIDGE)
     delta = torch.linalg.solve(zz, rz.T).T
-    o_proj.weight += delta[:, :-1].to(o_proj.weight)
-    o_proj.bias += delta[:, -1].to(o_proj.bias)
+    o_proj.weight.add_(delta[:, :-1].to(o_proj.weight))
+    o_proj.bias.add_(delta[:, -1].to(o_proj.bias))

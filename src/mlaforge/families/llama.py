@@ -20,8 +20,9 @@ def dense_spec(config: Config, window: int | None = None) -> ModelSpec:
         raise UserError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} KV heads")
     bits = weight_bits(config)
     layer = LayerSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, mlp_params=3 * hidden * mlp, mlp_bits=bits, window=window
-    )
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, mlp_params=3 * hidden * mlp, mlp_bits=bits,
+        window=window,
+    )  # fmt: skip
     return ModelSpec(
         model_type=config["model_type"],
         hidden_size=hidden,

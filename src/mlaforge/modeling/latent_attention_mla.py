@@ -39,6 +39,7 @@ class LatentAttention(nn.Module):
     """
 
     is_causal = True
+    rope_index: Tensor
 
     def __init__(self, config: Any, layer_idx: int, table: RotationTable):
         super().__init__()

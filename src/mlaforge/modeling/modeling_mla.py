@@ -5,16 +5,12 @@ extends `LlamaForCausalLM`), so no model file is copied and no family is named h
 checkpoints, where `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)` finds it.
 """
 
-import sys
 from typing import Any
 
 import transformers
-from torch import nn
 
 # The remote-code loader copies only the siblings that this entry file imports itself.
-from . import attention_mla as _attention
 from . import configuration_mla as _configuration
-from . import rope_mla as _rope
 from .attention_mla import attend
 from .configuration_mla import FIELDS
 from .latent_attention_mla import LatentAttention
@@ -25,7 +21,7 @@ __all__ = ["FIELDS", "LatentAttention", "attend", "use_latent_attention"]
 _classes: dict[str, type] = {}
 
 
-def use_latent_attention(model: nn.Module) -> None:
+def use_latent_attention(model: Any) -> None:
     """Replaces `self_attn` of every converted layer of a decoder (`model.layers`, `model.rotary_emb`) in place."""
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,0 +1,32 @@
+# Two commands do all the set-up themselves: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow lint bench-conversion clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	# torch first and pinned: whatever else wants torch must find it there.
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/mlaforge demo runs/demo
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -m slow
+
+bench-conversion: $(VENV)/.ready
+	$(BIN)/python benchmarks/conversion.py --data ../shared/data
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,338 @@
+"""Model directories: finding and checking the source, reading it lazily, writing shards, loading strictly.
+
+Only safetensors and GGUF are read, never pickle. The source is never written to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge.artifact import MANIFEST, sha256
+from mlaforge.runtime import UserError, cache_home, log, progress, resolve_dtype
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHARD_BYTES = 5 * 10**9
+# What belongs to a model beside its weights and config: tokenizer, chat template, generation defaults, licence.
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
+    "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+SUFFIX = "_mla"
+
+
+def locate(model: str) -> Path:
+    """The local directory of MODEL: a directory, a .gguf file (dequantised once), or a hub id.
+
+    Raises UserError in one line where it is none of these or cannot be fetched.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return from_gguf(path)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{model} is a file; give a model directory, a .gguf file or a hub id such as org/name")
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise UserError(f"{model} does not exist; give a model directory, a .gguf file or a hub id such as org/name")
+    return _from_hub(model, ["*.json", "*.safetensors", *COMPANIONS])
+
+
+def _from_hub(model: str, wanted: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # What is complete in the local cache needs no network.
+        return Path(snapshot_download(model, allow_patterns=wanted, local_files_only=True))
+    except HFValidationError as error:
+        raise UserError(f"{model!r} is neither a directory nor a hub id such as org/name") from error
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted, etag_timeout=5))
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        raise UserError(
+            f"the hub does not give {model!r} (status {status}): check the name and your access token, or give a "
+            "local model directory or .gguf file"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"{model!r} is not here and the hub cannot be reached; give a local model directory or .gguf file, or "
+            "copy the model into the hub cache"
+        ) from error
+
+
+def find_config(model: str) -> dict[str, Any]:
+    """config.json of MODEL without its weights: a config.json, a directory, a .gguf file or a hub id."""
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        return read_config(path.parent, path.name)
+    if path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
+        return read_config(locate(model))
+    return read_config(_from_hub(model, ["config.json"]))
+
+
+def from_gguf(path: Path) -> Path:
+    """Dequantises a GGUF file once, to fp32, into the cache; later calls find it by the file's SHA-256."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a .gguf file or a model directory")
+    out = cache_home() / "gguf" / sha256(path)[:16]
+    if (out / "config.json").is_file():
+        return out
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    try:
+        import gguf  # noqa: F401 (only to say in words that it is missing)
+    except ImportError as error:
+        raise UserError("reading .gguf files needs the gguf package: pip install 'mlaforge[gguf]'") from error
+    from mlaforge.artifact import Manifest, writing
+
+    log(f"dequantising {path.name} once into {out}")
+    try:
+        # Without the explicit request transformers would keep quantised blocks that it cannot save.
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
+        raise UserError(f"{path} cannot be read as GGUF: {' '.join(str(error).split())[:200]}") from error
+    with writing(out, Manifest("gguf", {}, {"file": path.name, "sha256": sha256(path)})) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    return out
+
+
+def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
+    """config.json as a dict; UserError where it is missing or not a JSON object."""
+    path = directory / name
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{directory} has no {name}; a Hugging Face model directory has one") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object; a Hugging Face model's config.json is one")
+    return config
+
+
+class Reader:
+    """Lazy access to the tensors of a safetensors directory, sharded or not."""
+
+    def __init__(self, directory: Path):
+        """Raises UserError for a missing or truncated shard, a pickle checkpoint, or a lying index."""
+        from safetensors import SafetensorError, safe_open
+
+        self.directory = directory
+        self._stack = ExitStack()
+        self._file_of: dict[str, Any] = {}
+        indexed = self._index()
+        for name in self.shards:
+            path = directory / name
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except FileNotFoundError as error:
+                raise UserError(f"{path} is missing, though {INDEX} names it; fetch the model again") from error
+            except SafetensorError as error:
+                raise UserError(f"{path} is truncated or not safetensors ({error}); fetch it again") from error
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        for name in indexed:
+            if name not in self._file_of:
+                raise UserError(f"{directory} has no tensor {name!r}, though {INDEX} names it; fetch the model again")
+
+    def _index(self) -> list[str]:
+        path = self.directory / INDEX
+        if path.is_file():
+            try:
+                weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+                self.shards = sorted(set(weight_map.values()))
+                return list(weight_map)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{path} is not a safetensors index; fetch the model again") from error
+        if (self.directory / SINGLE).is_file():
+            self.shards = [SINGLE]
+            return []
+        pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern)]
+        if pickles:
+            raise UserError(
+                f"{self.directory} has only pickled weights ({pickles[0]}), which can run code and are never read; "
+                "convert them to safetensors first"
+            )
+        raise UserError(f"{self.directory} has neither {SINGLE} nor {INDEX}; a model directory has one of them")
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def check(self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset()) -> None:
+        """Raises UserError for the first tensor that is missing, extra, wrongly shaped, or holds NaN or infinity."""
+        for name in expected:
+            if name not in self and name not in tied:
+                raise UserError(f"{self.directory} lacks the tensor {name!r} that its config.json calls for")
+        for name in progress(self, "check weights", len(self._file_of)):
+            if name not in expected:
+                raise UserError(f"{self.directory} has a tensor {name!r} that its config.json does not call for")
+            if self.shape(name) != expected[name]:
+                raise UserError(
+                    f"{self.directory}: {name!r} has shape {list(self.shape(name))}, "
+                    f"its config.json calls for {list(expected[name])}"
+                )
+            if not torch.isfinite(self[name]).all():
+                raise UserError(f"{self.directory}: {name!r} holds NaN or infinity; fetch the model again")
+
+
+class Writer:
+    """Streams tensors into shards of at most SHARD_BYTES and writes the index last."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.pending: dict[str, Tensor] = {}
+        self.size = 0
+        self.total = 0
+        self.shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.size + size > SHARD_BYTES:
+            self._flush()
+        self.pending[name] = tensor.contiguous()
+        self.size += size
+        self.total += size
+
+    def _flush(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        path = self.directory / f"shard-{len(self.shards):05d}.safetensors"
+        try:
+            save_file(self.pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # safetensors hides the errno of a full disk in its message.
+            if "os error 28" in str(error) or "No space left" in str(error):
+                raise OSError(28, "No space left on device", str(path)) from error
+            raise
+        self.shards.append(list(self.pending))
+        self.pending, self.size = {}, 0
+
+    def finish(self) -> None:
+        """Writes the last shard and the index, and gives the shards their customary names."""
+        self._flush()
+        count, weight_map = len(self.shards), {}
+        for number, names in enumerate(self.shards):
+            final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self.directory / f"shard-{number:05d}.safetensors").rename(self.directory / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+        (self.directory / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def is_converted(config: dict[str, Any]) -> bool:
+    """Whether a config.json is one of ours."""
+    return str(config.get("model_type")).endswith(SUFFIX) and "mla_layer_types" in config
+
+
+def model_class(config: dict[str, Any]) -> tuple[type, type]:
+    """The config class and the causal-LM class of a config.json, ours or transformers'."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if not is_converted(config):
+        config_class = CONFIG_MAPPING[config["model_type"]]
+        return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    from mlaforge.modeling import configuration_mla, modeling_mla
+
+    name = str(config["architectures"][0])
+    return (
+        getattr(configuration_mla, name.replace("ForCausalLM", "Config")),
+        getattr(modeling_mla, name),
+    )
+
+
+def load_model(directory: Path, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
+    """The causal LM of a model directory, original or converted, in evaluation mode, no code from it run.
+
+    Strict: UserError for an unsupported family or any missing, extra or wrongly shaped tensor.
+    """
+    from mlaforge.families import family_of
+
+    config = read_config(directory)
+    family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
+    config_class, causal_lm = model_class(config)
+    with Reader(directory) as reader:
+        names = set(reader)
+    model, info = causal_lm.from_pretrained(  # type: ignore[attr-defined]
+        directory,
+        config=config_class.from_pretrained(directory),  # type: ignore[attr-defined]
+        dtype=resolve_dtype(dtype, stored_dtype(config)),
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, info[problem])):
+            raise UserError(f"{directory}: {problem.replace('_', ' ')} {wrong[0]!r} (of {len(names)} tensors)")
+    return model.eval().to(device)
+
+
+def stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The dtype that a config.json declares; float32 where it declares none."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return resolve_dtype(name, torch.float32)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory; no code from it is run."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory} has no tokenizer that can be read (tokenizer.json); copy it there") from error
+
+
+def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """Names and shapes that a config.json calls for, and the names that may be absent because they are tied."""
+    config_class, causal_lm = model_class(config)
+    with torch.device("meta"):
+        model = causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else ()
+    return shapes, frozenset(tied)
+
+
+def fingerprint(directory: Path) -> str:
+    """SHA-256 over config.json and every weight file of a model directory."""
+    digest = hashlib.sha256()
+    for path in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
+        digest.update(f"{path.name} {sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def companions(directory: Path) -> list[Path]:
+    """The files beside weights and config that a copy of the model needs."""
+    found = {p for pattern in COMPANIONS for p in directory.glob(pattern) if p.is_file()}
+    return sorted(p for p in found if p.name != MANIFEST)

@@ -1,0 +1,199 @@
+"""Verbs: parse, call a stage, print. Nothing else.
+
+Exit codes: 0 done, 2 the user's mistake (one line on stderr), 1 ours (with a traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mlaforge import config as configuration
+from mlaforge.options import ConvertConfig, DemoConfig, EvalConfig, GenerateConfig
+from mlaforge.roofline import PlanConfig
+from mlaforge.runtime import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Turn a grouped-query-attention model into multi-head latent attention, prove what it cost, run it.",
+)
+
+Recipe = Annotated[
+    Path | None, typer.Option("--recipe", metavar="FILE", help="YAML file with the same keys; options override it")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an earlier result of mlaforge at OUT")]
+
+
+def _option(field: dataclasses.Field[Any], kind: type) -> Any:
+    """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
+    told, name = field.metadata, field.name.replace("_", "-")
+    unit = f" [{told['unit']}]" if told["unit"] else ""
+    shown = "" if field.default is None else f" (default: {field.default})"
+    flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    metavar = None if kind is bool else "|".join(told["choices"]) or kind.__name__.upper().replace("STR", "TEXT")
+    return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=told["help"] + unit + shown)]
+
+
+def verb(options: type | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a command. `options` is its stage's dataclass: each field becomes an option, and the command is
+    called with the resolved `config`. The user's mistakes end in one line and exit code 2."""
+
+    def register(command: Callable[..., None]) -> Callable[..., None]:
+        keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        own = inspect.signature(command, eval_str=True)
+        parameters = [p for p in own.parameters.values() if p.name != "config"]
+        fields = dataclasses.fields(options) if options else ()
+        kinds = configuration.field_types(options) if options else {}
+        for field in fields:
+            parameters.append(keyword(field.name, default=None, annotation=_option(field, kinds[field.name])))
+        if options:
+            parameters.append(keyword("recipe", default=None, annotation=Recipe))
+
+        @functools.wraps(command)
+        def wrapped(**given: Any) -> None:
+            try:
+                if options:
+                    recipe = given.pop("recipe")
+                    values = {field.name: given.pop(field.name) for field in fields}
+                    given["config"] = configuration.resolve(options, recipe, **values)
+                command(**given)
+            except UserError as error:
+                print(f"mlaforge: {error}", file=sys.stderr)
+                raise typer.Exit(2) from None
+            except KeyboardInterrupt:
+                print("mlaforge: interrupted; nothing half-written was left", file=sys.stderr)
+                raise typer.Exit(130) from None
+
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+        return app.command()(wrapped)
+
+    return register
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="model directory, .gguf file or hub id")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="new directory")]
+OptionalOut = Annotated[Path | None, typer.Argument(metavar="[OUT]", help="new directory for the result")]
+
+
+@verb(PlanConfig)
+def plan(model: Model, config: PlanConfig, json_output: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """What conversion would save and what is physically possible; needs only a config.json."""
+    from mlaforge import checkpoint, roofline
+
+    report = roofline.run_plan(checkpoint.find_config(model), config)
+    print(json.dumps(report.as_dict(), indent=1) if json_output else report.render())
+
+
+@verb(ConvertConfig)
+def convert(model: Model, out: Out, config: ConvertConfig, overwrite: Overwrite = False) -> None:
+    """Convert MODEL's attention to MLA; OUT is an ordinary Hugging Face directory."""
+    from mlaforge import convert as stage
+
+    _quiet()
+    print(conversion_table([stage.run(model, out, config, overwrite)]))
+
+
+@verb(EvalConfig)
+def eval(model: Model, config: EvalConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
+    """Perplexity of MODEL, original or converted, on text it was not calibrated on."""
+    from mlaforge import evaluate
+
+    _quiet()
+    found = evaluate.run(model, out, config, overwrite).metrics
+    error = "" if found["nll_stderr"] is None else f" ± {found['ppl'] * found['nll_stderr']:.4f}"
+    print(f"ppl {found['ppl']:.4f}{error} (standard error over {found['windows']} windows, {found['tokens']} tokens)")
+
+
+@verb(GenerateConfig)
+def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
+    """Continue a prompt with MODEL, beside a second model if --against is given."""
+    from mlaforge import generate as stage
+
+    _quiet()
+    print(talk(stage.run(model, out, config, overwrite).metrics))
+
+
+@verb(DemoConfig)
+def demo(
+    config: DemoConfig,
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="where results go")] = Path("runs/demo"),
+) -> None:
+    """The whole chain on a real model (SmolLM2-135M), in minutes on a CPU."""
+    from mlaforge import demo as stage
+
+    _quiet()
+    made = stage.run(folder, config)
+    print(conversion_table(list(made["conversions"].values())))
+    print(talk(made["talk"].metrics))
+    print(f"report: {made['report']}")
+
+
+@verb()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts, searched through")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.html", help="file to write; the numbers go beside it as .json")],
+) -> None:
+    """One self-contained HTML page from all artifacts in a folder."""
+    from mlaforge.report import write_report
+
+    write_report(folder, out)
+    print(out)
+
+
+@verb()
+def env() -> None:
+    """Versions and devices, as recorded in every manifest."""
+    from mlaforge.runtime import environment
+
+    print(json.dumps(environment(), indent=1))
+
+
+def conversion_table(manifests: list[Any]) -> str:
+    """One line per conversion: perplexities and cache."""
+    heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache numbers/token", "of GQA")
+    rows: list[tuple[str, ...]] = [heads]
+    for manifest in manifests:
+        found, cache = manifest.metrics, manifest.metrics["cache"]
+        ppl = [f"{found[k]:.3f}" if found.get(k) else "–" for k in ("original_ppl", "partial_rope_ppl", "mla_ppl")]
+        ratio = f"{found['ratio']:.4f}" if "ratio" in found else "–"
+        layouts = {layer["layout"] for layer in found["layers"]}
+        numbers = f"{cache['gqa_per_token']} -> {cache['mla_per_token']}"
+        rows.append((" + ".join(sorted(layouts)), *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def talk(metrics: dict[str, Any]) -> str:
+    """The prompt and each model's continuation, with its speed and measured cache."""
+    parts = [f"\n> {metrics['prompt']}"]
+    for run in metrics["runs"]:
+        parts.append(
+            f"\n[{run['model']}: {run['tokens_per_second']:.1f} tokens/s, cache {run['cache_bytes']} bytes for "
+            f"{run['cached_tokens']} tokens]\n{run['text'].strip()}"
+        )
+    return "\n".join(parts) + "\n"
+
+
+def _quiet() -> None:
+    """transformers' own bars and advice would drown ours."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def main() -> None:
+    """Entry point of the `mlaforge` command."""
+    app()

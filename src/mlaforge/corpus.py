@@ -1,0 +1,209 @@
+"""Text in, token windows out; and the promise that nothing is judged on what it was tuned on.
+
+A source is a file (.txt and the like, or .jsonl with a `text` field), a folder of such files, or `embedded`:
+English and Python that the Python installation itself carries, so that everything runs offline.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlaforge.runtime import UserError
+
+EMBEDDED = "embedded"
+# The file of a converted model that holds the `passages` of its calibration text.
+PASSAGES = "calibration_passages.json"
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens", ".py", ".jsonl")
+# Two texts overlap where they share this many tokens in a row (a shorter run may be a common phrase) ...
+SHINGLE = 48
+# ... with at least this much variety: blank lines and rulers are no evidence.
+DISTINCT = 16
+# One in so many runs is remembered: of two texts that share 150 tokens in a row, this misses one pair in a million.
+KEPT = 8
+# Share of the embedded documents that only evaluation sees.
+HELD_OUT = 0.25
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token windows [N, T] and where they came from; `sha256` is over the token ids."""
+
+    ids: Tensor
+    source: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.ids.to(torch.int64).numpy().tobytes()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """What a manifest records."""
+        n, t = self.ids.shape
+        return {"source": self.source, "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    if path.suffix != ".jsonl":
+        return text
+    documents = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            documents.append(str(json.loads(line)["text"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} line {number} is not a JSON object with a 'text' field") from error
+    return "\n\n".join(documents)
+
+
+def read_text(source: str) -> str:
+    """The text of a file or folder (its files in order of name). Raises UserError where there is none."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise UserError(f"text {source!r} does not exist; give a file, a folder or {EMBEDDED!r}")
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+        if not files:
+            raise UserError(f"folder {source!r} holds no text file ({', '.join(TEXT_SUFFIXES)})")
+    text = "\n\n".join(map(_read, files))
+    if not text.strip():
+        raise UserError(f"text {source!r} is empty")
+    return text
+
+
+def _docstrings(tree: ast.Module) -> str:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(text for text in found if text and len(text) > 80)
+
+
+def embedded_documents() -> dict[str, dict[str, str]]:
+    """kind -> name -> text: `manual` (the language reference), `docstrings` and `code` of the standard library.
+
+    A module gives either its docstrings or its code, so that the kinds share no text.
+    """
+    from pydoc_data.topics import topics
+
+    kinds: dict[str, dict[str, str]] = {"manual": dict(topics), "docstrings": {}, "code": {}}
+    library = Path(sysconfig.get_paths()["stdlib"])
+    folders = ("", "asyncio", "concurrent/futures", "email", "http", "importlib", "json", "logging", "multiprocessing",
+               "unittest", "urllib", "xml/dom", "xml/etree")  # fmt: skip
+    for path in (p for folder in folders for p in sorted((library / folder).glob("*.py"))):
+        name = str(path.relative_to(library))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if _draw(name, "kind") < 0.5:
+            kinds["code"][name] = text
+        elif prose := _docstrings(ast.parse(text)):
+            kinds["docstrings"][name] = prose
+    return kinds
+
+
+def _draw(name: str, purpose: str) -> float:
+    """A number in [0, 1) that depends on nothing but the words."""
+    return int.from_bytes(hashlib.sha256(f"{purpose}:{name}".encode()).digest()[:6], "big") / 2**48
+
+
+def held_out(name: str) -> bool:
+    """Whether only evaluation sees the embedded document of this name."""
+    return _draw(name, "split") < HELD_OUT
+
+
+def _tokens(tokenizer: Any, text: str) -> Tensor:
+    # Counted in windows, so that the tokenizer's warning about its model's length does not apply.
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _cut(ids: Tensor, seqlen: int) -> Tensor:
+    return ids[: len(ids) // seqlen * seqlen].view(-1, seqlen)
+
+
+def _embedded_windows(tokenizer: Any, seqlen: int, judged: bool, seed: int) -> Tensor:
+    """All windows of one side of the split, the kinds interleaved, each in seeded order."""
+    per_kind = []
+    for kind, documents in embedded_documents().items():
+        names = sorted(n for n in documents if held_out(n) == judged)
+        random.Random(f"{seed}:{kind}").shuffle(names)
+        per_kind.append(_cut(_tokens(tokenizer, "\n\n".join(documents[n] for n in names)), seqlen))
+    rows = [kind[i] for i in range(max(map(len, per_kind))) for kind in per_kind if i < len(kind)]
+    return torch.stack(rows) if rows else torch.empty(0, seqlen, dtype=torch.int64)
+
+
+def windows(
+    tokenizer: Any, source: str, count: int, seqlen: int, *, judged: bool = False, seed: int | None = None
+) -> Windows:
+    """`count` windows of `seqlen` tokens that do not overlap, no special tokens added.
+
+    From a file or folder they are the first ones, or with a seed a random choice in order. `embedded` gives a
+    mixture of its kinds, `judged` choosing the side of the split that only evaluation sees.
+    Fewer windows than asked for are given as they are; none at all is a UserError.
+    """
+    if source == EMBEDDED:
+        ids = _embedded_windows(tokenizer, seqlen, judged, seed or 0)[:count]
+    else:
+        ids = _cut(_tokens(tokenizer, read_text(source)), seqlen)
+        if seed is not None and len(ids) > count:
+            ids = ids[sorted(random.Random(seed).sample(range(len(ids)), count))]
+        ids = ids[:count]
+    if not len(ids):
+        raise UserError(f"text {source!r} has fewer than {seqlen} tokens; give more text or a smaller --seqlen")
+    return Windows(ids, source if source == EMBEDDED else str(Path(source).expanduser().absolute()))
+
+
+def _shingles(ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(hash, window index) of every run of SHINGLE tokens that is varied enough, thinned to one in KEPT by hash."""
+    n, t = ids.shape
+    size = min(SHINGLE, t)
+    factors = np.random.default_rng(0).integers(1, 2**63, size, dtype=np.uint64) | np.uint64(1)
+    runs = np.lib.stride_tricks.sliding_window_view(ids.numpy(), size, axis=1)
+    with np.errstate(over="ignore"):
+        hashes = (runs.astype(np.uint64) * factors).sum(-1, dtype=np.uint64)
+    # The low bits of a sum of odd multiples are poor; the high ones decide.
+    chosen = (hashes >> np.uint64(40)) % np.uint64(KEPT) == 0
+    varied = (np.diff(np.sort(runs, axis=-1), axis=-1) != 0).sum(-1) + 1 >= min(DISTINCT, size)
+    owner = np.broadcast_to(np.arange(n)[:, None], hashes.shape)
+    return hashes[chosen & varied], owner[chosen & varied]
+
+
+def passages(windows: Windows) -> list[int]:
+    """What to remember of a text so that overlap with it can be told later without it: sorted hashes."""
+    return sorted(set(_shingles(windows.ids)[0].tolist()))
+
+
+def overlapping(judged: Windows, tuned: list[int]) -> set[int]:
+    """Windows of `judged` that share a passage with the text whose `passages` are given."""
+    hashes, owner = _shingles(judged.ids)
+    return set(owner[np.isin(hashes, np.array(tuned, dtype=np.uint64))].tolist())
+
+
+def refuse_overlap(judged: Windows, tuned: list[int], tuned_source: str) -> Windows:
+    """`judged`, if it shares no passage with what was tuned on; raises UserError otherwise.
+
+    From the embedded text, windows that repeat a passage (licences, boilerplate) are dropped instead.
+    """
+    shared = overlapping(judged, tuned)
+    if not shared:
+        return judged
+    if judged.source == EMBEDDED:
+        keep = [i for i in range(len(judged.ids)) if i not in shared]
+        if keep:
+            return Windows(judged.ids[keep], judged.source)
+    raise UserError(
+        f"{len(shared)} of {len(judged.ids)} evaluation windows ({judged.source}) share text with the calibration "
+        f"text ({tuned_source}); nothing may be judged on what it was tuned on: give other text for one of them"
+    )

