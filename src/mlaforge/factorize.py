@@ -89,7 +89,7 @@ def value_weight(value_mix: Tensor, w_o: Tensor, layer: LayerSpec, rows: int) ->
 class Spectrum:
     """Weighted PCA of linear outputs y = W x + bias: the error of every rank at once.
 
-    `values` [n] descending, in units of loss: truncating to r costs half the sum of values[r:].
+    `values` [min(n, C)] descending, in units of loss: truncating to r costs half the sum of values[r:].
     """
 
     values: Tensor
@@ -103,8 +103,9 @@ class Spectrum:
     @classmethod
     def of(cls, w: Tensor, bias: Tensor, mean: Tensor, covariance: Tensor, weight: Tensor) -> Spectrum:
         root, inverse = roots(weight)
-        values, vectors = torch.linalg.eigh(root @ w @ covariance @ w.T @ root)
-        return cls(values.flip(0).clamp_min(0), vectors.flip(1), root, inverse, w, bias, mean)
+        # Singular values of half the product: squaring it first would drown the small ones.
+        vectors, values, _ = torch.linalg.svd(root @ w @ roots(covariance)[0], full_matrices=False)
+        return cls(values.square(), vectors, root, inverse, w, bias, mean)
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """down [r, C], up [n, r] and bias [n] with y ≈ up (down x) + bias, exact at the mean of x."""

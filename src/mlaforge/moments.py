@@ -24,6 +24,9 @@ from mlaforge.spec import LayerSpec
 ROWS, DRAWS = 256, 4
 # Rows of the vocabulary head that are held at once (each is as long as the vocabulary).
 HEAD_ROWS = 512
+# Variance given to every input direction, as a share of the mean: without it, a short calibration text would leave
+# directions whose outputs count for nothing at all.
+UNSEEN = 1e-5
 
 
 @dataclasses.dataclass
@@ -69,8 +72,9 @@ class LayerMoments:
 
     @property
     def covariance(self) -> Tensor:
-        """[hidden, hidden]: weighted covariance of the input."""
-        return self.x_outer / self.x_weight - torch.outer(self.mean, self.mean)
+        """[hidden, hidden]: weighted covariance of the input, and a trace of every direction that no token took."""
+        seen = self.x_outer / self.x_weight - torch.outer(self.mean, self.mean)
+        return seen + UNSEEN * seen.diagonal().mean() * torch.eye(len(seen), dtype=seen.dtype, device=seen.device)
 
     @property
     def fisher(self) -> Tensor:

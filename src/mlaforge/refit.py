@@ -18,6 +18,8 @@ from mlaforge.spec import LayerSpec
 
 # Ridge of the least squares, as a share of the mean squared input.
 RIDGE = 0.02
+# Tokens that are enough: thousands of rows for each of the few hundred to few thousand inputs of an o_proj.
+TOKENS = 16384
 
 
 class LayerRunner:
@@ -54,8 +56,10 @@ def refit_o_proj(
 ) -> None:
     """Solves o_proj (weight and bias) of the converted attention modules in place; they need an o_proj bias.
 
-    model: the original causal LM, left as it is. windows: token ids [1, T] each, all of one length.
+    model: the original causal LM, left as it is. windows: token ids [1, T] each, all of one length; the first TOKENS
+    tokens are used.
     """
+    windows = windows[: max(1, TOKENS // windows[0].shape[1])]
     decoder = model.model
     embed = model.get_input_embeddings()
     original = [embed(ids.to(model.device)) for ids in windows]

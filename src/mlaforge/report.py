@@ -11,7 +11,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +26,57 @@ COMMANDS = {
     "eval": "mlaforge eval MODEL OUT",
     "generate": "mlaforge generate MODEL OUT --against CONVERTED",
 }
-LAYOUTS = ("latent", "latent_rope", "mixed", "gqa")
+CACHE, RATIO, AT_128K = ("metrics", "cache"), ("metrics", "ratio"), ("context_bytes", "128K")
+FRACTION = (*CACHE, "fraction")
 CONTEXTS = {"8K": 8192, "32K": 32768, "128K": 131072}
 NOT_MEASURED, NOT_FINITE = "not measured", "not finite"
 
-# matplotlib knows no CSS, so every role is drawn in a colour of its own that the page's variable then replaces.
-INK, MUTED, GRID, PAPER = "#000001", "#000002", "#000003", "#000004"
+# matplotlib knows no CSS: every role is drawn in its own colour, which the page's variable then replaces.
+INK, MUTED, GRID = "#000001", "#000002", "#000003"
 PAINT = {"latent": "#000011", "latent_rope": "#000012", "mixed": "#000013", "gqa": "#000014"}
 MARKERS = {"latent": "o", "latent_rope": "D", "mixed": "s", "gqa": "^"}
-VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", **{c: n for n, c in PAINT.items()}}
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", **{c: n for n, c in PAINT.items()}}
+# Text stays text (the page's font, selectable), and is no mathematics: a folder may be called a$b$c.
 PLOT_STYLE = {
-    "svg.fonttype": "none",  # text stays text: the page's font, selectable
-    "text.parse_math": False,  # a folder may be called a$b$c
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
+    "svg.fonttype": "none", "svg.hashsalt": "mlaforge", "text.parse_math": False, "font.size": 9,
+    "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": MUTED, "xtick.color": MUTED,
+    "ytick.color": MUTED, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 9,
+}  # fmt: skip
+
+
+def _bytes(value: float) -> str:
+    power = min(4, int(math.log2(value) // 10)) if value >= 1 else 0
+    scaled, unit = value / 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{scaled:.0f} {unit}" if scaled >= 999.5 else f"{scaled:.3g} {unit}"
+
+
+FORMATS: dict[str, Callable[[float], str]] = {
+    "percent": lambda v: f"{100 * v:.3g} %",
+    "times": lambda v: f"×{v:.3f}",
+    "decimal": lambda v: f"{v:,.3f}",
+    "small": lambda v: f"{v:.3g}",
+    "rate": lambda v: f"{v:,.1f}",
+    "whole": lambda v: f"{v:,.0f}",
+    "bytes": _bytes,
+    "seconds": lambda v: f"{v:.2f} s" if v < 10 else f"{v:.0f} s" if v < 600 else f"{v / 60:.0f} min",
 }
+
+
+def shown(value: Any, form: str) -> str:
+    """A number as the page shows it: `form` names one of FORMATS; bytes are in units of 1024."""
+    number = _number(value)
+    if number is None:
+        return NOT_FINITE if value == NOT_FINITE else NOT_MEASURED
+    return FORMATS[form](number)
 
 
 def write_report(folder: Path, out: Path) -> dict[str, Any]:
     """Writes the page of all artifacts below `folder` to `out`, its numbers to `out` with suffix .json.
 
-    Returns the numbers. Raises UserError where `folder` is no directory, or where `out` cannot be written or is a
-    file that an earlier report did not write.
+    Returns the numbers. Raises UserError where `folder` is no directory, and where `out` cannot be written or
+    is a file that no earlier report wrote.
     """
     if not folder.is_dir():
         raise UserError(f"folder {str(folder)!r} does not exist; give the folder that holds the artifacts")
@@ -68,33 +84,31 @@ def write_report(folder: Path, out: Path) -> dict[str, Any]:
     if beside == out:
         raise UserError(f"{out} would be both the page and its numbers; give a name that ends in .html")
     for path in (out, beside):
-        _refuse_foreign(path)
+        # Nothing of the user's is overwritten: `model/config.html` would replace a model's config.json.
+        if path.exists() and not (path.is_file() and _is_report(path)):
+            raise UserError(f"{path} exists and is not a report of mlaforge; choose another output file")
     report = summarise(folder)
-    page = _render(report)
-    pages = {beside: json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n", out: page}
+    numbers = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+    pages = {beside: numbers + "\n", out: _render(report)}
+    partial = {path: path.with_name(f".{path.name}.partial") for path in pages}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = {path: path.with_name(f".{path.name}.partial") for path in pages}
-        try:
-            for path, text in pages.items():
-                partial[path].write_text(text, encoding="utf-8")
-            for path in pages:
-                os.replace(partial[path], path)
-        finally:
-            for path in partial.values():
-                path.unlink(missing_ok=True)
+        for path, text in pages.items():
+            partial[path].write_text(text, encoding="utf-8")
+        for path in pages:
+            os.replace(partial[path], path)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}; choose another output file") from error
+    finally:
+        for path in partial.values():
+            with suppress(OSError):
+                path.unlink()
     return report
 
 
-def _refuse_foreign(path: Path) -> None:
-    """Nothing of the user's is overwritten: `report model/config.html` would replace a model's config.json."""
-    if not path.exists():
-        return
-    head = path.open("rb").read(400) if path.is_file() else b""
-    if GENERATOR.encode() not in head:
-        raise UserError(f"{path} exists and is not a report of mlaforge; choose another output file")
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return GENERATOR.encode() in file.read(400)
 
 
 def summarise(folder: Path) -> dict[str, Any]:
@@ -102,73 +116,45 @@ def summarise(folder: Path) -> dict[str, Any]:
     records, unreadable = [], []
     for path in sorted(folder.rglob(MANIFEST)):
         name = path.parent.relative_to(folder).as_posix()
-        # A stage at work, or what a killed one left: not an artifact yet.
-        if any(part.startswith(".") and part.endswith(".partial") for part in path.parent.parts):
+        if ".partial/" in f"{name}/":  # a stage at work, or what a killed one left: not an artifact yet
             continue
         manifest = Manifest.load(path.parent)
         if manifest is None:
             unreadable.append(name)
         else:
             records.append(_record(folder.resolve().name if name == "." else name, manifest))
-    found: dict[str, list[dict[str, Any]]] = {
-        stage: [r for r in records if r["stage"] == stage] for stage in COMMANDS
-    }
+    found = {stage: [record for record in records if record["stage"] == stage] for stage in COMMANDS}
     conversions = [_conversion(record) for record in found["convert"]]
-    conversions.sort(key=lambda c: (LAYOUTS.index(c["layout"]), -(_number(c, "metrics", "cache", "fraction") or 0)))
-    groups = [(layout, [c for c in conversions if c["layout"] == layout]) for layout in LAYOUTS]
-    groups = [(layout, members) for layout, members in groups if members]
-    verdicts = [(f"{layout}: " if len(groups) > 1 else "") + _verdict(members) for layout, members in groups]
-    models = list(dict.fromkeys(c["model"] for c in conversions))
+    conversions.sort(key=lambda c: (list(PAINT).index(c["layout"]), -(_number(c, *FRACTION) or 0)))
+    layouts = dict.fromkeys(c["layout"] for c in conversions)
+    groups = {layout: [c for c in conversions if c["layout"] == layout] for layout in layouts}
+    verdicts = [f"{layout}: " * (len(groups) > 1) + _verdict(part) for layout, part in groups.items()]
     return {
         "generator": GENERATOR,
         "folder": str(folder),
-        "models": models,
+        "models": list(dict.fromkeys(c["model"] for c in conversions)),
         "verdict": "; ".join(verdicts) or "Nothing has been converted in this folder yet.",
         "missing": {stage: command for stage, command in COMMANDS.items() if not found[stage]},
         "cards": _cards(groups),
         "conversions": conversions,
         "evaluations": found["eval"],
         "generations": [{**record, "shared": _shared(record)} for record in found["generate"]],
-        "artifacts": [
-            {"name": r["name"], "stage": r["stage"], "seconds": r["total_seconds"], "fingerprint": r["fingerprint"]}
-            for r in records
-        ],
+        "artifacts": [{k: r[k] for k in ("name", "stage", "total_seconds", "fingerprint")} for r in records],
         "unreadable": unreadable,
     }
 
 
 def _record(name: str, manifest: Manifest) -> dict[str, Any]:
-    """A manifest as plain JSON types, with every section a dictionary."""
-    for section in ("config", "inputs", "metrics", "seconds", "environment"):
+    """A manifest in which every section is a dictionary and every number one that JSON has."""
+    sections = ("config", "inputs", "metrics", "seconds", "environment")
+    for section in sections:
         if not isinstance(getattr(manifest, section), dict):
             setattr(manifest, section, {})
-    spent = [s for s in map(_finite, manifest.seconds.values()) if s is not None]
-    record = {
-        "name": name,
-        "stage": str(manifest.stage),
-        "fingerprint": manifest.fingerprint,
-        "total_seconds": sum(spent) if spent else None,
-        **{s: getattr(manifest, s) for s in ("config", "inputs", "metrics", "seconds", "environment")},
-    }
-    plain = _plain(record)
-    assert isinstance(plain, dict)
-    return plain
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN; a number that is not finite stays visible as text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return NOT_FINITE
-    return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def _finite(value: Any) -> float | None:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if usable else None
+    spent = [s for s in map(_number, manifest.seconds.values()) if s is not None]
+    told: dict[str, Any] = {"name": name, "stage": str(manifest.stage), "fingerprint": manifest.fingerprint}
+    told["total_seconds"] = sum(spent) if spent else None
+    told |= {section: getattr(manifest, section) for section in sections}
+    return json.loads(json.dumps(told), parse_constant=lambda _: NOT_FINITE)
 
 
 def _at(record: Any, *keys: str) -> Any:
@@ -179,28 +165,31 @@ def _at(record: Any, *keys: str) -> Any:
 
 
 def _number(record: Any, *keys: str) -> float | None:
-    return _finite(_at(record, *keys))
+    """The number below nested dictionaries (or `record` itself without keys), None unless it is finite."""
+    value = _at(record, *keys)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if usable else None
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _conversion(record: dict[str, Any]) -> dict[str, Any]:
-    """A `convert` record with what follows from its numbers: layout, cache by context, predicted loss summed."""
+    """A `convert` record with what follows from its numbers: layout, cache by context, losses."""
     metrics = record["metrics"]
-    listed = metrics.get("layers")
-    layers = [x for x in listed if isinstance(x, dict)] if isinstance(listed, list) else []
+    layers = metrics["layers"] = _dicts(metrics.get("layers"))
     # The options may ask for latent_rope by another name (TransMLA's), so what was made decides.
     made = {str(layer.get("layout")) for layer in layers} - {"gqa"} or {str(record["config"].get("layout"))}
     layout = made.pop() if len(made) == 1 else "mixed"
-    metrics["layers"] = layers
     losses = [loss for layer in layers if (loss := _number(layer, "predicted_loss")) is not None]
     ratio = _number(metrics, "ratio")
     model = record["inputs"].get("model")
-    named = _at(model, "path") or " ".join(
-        str(part) for part in (_at(model, "model_type") or "model", str(_at(model, "sha256") or "")[:8]) if part
-    )
+    kind, digest = (str(_at(model, key) or "") for key in ("model_type", "sha256"))
     return {
         **record,
-        "layout": layout if layout in LAYOUTS else "mixed",
-        "model": Path(str(named)).name,
+        "layout": layout if layout in PAINT else "mixed",
+        "model": Path(str(_at(model, "path") or f"{kind} {digest[:8]}")).name.strip() or "model",
         "context_bytes": {
             label: {side: _context_bytes(metrics, side, tokens) for side in ("gqa", "mla")}
             for label, tokens in CONTEXTS.items()
@@ -211,7 +200,7 @@ def _conversion(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _context_bytes(metrics: dict[str, Any], side: str, tokens: int) -> int | None:
-    """Bytes that one sequence of `tokens` caches; a layer with a sliding window holds no more than its window."""
+    """Bytes that one sequence of `tokens` caches; a layer with a sliding window holds at most its window."""
     numbers, size = (_number(metrics, "cache", f"{side}_{what}") for what in ("per_token", "bytes_per_token"))
     held = 0.0
     for layer in metrics["layers"]:
@@ -222,95 +211,189 @@ def _context_bytes(metrics: dict[str, Any], side: str, tokens: int) -> int | Non
     return round(held * size / numbers) if held and numbers and size is not None else None
 
 
-def _verdict(conversions: list[dict[str, Any]]) -> str:
-    kept = _span((_at(c, "metrics", "cache", "fraction") for c in conversions), percent)
-    ratio = _span((_at(c, "metrics", "ratio") for c in conversions), times)
-    return f"{kept} of the cache, perplexity {ratio}"
-
-
-def _span(values: Iterable[Any], form: Callable[[Any], str]) -> str:
-    """`form` of the one value, or of the least and the greatest."""
-    seen = list(values)
-    finite = sorted(x for x in map(_finite, seen) if x is not None)
+def _span(records: list[dict[str, Any]], form: str, *keys: str) -> str:
+    """The value at `keys` of one record, or the least and the greatest of several."""
+    seen = [_at(record, *keys) for record in records]
+    finite = sorted(x for x in map(_number, seen) if x is not None)
     if not finite:
         return NOT_FINITE if NOT_FINITE in seen else NOT_MEASURED
-    ends = list(dict.fromkeys((form(finite[0]), form(finite[-1]))))
-    return " – ".join(ends)
+    least, greatest = shown(finite[0], form), shown(finite[-1], form)
+    unit = "".join(greatest.partition(" ")[1:])
+    return greatest if least == greatest else f"{least.removesuffix(unit)} – {greatest}"
 
 
-def _cards(groups: list[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def _verdict(conversions: list[dict[str, Any]]) -> str:
+    kept = _span(conversions, "percent", *FRACTION)
+    cache = f"cache {NOT_MEASURED}" if kept == NOT_MEASURED else f"{kept} of the cache"
+    return f"{cache}, perplexity {_span(conversions, 'times', *RATIO)}"
+
+
+def _cards(groups: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The few numbers that matter: per card one row for each layout."""
-    everything = [c for _, members in groups for c in members]
-
-    def card(title: str, note: str, form: Callable[[Any], str], *keys: str) -> dict[str, Any]:
-        rows = [{"layout": name, "value": _span((_at(c, *keys) for c in members), form)} for name, members in groups]
-        return {"title": title, "note": note, "rows": rows}
-
-    def before(form: Callable[[Any], str], *keys: str) -> str:
-        return _span((_at(c, *keys) for c in everything), form)
-
-    return [
-        card("Cache kept", "of the K and V cache, whole model", percent, "metrics", "cache", "fraction"),
-        card("Perplexity", "converted / original; ×1 is lossless", times, "metrics", "ratio"),
-        card(
-            "Cache per token",
-            f"was {before(binary, 'metrics', 'cache', 'gqa_bytes_per_token')}",
-            binary,
-            *("metrics", "cache", "mla_bytes_per_token"),
-        ),
-        card(
-            "One sequence of 128K tokens",
-            f"was {before(binary, 'context_bytes', '128K', 'gqa')}",
-            binary,
-            *("context_bytes", "128K", "mla"),
-        ),
-    ]  # fmt: skip
+    everything = [conversion for part in groups.values() for conversion in part]
+    cards: list[dict[str, Any]] = []
+    for title, form, keys, gqa in (
+        ("Cache kept", "percent", FRACTION, "of the K and V cache, whole model"),
+        ("Perplexity", "times", RATIO, "converted / original; ×1 is lossless"),
+        ("Cache per token", "bytes", (*CACHE, "mla_bytes_per_token"), (*CACHE, "gqa_bytes_per_token")),
+        ("One sequence of 128K tokens", "bytes", (*AT_128K, "mla"), (*AT_128K, "gqa")),
+    ):
+        note = gqa if isinstance(gqa, str) else f"GQA: {_span(everything, form, *gqa)}"
+        rows = [{"layout": layout, "value": _span(part, form, *keys)} for layout, part in groups.items()]
+        cards.append({"title": title, "note": note, "rows": rows})
+    return cards
 
 
 def _shared(record: dict[str, Any]) -> int:
-    """Characters up to the word in which the texts of a `generate` record part; 0 for fewer than two texts."""
-    runs = record["metrics"].get("runs")
-    runs = [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
-    record["metrics"]["runs"] = runs
+    """Characters before the word in which the texts of a `generate` record part; all of a single text."""
+    runs = record["metrics"]["runs"] = _dicts(record["metrics"].get("runs"))
     texts = [str(run.get("text") or "") for run in runs]
-    if len(texts) < 2:
-        return 0
-    common = os.path.commonprefix(texts)
-    return len(common) if all(text == common for text in texts) else len(common.rstrip()) and common.rfind(" ") + 1
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    common = "".join(letters[0] for letters in alike)
+    return len(common) if all(text == common for text in texts) else common.rfind(" ") + 1
 
 
-def percent(value: Any) -> str:
-    return _shown(value, lambda v: f"{100 * v:.3g} %")
+def _plot(key: str, draw: Callable[[Any, Any], None], what: Any, height: float = 2.9) -> str:
+    """`draw(axes, what)` as inline SVG: its colours are the page's variables, its ids start with `key`."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    buffer = io.StringIO()
+    with rc_context(PLOT_STYLE):
+        # 5 inches are 360 units: a phone shows them 1:1, so 9 pt text is still readable there.
+        figure = Figure(figsize=(5.0, height), dpi=144, layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes, what)
+        if axes.get_xlabel() == "layer":
+            axes.locator_params(axis="x", integer=True)
+        figure.savefig(buffer, format="svg", transparent=True)
+    svg = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "", buffer.getvalue())
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| (width|height)="[\d.]+pt"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{key}-", svg)
+    for colour, name in VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg
 
 
-def times(value: Any) -> str:
-    return _shown(value, lambda v: f"×{v:.3f}")
+def _figures(conversions: list[dict[str, Any]]) -> dict[str, Any]:
+    """The page's drawings: two of all conversions, and in `own` those of each; only of measured numbers."""
+    points = [c for c in conversions if None not in (_number(c, *RATIO), _number(c, *FRACTION))]
+    held = [c for c in conversions if None not in (_number(c, *AT_128K, "gqa"), _number(c, *AT_128K, "mla"))]
+    height = max(2.9, 1.2 + 0.42 * len(held))
+    figures: dict[str, Any] = {
+        "tradeoff": _plot("tradeoff", _draw_tradeoff, points) if points else "",
+        "memory": _plot("memory", _draw_memory, held, height) if held else "",
+        "own": [],
+    }
+    for i, c in enumerate(conversions):
+        drawings = (
+            ("cached", _draw_cached, any(x > 0 for x in _column(c, "cached"))),
+            ("spectrum", _draw_spectrum, any(map(_spectrum, c["metrics"]["layers"]))),
+            ("loss", _draw_loss, c["predicted_loss"] is not None),
+            ("seconds", _draw_seconds, c["total_seconds"] is not None),
+        )
+        figures["own"].append({name: _plot(f"{name}{i}", draw, c) for name, draw, there in drawings if there})
+    return figures
 
 
-def decimal(value: Any, digits: int = 3) -> str:
-    return _shown(value, lambda v: f"{v:,.{digits}f}")
+def _column(conversion: dict[str, Any], key: str) -> list[float]:
+    layers = conversion["metrics"]["layers"]
+    return [math.nan if (number := _number(layer, key)) is None else number for layer in layers]
 
 
-def whole(value: Any) -> str:
-    return _shown(value, lambda v: f"{v:,.0f}")
+def _spectrum(layer: dict[str, Any]) -> list[float]:
+    values = layer.get("spectrum")
+    return [_number(v) or 0.0 for v in values] if isinstance(values, list) else []
 
 
-def binary(value: Any) -> str:
-    """Bytes in units of 1024."""
+def _draw_tradeoff(ax: Any, conversions: list[dict[str, Any]]) -> None:
+    for layout in dict.fromkeys(c["layout"] for c in conversions):
+        part = [c["metrics"] for c in conversions if c["layout"] == layout]
+        kept, ratio = [100 * m["cache"]["fraction"] for m in part], [m["ratio"] for m in part]
+        ax.plot(kept, ratio, color=PAINT[layout], marker=MARKERS[layout], ms=7, ls="", label=layout)
+        for x, y in zip(kept, ratio, strict=True) if len(conversions) <= 4 else ():
+            ax.annotate(shown(y, "times"), (x, y), (7, 5), textcoords="offset points", color=INK)
+    ax.axhline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
+    ax.set(xlim=(0, 105), xlabel="KV cache kept (% of GQA)", ylabel="perplexity / original")
+    ax.margins(y=0.2)
+    ax.legend(loc="upper right")
 
-    def form(v: float) -> str:
-        power = min(4, int(math.log2(v) // 10)) if v >= 1 else 0
-        return f"{v / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
-    return _shown(value, form)
+def _draw_memory(ax: Any, conversions: list[dict[str, Any]]) -> None:
+    before = {(c["model"], c["context_bytes"]["128K"]["gqa"]): "gqa" for c in conversions}
+    rows = [(f"{model}, GQA", size, layout) for (model, size), layout in before.items()]
+    rows += [(c["name"], c["context_bytes"]["128K"]["mla"], c["layout"]) for c in conversions]
+    names, sizes, layouts = zip(*rows, strict=True)
+    bars = ax.barh(range(len(rows)), sizes, height=0.42, color=[PAINT[layout] for layout in layouts])
+    ax.bar_label(bars, [shown(size, "bytes") for size in sizes], padding=4, color=INK)
+    for y, name in enumerate(names):
+        ax.text(0, y - 0.29, name, va="bottom", color=INK)
+    ax.set(ylim=(len(rows) - 0.5, -0.9), xlim=(0, 1.3 * max(sizes)), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
 
 
-def duration(value: Any) -> str:
-    return _shown(value, lambda v: f"{v:.2f} s" if v < 10 else f"{v:.0f} s" if v < 600 else f"{v / 60:.0f} min")
+def _draw_cached(ax: Any, conversion: dict[str, Any]) -> None:
+    cached, before, rotary = (_column(conversion, k) for k in ("cached", "gqa_cached", "qk_rope_head_dim"))
+    layouts = [str(layer.get("layout")) for layer in conversion["metrics"]["layers"]]
+    for layout in dict.fromkeys(layouts):
+        own = [i for i, other in enumerate(layouts) if other == layout]
+        shared = [rotary[i] if rotary[i] > 0 else 0 for i in own]
+        latent = [cached[i] - width for i, width in zip(own, shared, strict=True)]
+        paint, label = PAINT.get(layout, MUTED), "stays GQA" if layout == "gqa" else "latent"
+        ax.bar(own, latent, color=paint, label=label)
+        if any(shared):
+            ax.bar(own, shared, bottom=latent, color=paint, alpha=0.45, label="rotary key")
+    ax.stairs(before, [i - 0.5 for i in range(len(before) + 1)], color=INK, lw=1, label="before")
+    ax.set(xlabel="layer", ylabel="numbers cached per token")
+    ax.grid(axis="x", visible=False)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
 
 
-def _shown(value: Any, form: Callable[[float], str]) -> str:
-    number = _finite(value)
-    if number is None:
-        return NOT_FINITE if value == NOT_FINITE else NOT_MEASURED
-    return form(number)
+def _draw_spectrum(ax: Any, conversion: dict[str, Any]) -> None:
+    spectra = [_spectrum(layer) for layer in conversion["metrics"]["layers"]]
+    deep = max(map(len, spectra))
+    grid = [[math.log10(s[r]) if r < len(s) and s[r] > 0 else math.nan for s in spectra] for r in range(deep)]
+    seen = sorted(v for row in grid for v in row if not math.isnan(v)) or [0.0]
+    # A few directions carry nearly all and the last ones only rounding: neither may use up the colours.
+    low, high = seen[len(seen) // 10], seen[len(seen) * 99 // 100]
+    image = ax.imshow(
+        grid, cmap="cividis", aspect="auto", origin="lower", interpolation="none", vmin=low, vmax=high,
+        extent=(-0.5, len(spectra) - 0.5, 0, deep),
+    )  # fmt: skip
+    ranks = [r if s else math.nan for r, s in zip(_column(conversion, "kv_lora_rank"), spectra, strict=True)]
+    edges = [i - 0.5 for i in range(len(ranks) + 1)]
+    for colour, width in (("#000000", 3.4), ("#ffffff", 1.6)):
+        ax.stairs(ranks, edges, baseline=None, color=colour, lw=width)
+    ax.figure.colorbar(image, ax=ax, label="log10 loss per direction", pad=0.02, extend="both")
+    ax.set(xlabel="layer", ylabel="direction of the latent")
+    ax.grid(visible=False)
+
+
+def _draw_loss(ax: Any, conversion: dict[str, Any]) -> None:
+    loss, layout = _column(conversion, "predicted_loss"), conversion["layout"]
+    ax.plot(range(len(loss)), loss, color=PAINT[layout], marker=MARKERS[layout], ms=4, lw=0.8)
+    seen = [v for v in loss if not math.isnan(v)]
+    if min(seen) > 0 and max(seen) / min(seen) > 50:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    ax.set(xlabel="layer", ylabel="predicted loss (nats per token)")
+
+
+def _draw_seconds(ax: Any, conversion: dict[str, Any]) -> None:
+    spent = {name: s for name, value in conversion["seconds"].items() if (s := _number(value)) is not None}
+    bars = ax.barh(list(spent), list(spent.values()), height=0.62, color=PAINT[conversion["layout"]])
+    ax.bar_label(bars, [shown(value, "seconds") for value in spent.values()], padding=4, color=INK)
+    ax.invert_yaxis()
+    ax.set(xlim=(0, 1.18 * max(spent.values()) or 1), xlabel="seconds")
+    ax.tick_params(axis="y", length=0, labelcolor=INK)
+    ax.grid(axis="y", visible=False)
+
+
+def _render(report: dict[str, Any]) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.loader = FileSystemLoader(Path(__file__).parent)
+    jinja.filters["shown"] = shown
+    page = jinja.get_template("report.html.jinja")
+    return page.render(report, figures=_figures(report["conversions"]), at=_at, said=_verdict)
