@@ -85,7 +85,7 @@ def from_gguf(path: Path) -> Path:
     """Dequantises a GGUF file once, to fp32, into the cache; later calls find it by the file's SHA-256."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a .gguf file or a model directory")
-    out = cache_home() / "gguf" / sha256(path)[:16]
+    out = cache_home() / "gguf" / f"{path.stem}-{sha256(path)[:12]}"
     if (out / "config.json").is_file():
         return out
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

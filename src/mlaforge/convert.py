@@ -71,7 +71,7 @@ def choose(spec: ModelSpec, config: ConvertConfig) -> Choices:
                 f"deepseek_style needs rotary dimensions that divide head_dim {head_dim}, not {rope_dim}: "
                 f"pass --qk-rope-head-dim {head_dim}"
             )
-    full_rank = config.budget == 1.0 and config.kv_lora_rank is None
+    full_rank = config.budget == 1.0 and config.kv_lora_rank is None and rope_dim in (0, spec.layers[0].cached // 2)
     return Choices(
         plan,
         allocated=config.ranks == "allocated" and config.kv_lora_rank is None and not full_rank
@@ -124,7 +124,9 @@ def run(model: str, out: Path, config: ConvertConfig, overwrite: bool = False) -
         "convert",
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
         inputs={
-            "model": {"model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
+            "model": {
+                "path": source.name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)
+            },
             "calibration": tuned.describe(),
             "evaluation": judged.describe() if judged else None,
         },
@@ -165,7 +167,7 @@ def _convert(
             model, converted, progress(batches, "calibrate", len(batches)), spec.softmax_scale, config.seed
         )
     with timed(seconds, "factorize"):
-        results = factorize_layers(model, spec, choices, moments, config.q_lora_rank)
+        results = factorize_layers(model, spec, choices, moments, config.q_lora_rank, judged is not None)
     plan, weights, full = results.plan, results.weights, results.full_rank
     settings = mla_config(raw, spec, plan, config.q_lora_rank, o_bias=choices.refit)
     if full is not None:
@@ -239,8 +241,9 @@ def projections(attention: Any) -> factorize.Projections:
 
 
 def factorize_layers(
-    model: Any, spec: ModelSpec, choices: Choices, moments: dict[int, LayerMoments], q_lora_rank: int | None
-) -> Factorized:
+    model: Any, spec: ModelSpec, choices: Choices, moments: dict[int, LayerMoments], q_lora_rank: int | None,
+    with_full_rank: bool = False,
+) -> Factorized:  # fmt: skip
     """Solves every converted layer; ranks follow the spectra where they are to be allocated."""
     plan = choices.plan
     prepared: dict[int, Any] = {}
@@ -276,7 +279,7 @@ def factorize_layers(
 
     weights, dropped = solve(plan)
     full_plan, full = plan, None
-    if any(layer.layout == "latent_rope" for layer in plan.layers):
+    if with_full_rank and any(layer.layout == "latent_rope" for layer in plan.layers):
         full_plan = with_ranks(plan, {i: rank_limit(spec, spec.layers[i], "latent_rope") for i in prepared})
         full = solve(full_plan)[0]
     return Factorized(plan, weights, {i: s.values for i, s in spectra.items()}, dropped, full_plan, full)

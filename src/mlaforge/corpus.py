@@ -167,16 +167,18 @@ def windows(
 
 def _shingles(ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """(hash, window index) of every run of SHINGLE tokens that is varied enough, thinned to one in KEPT by hash."""
-    n, t = ids.shape
-    size = min(SHINGLE, t)
-    factors = np.random.default_rng(0).integers(1, 2**63, size, dtype=np.uint64) | np.uint64(1)
-    runs = np.lib.stride_tricks.sliding_window_view(ids.numpy(), size, axis=1)
+    # Runs across the border of two windows that are not neighbours in the text match nothing.
+    flat = ids.flatten().numpy()
+    if len(flat) < SHINGLE:
+        return np.empty(0, np.uint64), np.empty(0, np.int64)
+    factors = np.random.default_rng(0).integers(1, 2**63, SHINGLE, dtype=np.uint64) | np.uint64(1)
+    runs = np.lib.stride_tricks.sliding_window_view(flat, SHINGLE)
     with np.errstate(over="ignore"):
         hashes = (runs.astype(np.uint64) * factors).sum(-1, dtype=np.uint64)
     # The low bits of a sum of odd multiples are poor; the high ones decide.
     chosen = (hashes >> np.uint64(40)) % np.uint64(KEPT) == 0
-    varied = (np.diff(np.sort(runs, axis=-1), axis=-1) != 0).sum(-1) + 1 >= min(DISTINCT, size)
-    owner = np.broadcast_to(np.arange(n)[:, None], hashes.shape)
+    varied = (np.diff(np.sort(runs, axis=-1), axis=-1) != 0).sum(-1) + 1 >= DISTINCT
+    owner = np.arange(len(runs)) // ids.shape[1]
     return hashes[chosen & varied], owner[chosen & varied]
 
 

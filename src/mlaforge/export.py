@@ -60,8 +60,7 @@ def mla_config(
     """config.json of the converted model: the source's, its type changed, the MLA fields added."""
     layer = spec.layers[plan.converted[0]]
     chosen = [plan.layers[i] for i in plan.converted]
-    class_name = str((raw.get("architectures") or [""])[0]) or checkpoint.model_class(raw)[1].__name__
-    prefix = class_name.removesuffix("ForCausalLM")
+    prefix = checkpoint.model_class(raw)[1].__name__.removesuffix("ForCausalLM")
     return {
         **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
         "model_type": raw["model_type"] + checkpoint.SUFFIX,

@@ -66,9 +66,14 @@ def with_ridge(weight: Tensor) -> Tensor:
     return weight + RIDGE * weight.diagonal().mean() * torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
 
 
+def fisher_scale(fisher: Tensor, gauss_newton: Tensor, covariance: Tensor) -> Tensor:
+    """What brings Gauss-Newton weights to the Fisher's scale, which is that of the loss, on `covariance`."""
+    return (fisher * covariance).sum() / (gauss_newton * covariance).sum().clamp_min(1e-300)
+
+
 def blend(fisher: Tensor, gauss_newton: Tensor, covariance: Tensor) -> Tensor:
     """Fisher and Gauss-Newton, the latter brought to the Fisher's scale on `covariance`, plus the ridge."""
-    scale = (fisher * covariance).sum() / (gauss_newton * covariance).sum().clamp_min(1e-300)
+    scale = fisher_scale(fisher, gauss_newton, covariance)
     return with_ridge((1 - GAUSS_NEWTON) * fisher + GAUSS_NEWTON * scale * gauss_newton)
 
 
@@ -193,10 +198,14 @@ def channels(p: Projections, m: LayerMoments, layer: LayerSpec, fold: int = 1) -
     per_pair = m.key_outer.diagonal(dim1=1, dim2=2).view(layer.num_heads, 2, -1).sum(1) / 2 / m.rows
     weight = (per_pair * lost).view(G, layer.group, -1).sum(1).T.reshape(P // fold, fold * G)
     weight = weight + RIDGE * weight.mean()
+    # Gains in units of loss, as the spectra are.
+    keys = G * layer.head_dim
+    covariance = p.w_k @ m.covariance @ p.w_k.T
+    scale = fisher_scale(m.fisher[:keys, :keys], key_weight(m.key_outer, layer, m.rows), covariance)
     root = weight.sqrt()[..., None].to(moment.dtype)
     values, vectors = torch.linalg.eigh(root * moment * root.mT)
     write, read = (root * vectors).mT.reshape(P * G, -1), (vectors / root).mT.reshape(P * G, -1)
-    gain, order = values.clamp_min(0).flatten().sort(descending=True, stable=True)
+    gain, order = (scale * values.clamp_min(0)).flatten().sort(descending=True, stable=True)
     band = torch.arange(P // fold, device=gain.device).repeat_interleave(fold * G)
     # A folded channel turns with the pair that carries most of it.
     share = vectors.mT.reshape(P * G, fold, G).abs().square().sum(-1)

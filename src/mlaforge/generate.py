@@ -12,7 +12,7 @@ import torch
 from mlaforge import checkpoint
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.options import GenerateConfig
-from mlaforge.runtime import UserError, resolve_device
+from mlaforge.runtime import UserError, resolve_device, timed
 
 
 def cache_bytes(cache: Any) -> int:
@@ -71,9 +71,8 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
-    runs = [
-        {"model": Path(name).name, **continue_prompt(directory, config)} for name, directory in directories.items()
-    ]
+    with timed(manifest.seconds, "generate"):
+        runs = [{"model": found.name, **continue_prompt(found, config)} for found in directories.values()]
     manifest.metrics = {"prompt": config.prompt, "runs": runs}
     if out is not None:
         with writing(out, manifest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +38,24 @@ def read_rope(config: Config) -> RopeSpec:
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise UserError(f"RoPE type {kind!r} is not supported; default, linear, llama3 and yarn are")
-    scaling = 1.0
-    if kind == "yarn":
-        import math
-
-        given = parameters.get("attention_factor")
-        scaling = float(given) if given else 0.1 * math.log(float(parameters["factor"])) + 1.0
+    scaling = _yarn_scaling(parameters) if kind == "yarn" else 1.0
     return RopeSpec(theta=theta, kind=kind, attention_scaling=scaling, parameters=parameters)
+
+
+def _yarn_scaling(parameters: Config) -> float:
+    """What YaRN multiplies cos and sin with (arXiv:2309.00071), by transformers' rules for its optional keys."""
+    if parameters.get("attention_factor"):
+        return float(parameters["attention_factor"])
+    if not parameters.get("factor"):
+        raise UserError("config.json has no 'factor' in its rope_parameters, which YaRN must have")
+    factor = float(parameters["factor"])
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return mscale(float(parameters["mscale"])) / mscale(float(parameters["mscale_all_dim"]))
+    return mscale(1.0)
 
 
 def require(config: Config, *keys: str) -> list[Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from mlaforge.families import Config, Family
+from mlaforge.families import Config, Family, require
 from mlaforge.families.llama import dense_spec
 from mlaforge.spec import ModelSpec
 
 
 def read_spec(config: Config) -> ModelSpec:
+    require(config, "num_key_value_heads")
     # An absent key is transformers' default window; null is no window.
     return dense_spec(config, window=config.get("sliding_window", 4096))
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.families import Config, Family
+from mlaforge.families import Config, Family, require
 from mlaforge.families.llama import dense_spec
 from mlaforge.spec import ModelSpec
 
 
 def read_spec(config: Config) -> ModelSpec:
+    require(config, "num_key_value_heads")
     spec = dense_spec(config)
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    # An absent key is transformers' default window.
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or [
         "sliding_attention" if window and i >= first else "full_attention" for i in range(spec.num_layers)
