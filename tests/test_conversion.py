@@ -176,7 +176,8 @@ def test_deepseek_style_has_uniform_ranks_and_standard_frequencies(converted):
 
 @pytest.mark.parametrize(
     ("options", "rope_dim"),
-    [({"qk_mqa_dim": 8}, 8), ({"collapse": "2"}, 8), ({"collapse": "auto", "qk_mqa_dim": 16}, 16), ({"freqfold": "4"}, 32)],
+    [({"qk_mqa_dim": 8}, 8), ({"collapse": "2"}, 8), ({"collapse": "auto", "qk_mqa_dim": 16}, 16),
+     ({"freqfold": "4"}, 32)],  # fmt: skip
 )
 def test_transmla_names_mean_latent_rope(options, rope_dim, converted):
     config = checkpoint.read_config(converted("llama", "latent", budget=0.75, **options))
@@ -250,7 +251,9 @@ print(json.dumps({{"class": type(model).__name__, "new": out.sequences[0, x.shap
 """
 
 
-@pytest.mark.parametrize(("family", "layout"), [("llama", "latent"), ("mistral", "latent_rope"), ("qwen2", "latent_rope")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("llama", "latent"), ("mistral", "latent_rope"), ("qwen2", "latent_rope")]
+)
 def test_loads_where_mlaforge_is_not_installed(family, layout, converted, tmp_path):
     """A fresh interpreter without site-packages' .pth files, so that an editable install is not seen either."""
     directory, x = converted(family, layout, budget=0.5 if layout == "latent" else 0.75), tokens(1, 12)

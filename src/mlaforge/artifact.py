@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +82,15 @@ def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest |
     if out.is_dir() and not any(out.iterdir()):
         return None
     found = Manifest.load(out) if out.is_dir() else None
-    if found is None:
+    if found is None or not (isinstance(found.config, dict) and isinstance(found.inputs, dict)):
         raise UserError(f"{out} exists and was not made by mlaforge; choose another output directory")
     whole = all((out / name).is_file() for name in found.files)
     if found.fingerprint == wanted.fingerprint and whole:
         return found
     if overwrite:
+        # Only convert lists its files; the other stages write a manifest alone.
+        if strange := sorted({path.name for path in out.iterdir()} - {*found.files, MANIFEST}):
+            raise UserError(f"{out} also holds {strange[0]}, which mlaforge did not make; move it away first")
         return None
     what = _difference(found, wanted) if whole else "some of its files are gone"
     raise UserError(
@@ -114,27 +117,37 @@ def writing(out: Path, manifest: Manifest) -> Iterator[Path]:
     Whether `out` may be replaced is for `finished` to say, before any work. On any failure, Ctrl-C included, the
     directory is removed and `out` stays as it was; what a killed process left is removed by the next one.
     """
-    out = out.absolute()
-    partial = out.with_name(f".{out.name}.partial")
+    # A link to a directory stays; what it points to is replaced.
+    out = out.resolve()
+    partial, former = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.former.partial")
+    absent = [parent for parent in out.parents if not parent.exists()]
     try:
-        if partial.exists():
-            shutil.rmtree(partial)
+        for left in (partial, former):
+            if left.exists():
+                shutil.rmtree(left)
         partial.mkdir(parents=True)
         yield partial
         manifest.save(partial)
         if out.is_dir():
-            shutil.rmtree(out)
+            os.replace(out, former)
         os.replace(partial, out)
+        shutil.rmtree(former, ignore_errors=True)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if former.exists() and not out.exists():
+            os.replace(former, out)
+        for left in (partial, former):
+            shutil.rmtree(left, ignore_errors=True)
+        for parent in absent:
+            with suppress(OSError):
+                parent.rmdir()
+        system = error if isinstance(error, OSError) else OSError()
+        # safetensors hides the number of a full disk in its message.
+        if system.errno in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
             free = shutil.disk_usage(next(p for p in out.parents if p.exists())).free
             raise UserError(
                 f"the disk is full ({free / 2**30:.1f} GiB free at {out.parent}); nothing was written: "
                 "free some room or choose an output on another disk"
             ) from error
-        if error.filename and Path(error.filename).is_relative_to(partial):
-            raise UserError(f"cannot write {out}: {error.strerror}; choose another output directory") from error
+        if system.filename and (Path(system.filename).is_relative_to(partial) or Path(system.filename) in absent):
+            raise UserError(f"cannot write {out}: {system.strerror}; choose another output directory") from error
         raise

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from mlaforge.artifact import MANIFEST, sha256
@@ -103,7 +105,7 @@ def from_gguf(path: Path) -> Path:
             path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
+    except (ValueError, KeyError, IndexError, NotImplementedError, struct.error) as error:
         raise UserError(f"{path} cannot be read as GGUF: {' '.join(str(error).split())[:200]}") from error
     with writing(out, Manifest("gguf", {}, {"file": path.name, "sha256": sha256(path)})) as partial:
         model.save_pretrained(partial)
@@ -154,7 +156,7 @@ class Reader:
         if path.is_file():
             try:
                 weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-                self.shards = sorted(set(weight_map.values()))
+                self.shards = sorted(set(map(str, weight_map.values())))
                 return list(weight_map)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{path} is not a safetensors index; fetch the model again") from error
@@ -216,6 +218,9 @@ class Writer:
         self.shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Raises UserError for NaN or infinity: a source's weights are finite, so that its dtype holds too little."""
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(f"{name!r} is not finite in {tensor.dtype}; write float32 or bfloat16 (--dtype)")
         size = tensor.numel() * tensor.element_size()
         if self.pending and self.size + size > SHARD_BYTES:
             self._flush()
@@ -224,17 +229,10 @@ class Writer:
         self.total += size
 
     def _flush(self) -> None:
-        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         path = self.directory / f"shard-{len(self.shards):05d}.safetensors"
-        try:
-            save_file(self.pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            # safetensors hides the errno of a full disk in its message.
-            if "os error 28" in str(error) or "No space left" in str(error):
-                raise OSError(28, "No space left on device", str(path)) from error
-            raise
+        save_file(self.pending, path, metadata={"format": "pt"})
         self.shards.append(list(self.pending))
         self.pending, self.size = {}, 0
 
@@ -282,6 +280,7 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
     config = read_config(directory)
     family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
     config_class, causal_lm = model_class(config)
+    expected_tensors(config)  # says in words what is wrong with a config
     with Reader(directory) as reader:
         names = set(reader)
     model, info = causal_lm.from_pretrained(  # type: ignore[attr-defined]
@@ -291,10 +290,12 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
         output_loading_info=True,
         local_files_only=True,
         use_safetensors=True,
+        # Not ignored: reported below, by name.
+        ignore_mismatched_sizes=True,
     )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info[problem])):
-            raise UserError(f"{directory}: {problem.replace('_', ' ')} {wrong[0]!r} (of {len(names)} tensors)")
+            raise UserError(f"{directory}: {problem.replace('_', ' ')} {wrong[0]} (of {len(names)} tensors)")
     return model.eval().to(device)
 
 
@@ -310,15 +311,29 @@ def load_tokenizer(directory: Path) -> Any:
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{directory} has no tokenizer that can be read (tokenizer.json); copy it there") from error
+
+
+def check_tokens(directory: Path, *texts: Tensor) -> None:
+    """Raises UserError where a text has a token id that the model of `directory` has no embedding for."""
+    size, largest = read_config(directory).get("vocab_size", 0), max(int(ids.max()) for ids in texts)
+    if largest >= size:
+        raise UserError(
+            f"the tokenizer in {directory} gives token {largest}, but the model's vocabulary has {size}: it is "
+            "another model's tokenizer"
+        )
 
 
 def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
     """Names and shapes that a config.json calls for, and the names that may be absent because they are tied."""
     config_class, causal_lm = model_class(config)
-    with torch.device("meta"):
-        model = causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
+    try:
+        with torch.device("meta"):
+            model = causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
+    except (StrictDataclassError, ValueError, KeyError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"config.json makes no {config['model_type']} model: {reason}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else ()
     return shapes, frozenset(tied)

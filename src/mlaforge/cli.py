@@ -32,6 +32,7 @@ app = typer.Typer(
 Recipe = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE", help="YAML file with the same keys; options override it")
 ]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an earlier result of mlaforge at OUT")]
 
 
@@ -88,7 +89,7 @@ OptionalOut = Annotated[Path | None, typer.Argument(metavar="[OUT]", help="new d
 
 
 @verb(PlanConfig)
-def plan(model: Model, config: PlanConfig, json_output: Annotated[bool, typer.Option("--json")] = False) -> None:
+def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
     """What conversion would save and what is physically possible; needs only a config.json."""
     from mlaforge import checkpoint, roofline
 

@@ -68,6 +68,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"recipe {path} does not exist") from error
+    except OSError as error:
+        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
     if keys is None:

@@ -51,6 +51,8 @@ def choose(spec: ModelSpec, config: ConvertConfig) -> Choices:
             raise UserError(
                 f"collapse {config.collapse!r} must be auto or a number that divides head_dim / 2 = {head_dim // 2}"
             )
+        if rope_dim not in (None, head_dim // int(config.collapse)):
+            raise UserError(f"collapse {config.collapse} contradicts {rope_dim} rotary dimensions; give one")
         rope_dim = head_dim // int(config.collapse)
     if config.qk_mqa_dim is not None:
         if rope_dim not in (None, config.qk_mqa_dim):
@@ -84,7 +86,8 @@ def choose(spec: ModelSpec, config: ConvertConfig) -> Choices:
 
 def check_options(config: ConvertConfig) -> None:
     """Raises UserError for numbers that no model could make right."""
-    for name, least in (("nsamples", 1), ("seqlen", 2), ("batch_size", 1)):
+    # Shorter windows could not be told from text that they were tuned on.
+    for name, least in (("nsamples", 1), ("seqlen", corpus.SHINGLE), ("batch_size", 1)):
         if (given := getattr(config, name)) < least:
             raise UserError(f"{name} = {given} is too small; give at least {least}")
     if config.eval_windows < 0:
@@ -120,6 +123,7 @@ def run(model: str, out: Path, config: ConvertConfig, overwrite: bool = False) -
     if config.eval_windows:
         judged = corpus.windows(tokenizer, config.evaluation, config.eval_windows, config.seqlen, judged=True)
         judged = corpus.refuse_overlap(judged, corpus.passages(tuned), tuned.source)
+    checkpoint.check_tokens(source, *(text.ids for text in (tuned, judged) if text))
     manifest = Manifest(
         "convert",
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
@@ -158,6 +162,8 @@ def _convert(
         with timed(seconds, name):
             metrics[name] = perplexity(measured, progress(judged.ids, what, len(judged.ids)))
         log(f"{what}: {metrics[name]:.4f}")
+        if not math.isfinite(metrics[name]):
+            raise UserError(f"{what} is {metrics[name]}: the model overflows in {measured.dtype}; nothing was written")
 
     measure("Original ppl", "original_ppl", model)
     converted = {i: spec.layers[i] for i in choices.plan.converted}
@@ -251,7 +257,10 @@ def factorize_layers(
     for i, m in progress(moments.items(), "factorize", len(moments)):
         layer, own = spec.layers[i], projections(model.model.layers[i].self_attn)
         if not math.isfinite(float(m.g_outer.sum() + m.x_outer.sum() + m.key_outer.sum())):
-            raise UserError(f"calibration gave NaN or infinity in layer {i}; calibrate in float32 (--device cpu)")
+            raise UserError(
+                f"calibration gave NaN or infinity in layer {i}: the model overflows in {model.dtype}; float32 "
+                "(--device cpu) reaches furthest"
+            )
         sources[i] = own
         if plan.layers[i].layout == "latent":
             prepared[i] = factorize.latent_spectrum(own, m, layer)

@@ -29,8 +29,10 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens", ".py", ".jsonl")
 SHINGLE = 48
 # ... with at least this much variety: blank lines and rulers are no evidence.
 DISTINCT = 16
-# One in so many runs is remembered: of two texts that share 150 tokens in a row, this misses one pair in a million.
+# One in so many runs is remembered of windows that hold more than LONG tokens: of two texts that share 150 tokens in
+# a row, this misses one pair in a million. Short windows hold few runs, so all of theirs are remembered.
 KEPT = 8
+LONG = 256
 # Share of the embedded documents that only evaluation sees.
 HELD_OUT = 0.25
 
@@ -60,12 +62,14 @@ def _read(path: Path) -> str:
     if path.suffix != ".jsonl":
         return text
     documents = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines: a JSON string may hold the other characters that end a line.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            documents.append(str(json.loads(line)["text"]))
-        except (ValueError, KeyError, TypeError) as error:
+            documents.append(json.loads(line)["text"])
+            documents[-1].encode()  # fails for what is no text, or holds half a character
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} line {number} is not a JSON object with a 'text' field") from error
     return "\n\n".join(documents)
 
@@ -165,8 +169,8 @@ def windows(
     return Windows(ids, source if source == EMBEDDED else str(Path(source).expanduser().absolute()))
 
 
-def _shingles(ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(hash, window index) of every run of SHINGLE tokens that is varied enough, thinned to one in KEPT by hash."""
+def _shingles(ids: Tensor, kept: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """(hash, window index) of every run of SHINGLE tokens that is varied enough, thinned to one in `kept` by hash."""
     # Runs across the border of two windows that are not neighbours in the text match nothing.
     flat = ids.flatten().numpy()
     if len(flat) < SHINGLE:
@@ -176,7 +180,7 @@ def _shingles(ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
     with np.errstate(over="ignore"):
         hashes = (runs.astype(np.uint64) * factors).sum(-1, dtype=np.uint64)
     # The low bits of a sum of odd multiples are poor; the high ones decide.
-    chosen = (hashes >> np.uint64(40)) % np.uint64(KEPT) == 0
+    chosen = (hashes >> np.uint64(40)) % np.uint64(kept) == 0
     varied = (np.diff(np.sort(runs, axis=-1), axis=-1) != 0).sum(-1) + 1 >= DISTINCT
     owner = np.arange(len(runs)) // ids.shape[1]
     return hashes[chosen & varied], owner[chosen & varied]
@@ -184,7 +188,16 @@ def _shingles(ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def passages(windows: Windows) -> list[int]:
     """What to remember of a text so that overlap with it can be told later without it: sorted hashes."""
-    return sorted(set(_shingles(windows.ids)[0].tolist()))
+    return sorted(set(_shingles(windows.ids, KEPT if windows.ids.shape[1] > LONG else 1)[0].tolist()))
+
+
+def read_passages(path: Path) -> list[int]:
+    """The `passages` that a conversion wrote; UserError where the file holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return np.array(found, dtype=np.uint64).reshape(-1).tolist()
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{path} is damaged; without it nobody can tell what the model was tuned on") from error
 
 
 def overlapping(judged: Windows, tuned: list[int]) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,7 +40,11 @@ def window_losses(model: Any, windows: Iterable[Tensor]) -> Tensor:
 
 def perplexity(model: Any, windows: Iterable[Tensor]) -> float:
     """exp of the mean loss over all predicted tokens of windows of one length; not finite where the model is not."""
-    return math.exp(min(float(window_losses(model, windows).mean()), 700.0))
+    return _perplexity(float(window_losses(model, windows).mean()))
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if not loss > 700.0 else math.inf
 
 
 def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = False) -> Manifest:
@@ -49,15 +52,17 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
 
     Raises UserError where a converted model was calibrated on this very text.
     """
-    if config.windows < 1 or config.seqlen < 2:
-        raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least 1 and 2")
+    if config.windows < 1 or config.seqlen < corpus.SHINGLE:
+        least = f"1 and {corpus.SHINGLE}"
+        raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
     directory = checkpoint.locate(model)
     device = resolve_device(config.device)
     tokenizer = checkpoint.load_tokenizer(directory)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
     remembered = directory / corpus.PASSAGES
     if remembered.is_file():
-        text = corpus.refuse_overlap(text, json.loads(remembered.read_text(encoding="utf-8")), f"of {model}")
+        text = corpus.refuse_overlap(text, corpus.read_passages(remembered), f"of {model}")
+    checkpoint.check_tokens(directory, text.ids)
     manifest = Manifest(
         "eval",
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
@@ -69,8 +74,12 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
         loaded = checkpoint.load_model(directory, config.dtype, device)
         losses = window_losses(loaded, progress(text.ids, "evaluate", len(text.ids)))
     mean, n = float(losses.mean()), len(losses)
+    if not math.isfinite(mean):
+        raise UserError(
+            f"the loss of {model} is {mean}: its weights hold NaN or infinity, or it overflows in {loaded.dtype}"
+        )
     manifest.metrics = {
-        "ppl": math.exp(min(mean, 700.0)),
+        "ppl": _perplexity(mean),
         "nll": mean,
         # Over windows, because tokens of one window are not independent.
         "nll_stderr": float(losses.std() / n**0.5) if n > 1 else None,

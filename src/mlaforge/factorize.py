@@ -62,8 +62,10 @@ def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_ridge(weight: Tensor) -> Tensor:
-    """`weight` + RIDGE · its mean diagonal · I."""
-    return weight + RIDGE * weight.diagonal().mean() * torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+    """`weight` + RIDGE · its mean diagonal · I; I alone where nothing has any weight (o_proj is zero)."""
+    mean = weight.diagonal().mean()
+    ridge = RIDGE * mean if mean > 0 else 1.0
+    return weight + ridge * torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
 
 
 def fisher_scale(fisher: Tensor, gauss_newton: Tensor, covariance: Tensor) -> Tensor:
@@ -197,7 +199,7 @@ def channels(p: Projections, m: LayerMoments, layer: LayerSpec, fold: int = 1) -
     lost = 1 - m.rho.abs().square()
     per_pair = m.key_outer.diagonal(dim1=1, dim2=2).view(layer.num_heads, 2, -1).sum(1) / 2 / m.rows
     weight = (per_pair * lost).view(G, layer.group, -1).sum(1).T.reshape(P // fold, fold * G)
-    weight = weight + RIDGE * weight.mean()
+    weight = weight + (RIDGE * weight.mean() if weight.any() else 1.0)
     # Gains in units of loss, as the spectra are.
     keys = G * layer.head_dim
     covariance = p.w_k @ m.covariance @ p.w_k.T

@@ -40,6 +40,7 @@ def continue_prompt(directory: Path, config: GenerateConfig) -> dict[str, Any]:
     prompt = ids["input_ids"].to(device)
     if not prompt.numel():
         raise UserError("the prompt is empty; pass --prompt with some text")
+    checkpoint.check_tokens(directory, prompt)
     # One token first, so that neither model's clock pays for warming up.
     model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
     start = time.perf_counter()

@@ -27,6 +27,8 @@ HEAD_ROWS = 512
 # Variance given to every input direction, as a share of the mean: without it, a short calibration text would leave
 # directions whose outputs count for nothing at all.
 UNSEEN = 1e-5
+# Weight of a token that has no gradient at all: where no token has one (o_proj is zero), all count alike.
+LEAST = 1e-30
 
 
 @dataclasses.dataclass
@@ -181,6 +183,7 @@ def _sampled_gradient(hidden_NC: Tensor, head: nn.Linear, generator: torch.Gener
     return torch.cat(grads)
 
 
+@torch.enable_grad()
 def collect(
     model: Any, layers: dict[int, LayerSpec], windows: Iterator[Tensor], scale: float, seed: int
 ) -> dict[int, LayerMoments]:
@@ -223,7 +226,7 @@ def _accumulate(
     x = seen["x"].flatten(0, 1).float()
     g = torch.cat((seen["k_proj"].grad, seen["v_proj"].grad), dim=-1).flatten(0, 1).float()
     moments.g_outer += (g.T @ g).double()
-    importance = g.square().sum(-1)
+    importance = g.square().sum(-1) + LEAST
     moments.x_outer += ((x * importance[:, None]).T @ x).double()
     moments.x_sum += (importance @ x).double()
     moments.x_weight += float(importance.sum())

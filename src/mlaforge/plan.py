@@ -201,7 +201,10 @@ def _layer_plan(
         rope = 0
         rank = limit if lossless else kv_lora_rank
     else:
-        rope = _rope_dim(layer, index, layer.cached // 2 if lossless else DEFAULT_ROPE_DIM, qk_rope_head_dim)
+        # At most half of a small budget turns; the latent has the keys' rest and the values to carry.
+        half = DEFAULT_ROPE_DIM if kv_lora_rank is not None else max(2, int(budget * layer.cached + 1e-9) // 2)
+        default = layer.cached // 2 if lossless else min(DEFAULT_ROPE_DIM, half)
+        rope = _rope_dim(layer, index, default, qk_rope_head_dim)
         # With every key in the rotary part, the latent carries the values alone.
         rank = min(layer.cached // 2, limit) if lossless and qk_rope_head_dim is None else kv_lora_rank
     if rank is None:

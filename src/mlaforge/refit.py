@@ -108,7 +108,8 @@ def _solve(o_proj: nn.Linear, heads: list[Tensor], targets: list[Tensor]) -> Non
         zz += (z.T @ z).double()
         rz += (residual.T @ z).double()
     # Only the weights are held back, not the bias.
-    zz.diagonal()[:-1].add_(zz.diagonal()[:-1].mean() * RIDGE)
+    ridge = zz.diagonal()[:-1].mean() * RIDGE
+    zz.diagonal()[:-1].add_(ridge if ridge > 0 else 1.0)
     delta = torch.linalg.solve(zz, rz.T).T
     o_proj.weight.add_(delta[:, :-1].to(o_proj.weight))
     o_proj.bias.add_(delta[:, -1].to(o_proj.bias))

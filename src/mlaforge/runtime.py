@@ -46,8 +46,12 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device {name!r} is not known to torch; use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {name!r} is not supported; use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but torch sees no CUDA device here; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise UserError(f"device {name!r} was asked for, but torch sees {count} CUDA device(s), counted from 0")
     return device
 
 

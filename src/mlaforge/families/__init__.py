@@ -33,13 +33,18 @@ def read_rope(config: Config) -> RopeSpec:
     Raises UserError for kinds whose frequencies depend on the length: keys that are rotated when they are read
     cannot follow them.
     """
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"config.json: rope_parameters = {given!r} must be an object")
+    parameters = dict(given)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if not isinstance(theta, int | float):
+        raise UserError(f"config.json: rope_theta = {theta!r} must be a number")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise UserError(f"RoPE type {kind!r} is not supported; default, linear, llama3 and yarn are")
     scaling = _yarn_scaling(parameters) if kind == "yarn" else 1.0
-    return RopeSpec(theta=theta, kind=kind, attention_scaling=scaling, parameters=parameters)
+    return RopeSpec(theta=float(theta), kind=kind, attention_scaling=scaling, parameters=parameters)
 
 
 def _yarn_scaling(parameters: Config) -> float:
@@ -59,10 +64,13 @@ def _yarn_scaling(parameters: Config) -> float:
 
 
 def require(config: Config, *keys: str) -> list[Any]:
-    """The values of `keys`; raises UserError that names the first one that is missing."""
+    """The values of `keys`, all positive integers; raises UserError that names the first one that is not."""
     for key in keys:
-        if config.get(key) is None:
+        value = config.get(key)
+        if value is None:
             raise UserError(f"config.json has no {key!r}, which a {config.get('model_type')} model must have")
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"config.json: {key} = {value!r} must be a whole number above 0")
     return [config[key] for key in keys]
 
 
@@ -84,7 +92,7 @@ def family_of(config: Config) -> Family:
 
     known = families()
     model_type = config.get("model_type")
-    if model_type is None:
+    if not isinstance(model_type, str):
         raise UserError("config.json has no 'model_type'; a Hugging Face model's config.json has one")
     if model_type not in known:
         raise UserError(

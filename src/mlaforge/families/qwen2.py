@@ -6,6 +6,7 @@ import dataclasses
 
 from mlaforge.families import Config, Family, require
 from mlaforge.families.llama import dense_spec
+from mlaforge.runtime import UserError
 from mlaforge.spec import ModelSpec
 
 
@@ -18,6 +19,8 @@ def read_spec(config: Config) -> ModelSpec:
     kinds = config.get("layer_types") or [
         "sliding_attention" if window and i >= first else "full_attention" for i in range(spec.num_layers)
     ]
+    if not isinstance(kinds, list) or len(kinds) != spec.num_layers:
+        raise UserError(f"config.json: layer_types = {kinds!r} must name each of the {spec.num_layers} layers")
     layers = tuple(
         dataclasses.replace(
             layer, q_bias=True, k_bias=True, v_bias=True, window=window if kind == "sliding_attention" else None
