@@ -28,6 +28,8 @@ COMPANIONS = (
     "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 SUFFIX = "_mla"
+# How long to wait for the hub's answer; its client's own default is for ever.
+HUB_SECONDS = 10.0
 
 
 def locate(model: str) -> Path:
@@ -48,7 +50,7 @@ def locate(model: str) -> Path:
 
 
 def _from_hub(model: str, wanted: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import get_session, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -58,6 +60,7 @@ def _from_hub(model: str, wanted: list[str]) -> Path:
         raise UserError(f"{model!r} is neither a directory nor a hub id such as org/name") from error
     except LocalEntryNotFoundError:
         pass
+    get_session().timeout = HUB_SECONDS
     try:
         return Path(snapshot_download(model, allow_patterns=wanted, etag_timeout=5))
     except HfHubHTTPError as error:
