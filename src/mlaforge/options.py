@@ -19,7 +19,7 @@ class ConvertConfig:
     budget: float = option(0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction")
     layout: str = option("latent", "what a token caches", choices=("latent", "latent_rope"))
     kv_lora_rank: int | None = option(None, "latent rank of every converted layer, instead of --budget", "numbers")
-    qk_rope_head_dim: int | None = option(None, "shared rotary key of latent_rope (64, or half of a small budget)", "numbers")
+    qk_rope_head_dim: int | None = option(None, "shared rotary key of latent_rope (64, or half the budget)", "numbers")
     q_lora_rank: int | None = option(None, "factor the query projection to this rank", "numbers")
     layers: str = option("all", "layers to convert: all, full (leave sliding windows), or a list such as 0,2,5-9")
     ranks: str = option(
