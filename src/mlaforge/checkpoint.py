@@ -28,7 +28,7 @@ COMPANIONS = (
     "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 SUFFIX = "_mla"
-# How long to wait for the hub's answer; its client's own default is for ever.
+# How long to wait for the hub's first answer.
 HUB_SECONDS = 10.0
 
 
@@ -50,8 +50,8 @@ def locate(model: str) -> Path:
 
 
 def _from_hub(model: str, wanted: list[str]) -> Path:
-    from huggingface_hub import get_session, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
         # What is complete in the local cache needs no network.
@@ -60,8 +60,9 @@ def _from_hub(model: str, wanted: list[str]) -> Path:
         raise UserError(f"{model!r} is neither a directory nor a hub id such as org/name") from error
     except LocalEntryNotFoundError:
         pass
-    get_session().timeout = HUB_SECONDS
     try:
+        # Asked first, because snapshot_download would wait for a silent hub for ever.
+        HfApi().model_info(model, timeout=HUB_SECONDS)
         return Path(snapshot_download(model, allow_patterns=wanted, etag_timeout=5))
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
@@ -69,7 +70,7 @@ def _from_hub(model: str, wanted: list[str]) -> Path:
             f"the hub does not give {model!r} (status {status}): check the name and your access token, or give a "
             "local model directory or .gguf file"
         ) from error
-    except (OSError, RuntimeError) as error:
+    except (HTTPError, OSError, RuntimeError) as error:
         raise UserError(
             f"{model!r} is not here and the hub cannot be reached; give a local model directory or .gguf file, or "
             "copy the model into the hub cache"
