@@ -97,9 +97,10 @@ def from_gguf(path: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
-        import gguf  # noqa: F401 (only to say in words that it is missing)
+        import accelerate  # noqa: F401 (only to say in words that one is missing)
+        import gguf  # noqa: F401
     except ImportError as error:
-        raise UserError("reading .gguf files needs the gguf package: pip install 'mlaforge[gguf]'") from error
+        raise UserError(f"reading .gguf files needs {error.name}: pip install 'mlaforge[gguf]'") from error
     from mlaforge.artifact import Manifest, writing
 
     log(f"dequantising {path.name} once into {out}")
