@@ -345,7 +345,8 @@ def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]]
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over config.json and every weight file of a model directory."""
+    """SHA-256 over config.json and every weight file of a model directory; UserError where it has no config."""
+    read_config(directory)
     digest = hashlib.sha256()
     for path in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
         digest.update(f"{path.name} {sha256(path)}\n".encode())

@@ -96,9 +96,16 @@ def check_options(config: ConvertConfig) -> None:
         raise UserError(f"q_lora_rank = {config.q_lora_rank} must be at least 1")
 
 
-def run(model: str, out: Path, config: ConvertConfig, overwrite: bool = False) -> Manifest:
+# Moments by what they were collected from: (model, text, seed, batch size, layers).
+Calibrated = dict[str, dict[int, LayerMoments]]
+
+
+def run(
+    model: str, out: Path, config: ConvertConfig, overwrite: bool = False, calibrated: Calibrated | None = None
+) -> Manifest:
     """Converts MODEL into the new directory `out` and returns its manifest.
 
+    Several conversions of one model that are given the same `calibrated` collect its moments once.
     The same model, text and options again return the finished result. Raises UserError for the user's mistakes;
     whatever happens, `out` is either complete or untouched.
     """
@@ -139,14 +146,15 @@ def run(model: str, out: Path, config: ConvertConfig, overwrite: bool = False) -
         log(f"{out} is finished already")
         return done
     with writing(out, manifest) as partial:
-        _convert(source, raw, spec, choices, config, tuned, judged, device, out_dtype, manifest, partial)
+        _convert(source, raw, spec, choices, config, tuned, judged, device, out_dtype, manifest, partial,
+                 calibrated if calibrated is not None else {})  # fmt: skip
     return manifest
 
 
 def _convert(
     source: Path, raw: dict[str, Any], spec: ModelSpec, choices: Choices, config: ConvertConfig,
     tuned: corpus.Windows, judged: corpus.Windows | None, device: torch.device, out_dtype: torch.dtype,
-    manifest: Manifest, partial: Path,
+    manifest: Manifest, partial: Path, calibrated: Calibrated,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     seconds, metrics = manifest.seconds, manifest.metrics
@@ -169,9 +177,13 @@ def _convert(
     converted = {i: spec.layers[i] for i in choices.plan.converted}
     with timed(seconds, "moments"):
         batches = tuned.ids.split(config.batch_size)
-        moments = collect(
-            model, converted, progress(batches, "calibrate", len(batches)), spec.softmax_scale, config.seed
-        )
+        inputs = manifest.inputs
+        key = str([inputs["model"]["sha256"], tuned.sha256, config.seed, config.batch_size, sorted(converted)])
+        if key not in calibrated:
+            calibrated[key] = collect(
+                model, converted, progress(batches, "calibrate", len(batches)), spec.softmax_scale, config.seed
+            )
+        moments = calibrated[key]
     with timed(seconds, "factorize"):
         results = factorize_layers(model, spec, choices, moments, config.q_lora_rank, judged is not None)
     plan, weights, full = results.plan, results.weights, results.full_rank

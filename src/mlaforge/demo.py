@@ -16,13 +16,14 @@ def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
     """Converts the demo's model in both layouts at half the cache, talks with it, and writes FOLDER/report.html."""
     source = demo_model.fetch()
     made: dict[str, Manifest] = {}
+    calibrated: convert.Calibrated = {}
     for layout in ("latent", "latent_rope"):
         log(f"converting SmolLM2-135M-Instruct to {layout} at half the cache")
         settings = ConvertConfig(
             layout=layout, nsamples=config.nsamples, eval_windows=config.eval_windows, device="cpu"
         )
         out = folder / f"smollm2-{layout}-50"
-        made[layout] = convert.run(str(source), out, settings, overwrite=True)
+        made[layout] = convert.run(str(source), out, settings, overwrite=True, calibrated=calibrated)
     talk = folder / "talk"
     said = generate.run(
         str(source),
