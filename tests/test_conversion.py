@@ -176,8 +176,12 @@ def test_deepseek_style_has_uniform_ranks_and_standard_frequencies(converted):
 
 @pytest.mark.parametrize(
     ("options", "rope_dim"),
-    [({"qk_mqa_dim": 8}, 8), ({"collapse": "2"}, 8), ({"collapse": "auto", "qk_mqa_dim": 16}, 16),
-     ({"freqfold": "4"}, 24)],
+    [
+        ({"qk_mqa_dim": 8}, 8),
+        ({"collapse": "2"}, 8),
+        ({"collapse": "auto", "qk_mqa_dim": 16}, 16),
+        ({"freqfold": "4"}, 24),
+    ],
 )
 def test_transmla_names_mean_latent_rope(options, rope_dim, converted):
     config = checkpoint.read_config(converted("llama", "latent", budget=0.75, **options))

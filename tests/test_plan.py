@@ -101,9 +101,7 @@ def test_ranks_round_down_to_eights(gpt_oss: ModelSpec, llama: ModelSpec) -> Non
     assert make_plan(gpt_oss, 0.3).layers[0].kv_lora_rank == 304  # 307.2
     assert make_plan(gpt_oss, 0.3, "latent_rope").layers[0] == LayerPlan("latent_rope", 240, 64)  # 243.2
     # 2·5·40 = 400 numbers: 0.58 of them are 232, though floating point says 231.99999999999997.
-    wide = read_spec(
-        LLAMA | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 40, "hidden_size": 400}
-    )
+    wide = read_spec(LLAMA | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 40, "hidden_size": 400})
     assert make_plan(wide, 0.58).layers[0].kv_lora_rank == 232
     # 0.9 · 64 = 57.6 would be 56: more than the 48 that the hidden size supports.
     assert make_plan(llama, 0.9).layers[0].kv_lora_rank == 48
@@ -310,9 +308,7 @@ def test_projections_of_a_converted_layer(gpt_oss: ModelSpec) -> None:
     [(GPT_OSS, 20.9, 32, 24, 1.79), (GPT_OSS_120B, 116.8, 128, 36, 2.08)],
     ids=["20b", "120b"],
 )
-def test_verifying_reads_more_experts(
-    config: dict, billions: float, experts: int, layers: int, ratio: float
-) -> None:
+def test_verifying_reads_more_experts(config: dict, billions: float, experts: int, layers: int, ratio: float) -> None:
     spec = read_spec(config)
     assert spec.num_params == pytest.approx(billions * 1e9, rel=0.005)
     plan = unconverted(spec)
@@ -334,9 +330,7 @@ def test_step_is_the_sum_of_its_parts(llama: ModelSpec) -> None:
     attention = 2 * 100 * 64 * 2  # bytes; GQA does 4·4·16 = 256 FLOP per 128 bytes
     weights = 4 * (4 * (48 * 64 * 2 + 48 * 64) + 4 * 3 * 48 * 100 + 1000 * 48)
     assert step.costs["attention"].bytes == 4 * attention
-    assert (
-        step.weight_bytes == weights == weight_bytes(unconverted(llama))
-    )  # tied: the LM head is all there is
+    assert step.weight_bytes == weights == weight_bytes(unconverted(llama))  # tied: the LM head is all there is
     assert step.total == pytest.approx((4 * attention + weights) / 30e9)
     assert step.limit == "weight bandwidth"
     assert step.limits["cache bandwidth"] == pytest.approx(4 * attention / 30e9)

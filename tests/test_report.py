@@ -183,8 +183,7 @@ def test_numbers_of_the_manifests_are_shown(page: Page) -> None:
 def test_verdict_names_each_layout(written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     kept = [shown(c["metrics"]["cache"]["fraction"], "percent") for c in written[1]["conversions"]]
     assert written[1]["verdict"] == (
-        f"latent: {kept[0]} of the cache, perplexity ×1.021; "
-        f"latent_rope: {kept[1]} of the cache, perplexity ×1.272"
+        f"latent: {kept[0]} of the cache, perplexity ×1.021; latent_rope: {kept[1]} of the cache, perplexity ×1.272"
     )
     alone = conversion()
     alone.metrics["cache"]["fraction"] = 0.5

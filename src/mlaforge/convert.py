@@ -135,9 +135,7 @@ def run(
         "convert",
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
         inputs={
-            "model": {
-                "path": source.name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)
-            },
+            "model": {"path": source.name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
             "calibration": tuned.describe(),
             "evaluation": judged.describe() if judged else None,
         },

@@ -28,12 +28,9 @@ def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
     said = generate.run(
         str(source),
         talk,
-        GenerateConfig(
-            prompt=config.prompt, against=str(folder / "smollm2-latent-50"), chat=True, device="cpu"
-        ),
+        GenerateConfig(prompt=config.prompt, against=str(folder / "smollm2-latent-50"), chat=True, device="cpu"),
         overwrite=True,
     )
     report = folder / "report.html"
     write_report(folder, report)
     return {"conversions": made, "talk": said, "report": report}
-

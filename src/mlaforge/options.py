@@ -31,9 +31,7 @@ class ConvertConfig:
     batch_size: int = option(1, "calibration windows at once", "windows")
     evaluation: str = option("embedded", "text of the perplexities; may not overlap the calibration text")
     eval_windows: int = option(8, "evaluation windows, 0 to measure nothing", "windows")
-    refit: str = option(
-        "auto", "closed-form refit of o_proj; auto: for latent_rope", choices=("auto", "on", "off")
-    )
+    refit: str = option("auto", "closed-form refit of o_proj; auto: for latent_rope", choices=("auto", "on", "off"))
     dtype: str = option("auto", "dtype of the converted weights", choices=DTYPES)
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     seed: int = option(0, "seed of every random choice")

@@ -55,9 +55,7 @@ class Plan:
     @property
     def cached(self) -> tuple[int, ...]:
         """Cached numbers per token of every layer."""
-        return tuple(
-            chosen.cached(layer) for chosen, layer in zip(self.layers, self.spec.layers, strict=True)
-        )
+        return tuple(chosen.cached(layer) for chosen, layer in zip(self.layers, self.spec.layers, strict=True))
 
     @property
     def cached_per_token(self) -> int:
@@ -152,9 +150,7 @@ def select_layers(spec: ModelSpec, layers: str) -> set[int]:
     if text == "full":
         full = {i for i, layer in enumerate(spec.layers) if layer.window is None}
         if not full:
-            raise UserError(
-                "layers 'full' selects none: all layers slide; use 'all' or a list such as '0,2,5-9'"
-            )
+            raise UserError("layers 'full' selects none: all layers slide; use 'all' or a list such as '0,2,5-9'")
         return full
     if not text:
         raise UserError(f"layers {layers!r} selects none; use 'all', 'full' or a list such as '0,2,5-9'")

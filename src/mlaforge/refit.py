@@ -51,9 +51,7 @@ class LayerRunner:
 
 
 @torch.no_grad()
-def refit_o_proj(
-    model: Any, converted: dict[int, Any], specs: tuple[LayerSpec, ...], windows: list[Tensor]
-) -> None:
+def refit_o_proj(model: Any, converted: dict[int, Any], specs: tuple[LayerSpec, ...], windows: list[Tensor]) -> None:
     """Solves o_proj (weight and bias) of the converted attention modules in place; they need an o_proj bias.
 
     model: the original causal LM, left as it is. windows: token ids [1, T] each, all of one length; the first TOKENS

@@ -14,9 +14,7 @@ from torch import Tensor
 MAX_SCORES = 1 << 25
 
 
-def attend(
-    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of H query heads over G key heads; head h reads key head h // (H / G).
 
     `mask` is None (causal, as in transformers' SDPA: one query token sees everything, several are aligned with
