@@ -17,9 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mlaforge.runtime import UserError, environment
+from mlaforge.runtime import Interrupted, UserError, environment
 
 MANIFEST = "manifest.json"
+# In an unfinished artifact: the fingerprint of what is being made.
+BEGUN = "begun"
 
 
 @dataclasses.dataclass
@@ -88,7 +90,6 @@ def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest |
     if found.fingerprint == wanted.fingerprint and whole:
         return found
     if overwrite:
-        # Only convert lists its files; the other stages write a manifest alone.
         if strange := sorted({path.name for path in out.iterdir()} - {*found.files, MANIFEST}):
             raise UserError(f"{out} also holds {strange[0]}, which mlaforge did not make; move it away first")
         return None
@@ -111,22 +112,30 @@ def _difference(found: Manifest, wanted: Manifest) -> str:
 
 
 @contextmanager
-def writing(out: Path, manifest: Manifest) -> Iterator[Path]:
+def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[Path]:
     """Yields a directory beside `out` to write into; on success writes the manifest and renames it to `out`.
 
-    Whether `out` may be replaced is for `finished` to say, before any work. On any failure, Ctrl-C included, the
-    directory is removed and `out` stays as it was; what a killed process left is removed by the next one.
+    Whether `out` may be replaced is for `finished` to say, before any work. On any failure the directory is removed
+    and `out` stays as it was; what a killed process left is removed by the next one. A `resumable` stage goes on
+    with what it finds there, if it was begun with the same fingerprint; for it, Ctrl-C and a full disk leave the
+    directory as a kill would.
     """
     # A link to a directory stays; what it points to is replaced.
     out = out.resolve()
     partial, former = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.former.partial")
     absent = [parent for parent in out.parents if not parent.exists()]
+    begun = partial / BEGUN
     try:
-        for left in (partial, former):
-            if left.exists():
-                shutil.rmtree(left)
-        partial.mkdir(parents=True)
+        if partial.exists() and not (resumable and begun.is_file() and begun.read_text() == manifest.fingerprint):
+            shutil.rmtree(partial)
+        if former.exists():
+            shutil.rmtree(former)
+        partial.mkdir(parents=True, exist_ok=resumable)
+        if resumable:
+            begun.write_text(manifest.fingerprint)
         yield partial
+        begun.unlink(missing_ok=True)
+        manifest.files = sorted(path.name for path in partial.iterdir())
         manifest.save(partial)
         if out.is_dir():
             os.replace(out, former)
@@ -135,18 +144,23 @@ def writing(out: Path, manifest: Manifest) -> Iterator[Path]:
     except BaseException as error:
         if former.exists() and not out.exists():
             os.replace(former, out)
-        for left in (partial, former):
-            shutil.rmtree(left, ignore_errors=True)
-        for parent in absent:
-            with suppress(OSError):
-                parent.rmdir()
         system = error if isinstance(error, OSError) else OSError()
         # safetensors hides the number of a full disk in its message.
-        if system.errno in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+        full = system.errno in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        kept = resumable and begun.is_file() and (full or isinstance(error, KeyboardInterrupt))
+        for left in (former,) if kept else (partial, former):
+            shutil.rmtree(left, ignore_errors=True)
+        for parent in () if kept else absent:
+            with suppress(OSError):
+                parent.rmdir()
+        resume = f"the same command goes on from what {partial} holds; delete it to give that up"
+        if kept and not full:
+            raise Interrupted(resume) from error
+        if full:
             free = shutil.disk_usage(next(p for p in out.parents if p.exists())).free
             raise UserError(
-                f"the disk is full ({free / 2**30:.1f} GiB free at {out.parent}); nothing was written: "
-                "free some room or choose an output on another disk"
+                f"the disk is full ({free / 2**30:.1f} GiB free at {out.parent}): free some room or choose an output on "
+                f"another disk; {resume if kept else 'nothing was written'}"
             ) from error
         if system.filename and (Path(system.filename).is_relative_to(partial) or Path(system.filename) in absent):
             raise UserError(f"cannot write {out}: {system.strerror}; choose another output directory") from error

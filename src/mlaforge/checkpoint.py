@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,23 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
+from mlaforge import mxfp4
 from mlaforge.artifact import MANIFEST, sha256
 from mlaforge.runtime import UserError, cache_home, log, progress, resolve_dtype
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 2 * 10**9
 # What belongs to a model beside its weights and config: tokenizer, chat template, generation defaults, licence.
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
     "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 SUFFIX = "_mla"
+# safetensors' names of what the supported models store.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "U8": torch.uint8,
+}  # fmt: skip
 # How long to wait for the hub's first answer.
 HUB_SECONDS = 10.0
 
@@ -191,6 +198,10 @@ class Reader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype a tensor is stored in, the tensor itself not read."""
+        return DTYPES[self._file_of[name].get_slice(name).get_dtype()]
+
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
@@ -213,31 +224,44 @@ class Reader:
 
 
 class Writer:
-    """Streams tensors into shards of at most SHARD_BYTES and writes the index last."""
+    """Writes tensors into shards of at most SHARD_BYTES, one shard in memory at a time, and the index last.
+
+    A shard that is there already (the same tensors in the same order, from a run that was killed) is not made again.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.pending: dict[str, Tensor] = {}
+        self.pending: dict[str, Callable[[], Tensor]] = {}
         self.size = 0
         self.total = 0
         self.shards: list[list[str]] = []
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Raises UserError for NaN or infinity: a source's weights are finite, so that its dtype holds too little."""
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise UserError(f"{name!r} is not finite in {tensor.dtype}; write float32 or bfloat16 (--dtype)")
-        size = tensor.numel() * tensor.element_size()
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
+        """Takes a tensor that `make` gives when its shard is written; `finish` and this may write a shard.
+
+        Raises UserError for NaN or infinity: a source's weights are finite, so that its dtype holds too little.
+        """
+        size = math.prod(shape) * dtype.itemsize
         if self.pending and self.size + size > SHARD_BYTES:
             self._flush()
-        self.pending[name] = tensor.contiguous()
+        self.pending[name] = make
         self.size += size
         self.total += size
+
+    def _made(self, name: str) -> Tensor:
+        tensor = self.pending[name]()
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(f"{name!r} is not finite in {tensor.dtype}; write float32 or bfloat16 (--dtype)")
+        return tensor.contiguous()
 
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
         path = self.directory / f"shard-{len(self.shards):05d}.safetensors"
-        save_file(self.pending, path, metadata={"format": "pt"})
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            save_file({name: self._made(name) for name in self.pending}, unfinished, metadata={"format": "pt"})
+            unfinished.rename(path)
         self.shards.append(list(self.pending))
         self.pending, self.size = {}, 0
 
@@ -330,16 +354,23 @@ def check_tokens(directory: Path, *texts: Tensor) -> None:
         )
 
 
-def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """Names and shapes that a config.json calls for, and the names that may be absent because they are tied."""
+def skeleton(config: dict[str, Any]) -> Any:
+    """The causal LM that a config.json describes, on the meta device. Raises UserError where it describes none."""
     config_class, causal_lm = model_class(config)
     try:
         with torch.device("meta"):
-            model = causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
+            return causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
     except (StrictDataclassError, ValueError, KeyError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"config.json makes no {config['model_type']} model: {reason}") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """Names and shapes that a config.json calls for, and the names that may be absent because they are tied."""
+    model = skeleton(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in model.state_dict().items():
+        shapes |= mxfp4.packed_shapes(config, name, tuple(tensor.shape))
     tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else ()
     return shapes, frozenset(tied)
 

@@ -19,7 +19,7 @@ import typer
 from mlaforge import config as configuration
 from mlaforge.options import ConvertConfig, DemoConfig, EvalConfig, GenerateConfig
 from mlaforge.roofline import PlanConfig
-from mlaforge.runtime import UserError
+from mlaforge.runtime import Interrupted, UserError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,8 +72,9 @@ def verb(options: type | None = None) -> Callable[[Callable[..., None]], Callabl
             except UserError as error:
                 print(f"mlaforge: {error}", file=sys.stderr)
                 raise typer.Exit(2) from None
-            except KeyboardInterrupt:
-                print("mlaforge: interrupted; nothing half-written was left", file=sys.stderr)
+            except KeyboardInterrupt as stop:
+                kept = str(stop) if isinstance(stop, Interrupted) else "nothing half-written was left"
+                print(f"mlaforge: interrupted; {kept}", file=sys.stderr)
                 raise typer.Exit(130) from None
 
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

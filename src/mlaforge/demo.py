@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
     """Converts the demo's model in both layouts at half the cache, talks with it, and writes FOLDER/report.html."""
     source = demo_model.fetch()
     made: dict[str, Manifest] = {}
-    calibrated: convert.Calibrated = {}
+    # Both layouts are made from the same moments.
+    calibrated = folder / ".calibration"
     for layout in ("latent", "latent_rope"):
         log(f"converting SmolLM2-135M-Instruct to {layout} at half the cache")
         settings = ConvertConfig(
@@ -24,6 +26,7 @@ def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
         )
         out = folder / f"smollm2-{layout}-50"
         made[layout] = convert.run(str(source), out, settings, overwrite=True, calibrated=calibrated)
+    shutil.rmtree(calibrated, ignore_errors=True)
     talk = folder / "talk"
     said = generate.run(
         str(source),

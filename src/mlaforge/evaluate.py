@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,37 +12,33 @@ from torch import Tensor
 from mlaforge import checkpoint, corpus
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.options import EvalConfig
-from mlaforge.runtime import UserError, progress, resolve_device, timed
-
-# Rows of logits held at once (each is as long as the vocabulary).
-HEAD_ROWS = 512
+from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
+from mlaforge.stream import LayerStream, losses
 
 
 @torch.no_grad()
-def negative_log_likelihood(model: Any, ids: Tensor) -> Tensor:
-    """Per-token loss in nats, [T-1] fp32, of one window of token ids [T] under a transformers causal LM."""
-    ids = ids.to(model.device)
-    hidden = model.model(ids[None], use_cache=False).last_hidden_state[0, :-1]
-    head = model.get_output_embeddings()
-    losses = [
-        torch.nn.functional.cross_entropy(head(rows).float(), targets, reduction="none")
-        for rows, targets in zip(hidden.split(HEAD_ROWS), ids[1:].split(HEAD_ROWS), strict=True)
-    ]
-    return torch.cat(losses)
+def window_losses(stream: LayerStream, windows: Tensor, what: str) -> Tensor:
+    """Mean loss of every window of token ids [N, T], in nats per token, fp64 [N]. `what` names it to who watches."""
+    hidden = [stream.embed(ids[None]) for ids in windows]
+    for index in progress(range(stream.num_layers), what, stream.num_layers):
+        with stream.layer(index) as layer:
+            for n, states in enumerate(hidden):
+                hidden[n] = stream.run(layer, index, states)
+    return head_losses(stream, hidden, windows)
 
 
-def window_losses(model: Any, windows: Iterable[Tensor]) -> Tensor:
-    """Mean loss of every window [T], in nats per token, fp64 [N]."""
-    return torch.stack([negative_log_likelihood(model, ids).double().mean().cpu() for ids in windows])
+@torch.no_grad()
+def head_losses(stream: LayerStream, hidden: list[Tensor], windows: Tensor) -> Tensor:
+    """The same from the last layer's outputs [1, T, C]."""
+    with stream.head() as (norm, head):
+        each = [losses(norm, head, h[0], ids).double().mean().cpu() for h, ids in zip(hidden, windows, strict=True)]
+    return torch.stack(each)
 
 
-def perplexity(model: Any, windows: Iterable[Tensor]) -> float:
-    """exp of the mean loss over all predicted tokens of windows of one length; not finite where the model is not."""
-    return _perplexity(float(window_losses(model, windows).mean()))
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if not loss > 700.0 else math.inf
+def perplexity(losses: Tensor) -> float:
+    """exp of the mean over windows of one length; infinity or NaN where the losses are."""
+    mean = float(losses.mean())
+    return math.exp(mean) if not mean > 700.0 else math.inf
 
 
 def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = False) -> Manifest:
@@ -57,6 +51,7 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
         raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
     directory = checkpoint.locate(model)
     device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(checkpoint.read_config(directory)))
     tokenizer = checkpoint.load_tokenizer(directory)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
     remembered = directory / corpus.PASSAGES
@@ -70,19 +65,17 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
-    with timed(manifest.seconds, "eval"):
-        loaded = checkpoint.load_model(directory, config.dtype, device)
-        losses = window_losses(loaded, progress(text.ids, "evaluate", len(text.ids)))
-    mean, n = float(losses.mean()), len(losses)
+    with timed(manifest.seconds, "eval"), LayerStream(directory, dtype, device) as stream:
+        stream.check()
+        found = window_losses(stream, text.ids, "evaluate")
+    mean, n = float(found.mean()), len(found)
     if not math.isfinite(mean):
-        raise UserError(
-            f"the loss of {model} is {mean}: its weights hold NaN or infinity, or it overflows in {loaded.dtype}"
-        )
+        raise UserError(f"the loss of {model} is {mean}: its weights hold NaN or infinity, or it overflows in {dtype}")
     manifest.metrics = {
-        "ppl": _perplexity(mean),
+        "ppl": perplexity(found),
         "nll": mean,
         # Over windows, because tokens of one window are not independent.
-        "nll_stderr": float(losses.std() / n**0.5) if n > 1 else None,
+        "nll_stderr": float(found.std() / n**0.5) if n > 1 else None,
         "windows": n,
         "tokens": n * (config.seqlen - 1),
     }

@@ -6,8 +6,10 @@ docs/checkpoint.md documents what is written here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from mlaforge.families import family_of
 from mlaforge.modeling import configuration_mla, modeling_mla
 from mlaforge.moments import LayerMoments
 from mlaforge.plan import Plan
-from mlaforge.runtime import progress
 from mlaforge.spec import ModelSpec
+from mlaforge.stream import LayerStream
 
 
 @dataclasses.dataclass
@@ -32,9 +34,9 @@ class LayerWeights:
 
     @classmethod
     def of(
-        cls, latent: factorize.Latent, own: nn.Module, moments: LayerMoments, q_lora_rank: int | None
+        cls, latent: factorize.Latent, own: dict[str, Tensor], moments: LayerMoments, q_lora_rank: int | None
     ) -> LayerWeights:
-        """`own` is the layer's GQA module: its o_proj and sinks are kept."""
+        """`own`: tensors of the layer's GQA module by name; its o_proj and sinks are kept."""
         tensors: dict[str, Tensor] = {
             "kv_a_proj_with_mqa.weight": latent.kv_a,
             "kv_a_proj_with_mqa.bias": latent.b_kv_a,
@@ -48,7 +50,7 @@ class LayerWeights:
             tensors |= {"q_a_proj.weight": q_a, "q_b_proj.weight": q_b, "q_b_proj.bias": bias}
         if latent.rope_index is not None:
             tensors["rope_index"] = latent.rope_index
-        for name, tensor in own.state_dict().items():
+        for name, tensor in own.items():
             if name.split(".")[0] in ("o_proj", "sinks"):
                 tensors[name] = tensor
         return cls({name: tensor.detach().cpu() for name, tensor in tensors.items()})
@@ -101,42 +103,55 @@ def _fitted(module: nn.Module, weights: LayerWeights, where: str) -> dict[str, T
     return fitted
 
 
-def attention_module(model: Any, settings: dict[str, Any], index: int, weights: LayerWeights) -> Any:
-    """A LatentAttention with these weights, on the device and in the dtype of a running original model."""
+def attention_module(stream: LayerStream, settings: dict[str, Any], index: int, weights: LayerWeights) -> Any:
+    """A LatentAttention with these weights that fits into layer `index` of the original's stream."""
     config_class = getattr(configuration_mla, settings["auto_map"]["AutoConfig"].split(".")[1])
-    config = config_class(**{k: v for k, v in settings.items() if k != "model_type"})
-    config._attn_implementation = model.config._attn_implementation
-    table = modeling_mla.RotationTable(model.model.rotary_emb, settings["qk_nope_head_dim"] // 2)
+    config = config_class(**{k: v for k, v in settings.items() if k not in ("model_type", "quantization_config")})
+    config._attn_implementation = stream.config._attn_implementation
+    table = modeling_mla.RotationTable(stream.decoder.rotary_emb, settings["qk_nope_head_dim"] // 2)
     module = modeling_mla.LatentAttention(config, index, table)
     module.load_state_dict(_fitted(module, weights, f"layer {index}: "))
-    return module.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
+    return module.to(device=stream.device, dtype=stream.dtype).eval().requires_grad_(False)
 
 
 def write_checkpoint(
-    source: Path, out: Path, settings: dict[str, Any], spec: ModelSpec, weights: dict[int, LayerWeights],
-    dtype: torch.dtype,
+    source: Path, out: Path, settings: dict[str, Any], spec: ModelSpec, layers: Collection[int],
+    weights: Callable[[int], LayerWeights], dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Fills the directory `out`: weights, config, tokenizer and its companions, and the modeling files.
 
-    Tensors outside the converted attention are the source's, only cast to `dtype` where they differ.
+    Tensors outside the attention of `layers` are the source's, only cast to `dtype` where they differ: packed
+    experts stay byte for byte. `weights` is asked for one layer at a time.
     """
     settings = {**settings, "dtype": str(dtype).removeprefix("torch.")}
     settings.pop("torch_dtype", None)
     prefix = family_of({**settings, "model_type": spec.model_type}).attention
-    replaced = {prefix.format(layer=i): w for i, w in weights.items()}
+    replaced = tuple(prefix.format(layer=i) for i in layers)
     shapes, _ = checkpoint.expected_tensors(settings)
+
+    latest = functools.lru_cache(maxsize=1)(weights)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def kept(name: str) -> Tensor:
+        return cast(reader[name])
+
+    def solved(index: int, at: str, name: str) -> Tensor:
+        return cast(latest(index).tensors.get(name.removeprefix(at), torch.zeros(shapes[name])))
+
     writer = checkpoint.Writer(out)
     with checkpoint.Reader(source) as reader:
-        for name in progress(reader, "write weights", len(list(reader))):
-            if not name.startswith(tuple(replaced)):
-                tensor = reader[name]
-                writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    for at, layer in replaced.items():
-        for name in (n.removeprefix(at) for n in shapes if n.startswith(at)):
-            tensor = layer.tensors.get(name, torch.zeros(shapes[at + name]))
-            assert tuple(tensor.shape) == shapes[at + name], f"{at}{name}"
-            writer.add(at + name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    writer.finish()
+        for name in reader:
+            if not name.startswith(replaced):
+                stored = reader.dtype(name)
+                kind = dtype if stored.is_floating_point else stored
+                writer.add(name, reader.shape(name), kind, functools.partial(kept, name))
+        for index, at in zip(layers, replaced, strict=True):
+            for name in (name for name in shapes if name.startswith(at)):
+                kind = torch.int64 if name.endswith("rope_index") else dtype
+                writer.add(name, shapes[name], kind, functools.partial(solved, index, at, name))
+        writer.finish()
     (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     for path in checkpoint.companions(source):
         shutil.copyfile(path, out / path.name)

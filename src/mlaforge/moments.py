@@ -1,8 +1,8 @@
 """Second moments of a running model: what calibration learns about a layer, and all that it keeps.
 
-One pass over the calibration windows with one backward per window. Per layer it streams, in fp64:
+One forward and one backward pass over the calibration windows, one layer at a time. Per layer it sums, in fp64:
 the inputs' mean and covariance, the Fisher matrix of (k, v), and local Gauss-Newton weights of k and v.
-docs/conversion.md derives them. No activation outlives its window.
+docs/conversion.md derives them. Hidden states wait on disk, so memory does not grow with the number of layers.
 
 Legend: B windows, T tokens, H query heads, G KV heads, D head_dim, P = D/2 rotary pairs, I sampled query rows.
 """
@@ -10,7 +10,8 @@ Legend: B windows, T tokens, H query heads, G KV heads, D head_dim, P = D/2 rota
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from mlaforge.modeling.rope_mla import pairs, rotate
+from mlaforge.runtime import progress
 from mlaforge.spec import LayerSpec
+from mlaforge.spill import Spill
+from mlaforge.stream import HEAD_ROWS, LayerStream
 
 # Query rows per window at which the Gauss-Newton weights are sampled, and keys drawn for each of them.
 ROWS, DRAWS = 256, 4
-# Rows of the vocabulary head that are held at once (each is as long as the vocabulary).
-HEAD_ROWS = 512
 # Variance given to every input direction, as a share of the mean: without it, a short calibration text would leave
 # directions whose outputs count for nothing at all.
 UNSEEN = 1e-5
@@ -67,6 +69,20 @@ class LayerMoments:
             zeros(H, H), zeros(H, D // 2, dtype=torch.complex128), zeros(H),
         )  # fmt: skip
 
+    def tensors(self) -> dict[str, Tensor]:
+        """As safetensors can hold it; `from_tensors` reads it."""
+        numbers = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(self).items()
+                   if not isinstance(value, Tensor)}  # fmt: skip
+        return {**vars(self), **numbers, "phase": torch.view_as_real(self.phase)}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> LayerMoments:
+        rest = {name: tensor for name, tensor in tensors.items() if tensor.ndim and name != "phase"}
+        return cls(
+            **rest, phase=torch.view_as_complex(tensors["phase"]), x_weight=float(tensors["x_weight"]),
+            tokens=int(tensors["tokens"]), rows=int(tensors["rows"]),
+        )  # fmt: skip
+
     @property
     def mean(self) -> Tensor:
         """[hidden]: weighted mean input."""
@@ -90,11 +106,11 @@ class LayerMoments:
 
 def _gauss_newton(
     moments: LayerMoments, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor],
-    w_o: Tensor, scale: float, generator: torch.Generator,
+    w_o: Tensor, sinks: Tensor | None, scale: float, generator: torch.Generator,
 ) -> None:  # fmt: skip
     """Adds one window's local Gauss-Newton weights, at ROWS random query rows.
 
-    q [H, T, D], k and v [G, T, D] before RoPE; rope: cos and sin [T, P]; w_o [hidden, H·D].
+    q [H, T, D], k and v [G, T, D] before RoPE; rope: cos and sin [T, P]; w_o [hidden, H·D]; sinks [H].
     An error δk_j moves the output of head h by Σ_i a_ij (v_j - o_i) (∂logit_ij/∂k_j)·δk_j, seen through W_o.
     """
     T = q.shape[1]
@@ -108,7 +124,11 @@ def _gauss_newton(
     if layer.window is not None:
         seen &= torch.arange(T, device=device)[None] > rows[:, None] - layer.window
     logits = (q_rows @ k_rot.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
-    a_HIT = torch.softmax(logits, dim=-1)
+    if sinks is None:
+        a_HIT = torch.softmax(logits, dim=-1)
+    else:
+        # The sink is one more key whose value is zero: the rest of the formulas hold as they are.
+        a_HIT = torch.softmax(torch.cat((logits, sinks[:, None, None].expand(-1, len(rows), 1)), -1), -1)[..., :-1]
     moments.value_mix += torch.einsum("hit,git->hg", a_HIT, a_HIT).double()
 
     w_o_HND = w_o.view(w_o.shape[0], layer.num_heads, layer.head_dim).transpose(0, 1)
@@ -144,25 +164,22 @@ def _gauss_newton(
 
 
 @contextmanager
-def _capture(layers: list[tuple[int, nn.Module]], store: dict[int, dict[str, Any]]) -> Iterator[None]:
-    """While open, each forward leaves a layer's q, k, v, input and rotary tables in `store[index]`."""
+def _capture(attention: nn.Module, store: dict[str, Any]) -> Iterator[None]:
+    """While open, each forward leaves the attention's q, k, v, input and rotary tables in `store`."""
     handles = []
-    for index, layer in layers:
-        attention = layer.self_attn
-        assert isinstance(attention, nn.Module)
-        for name in ("q_proj", "k_proj", "v_proj"):
+    for name in ("q_proj", "k_proj", "v_proj"):
 
-            def keep(_: nn.Module, args: Any, out: Tensor, index: int = index, name: str = name) -> None:
-                out.retain_grad()
-                store.setdefault(index, {})[name] = out
-                store[index]["x"] = args[0].detach()
+        def keep(_: nn.Module, args: Any, out: Tensor, name: str = name) -> None:
+            out.retain_grad()
+            store[name] = out
+            store["x"] = args[0].detach()
 
-            handles.append(getattr(attention, name).register_forward_hook(keep))
+        handles.append(getattr(attention, name).register_forward_hook(keep))
 
-        def rope(_: nn.Module, args: Any, kwargs: Any, index: int = index) -> None:
-            store.setdefault(index, {})["rope"] = kwargs["position_embeddings"]
+    def rope(_: nn.Module, args: Any, kwargs: Any) -> None:
+        store["rope"] = kwargs["position_embeddings"]
 
-        handles.append(attention.register_forward_pre_hook(rope, with_kwargs=True))
+    handles.append(attention.register_forward_pre_hook(rope, with_kwargs=True))
     try:
         yield
     finally:
@@ -170,58 +187,118 @@ def _capture(layers: list[tuple[int, nn.Module]], store: dict[int, dict[str, Any
             handle.remove()
 
 
-def _sampled_gradient(hidden_NC: Tensor, head: nn.Linear, generator: torch.Generator) -> Tensor:
-    """dl/dhidden of l = -Σ log p(y), y drawn from p itself; the head is applied HEAD_ROWS tokens at a time."""
+def _sampled_gradient(hidden_NC: Tensor, head: Tensor, generator: torch.Generator) -> Tensor:
+    """dl/dhidden of l = -Σ log p(y), y drawn from p itself; `head` [vocabulary, C] is applied HEAD_ROWS at a time."""
     grads = []
     for rows in hidden_NC.split(HEAD_ROWS):
-        p = torch.softmax(head(rows).float(), dim=-1)
+        p = torch.softmax((rows @ head.T).float(), dim=-1)
         cdf = p.cumsum(-1)
         draw = torch.rand(len(rows), 1, generator=generator).to(cdf.device) * cdf[:, -1:]
         y = torch.searchsorted(cdf, draw).clamp_max(p.shape[-1] - 1)
         p.scatter_add_(-1, y, torch.full_like(draw, -1.0))
-        grads.append(p.to(rows.dtype) @ head.weight)
+        grads.append(p.to(rows.dtype) @ head)
     return torch.cat(grads)
 
 
-@torch.enable_grad()
-def collect(
-    model: Any, layers: dict[int, LayerSpec], windows: Iterator[Tensor], scale: float, seed: int
-) -> dict[int, LayerMoments]:
-    """Moments of the given layers of a transformers causal LM.
+def _seeded(*parts: int) -> torch.Generator:
+    """A generator of its own for every layer and window, so that what is drawn does not depend on what came before."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
-    windows: token ids [B, T] each; scale: what multiplies the logits. The model's parameters are left as they
-    are (no weight gradients are made).
+
+def collect(stream: LayerStream, wanted: Collection[int], windows: Sequence[Tensor], spill: Spill, seed: int) -> None:
+    """Moments of the layers `wanted`, left in `spill` for `load`.
+
+    windows: token ids [B, T] each. A forward pass layer by layer keeps every layer's inputs in the spill; the
+    backward pass takes them up again from the last layer to the first wanted one, one layer in memory at a time. What
+    the spill holds already (from a run that was killed) is not done again.
     """
-    device = model.device
-    generator = torch.Generator().manual_seed(seed)
-    decoder, head = model.model, model.get_output_embeddings()
-    hidden = model.config.hidden_size
-    moments = {i: LayerMoments.empty(layer, hidden, device) for i, layer in layers.items()}
-    wanted = [(i, decoder.layers[i]) for i in layers]
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    model.requires_grad_(False)
-    store: dict[int, dict[str, Any]] = {}
-    try:
-        with _capture(wanted, store):
-            for ids in windows:
-                embeds = model.get_input_embeddings()(ids.to(device)).requires_grad_(True)
-                out = decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
-                with torch.no_grad():
-                    gradient = _sampled_gradient(out.detach().flatten(0, 1), head, generator)
-                out.backward(gradient.view_as(out))
-                for index, layer in layers.items():
-                    w_o = decoder.layers[index].self_attn.o_proj.weight
-                    _accumulate(moments[index], layer, store.pop(index), w_o, scale, generator)
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-    return moments
+    first, last = min(wanted), stream.num_layers
+    if not any(_done(i) in spill for i in range(first, last)):
+        _forward(stream, windows, spill, first)
+        _top(stream, windows, spill, seed)
+    for index in progress(range(last - 1, first - 1, -1), "calibrate, backward"):
+        if _done(index) not in spill:
+            _backward(stream, index, len(windows), spill, index in wanted, seed)
+            spill[_done(index)] = {}
+        for done in (f"input-{index:03d}-", f"input-{index + 1:03d}-", f"gradient-{index + 1:03d}-"):
+            spill.drop(done)
+    spill.drop("gradient-")
+
+
+def load(spill: Spill, index: int) -> LayerMoments:
+    """What `collect` left of one layer."""
+    return LayerMoments.from_tensors(spill[f"moments-{index:03d}"])
+
+
+def _done(index: int) -> str:
+    return f"backward-{index:03d}"
+
+
+def _at(what: str, index: int, window: int) -> str:
+    return f"{what}-{index:03d}-{window:04d}"
+
+
+@torch.no_grad()
+def _forward(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, first: int) -> None:
+    """Leaves input-<layer>-<window> for every layer from `first` on; input-<num_layers> is the last one's output."""
+    last, numbers = stream.num_layers, range(len(windows))
+    start = max((i for i in range(last + 1) if all(_at("input", i, n) in spill for n in numbers)), default=None)
+    if start is None:
+        start = 0
+        for n, ids in enumerate(windows):
+            spill[_at("input", 0, n)] = {"x": stream.embed(ids)}
+    for index in progress(range(start, last), "calibrate, forward", last - start):
+        with stream.layer(index) as layer:
+            for n in numbers:
+                if _at("input", index + 1, n) not in spill:
+                    hidden = spill[_at("input", index, n)]["x"].to(stream.device)
+                    spill[_at("input", index + 1, n)] = {"x": stream.run(layer, index, hidden)}
+        if index < first:
+            spill.drop(f"input-{index:03d}-")
+
+
+def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int) -> None:
+    """The gradient of the sampled loss by the last layer's output, through the final norm."""
+    last = stream.num_layers
+    with stream.head() as (norm, head):
+        for n in progress(range(len(windows)), "sample labels", len(windows)):
+            if _at("gradient", last, n) in spill:
+                continue
+            hidden = spill[_at("input", last, n)]["x"].to(stream.device).requires_grad_(True)
+            out = norm(hidden)
+            with torch.no_grad():
+                gradient = _sampled_gradient(out.detach().flatten(0, 1), head, _seeded(seed, n))
+            out.backward(gradient.view_as(out))
+            assert hidden.grad is not None
+            spill[_at("gradient", last, n)] = {"g": hidden.grad}
+
+
+def _backward(stream: LayerStream, index: int, windows: int, spill: Spill, wanted: bool, seed: int) -> None:
+    """Recomputes one layer from its inputs and takes the gradient through it: its moments and gradient-<index>."""
+    spec = stream.spec.layers[index]
+    moments = LayerMoments.empty(spec, stream.spec.hidden_size, stream.device)
+    with stream.layer(index) as layer:
+        attention = layer.self_attn
+        for n in range(windows):
+            hidden = spill[_at("input", index, n)]["x"].to(stream.device).requires_grad_(True)
+            store: dict[str, Any] = {}
+            with _capture(attention, store):
+                out = stream.run(layer, index, hidden)
+            out.backward(spill[_at("gradient", index + 1, n)]["g"].to(stream.device))
+            assert hidden.grad is not None
+            spill[_at("gradient", index, n)] = {"g": hidden.grad}
+            if wanted:
+                _accumulate(moments, spec, store, attention, stream.spec.softmax_scale, _seeded(seed, index, n))
+    if wanted:
+        spill[f"moments-{index:03d}"] = moments.tensors()
 
 
 @torch.no_grad()
 def _accumulate(
-    moments: LayerMoments, layer: LayerSpec, seen: dict[str, Any], w_o: Tensor, scale: float, generator: torch.Generator
-) -> None:
+    moments: LayerMoments, layer: LayerSpec, seen: dict[str, Any], attention: Any, scale: float,
+    generator: torch.Generator,
+) -> None:  # fmt: skip
     """Adds one forward and backward of one layer. Products are taken in fp32, sums in fp64."""
     x = seen["x"].flatten(0, 1).float()
     g = torch.cat((seen["k_proj"].grad, seen["v_proj"].grad), dim=-1).flatten(0, 1).float()
@@ -231,6 +308,8 @@ def _accumulate(
     moments.x_sum += (importance @ x).double()
     moments.x_weight += float(importance.sum())
     moments.tokens += len(x)
+    w_o = attention.o_proj.weight.float()
+    sinks = attention.sinks.float() if layer.sinks else None
     cos, sin = (pairs(table, layer.head_dim // 2).float() for table in seen["rope"])
     for b in range(seen["x"].shape[0]):
         q, k, v = (
@@ -238,4 +317,4 @@ def _accumulate(
             for name in ("q_proj", "k_proj", "v_proj")
         )
         row = min(b, cos.shape[0] - 1)
-        _gauss_newton(moments, layer, q, k, v, (cos[row], sin[row]), w_o.float(), scale, generator)
+        _gauss_newton(moments, layer, q, k, v, (cos[row], sin[row]), w_o, sinks, scale, generator)

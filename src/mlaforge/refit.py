@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mlaforge.runtime import progress
-from mlaforge.spec import LayerSpec
+from mlaforge.stream import LayerStream
 
 # Ridge of the least squares, as a share of the mean squared input.
 RIDGE = 0.02
@@ -22,66 +20,32 @@ RIDGE = 0.02
 TOKENS = 16384
 
 
-class LayerRunner:
-    """Runs a decoder one layer at a time on hidden states [1, T, hidden], as its own forward would."""
-
-    def __init__(self, decoder: Any, example: Tensor):
-        positions = torch.arange(example.shape[1], device=example.device)[None]
-        self.decoder = decoder
-        self.positions = positions
-        self.rope = decoder.rotary_emb(example, positions)
-        given = {
-            "config": decoder.config,
-            "inputs_embeds": example,
-            "attention_mask": None,
-            "past_key_values": None,
-            "position_ids": positions,
-        }
-        self.full = create_causal_mask(**given)
-        windowed = getattr(decoder.config, "sliding_window", None) is not None
-        self.sliding = create_sliding_window_causal_mask(**given) if windowed else None
-
-    def arguments(self, layer: LayerSpec) -> dict[str, Any]:
-        """What a decoder layer of this model is called with beside its hidden states."""
-        return {
-            "attention_mask": self.full if layer.window is None else self.sliding,
-            "position_embeddings": self.rope,
-            "position_ids": self.positions,
-        }
-
-
 @torch.no_grad()
-def refit_o_proj(model: Any, converted: dict[int, Any], specs: tuple[LayerSpec, ...], windows: list[Tensor]) -> None:
-    """Solves o_proj (weight and bias) of the converted attention modules in place; they need an o_proj bias.
+def refit_o_proj(
+    stream: LayerStream, index: int, layer: Any, new: Any | None, original: list[Tensor], drifted: list[Tensor]
+) -> None:
+    """Takes both streams of hidden states [1, T, C] through one layer, in place; solves `new.o_proj` on the way.
 
-    model: the original causal LM, left as it is. windows: token ids [1, T] each, all of one length; the first TOKENS
-    tokens are used.
+    original: what the source model computes; drifted: what the model converted so far does. layer: the source's
+    decoder layer; new: the converted attention, which needs an o_proj bias, or None where the layer stays.
     """
-    windows = windows[: max(1, TOKENS // windows[0].shape[1])]
-    decoder = model.model
-    embed = model.get_input_embeddings()
-    original = [embed(ids.to(model.device)) for ids in windows]
-    drifted = [h.clone() for h in original]
-    runner = LayerRunner(decoder, original[0])
-    for index in progress(range(len(decoder.layers)), "refit o_proj"):
-        layer, arguments = decoder.layers[index], runner.arguments(specs[index])
-        own = layer.self_attn
-        new = converted.get(index)
-        try:
-            if new is None:
-                for stream in (original, drifted):
-                    stream[:] = [layer(h, **arguments) for h in stream]
-                continue
-            wanted = [own(layer.input_layernorm(h), **arguments)[0] for h in original]
-            heads = [new.heads(layer.input_layernorm(h), **arguments).transpose(1, 2).flatten(2) for h in drifted]
-            targets = [y + a - b for y, a, b in zip(wanted, original, drifted, strict=True)]
-            _solve(new.o_proj, heads, targets)
-            for stream, outputs in ((original, wanted), (drifted, [new.o_proj(z) for z in heads])):
-                for n, y in enumerate(outputs):
-                    layer.self_attn = _Given(y)
-                    stream[n] = layer(stream[n], **arguments)
-        finally:
-            layer.self_attn = own
+    if new is None:
+        for states in (original, drifted):
+            states[:] = [stream.run(layer, index, h) for h in states]
+        return
+    arguments = stream.arguments(index, original[0])
+    own = layer.self_attn
+    try:
+        wanted = [own(layer.input_layernorm(h), **arguments)[0] for h in original]
+        heads = [new.heads(layer.input_layernorm(h), **arguments).transpose(1, 2).flatten(2) for h in drifted]
+        targets = [y + a - b for y, a, b in zip(wanted, original, drifted, strict=True)]
+        _solve(new.o_proj, heads, targets)
+        for states, outputs in ((original, wanted), (drifted, [new.o_proj(z) for z in heads])):
+            for n, y in enumerate(outputs):
+                layer.self_attn = _Given(y)
+                states[n] = stream.run(layer, index, states[n])
+    finally:
+        layer.self_attn = own
 
 
 class _Given(nn.Module):

@@ -26,6 +26,10 @@ class UserError(ValueError):
     """
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a stage that can go on later. The text is one line that says from where."""
+
+
 def cache_home() -> Path:
     """Where dequantised models are kept: $MLAFORGE_HOME, else $XDG_CACHE_HOME/mlaforge, else ~/.cache/mlaforge."""
     if home := os.environ.get("MLAFORGE_HOME"):

@@ -20,6 +20,7 @@ def read_spec(config: Config) -> ModelSpec:
     head_dim = config.get("head_dim") or 64
     top_k = config.get("num_experts_per_tok") or config.get("experts_per_token") or 4
     quantised = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    biased = bool(config.get("attention_bias", True))
     kinds = config.get("layer_types") or [
         "sliding_attention" if i % 2 == 0 else "full_attention" for i in range(layers)
     ]
@@ -37,10 +38,10 @@ def read_spec(config: Config) -> ModelSpec:
                 mlp_bits=4.25 if quantised else weight_bits(config),
                 window=config.get("sliding_window") or 128 if kind == "sliding_attention" else None,
                 sinks=True,
-                q_bias=True,
-                k_bias=True,
-                v_bias=True,
-                o_bias=True,
+                q_bias=biased,
+                k_bias=biased,
+                v_bias=biased,
+                o_bias=biased,
                 moe=MoeSpec(experts, top_k),
             )
             for kind in kinds
@@ -52,8 +53,4 @@ def read_spec(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family(
-    "gpt_oss",
-    read_spec,
-    convertible="its conversion is not finished: `plan` works on its config.json; llama, qwen2 and mistral convert",
-)
+FAMILY = Family("gpt_oss", read_spec)

@@ -8,10 +8,14 @@ D key dimensions, V value dimensions.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Query rows are taken in chunks so that one chunk's scores (fp32) stay below this many numbers.
 MAX_SCORES = 1 << 25
+# Name of `attend_fused` among transformers' attention functions.
+FUSED = "mlaforge_fused"
+# Fused kernels want widths that are multiples of this.
+WIDTH = 8
 
 
 def attend(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -55,3 +59,34 @@ def attend(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, 
 def sink_share(lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
     """What a learned sink leaves to the tokens: sigmoid(lse - sink), [B, H, T] in fp32."""
     return torch.sigmoid(lse_BHT - sinks_H.float()[:, None])
+
+
+def attend_fused(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
+    """`attend` and a learned sink through torch's fused attention: [B, H, T, V], differentiable, no scores held.
+
+    The sink of head h becomes one more key: the query gets a coordinate sink_h / scale that only this key has, and
+    its value is zero. So it takes its share of the softmax inside the kernel. `mask`: None or boolean, as in `attend`.
+    """
+    B, H, T, D = q_BHTD.shape
+    G, V = k_BGSD.shape[1], v_BGSV.shape[-1]
+    causal = mask is None and T > 1
+    if sinks_H is not None:
+        q_BHTD = torch.cat((q_BHTD, (sinks_H.to(q_BHTD.dtype) / scale)[:, None, None].expand(B, H, T, 1)), dim=-1)
+        sink = torch.zeros(B, G, 1, D + 1, dtype=k_BGSD.dtype, device=k_BGSD.device)
+        sink[..., D] = 1
+        k_BGSD = torch.cat((sink, nn.functional.pad(k_BGSD, (0, 1))), dim=2)
+        v_BGSV = nn.functional.pad(v_BGSV, (0, 0, 1, 0))
+        if causal:
+            mask = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).tril()[None, None]
+        if mask is not None:
+            assert mask.dtype == torch.bool
+            mask = nn.functional.pad(mask, (1, 0), value=True)
+    # One width for queries, keys and values: without it torch on a CPU falls back to a path that is 4.5 times slower.
+    width = -(-max(k_BGSD.shape[-1], V) // WIDTH) * WIDTH
+    q, k, v = (nn.functional.pad(t, (0, width - t.shape[-1])) for t in (q_BHTD, k_BGSD, v_BGSV))
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, is_causal=causal and mask is None, enable_gqa=H != G
+    )
+    return out[..., :V]

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_mla import attend, sink_share
+from .attention_mla import FUSED, attend, attend_fused, sink_share
 from .rope_mla import RotationTable, pairs, rotate
 
 
@@ -159,9 +160,12 @@ class LatentAttention(nn.Module):
         else:
             k_rope = row_BSR[:, None, :, self.rank :].expand(-1, self.num_kv_heads, -1, -1)
             k_BGSD = torch.cat((k_BGSD, k_rope), dim=-1)
-        if self.config.mla_sinks:
+        sinks = self.sinks if self.config.mla_sinks else None
+        if self.config._attn_implementation == FUSED:
+            return attend_fused(q_BHTD, k_BGSD, v_BGSV, mask, self.scaling, sinks)
+        if sinks is not None:
             out, lse = attend(q_BHTD, k_BGSD, v_BGSV, mask, self.scaling)
-            return out * sink_share(lse, self.sinks)[..., None].to(out.dtype)
+            return out * sink_share(lse, sinks)[..., None].to(out.dtype)
         backend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, self._eager
         )
@@ -205,3 +209,17 @@ class LatentAttention(nn.Module):
             lse = lse if shift_BHT is None else lse + shift_BHT
             out = out * sink_share(lse, self.sinks)[..., None].to(out.dtype)
         return out
+
+
+def _fused(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float,
+    s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention interface on `attend_fused`, for layers that keep their own attention module."""
+    assert not kwargs.get("dropout")
+    return attend_fused(q, k, v, mask, scaling, s_aux).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(FUSED, _fused)
+# Under the same name, else transformers passes no mask.
+ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED, sdpa_mask)

@@ -41,7 +41,6 @@ def _make(name: str, family: str, kind: str) -> type:
         # Flash and flex attention want equal key and value dimensions, which the latents do not have.
         "_supports_flash_attn": False,
         "_supports_flex_attn": False,
-        "_supports_sdpa": True,
     }
 
     if kind == "Model":

@@ -1,0 +1,194 @@
+"""Every converted layer from its moments: spectra, ranks, projections, and the refit of o_proj, layer by layer.
+
+What is finished of a layer waits in a spill, so that a killed run goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge import factorize, moments
+from mlaforge.evaluate import head_losses, perplexity
+from mlaforge.export import LayerWeights, attention_module, mla_config
+from mlaforge.factorize import Projections, RopeSplit, Spectrum
+from mlaforge.plan import LayerPlan, Plan, rank_limit
+from mlaforge.refit import TOKENS, refit_o_proj
+from mlaforge.runtime import UserError, progress
+from mlaforge.spill import Spill
+from mlaforge.stream import LayerStream
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What the options come to for one model: the plan with uniform ranks, and how rotary channels are found."""
+
+    plan: Plan
+    allocated: bool
+    fold: int
+    one_per_pair: bool
+    refit: bool
+    q_lora_rank: int | None
+
+
+def projections(attention: dict[str, Tensor]) -> Projections:
+    """A GQA module's tensors as fp64 projections on their device."""
+
+    def weight(name: str) -> Tensor:
+        return attention[f"{name}.weight"].double()
+
+    def bias(name: str) -> Tensor:
+        found = attention.get(f"{name}.bias")
+        return weight(name).new_zeros(len(weight(name))) if found is None else found.double()
+
+    return Projections(
+        weight("q_proj"), weight("k_proj"), weight("v_proj"), weight("o_proj"),
+        bias("q_proj"), bias("k_proj"), bias("v_proj"),
+    )  # fmt: skip
+
+
+class Rebuild:
+    """One conversion in progress. `calibration` holds the moments, `work` what this conversion has finished."""
+
+    def __init__(self, stream: LayerStream, choices: Choices, calibration: Spill, work: Spill):
+        self.stream, self.choices = stream, choices
+        self.calibration, self.work = calibration, work
+        self.spectra = {i: self._spectrum(i) for i in progress(choices.plan.converted, "spectra")}
+        self.plan = allocate_ranks(choices.plan, self.spectra) if choices.allocated else choices.plan
+        limits = {i: rank_limit(stream.spec, stream.spec.layers[i], self.plan.layers[i].layout) for i in self.spectra}
+        self.full_plan = with_ranks(self.plan, limits)
+
+    def _spectrum(self, index: int) -> Tensor:
+        name = f"spectrum-{index:03d}"
+        if name not in self.work:
+            part = self._part(index, projections(self.stream.attention(index)))
+            self.work[name] = {"values": (part if isinstance(part, Spectrum) else part.spectrum).values}
+        return self.work[name]["values"]
+
+    def _part(self, index: int, own: Projections) -> Spectrum | RopeSplit:
+        """What is true of a layer at every rank."""
+        m, layer = moments.load(self.calibration, index), self.stream.spec.layers[index]
+        if not math.isfinite(float(m.g_outer.sum() + m.x_outer.sum() + m.key_outer.sum())):
+            raise UserError(
+                f"calibration gave NaN or infinity in layer {index}: the model overflows in {self.stream.dtype}; "
+                "float32 (--device cpu) reaches furthest"
+            )
+        if self.choices.plan.layers[index].layout == "latent":
+            return factorize.latent_spectrum(own, m, layer)
+        found = factorize.channels(own, m, layer, self.choices.fold)
+        pairs = self.choices.plan.layers[index].qk_rope_head_dim // 2
+        chosen = found.one_per_pair(pairs) if self.choices.one_per_pair else found.best(pairs)
+        return factorize.split_rope(own, m, layer, found, chosen, self.stream.spec.rope.attention_scaling)
+
+    def _solved(self, index: int, plans: tuple[Plan, ...]) -> list[tuple[LayerWeights, float]]:
+        """Weights and predicted loss of one layer at the rank that each plan gives it."""
+        attention = self.stream.attention(index)
+        own, m = projections(attention), moments.load(self.calibration, index)
+        part, layer = self._part(index, own), self.stream.spec.layers[index]
+        solved = []
+        for plan in plans:
+            rank = plan.layers[index].kv_lora_rank
+            latent = (
+                factorize.to_latent(own, part, layer, rank)
+                if isinstance(part, Spectrum)
+                else factorize.to_latent_rope(part, layer, rank)
+            )
+            solved.append((LayerWeights.of(latent, attention, m, self.choices.q_lora_rank), latent.dropped))
+        return solved
+
+    def settings(self, plan: Plan, raw: dict[str, Any]) -> dict[str, Any]:
+        return mla_config(raw, self.stream.spec, plan, self.choices.q_lora_rank, o_bias=self.choices.refit)
+
+    def weights(self, index: int) -> LayerWeights:
+        """A finished layer."""
+        tensors = self.work[f"layer-{index:03d}"]
+        tensors.pop("dropped")
+        return LayerWeights(tensors)
+
+    @torch.no_grad()
+    def run(self, raw: dict[str, Any], tuned: Tensor, judged: Tensor | None) -> float | None:
+        """Solves every converted layer. tuned, judged: token ids [N, T].
+
+        Returns the perplexity on `judged` after RoPE was cut to the shared rotary key and before the rank was cut,
+        where there is such a thing.
+        """
+        stream, plan = self.stream, self.plan
+        partial_rope = judged is not None and any(layer.layout == "latent_rope" for layer in plan.layers)
+        carried: dict[str, Tensor] = {}
+        if partial_rope and judged is not None:
+            carried["judged"] = judged
+        if self.choices.refit:
+            few = tuned[: max(1, TOKENS // tuned.shape[1])]
+            carried |= {"original": few, "drifted": few}
+        now, full = self.settings(plan, raw), self.settings(self.full_plan, raw)
+        for index in progress(range(stream.num_layers), "convert layers", stream.num_layers):
+            if f"layer-{index:03d}" in self.work:
+                continue
+            converted = index in self.spectra
+            found = self._solved(index, (plan, self.full_plan) if partial_rope else (plan,)) if converted else []
+            states = {name: self._states(name, ids, index) for name, ids in carried.items()}
+            if carried:
+                with stream.layer(index) as layer:
+                    if self.choices.refit:
+                        new = attention_module(stream, now, index, found[0][0]) if converted else None
+                        refit_o_proj(stream, index, layer, new, states["original"], states["drifted"])
+                        if new is not None:
+                            found[0][0].tensors["o_proj.weight"] = new.o_proj.weight
+                            found[0][0].tensors["o_proj.bias"] = new.o_proj.bias
+                    if partial_rope:
+                        if converted:
+                            layer.self_attn = attention_module(stream, full, index, found[1][0])
+                        states["judged"] = [stream.run(layer, index, h) for h in states["judged"]]
+            for name, hidden in states.items():
+                self.work[f"{name}-{index + 1:03d}"] = {f"{n:04d}": h for n, h in enumerate(hidden)}
+            done = {**found[0][0].tensors, "dropped": torch.tensor(found[0][1])} if converted else {}
+            self.work[f"layer-{index:03d}"] = done
+            for name in carried:
+                self.work.drop(f"{name}-{index:03d}")
+        if not partial_rope or judged is None:
+            return None
+        return perplexity(head_losses(stream, self._states("judged", judged, stream.num_layers), judged))
+
+    def _states(self, name: str, ids: Tensor, index: int) -> list[Tensor]:
+        """Inputs of layer `index`, [1, T, C] per window."""
+        if index == 0:
+            return [self.stream.embed(window[None]) for window in ids]
+        return [h.to(self.stream.device) for _, h in sorted(self.work[f"{name}-{index:03d}"].items())]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """One record per layer for the manifest; spectra are in units of loss."""
+        return [
+            {
+                "layer": i,
+                "layout": chosen.layout,
+                "window": layer.window,
+                "kv_lora_rank": chosen.kv_lora_rank,
+                "qk_rope_head_dim": chosen.qk_rope_head_dim,
+                "cached": chosen.cached(layer),
+                "gqa_cached": layer.cached,
+                "predicted_loss": float(self.work[f"layer-{i:03d}"]["dropped"]) if i in self.spectra else None,
+                "spectrum": [float(f"{v:.4g}") for v in self.spectra[i].tolist()] if i in self.spectra else None,
+            }
+            for i, (chosen, layer) in enumerate(zip(self.plan.layers, self.stream.spec.layers, strict=True))
+        ]
+
+
+def with_ranks(plan: Plan, ranks: dict[int, int]) -> Plan:
+    """`plan` with other latent ranks for some layers."""
+    layers: list[LayerPlan] = [
+        dataclasses.replace(layer, kv_lora_rank=ranks.get(i, layer.kv_lora_rank)) for i, layer in enumerate(plan.layers)
+    ]
+    return Plan(plan.spec, tuple(layers))
+
+
+def allocate_ranks(plan: Plan, spectra: dict[int, Tensor]) -> Plan:
+    """The same total of ranks, handed out by predicted loss; a third of the uniform rank is every layer's minimum."""
+    total = sum(plan.layers[i].kv_lora_rank for i in spectra)
+    minimum = min(plan.layers[i].kv_lora_rank for i in spectra) // 3 // 8 * 8
+    limits = {i: rank_limit(plan.spec, plan.spec.layers[i], plan.layers[i].layout) for i in spectra}
+    usable = {i: values[: limits[i]] for i, values in spectra.items()}
+    return with_ranks(plan, factorize.allocate(usable, total, max(8, minimum)))

@@ -1,0 +1,43 @@
+"""Tensors that wait on disk, by name: what a long stage has finished and what it carries from layer to layer.
+
+Each file appears whole or not at all, so that a stage killed at any moment finds everything that it had finished
+and goes on from there; and memory does not grow with the number of layers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+
+class Spill:
+    """A folder of safetensors files, one per name; a name may hold no tensors at all (a mark)."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def __contains__(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def __setitem__(self, name: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        unfinished = self.folder / f"{name}.unfinished"
+        save_file({key: tensor.detach().contiguous().cpu() for key, tensor in tensors.items()}, unfinished)
+        os.replace(unfinished, self._path(name))
+
+    def __getitem__(self, name: str) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
+        return load_file(self._path(name))
+
+    def drop(self, start: str) -> None:
+        """Forgets every name that begins with `start`."""
+        for path in self.folder.glob(f"{start}*.safetensors"):
+            path.unlink()

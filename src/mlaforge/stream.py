@@ -1,0 +1,144 @@
+"""A causal LM read from its directory one decoder layer at a time: no model is larger than its largest layer.
+
+Calibration, conversion and perplexity all run on it, layer by layer over many windows of tokens.
+
+Legend: B windows, T tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from mlaforge import checkpoint, mxfp4
+from mlaforge.families import family_of
+from mlaforge.modeling.attention_mla import FUSED
+
+# Rows of logits held at once (each is as long as the vocabulary).
+HEAD_ROWS = 512
+
+
+class LayerStream:
+    """The parts of a model directory, original or converted, loaded where they are needed and released after.
+
+    Use it as a context manager: it holds the weight files open. Tensors are made in `dtype` on `device`; MXFP4
+    experts are dequantised as their layer is loaded.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device):
+        """Raises UserError as `checkpoint.Reader` does, and for a config.json that makes no model."""
+        self.directory, self.dtype, self.device = directory, dtype, device
+        self.config_json = checkpoint.read_config(directory)
+        base = str(self.config_json.get("model_type")).removesuffix(checkpoint.SUFFIX)
+        family = family_of({**self.config_json, "model_type": base})
+        self.spec = family.read_spec({**self.config_json, "model_type": base})
+        model: Any = checkpoint.skeleton(self.config_json).eval()
+        self.causal_lm, self.decoder = model, model.model
+        self.config = model.config
+        # The fused path of our attention: a learned sink needs it, and it never holds all scores at once.
+        self.config._attn_implementation = FUSED
+        # Its frequencies are computed, not stored, and there are none on the meta device.
+        rotary = type(self.decoder.rotary_emb)(self.config).to(device)
+        self.decoder.rotary_emb = rotary
+        for layer in self.decoder.layers:
+            if hasattr(layer.self_attn, "table"):
+                layer.self_attn.table.rotary = rotary
+        self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
+        self.reader = checkpoint.Reader(directory)
+
+    def __enter__(self) -> LayerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.__exit__()
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_layers
+
+    def check(self) -> None:
+        """Raises UserError for the first weight that is missing, extra, wrongly shaped, or holds NaN or infinity."""
+        self.reader.check(*checkpoint.expected_tensors(self.config_json))
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight by the name that the model class has for it."""
+        if name not in self.reader and mxfp4.is_packed(self.config_json, name):
+            blocks, scales = (self.reader[part].to(self.device) for part in mxfp4.packed_names(name))
+            return mxfp4.dequantize(blocks, scales, self.dtype)
+        tensor = self.reader[name].to(self.device)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    @contextmanager
+    def loaded(self, module: nn.Module, prefix: str) -> Iterator[Any]:
+        """`module` with its weights, which `prefix` precedes in the files; afterwards without them again."""
+        state = {name: self.tensor(prefix + name) for name in module.state_dict()}
+        module.load_state_dict(state, assign=True)
+        module.requires_grad_(False)
+        del state
+        try:
+            yield module
+        finally:
+            module.to("meta")
+
+    def layer(self, index: int) -> Any:
+        """Context manager: decoder layer `index`, loaded."""
+        return self.loaded(self.decoder.layers[index], f"model.layers.{index}.")
+
+    def attention(self, index: int) -> dict[str, Tensor]:
+        """The tensors of a layer's attention by their names below `self_attn.`."""
+        prefix = f"model.layers.{index}.self_attn."
+        return {name: self.tensor(prefix + name) for name in self.decoder.layers[index].self_attn.state_dict()}
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """[B, T] token ids -> [B, T, C]."""
+        rows = nn.functional.embedding(ids_BT.cpu(), self.reader["model.embed_tokens.weight"])
+        return rows.to(device=self.device, dtype=self.dtype)
+
+    def arguments(self, index: int, hidden_BTC: Tensor) -> dict[str, Any]:
+        """What layer `index` is called with beside its hidden states, as the model's own forward would."""
+        B, T, _ = hidden_BTC.shape
+        windowed = self.spec.layers[index].window is not None
+        if (B, T, windowed) not in self._arguments:
+            positions = torch.arange(T, device=self.device)[None]
+            given = {
+                "config": self.config,
+                "inputs_embeds": hidden_BTC.detach(),
+                "attention_mask": None,
+                "past_key_values": None,
+                "position_ids": positions,
+            }
+            make = create_sliding_window_causal_mask if windowed else create_causal_mask
+            self._arguments[B, T, windowed] = {
+                "attention_mask": make(**given),
+                "position_embeddings": self.decoder.rotary_emb(hidden_BTC.detach(), positions),
+                "position_ids": positions,
+            }
+        return self._arguments[B, T, windowed]
+
+    def run(self, layer: Any, index: int, hidden_BTC: Tensor) -> Tensor:
+        """One decoder layer (loaded, perhaps with another attention) on hidden states."""
+        out: Tensor = layer(hidden_BTC, **self.arguments(index, hidden_BTC))
+        return out
+
+    @contextmanager
+    def head(self) -> Iterator[tuple[Any, Tensor]]:
+        """Context manager: the final norm, and the language model head's weight [vocabulary, C]."""
+        name = "lm_head.weight" if "lm_head.weight" in self.reader else "model.embed_tokens.weight"
+        with self.loaded(self.decoder.norm, "model.norm.") as norm:
+            yield norm, self.tensor(name)
+
+
+@torch.no_grad()
+def losses(norm: Any, head: Tensor, hidden_TC: Tensor, ids_T: Tensor) -> Tensor:
+    """Per-token loss in nats, [T-1] fp32, from the last layer's output on one window."""
+    hidden, targets = norm(hidden_TC[:-1]), ids_T[1:].to(hidden_TC.device)
+    return torch.cat([
+        nn.functional.cross_entropy((rows @ head.T).float(), wanted, reduction="none")
+        for rows, wanted in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
+    ])  # fmt: skip
