@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mlaforge import checkpoint, convert, corpus, demo_model
-from mlaforge.evaluate import perplexity
-from mlaforge.export import attention_module, mla_config
-from mlaforge.families import read_spec
-from mlaforge.moments import LayerMoments, collect
+from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import ConvertConfig
-from mlaforge.refit import refit_o_proj
-from mlaforge.runtime import environment, log, progress
+from mlaforge.runtime import environment, log
+from mlaforge.stream import LayerStream
 
 SEQLEN = 2048
 # What the issue asks for, as converted / original perplexity on wiki.test.raw.
@@ -49,26 +49,9 @@ def texts(tokenizer: Any, data: Path, windows: int, scratch: Path) -> dict[str, 
     }
 
 
-def measure(
-    model: Any, raw: dict[str, Any], moments: dict[int, LayerMoments], tuned: corpus.Windows,
-    judged: dict[str, corpus.Windows], layout: str, budget: float,
-) -> tuple[dict[str, float], float]:  # fmt: skip
-    """Perplexity by text of the model converted in place (and put back), and the seconds that factorising took."""
-    spec = read_spec(raw)
-    choices = convert.choose(spec, ConvertConfig(budget=budget, layout=layout))
-    start = time.perf_counter()
-    result = convert.factorize_layers(model, spec, choices, moments, None)
-    settings = mla_config(raw, spec, result.plan, None, o_bias=choices.refit)
-    modules = {i: attention_module(model, settings, i, w) for i, w in result.weights.items()}
-    if choices.refit:
-        refit_o_proj(model, modules, spec.layers, [ids[None] for ids in tuned.ids])
-    seconds = time.perf_counter() - start
-    with convert.swapped(model, modules):
-        return {name: ppl(model, w, f"{layout} {budget:g} on {name}") for name, w in judged.items()}, seconds
-
-
-def ppl(model: Any, windows: corpus.Windows, what: str) -> float:
-    return perplexity(model, progress(windows.ids, what, len(windows.ids)))
+def perplexities(directory: Path, judged: dict[str, corpus.Windows], what: str) -> dict[str, float]:
+    with LayerStream(directory, torch.float32, torch.device("cpu")) as stream:
+        return {name: perplexity(window_losses(stream, w.ids, f"{what} on {name}")) for name, w in judged.items()}
 
 
 def main() -> None:
@@ -79,38 +62,35 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/conversion.json"))
     given = arguments.parse_args()
     directory = demo_model.fetch()
-    raw, tokenizer = checkpoint.read_config(directory), checkpoint.load_tokenizer(directory)
-    model = checkpoint.load_model(directory, "float32").requires_grad_(False)
-    scratch = given.out.parent / ".scratch"
-    scratch.mkdir(exist_ok=True)
+    tokenizer = checkpoint.load_tokenizer(directory)
     sources = {"wiki": str(given.data / "wikitext-2" / "wiki.valid.tokens"), "embedded": corpus.EMBEDDED}
-    calibration = {
-        name: corpus.windows(tokenizer, source, given.calibration_windows, SEQLEN, seed=0)
-        for name, source in sources.items()
-    }
-    judged = texts(tokenizer, given.data, given.windows, scratch)
-    known = [passage for tuned in calibration.values() for passage in corpus.passages(tuned)]
-    for name, windows in judged.items():
-        shared = corpus.overlapping(windows, known)
-        keep = [i for i in range(len(windows.ids)) if i not in shared]
-        judged[name] = corpus.Windows(windows.ids[keep], windows.source)
-        log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat calibration text")
-    original = {name: ppl(model, w, f"original on {name}") for name, w in judged.items()}
-    log(f"original: {original}")
-    spec = read_spec(raw)
     rows = []
-    for name, tuned in calibration.items():
-        start = time.perf_counter()
-        batches = progress([ids[None] for ids in tuned.ids], f"calibrate on {name}", len(tuned.ids))
-        moments = collect(model, dict(enumerate(spec.layers)), batches, spec.softmax_scale, 0)
-        log(f"calibrated on {tuned.ids.numel()} tokens of {name} in {time.perf_counter() - start:.0f} s")
-        for layout, budget in BARS if name == "wiki" else DEFAULT_CALIBRATION:
-            converted, seconds = measure(model, raw, moments, tuned, judged, layout, budget)
-            ratio = {key: converted[key] / original[key] for key in judged}
-            bar = BARS[layout, budget]
-            rows.append({"calibration": name, "layout": layout, "budget": budget, "bar": bar, "seconds": seconds,
-                         "ppl": converted, "ratio": ratio})  # fmt: skip
-            log(json.dumps(rows[-1]))
+    with tempfile.TemporaryDirectory(dir=given.out.parent) as folder:
+        scratch = Path(folder)
+        judged = texts(tokenizer, given.data, given.windows, scratch)
+        tuned = [corpus.windows(tokenizer, s, given.calibration_windows, SEQLEN, seed=0) for s in sources.values()]
+        known = [passage for windows in tuned for passage in corpus.passages(windows)]
+        for name, windows in judged.items():
+            shared = corpus.overlapping(windows, known)
+            keep = [i for i in range(len(windows.ids)) if i not in shared]
+            judged[name] = corpus.Windows(windows.ids[keep], windows.source)
+            log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat calibration text")
+        original = perplexities(directory, judged, "original")
+        log(f"original: {original}")
+        for name, source in sources.items():
+            for layout, budget in BARS if name == "wiki" else DEFAULT_CALIBRATION:
+                config = ConvertConfig(
+                    layout=layout, budget=budget, calibration=source, nsamples=given.calibration_windows,
+                    seqlen=SEQLEN, eval_windows=0, device="cpu",
+                )  # fmt: skip
+                out = scratch / f"{name}-{layout}-{budget:g}"
+                manifest = convert.run(str(directory), out, config, calibrated=scratch / "calibration")
+                found = perplexities(out, judged, f"{layout} {budget:g}")
+                shutil.rmtree(out)
+                rows.append({"calibration": name, "layout": layout, "budget": budget, "bar": BARS[layout, budget],
+                             "seconds": manifest.seconds, "ppl": found,
+                             "ratio": {key: found[key] / original[key] for key in judged}})  # fmt: skip
+                log(json.dumps(rows[-1]))
     result = {"original": original, "rows": rows, "tokens": {k: w.ids.numel() for k, w in judged.items()},
               "environment": environment()}  # fmt: skip
     given.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlaforge import checkpoint, convert, corpus, demo_model
-from mlaforge.convert import swapped
-from mlaforge.evaluate import perplexity
-from mlaforge.export import attention_module, mla_config
-from mlaforge.families import read_spec
-from mlaforge.moments import collect
+from mlaforge import checkpoint, convert, demo_model
 from mlaforge.options import ConvertConfig
-from mlaforge.refit import refit_o_proj
 from mlaforge.runtime import UserError
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
@@ -40,60 +34,42 @@ def test_it_is_the_model_it_claims_to_be(smollm2, loaded):
     assert tokenizer.chat_template
 
 
-def moments_of(model, raw, tuned):
-    spec = read_spec(raw)
-    return collect(model, dict(enumerate(spec.layers)), (ids[None] for ids in tuned.ids), spec.softmax_scale, 0)
+def converted(smollm2, out, **options):
+    """Conversions into folders of one parent share their moments."""
+    config = ConvertConfig(device="cpu", **options)
+    return convert.run(str(smollm2), out, config, calibrated=out.parent / "calibration")
 
 
-def modules_of(model, raw, moments, tuned, **options):
-    """Attention modules of the model converted with these options, refitted where they say so."""
-    spec = read_spec(raw)
-    choices = convert.choose(spec, ConvertConfig(**options))
-    result = convert.factorize_layers(model, spec, choices, moments, None)
-    settings = mla_config(raw, spec, result.plan, None, o_bias=choices.refit)
-    modules = {i: attention_module(model, settings, i, w) for i, w in result.weights.items()}
-    if choices.refit:
-        refit_o_proj(model, modules, spec.layers, [ids[None] for ids in tuned.ids])
-    return modules
-
-
-def test_full_rank_gives_the_original_logits(smollm2, loaded):
+def test_full_rank_gives_the_original_logits(smollm2, loaded, tmp_path):
     """Nothing removed, both layouts, real weights, fp32: 1e-4."""
-    raw, tokenizer = checkpoint.read_config(smollm2), checkpoint.load_tokenizer(smollm2)
-    tuned = corpus.windows(tokenizer, corpus.EMBEDDED, 1, 128, seed=0)
-    moments = moments_of(loaded, raw, tuned)
+    tokenizer = checkpoint.load_tokenizer(smollm2)
     ids = tokenizer("Multi-head latent attention caches one small vector for every token.", return_tensors="pt")
     with torch.no_grad():
         expected = loaded(**ids).logits
         for layout in ("latent", "latent_rope"):
-            modules = modules_of(loaded, raw, moments, tuned, layout=layout, budget=1.0)
+            out = tmp_path / layout
+            converted(smollm2, out, layout=layout, budget=1.0, nsamples=1, seqlen=128, eval_windows=0)
+            model = checkpoint.load_model(out)
             for absorb in (False, True):
-                for module in modules.values():
-                    module.absorb = absorb
-                with swapped(loaded, modules):
-                    torch.testing.assert_close(loaded(**ids).logits, expected, rtol=0, atol=1e-4)
+                for layer in model.model.layers:
+                    layer.self_attn.absorb = absorb
+                torch.testing.assert_close(model(**ids).logits, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="shared/data is not beside this checkout")
-def test_bars_on_wikitext(smollm2, loaded):
+def test_bars_on_wikitext(smollm2, tmp_path):
     """The issue's bars at a quarter of its text: 16,384 calibration and 8,192 test tokens.
 
     benchmarks/conversion.py measures the full protocol; the bars hold here too, with less calibration.
     """
-    raw, tokenizer = checkpoint.read_config(smollm2), checkpoint.load_tokenizer(smollm2)
-    tuned = corpus.windows(tokenizer, str(DATA / "wiki.valid.tokens"), 8, 2048, seed=0)
-    judged = corpus.windows(tokenizer, str(DATA / "wiki.test.raw"), 4, 2048)
-    corpus.refuse_overlap(judged, corpus.passages(tuned), tuned.source)
-    moments = moments_of(loaded, raw, tuned)
-    base = perplexity(loaded, judged.ids)
-    assert base == pytest.approx(20.26, abs=0.02)
+    texts = {"calibration": str(DATA / "wiki.valid.tokens"), "evaluation": str(DATA / "wiki.test.raw")}
     for layout, budget, bar in (("latent", 0.75, 1.01), ("latent", 0.5, 1.05), ("latent", 0.375, 1.18),
                                 ("latent_rope", 0.75, 1.08), ("latent_rope", 0.5, 1.22)):  # fmt: skip
-        modules = modules_of(loaded, raw, moments, tuned, layout=layout, budget=budget)
-        with swapped(loaded, modules):
-            ratio = perplexity(loaded, judged.ids) / base
-        assert 0.98 < ratio <= bar, (layout, budget, ratio)
+        out = tmp_path / f"{layout}-{budget}"
+        found = converted(smollm2, out, layout=layout, budget=budget, nsamples=8, eval_windows=4, **texts).metrics
+        assert found["original_ppl"] == pytest.approx(20.26, abs=0.02)
+        assert 0.98 < found["ratio"] <= bar, (layout, budget, found["ratio"])
 
 
 @pytest.mark.slow

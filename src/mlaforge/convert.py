@@ -178,10 +178,12 @@ def _convert(
         partial_rope = rebuild.run(raw, tuned.ids, judged.ids if judged else None)
     if partial_rope is not None:
         record("Partial RoPE ppl", "partial_rope_ppl", partial_rope)
-    with timed(seconds, "write"):
-        settings = rebuild.settings(rebuild.plan, raw)
-        write_checkpoint(stream.directory, partial, settings, stream.spec, converted, rebuild.weights, out_dtype)
-        (partial / corpus.PASSAGES).write_text(json.dumps(corpus.passages(tuned)), encoding="utf-8")
+    if "written" not in work:
+        with timed(seconds, "write"):
+            settings = rebuild.settings(rebuild.plan, raw)
+            write_checkpoint(stream.directory, partial, settings, stream.spec, converted, rebuild.weights, out_dtype)
+            (partial / corpus.PASSAGES).write_text(json.dumps(corpus.passages(tuned)), encoding="utf-8")
+        work["written"] = {}
 
     # What was written is read again, so that the number is that of the files.
     with LayerStream(partial, stream.dtype, stream.device) as written:

@@ -59,6 +59,8 @@ def _read(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; give another text") from error
     if path.suffix != ".jsonl":
         return text
     documents = []
@@ -86,7 +88,7 @@ def read_text(source: str) -> str:
             raise UserError(f"folder {source!r} holds no text file ({', '.join(TEXT_SUFFIXES)})")
     text = "\n\n".join(map(_read, files))
     if not text.strip():
-        raise UserError(f"text {source!r} is empty")
+        raise UserError(f"text {source!r} is empty; give a file or folder with text, or {EMBEDDED!r}")
     return text
 
 

@@ -258,6 +258,7 @@ def _forward(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, first
             spill.drop(f"input-{index:03d}-")
 
 
+@torch.enable_grad()
 def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int) -> None:
     """The gradient of the sampled loss by the last layer's output, through the final norm."""
     last = stream.num_layers
@@ -274,6 +275,7 @@ def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int
             spill[_at("gradient", last, n)] = {"g": hidden.grad}
 
 
+@torch.enable_grad()
 def _backward(stream: LayerStream, index: int, windows: int, spill: Spill, wanted: bool, seed: int) -> None:
     """Recomputes one layer from its inputs and takes the gradient through it: its moments and gradient-<index>."""
     spec = stream.spec.layers[index]

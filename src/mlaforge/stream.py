@@ -18,7 +18,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from mlaforge import checkpoint, mxfp4
 from mlaforge.families import family_of
-from mlaforge.modeling.attention_mla import FUSED
+from mlaforge.modeling.latent_attention_mla import FUSED
 
 # Rows of logits held at once (each is as long as the vocabulary).
 HEAD_ROWS = 512
