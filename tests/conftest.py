@@ -8,6 +8,7 @@ source model included, before and after, so that no test needs to name the files
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import re
@@ -231,6 +232,8 @@ def small_disk(tmp_path) -> Iterator[Callable[..., Path]]:
             if done.returncode:
                 pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
             mounted.callback(subprocess.run, ["umount", str(at)], check=True)
+            # The frames of an exception hold files open until they are collected.
+            mounted.callback(gc.collect)
             return at
 
         yield mount

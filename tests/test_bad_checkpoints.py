@@ -234,13 +234,10 @@ def test_config_that_is_none(verb, content, word, model, refused, tmp_path, cali
     refused((word, str(directory)), verb, directory, *more)
 
 
-def test_gpt_oss_is_refused_with_the_reason(model, refused, cli, short, tmp_path):
-    from transformers import GptOssConfig
-
+def test_other_quantisations_are_refused(model, refused, short, tmp_path):
     directory = model("llama")
-    (directory / "config.json").write_text(GptOssConfig().to_json_string(use_diff=False))
-    refused(("gpt_oss", "`plan`", "llama, qwen2 and mistral"), "convert", directory, tmp_path / "out", *short)
-    assert cli("plan", directory).exit_code == 0
+    edit_config(directory, quantization_config={"quant_method": "fp8"})
+    refused(("'fp8'", "made from"), "convert", directory, tmp_path / "out", *short)
 
 
 def test_a_converted_model_is_not_converted_again(model, converts, refused, short, tmp_path):

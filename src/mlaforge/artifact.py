@@ -20,8 +20,8 @@ from typing import Any
 from mlaforge.runtime import Interrupted, UserError, environment
 
 MANIFEST = "manifest.json"
-# In an unfinished artifact: the fingerprint of what is being made.
-BEGUN = "begun"
+# In an unfinished artifact: what a resumable stage has finished, and the fingerprint of what it is making.
+WORK, BEGUN = "work", "begun"
 
 
 @dataclasses.dataclass
@@ -128,13 +128,13 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
     Whether `out` may be replaced is for `finished` to say, before any work. On any failure the directory is removed
     and `out` stays as it was; what a killed process left is removed by the next one. A `resumable` stage goes on
     with what it finds there, if it was begun with the same fingerprint; for it, Ctrl-C and a full disk leave the
-    directory as a kill would.
+    directory as a kill would. It keeps what it needs for that, and nothing that belongs to the artifact, in WORK.
     """
     # A link to a directory stays; what it points to is replaced.
     out = out.resolve()
     partial, former = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.former.partial")
     absent = [parent for parent in out.parents if not parent.exists()]
-    begun = partial / BEGUN
+    work, begun = partial / WORK, partial / WORK / BEGUN
     try:
         if partial.exists() and not (resumable and begun.is_file() and begun.read_text() == manifest.fingerprint):
             shutil.rmtree(partial)
@@ -142,11 +142,14 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
             shutil.rmtree(former)
         partial.mkdir(parents=True, exist_ok=resumable)
         if resumable:
+            work.mkdir(exist_ok=True)
             begun.write_text(manifest.fingerprint)
         yield partial
-        begun.unlink(missing_ok=True)
-        manifest.files = sorted(path.name for path in partial.iterdir())
+        manifest.files = sorted({path.name for path in partial.iterdir()} - {WORK, MANIFEST})
         manifest.save(partial)
+        if resumable:
+            begun.unlink()
+            shutil.rmtree(work)
         if out.is_dir():
             os.replace(out, former)
         os.replace(partial, out)

@@ -11,14 +11,13 @@ import dataclasses
 import hashlib
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mlaforge import checkpoint, corpus
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.export import write_checkpoint
 from mlaforge.families import family_of
@@ -30,9 +29,6 @@ from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, time
 from mlaforge.spec import ModelSpec
 from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
-
-# Inside the unfinished checkpoint: what a killed run had finished.
-WORK = "work"
 
 
 def choose(spec: ModelSpec, config: ConvertConfig) -> Choices:
@@ -136,7 +132,6 @@ def run(
     dtype = torch.float32 if device.type == "cpu" else checkpoint.stored_dtype(raw)
     with writing(out, manifest, resumable=True) as partial, LayerStream(source, dtype, device) as stream:
         _convert(stream, raw, choices, config, tuned, judged, manifest, partial, calibrated)
-        shutil.rmtree(partial / WORK)
     return manifest
 
 

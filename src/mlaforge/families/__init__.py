@@ -18,13 +18,12 @@ class Family:
     """One family: `read_spec` turns its config.json into a ModelSpec.
 
     `attention` is the prefix of a layer's attention tensors; below it every supported family calls its
-    projections q_proj, k_proj, v_proj and o_proj. `convertible` is None, or the reason why `convert` refuses.
+    projections q_proj, k_proj, v_proj and o_proj.
     """
 
     model_type: str
     read_spec: Callable[[Config], ModelSpec]
     attention: str = "model.layers.{layer}.self_attn."
-    convertible: str | None = None
 
 
 def read_rope(config: Config) -> RopeSpec:
