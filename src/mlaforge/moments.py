@@ -39,7 +39,8 @@ class LayerMoments:
     x_outer [hidden, hidden], x_sum [hidden], x_weight: the normed inputs x of the projections, each token weighted
     by |g|². The loss of an error E x is E[(gᵀE x)²]; a plain E[ggᵀ] ⊗ E[xxᵀ] would let the few tokens that everything
     attends to set the scale of g while hardly counting in x.
-    key_outer, query_outer [H, D, D]: scale² · Σ_j w_ij (R_{i-j} q_i)(·)ᵀ, and the same without the rotation.
+    key_outer, query_outer [H, D, D]: scale² · Σ_j w_ij (R_{i-j} q_i)(·)ᵀ, and the same without the rotation. With
+    norms on q and k, q_i is normed and key_outer has J_jᵀ R_{i-j} q_i, J_j the Jacobian of the norm at key j.
     value_mix [H, H]: Σ_j a^h_ij a^h'_ij.   phase [H, P] complex, weight [H]: Σ w_ij e^{-iω(i-j)} and Σ w_ij.
     """
 
@@ -90,15 +91,19 @@ class LayerMoments:
 
 def _gauss_newton(
     moments: LayerMoments, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor],
-    w_o: Tensor, scale: float, generator: torch.Generator,
+    w_o: Tensor, scale: float, generator: torch.Generator, norms: tuple[nn.Module, nn.Module] | None = None,
 ) -> None:  # fmt: skip
     """Adds one window's local Gauss-Newton weights, at ROWS random query rows.
 
-    q [H, T, D], k and v [G, T, D] before RoPE; rope: cos and sin [T, P]; w_o [hidden, H·D].
+    q [H, T, D], k and v [G, T, D] as they are projected; rope: cos and sin [T, P]; w_o [hidden, H·D]; norms: what q
+    and k pass through before RoPE.
     An error δk_j moves the output of head h by Σ_i a_ij (v_j - o_i) (∂logit_ij/∂k_j)·δk_j, seen through W_o.
     """
     T = q.shape[1]
     device = q.device
+    projected = k
+    if norms is not None:
+        q, k = norms[0](q), norms[1](k)
     rows = torch.randperm(T, generator=generator)[:ROWS].sort().values.to(device)
     cos, sin = rope
     q_rot, k_rot = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -128,6 +133,10 @@ def _gauss_newton(
     # R_{i-j} q_i: the rotated query turned back by j (the scaling of cos and sin stays in, once for each).
     turned = rotate(q_rows[:, :, None].expand(-1, -1, DRAWS, -1).flatten(1, 2)[:, None],
                     cos[key_at].flatten(1, 2), -sin[key_at].flatten(1, 2))[:, 0]  # fmt: skip
+    if norms is not None:
+        # The logit's gradient by the key as it is projected: back through the norm at that key.
+        at = key_at.flatten(1)[..., None].expand(-1, -1, layer.head_dim)
+        turned = torch.func.vjp(norms[1], projected.repeat_interleave(layer.group, dim=0).gather(1, at))[1](turned)[0]
     moments.key_outer += torch.einsum("hnd,hn,hne->hde", turned, share, turned).double()
     q_plain = q[:, rows]
     moments.query_outer += torch.einsum("hid,hi,hie->hde", q_plain, scale**2 * total_HI, q_plain).double()
@@ -210,8 +219,9 @@ def collect(
                     gradient = _sampled_gradient(out.detach().flatten(0, 1), head, generator)
                 out.backward(gradient.view_as(out))
                 for index, layer in layers.items():
-                    w_o = decoder.layers[index].self_attn.o_proj.weight
-                    _accumulate(moments[index], layer, store.pop(index), w_o, scale, generator)
+                    own = decoder.layers[index].self_attn
+                    norms = (own.q_norm, own.k_norm) if layer.qk_norm else None
+                    _accumulate(moments[index], layer, store.pop(index), own.o_proj.weight, scale, generator, norms)
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
@@ -220,9 +230,11 @@ def collect(
 
 @torch.no_grad()
 def _accumulate(
-    moments: LayerMoments, layer: LayerSpec, seen: dict[str, Any], w_o: Tensor, scale: float, generator: torch.Generator
-) -> None:
+    moments: LayerMoments, layer: LayerSpec, seen: dict[str, Any], w_o: Tensor, scale: float,
+    generator: torch.Generator, norms: tuple[nn.Module, nn.Module] | None = None,
+) -> None:  # fmt: skip
     """Adds one forward and backward of one layer. Products are taken in fp32, sums in fp64."""
+    assert layer.qk_norm == (norms is not None)
     x = seen["x"].flatten(0, 1).float()
     g = torch.cat((seen["k_proj"].grad, seen["v_proj"].grad), dim=-1).flatten(0, 1).float()
     moments.g_outer += (g.T @ g).double()
@@ -238,4 +250,4 @@ def _accumulate(
             for name in ("q_proj", "k_proj", "v_proj")
         )
         row = min(b, cos.shape[0] - 1)
-        _gauss_newton(moments, layer, q, k, v, (cos[row], sin[row]), w_o.float(), scale, generator)
+        _gauss_newton(moments, layer, q, k, v, (cos[row], sin[row]), w_o.float(), scale, generator, norms)
