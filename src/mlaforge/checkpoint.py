@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
+from mlaforge import families
 from mlaforge.artifact import MANIFEST, sha256
 from mlaforge.runtime import UserError, cache_home, log, progress, resolve_dtype
 
@@ -142,6 +143,10 @@ class Reader:
         self.directory = directory
         self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
+        # What the model does not use is not there for anyone who reads through this.
+        config = directory / "config.json"
+        left_out = families.left_out(read_config(directory)) if config.is_file() else ()
+        self.left_out: list[str] = []
         indexed = self._index()
         for name in self.shards:
             path = directory / name
@@ -151,9 +156,11 @@ class Reader:
                 raise UserError(f"{path} is missing, though {INDEX} names it; fetch the model again") from error
             except SafetensorError as error:
                 raise UserError(f"{path} is truncated or not safetensors ({error}); fetch it again") from error
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+            names = list(file.keys())
+            self.left_out += [name for name in names if name.startswith(left_out)]
+            self._file_of |= {name: file for name in names if not name.startswith(left_out)}
         for name in indexed:
-            if name not in self._file_of:
+            if name not in self._file_of and not name.startswith(left_out):
                 raise UserError(f"{directory} has no tensor {name!r}, though {INDEX} names it; fetch the model again")
 
     def _index(self) -> list[str]:
@@ -197,6 +204,8 @@ class Reader:
 
     def check(self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset()) -> None:
         """Raises UserError for the first tensor that is missing, extra, wrongly shaped, or holds NaN or infinity."""
+        if self.left_out:
+            log(f"left out: {len(self.left_out)} tensors that the logits do not depend on, such as {self.left_out[0]}")
         for name in expected:
             if name not in self and name not in tied:
                 raise UserError(f"{self.directory} lacks the tensor {name!r} that its config.json calls for")
@@ -264,7 +273,7 @@ def model_class(config: dict[str, Any]) -> tuple[type, type]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if not is_converted(config):
-        config_class = CONFIG_MAPPING[config["model_type"]]
+        config_class = CONFIG_MAPPING[families.family_of(config).computed_by or config["model_type"]]
         return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     from mlaforge.modeling import configuration_mla, modeling_mla
 
@@ -280,17 +289,16 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
 
     Strict: UserError for an unsupported family or any missing, extra or wrongly shaped tensor.
     """
-    from mlaforge.families import family_of
-
     config = read_config(directory)
-    family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
+    families.family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
     config_class, causal_lm = model_class(config)
     expected_tensors(config)  # says in words what is wrong with a config
+    left_out = families.left_out(config)
     with Reader(directory) as reader:
         names = set(reader)
     model, info = causal_lm.from_pretrained(  # type: ignore[attr-defined]
         directory,
-        config=config_class.from_pretrained(directory),  # type: ignore[attr-defined]
+        config=config_class.from_dict({**config, "model_type": config_class.model_type}),  # type: ignore[attr-defined]
         dtype=resolve_dtype(dtype, stored_dtype(config)),
         output_loading_info=True,
         local_files_only=True,
@@ -299,7 +307,7 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
         ignore_mismatched_sizes=True,
     )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if wrong := sorted(map(str, info[problem])):
+        if wrong := sorted(name for name in map(str, info[problem]) if not name.startswith(left_out)):
             raise UserError(f"{directory}: {problem.replace('_', ' ')} {wrong[0]} (of {len(names)} tensors)")
     return model.eval().to(device)
 
