@@ -111,10 +111,11 @@ def family_of(config: Config) -> Family:
     if not isinstance(model_type, str):
         raise UserError("config.json has no 'model_type'; a Hugging Face model's config.json has one")
     if model_type not in known:
+        reason = REFUSED.get(model_type)
         raise UserError(
-            f"model type {model_type!r} is not supported{f': {REFUSED[model_type]}' if model_type in REFUSED else ''}; "
-            f"supported are {', '.join(sorted(known))}{nearest(model_type, known)}; docs/adding-a-family.md says what "
-            "a new one needs (about 50 lines)"
+            f"model type {model_type!r} is not supported{f': {reason}' if reason else ''}; supported are "
+            f"{', '.join(sorted(known))}; docs/adding-a-family.md says what a new one needs (about 50 lines)"
+            f"{'' if reason else nearest(model_type, known)}"
         )
     return known[model_type]
 
