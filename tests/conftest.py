@@ -1,14 +1,21 @@
 """Shared fixtures: tiny random models of every family with a byte-level tokenizer, two disjoint texts, the command
-line in this process, and what is needed to see that nothing was left behind."""
+line in this process, and what is needed to see that nothing was left behind.
+
+A user's mistake is one line, exit code 2, and nothing left behind. `refused` compares every byte below tmp_path, the
+source model included, before and after, so that no test needs to name the files that must not appear.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -35,6 +42,14 @@ FAMILIES = ("llama", "qwen2", "mistral", "qwen3", "mimo")
 NORMED = ("qwen3",)
 # Every family with every layout that it can take.
 CASES = [(f, layout) for f in FAMILIES for layout in ("latent", "latent_rope") if layout == "latent" or f not in NORMED]
+# What a stage may say on stderr before it fails; on a slow machine there are progress bars too.
+PROGRESS = re.compile(r"(Original|Partial RoPE|MLA) ppl: |dequantising |[\w .-]+: +\d+%\|")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tiny models on one thread: threads that wait for each other on a busy machine make the tests ten times slower."""
+    if config.option.markexpr == "not slow":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -198,3 +213,57 @@ def tree() -> Callable[[Path], dict[str, str]]:
         return "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
 
     return lambda folder: {str(p.relative_to(folder)): describe(p) for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def refused(cli, tree, tmp_path) -> Callable[..., str]:
+    """refused(words, "convert", MODEL, OUT, ...) -> the one line, which holds every one of `words`."""
+
+    def check(words: tuple[str, ...] | str, *arguments: Any) -> str:
+        before = tree(tmp_path)
+        done = cli(*arguments)
+        assert done.exit_code == 2, (done.exit_code, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
+        *progress, line = (line for line in done.stderr.splitlines() if line.strip())
+        assert line.startswith("mlaforge: ")
+        assert all(PROGRESS.match(other) for other in progress), progress
+        assert done.stdout == ""
+        assert tree(tmp_path) == before
+        for word in (words,) if isinstance(words, str) else words:
+            assert word in line, line
+        return str(line)
+
+    return check
+
+
+@pytest.fixture
+def converts(cli, short) -> Callable[..., Any]:
+    """converts(MODEL, OUT, ...) runs a conversion that must succeed."""
+
+    def run(source: Path, out: Path, *more: Any) -> Any:
+        done = cli("convert", source, out, *short, *more)
+        assert done.exit_code == 0, done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Callable[..., Path]]:
+    """small_disk(size) -> a folder on a file system of `size` bytes of its own; skips where none can be mounted."""
+    with contextlib.ExitStack() as mounted:
+
+        def mount(size: int, options: str = "") -> Path:
+            at = tmp_path / "disk"
+            at.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", f"size={size}{options}", "mlaforge-test", str(at)]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+            except FileNotFoundError:
+                pytest.skip("there is no mount command here")
+            if done.returncode:
+                pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+            mounted.callback(subprocess.run, ["umount", str(at)], check=True)
+            return at
+
+        yield mount

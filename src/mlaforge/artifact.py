@@ -63,11 +63,14 @@ class Manifest:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, hex."""
+    """SHA-256 of a file, hex. Raises UserError where it cannot be read."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -101,13 +104,20 @@ def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest |
 def _difference(found: Manifest, wanted: Manifest) -> str:
     if found.stage != wanted.stage:
         return f"stage {found.stage}, not {wanted.stage}"
-    for part in ("config", "inputs"):
-        old, new = getattr(found, part), getattr(wanted, part)
-        for key in sorted({*old, *new}):
-            if old.get(key) != new.get(key):
-                was, now = (str(part.get(key))[:60] for part in (old, new))
-                return f"{key} was {was}, now {now}"
+    old, new = ({**_flat(manifest.config), **_flat(manifest.inputs)} for manifest in (found, wanted))
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key) != new.get(key):
+            was, now = (str(values.get(key))[:60] for values in (old, new))
+            return f"{key} was {was}, now {now}"
     return "made by another version of mlaforge"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"path": "x"}} -> {"model path": "x"}, as a person would name it."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key} ") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 @contextmanager

@@ -29,6 +29,8 @@ COMPANIONS = (
     "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 SUFFIX = "_mla"
+# Old checkpoints carry RoPE's table, which transformers computes; it is never read.
+TABLE = "rotary_emb.inv_freq"
 # How long to wait for the hub's first answer.
 HUB_SECONDS = 10.0
 
@@ -126,6 +128,8 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{directory} has no {name}; a Hugging Face model directory has one") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; fetch the model again") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -143,10 +147,6 @@ class Reader:
         self.directory = directory
         self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
-        # What the model does not use is not there for anyone who reads through this.
-        config = directory / "config.json"
-        left_out = families.left_out(read_config(directory)) if config.is_file() else ()
-        self.left_out: list[str] = []
         indexed = self._index()
         for name in self.shards:
             path = directory / name
@@ -154,14 +154,17 @@ class Reader:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError as error:
                 raise UserError(f"{path} is missing, though {INDEX} names it; fetch the model again") from error
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is truncated or not safetensors ({error}); fetch it again") from error
-            names = list(file.keys())
-            self.left_out += [name for name in names if name.startswith(left_out)]
-            self._file_of |= {name: file for name in names if not name.startswith(left_out)}
+            self._file_of.update((name, file) for name in file.keys() if not name.endswith(TABLE))  # noqa: SIM118
         for name in indexed:
-            if name not in self._file_of and not name.startswith(left_out):
+            if name not in self._file_of and not name.endswith(TABLE):
                 raise UserError(f"{directory} has no tensor {name!r}, though {INDEX} names it; fetch the model again")
+        # What the model does not use is not there for anyone who reads through this.
+        prefixes = families.left_out(read_config(directory)) if (directory / "config.json").is_file() else ()
+        self.left_out = [name for name in self._file_of if name.startswith(prefixes)]
+        for name in self.left_out:
+            del self._file_of[name]
 
     def _index(self) -> list[str]:
         path = self.directory / INDEX
@@ -202,21 +205,29 @@ class Reader:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
-    def check(self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset()) -> None:
-        """Raises UserError for the first tensor that is missing, extra, wrongly shaped, or holds NaN or infinity."""
-        if self.left_out:
-            log(f"left out: {len(self.left_out)} tensors that the logits do not depend on, such as {self.left_out[0]}")
+    def check_shapes(self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset()) -> None:
+        """Raises UserError for the first tensor that is missing, extra or wrongly shaped; reads no tensor."""
+        again = "fetch the model again, config and weights from one place"
         for name in expected:
             if name not in self and name not in tied:
-                raise UserError(f"{self.directory} lacks the tensor {name!r} that its config.json calls for")
-        for name in progress(self, "check weights", len(self._file_of)):
+                raise UserError(f"{self.directory} lacks the tensor {name!r} that its config.json calls for; {again}")
+        for name in self:
             if name not in expected:
-                raise UserError(f"{self.directory} has a tensor {name!r} that its config.json does not call for")
+                raise UserError(
+                    f"{self.directory} has a tensor {name!r} that its config.json does not call for; {again}"
+                )
             if self.shape(name) != expected[name]:
                 raise UserError(
-                    f"{self.directory}: {name!r} has shape {list(self.shape(name))}, "
-                    f"its config.json calls for {list(expected[name])}"
+                    f"{self.directory}: {name!r} has shape {list(self.shape(name))}, its config.json calls for "
+                    f"{list(expected[name])}; {again}"
                 )
+
+    def check(self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset()) -> None:
+        """As `check_shapes`, and UserError for the first tensor that holds NaN or infinity."""
+        self.check_shapes(expected, tied)
+        if self.left_out:
+            log(f"left out: {len(self.left_out)} tensors that the logits do not depend on, such as {self.left_out[0]}")
+        for name in progress(self, "check weights", len(self._file_of)):
             if not torch.isfinite(self[name]).all():
                 raise UserError(f"{self.directory}: {name!r} holds NaN or infinity; fetch the model again")
 
@@ -287,15 +298,14 @@ def model_class(config: dict[str, Any]) -> tuple[type, type]:
 def load_model(directory: Path, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
     """The causal LM of a model directory, original or converted, in evaluation mode, no code from it run.
 
-    Strict: UserError for an unsupported family or any missing, extra or wrongly shaped tensor.
+    Strict: UserError for an unsupported family or any tensor that is missing, extra, wrongly shaped or not finite.
     """
     config = read_config(directory)
     families.family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
     config_class, causal_lm = model_class(config)
-    expected_tensors(config)  # says in words what is wrong with a config
-    left_out = families.left_out(config)
     with Reader(directory) as reader:
-        names = set(reader)
+        reader.check_shapes(*expected_tensors(config))
+        left_out = set(reader.left_out)
     model, info = causal_lm.from_pretrained(  # type: ignore[attr-defined]
         directory,
         config=config_class.from_dict({**config, "model_type": config_class.model_type}),  # type: ignore[attr-defined]
@@ -303,12 +313,16 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
         output_loading_info=True,
         local_files_only=True,
         use_safetensors=True,
-        # Not ignored: reported below, by name.
-        ignore_mismatched_sizes=True,
     )
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if wrong := sorted(name for name in map(str, info[problem]) if not name.startswith(left_out)):
-            raise UserError(f"{directory}: {problem.replace('_', ' ')} {wrong[0]} (of {len(names)} tensors)")
+    unexpected = set(info["unexpected_keys"]) - left_out
+    assert not (info["missing_keys"] or unexpected or info["mismatched_keys"]), info
+    # Text from NaN looks like the text of a poor model, so that nobody would look for the reason here.
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(
+                f"{directory}: {name!r} holds NaN or infinity in {tensor.dtype}; fetch the model again, or give "
+                "another --dtype"
+            )
     return model.eval().to(device)
 
 
@@ -345,7 +359,8 @@ def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]]
         with torch.device("meta"):
             model = causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
     except (StrictDataclassError, ValueError, KeyError, AssertionError) as error:
-        reason = " ".join(str(error).split())
+        # A KeyError is a name, such as hidden_act's, that transformers has nothing for.
+        reason = f"{error} is not known" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"config.json makes no {config['model_type']} model: {reason}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else ()

@@ -219,9 +219,8 @@ def collect(
                     gradient = _sampled_gradient(out.detach().flatten(0, 1), head, generator)
                 out.backward(gradient.view_as(out))
                 for index, layer in layers.items():
-                    own = decoder.layers[index].self_attn
-                    norms = (own.q_norm, own.k_norm) if layer.qk_norm else None
-                    _accumulate(moments[index], layer, store.pop(index), own.o_proj.weight, scale, generator, norms)
+                    attention = decoder.layers[index].self_attn
+                    _accumulate(moments[index], layer, store.pop(index), attention, scale, generator)
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
@@ -230,11 +229,10 @@ def collect(
 
 @torch.no_grad()
 def _accumulate(
-    moments: LayerMoments, layer: LayerSpec, seen: dict[str, Any], w_o: Tensor, scale: float,
-    generator: torch.Generator, norms: tuple[nn.Module, nn.Module] | None = None,
+    moments: LayerMoments, layer: LayerSpec, seen: dict[str, Any], attention: Any, scale: float,
+    generator: torch.Generator,
 ) -> None:  # fmt: skip
     """Adds one forward and backward of one layer. Products are taken in fp32, sums in fp64."""
-    assert layer.qk_norm == (norms is not None)
     x = seen["x"].flatten(0, 1).float()
     g = torch.cat((seen["k_proj"].grad, seen["v_proj"].grad), dim=-1).flatten(0, 1).float()
     moments.g_outer += (g.T @ g).double()
@@ -243,6 +241,8 @@ def _accumulate(
     moments.x_sum += (importance @ x).double()
     moments.x_weight += float(importance.sum())
     moments.tokens += len(x)
+    w_o = attention.o_proj.weight.float()
+    norms = (attention.q_norm, attention.k_norm) if layer.qk_norm else None
     cos, sin = (pairs(table, layer.head_dim // 2).float() for table in seen["rope"])
     for b in range(seen["x"].shape[0]):
         q, k, v = (
@@ -250,4 +250,4 @@ def _accumulate(
             for name in ("q_proj", "k_proj", "v_proj")
         )
         row = min(b, cos.shape[0] - 1)
-        _gauss_newton(moments, layer, q, k, v, (cos[row], sin[row]), w_o.float(), scale, generator, norms)
+        _gauss_newton(moments, layer, q, k, v, (cos[row], sin[row]), w_o, scale, generator, norms)

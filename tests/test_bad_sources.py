@@ -1,0 +1,149 @@
+"""MODEL that is not there, a hub that gives nothing, and GGUF files: one line that names the local alternatives."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlaforge import checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "nowhere does not exist"),
+        ("./models/nowhere", "./models/nowhere does not exist"),
+        ("/models/nowhere", "/models/nowhere does not exist"),
+        ("a/b/c", "a/b/c does not exist"),
+        ("bad name/model!", "neither a directory nor a hub id"),
+        ("nowhere.gguf", "nowhere.gguf does not exist"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["convert", "eval", "generate", "plan"])
+def test_a_model_that_is_not_there(verb, name, words, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(words, verb, name, *(["out"] if verb == "convert" else []))
+
+
+def test_a_model_that_is_a_file(refused, tmp_path, calibration_file):
+    refused("is a file; give a model directory", "convert", calibration_file, tmp_path / "out")
+
+
+@pytest.mark.parametrize("verb", ["convert", "plan"])
+def test_a_hub_id_without_a_network(verb, refused, tmp_path):
+    start = time.monotonic()
+    words = ("'nobody/nothing'", "cannot be reached", "local model directory", ".gguf")
+    refused(words, verb, "nobody/nothing", *([tmp_path / "out"] if verb == "convert" else []))
+    assert time.monotonic() - start < 5
+
+
+@pytest.fixture
+def hub(tmp_path_factory, monkeypatch) -> Callable[[str], None]:
+    """hub(address) lets this process believe that it is online, with the hub at that address."""
+    from huggingface_hub import constants
+
+    def at(address: str) -> None:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
+        monkeypatch.setattr(checkpoint, "HUB_SECONDS", 1.0)
+
+    return at
+
+
+@pytest.mark.parametrize("answer", ["refuses", "stays silent"])
+def test_a_hub_that_does_not_answer(answer, hub, refused, tmp_path):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if answer == "stays silent":
+            listening.listen(8)
+        hub(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        start = time.monotonic()
+        refused(("cannot be reached", "local model directory"), "convert", "nobody/nothing", tmp_path / "out")
+        assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(("status", "code"), [(404, "RepoNotFound"), (401, "GatedRepo"), (500, "")])
+def test_a_hub_that_says_no(status, code, hub, refused, tmp_path):
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub(f"http://127.0.0.1:{server.server_port}")
+        words = (f"status {status}", "'nobody/nothing'", "local model directory")
+        refused(words, "convert", "nobody/nothing", tmp_path / "out")
+        server.shutdown()
+
+
+@pytest.fixture
+def gguf_file(tmp_path, tmp_path_factory, monkeypatch) -> Path:
+    """A tiny llama as GGUF, unquantised; the cache of dequantised models is in tmp_path."""
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+    from tokenizers import pre_tokenizers
+
+    monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path / "home"))
+    path, random = tmp_path / "tiny.gguf", np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in {
+        "context_length": 256, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "head_count": 4,
+        "head_count_kv": 2, "layer_norm_rms_eps": 1e-6, "rope_dimension_count": 16, "rope_freq_base": 10000.0,
+        "vocab_size": 260, "tokenizer_model": "gpt2", "tokenizer_pre": "llama-bpe", "token_merges": ["a b"],
+        "token_list": [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "<pad>", "<s>", "</s>"],
+        "token_types": [1] * 257 + [3] * 3, "bos_token_id": 258, "eos_token_id": 259,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{key}")(value)
+    shapes = {"token_embd": (260, 64), "output": (260, 64), "output_norm": (64,)}
+    for i in range(2):
+        names = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+        names |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+        names |= {"attn_norm": (64,), "ffn_norm": (64,)}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in names.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", random.standard_normal(shape).astype(np.float32) / 8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_dequantised_once(gguf_file, converts, tree, tmp_path):
+    before = gguf_file.read_bytes()
+    assert "dequantising" in converts(gguf_file, tmp_path / "out").stderr
+    home = tree(tmp_path / "home")
+    assert any(name.endswith("/config.json") for name in home)
+    assert "dequantising" not in converts(gguf_file, tmp_path / "out2", "--budget", 0.75).stderr
+    assert tree(tmp_path / "home") == home
+    assert gguf_file.read_bytes() == before
+
+
+@pytest.mark.parametrize("share", [0.0, 0.00001, 0.0001, 0.001, 0.01, 0.05, 0.5, 0.999])
+def test_a_truncated_gguf(share, gguf_file, refused, short, tmp_path):
+    gguf_file.write_bytes(gguf_file.read_bytes()[: int(gguf_file.stat().st_size * share)])
+    refused(("tiny.gguf", "cannot be read as GGUF"), "convert", gguf_file, tmp_path / "out", *short)
+
+
+def test_a_gguf_that_is_none(gguf_file, refused, short, tmp_path):
+    gguf_file.write_text("No GGUF, but a letter to my aunt. " * 100)
+    refused(("tiny.gguf", "cannot be read as GGUF"), "convert", gguf_file, tmp_path / "out", *short)
+
+
+def test_no_room_for_the_dequantised_model(gguf_file, refused, short, small_disk, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLAFORGE_HOME", str(small_disk(2**16) / "home"))
+    refused("the disk is full", "convert", gguf_file, tmp_path / "out", *short)
