@@ -171,9 +171,10 @@ def test_no_weights_at_all(model, refused, short, tmp_path):
     refused((WEIGHTS, INDEX), "convert", directory, tmp_path / "out", *short)
 
 
+SUPPORTED = "gpt_oss, llama, mimo, mistral, qwen2, qwen3"
 CONFIGS = {
-    "near miss": ({"model_type": "lama"}, ("'lama'", "gpt_oss, llama, mistral, qwen2", "did you mean 'llama'?")),
-    "far miss": ({"model_type": "bert"}, ("'bert'", "gpt_oss, llama, mistral, qwen2")),
+    "near miss": ({"model_type": "lama"}, ("'lama'", SUPPORTED, "did you mean 'llama'?")),
+    "far miss": ({"model_type": "bert"}, ("'bert'", SUPPORTED)),
     "no model_type": ({"model_type": ...}, "model_type"),
     "odd model_type": ({"model_type": ["llama"]}, "model_type"),
     "no hidden_size": ({"hidden_size": ...}, ("hidden_size", "llama")),

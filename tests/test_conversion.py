@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from conftest import CASES, load_original
+from transformers import DynamicCache
 
 from mlaforge import checkpoint, convert
 from mlaforge.families import read_spec
 from mlaforge.generate import cache_bytes
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import ConvertConfig
+from mlaforge.runtime import UserError
 
-FAMILIES = ["llama", "qwen2", "mistral", "gpt_oss"]
 LAYOUTS = ["latent", "latent_rope"]
 FULL = {"budget": 1.0}
 
@@ -42,7 +43,7 @@ def converted(tiny_models, calibration_file, evaluation_file, tmp_path_factory):
 
 
 def original(tiny_models, family):
-    return AutoModelForCausalLM.from_pretrained(tiny_models[family], dtype=torch.float32).eval()
+    return load_original(tiny_models[family])
 
 
 def perplexity(model, windows):
@@ -62,8 +63,7 @@ def force(model, absorb):
     return model
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_full_rank_equals_the_original(family, layout, converted, tiny_models):
     model = checkpoint.load_model(converted(family, layout, **FULL))
     with torch.no_grad():
@@ -76,8 +76,7 @@ def test_full_rank_equals_the_original(family, layout, converted, tiny_models):
             torch.testing.assert_close(force(model, False)(tokens()).logits, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_absorbed_equals_expanded_and_cached_equals_uncached(family, layout, converted):
     model = checkpoint.load_model(converted(family, layout, budget=0.75))
     x = tokens()
@@ -91,8 +90,7 @@ def test_absorbed_equals_expanded_and_cached_equals_uncached(family, layout, con
             torch.testing.assert_close(torch.cat(parts, 1), expanded, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_left_padding_changes_nothing(family, layout, converted):
     model = checkpoint.load_model(converted(family, layout, budget=0.75))
     x, pad = tokens(1, 20), 7
@@ -103,8 +101,7 @@ def test_left_padding_changes_nothing(family, layout, converted):
     assert torch.equal(model.generate(padded, attention_mask=mask, **more)[:, 20 + pad :], plain)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 @pytest.mark.parametrize("how", [{"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
 def test_generation_modes_of_transformers(family, layout, how, converted, tiny_models):
     """At full rank every mode gives the original's tokens."""
@@ -114,8 +111,7 @@ def test_generation_modes_of_transformers(family, layout, how, converted, tiny_m
     assert torch.equal(model.generate(x, **more), original(tiny_models, family).generate(x, **more))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_the_cache_holds_what_the_plan_says(family, layout, converted):
     directory = converted(family, layout, budget=0.5)
     model, x = checkpoint.load_model(directory), tokens(1, 16)
@@ -163,11 +159,12 @@ def test_more_budget_costs_less(converted, tiny_models, evaluation_file):
             assert kl[2] < 1e-6
 
 
-def test_factored_query_at_full_rank_is_exact(converted, tiny_models):
-    model = checkpoint.load_model(converted("qwen2", "latent", budget=1.0, q_lora_rank=64))
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_factored_query_at_full_rank_is_exact(family, converted, tiny_models):
+    model = checkpoint.load_model(converted(family, "latent", budget=1.0, q_lora_rank=64))
     assert model.model.layers[0].self_attn.q_a_proj.weight.shape == (64, 64)
     with torch.no_grad():
-        expected = original(tiny_models, "qwen2")(tokens()).logits
+        expected = original(tiny_models, family)(tokens()).logits
         torch.testing.assert_close(model(tokens()).logits, expected, rtol=0, atol=1e-4)
 
 
@@ -196,8 +193,9 @@ def test_transmla_names_mean_latent_rope(options, rope_dim, converted):
     assert set(config["mla_layer_types"]) == {"latent_rope"}
 
 
-def test_gradients_reach_every_projection_and_checkpointing_changes_nothing(converted):
-    model = checkpoint.load_model(converted("qwen2", "latent_rope", budget=0.75)).train()
+@pytest.mark.parametrize(("family", "layout"), [("qwen2", "latent_rope"), ("qwen3", "latent")])
+def test_gradients_reach_every_projection_and_checkpointing_changes_nothing(family, layout, converted):
+    model = checkpoint.load_model(converted(family, layout, budget=0.75)).train()
     grads = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -263,7 +261,14 @@ print(json.dumps({{"class": type(model).__name__, "new": out.sequences[0, x.shap
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("llama", "latent"), ("mistral", "latent_rope"), ("qwen2", "latent_rope")]
+    ("family", "layout"),
+    [
+        ("llama", "latent"),
+        ("mistral", "latent_rope"),
+        ("qwen2", "latent_rope"),
+        ("qwen3", "latent"),
+        ("mimo", "latent"),
+    ],
 )
 def test_loads_where_mlaforge_is_not_installed(family, layout, converted, tmp_path):
     """A fresh interpreter without site-packages' .pth files, so that an editable install is not seen either."""
@@ -313,6 +318,57 @@ def test_sinks_scale_what_the_tokens_get(converted):
     assert share.min() < 0.9
 
 
+@pytest.mark.parametrize("options", [{}, {"deepseek_style": True}, {"qk_mqa_dim": 8}])
+def test_norms_on_keys_refuse_a_shared_rotary_key(options, tiny_models, tmp_path):
+    """In one line, before anything is loaded, under every name of that layout."""
+    layout = "latent" if options else "latent_rope"
+    with pytest.raises(UserError, match=r"layer 0 .* its key norm .* use layout latent$") as caught:
+        convert.run(str(tiny_models["qwen3"]), tmp_path / "out", ConvertConfig(layout=layout, **options))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_norms_are_the_sources_own(converted, tiny_models):
+    directory = converted("qwen3", "latent", budget=0.75)
+    assert checkpoint.read_config(directory)["mla_qk_norm"]
+    assert not checkpoint.read_config(converted("qwen2", "latent", budget=0.75))["mla_qk_norm"]
+    with checkpoint.Reader(directory) as new, checkpoint.Reader(tiny_models["qwen3"]) as old:
+        for name in (n for n in old if "q_norm" in n or "k_norm" in n):
+            assert torch.equal(new[name], old[name])
+    x = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0)) * 3
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = original(tiny_models, "qwen3").model.layers[0].self_attn.k_norm.to(dtype)
+        ours = checkpoint.load_model(directory).model.layers[0].self_attn.k_norm.to(dtype)
+        assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 48])
+def test_refit_runs_with_norms(q_lora_rank, converted):
+    directory = converted("qwen3", "latent", budget=0.5, q_lora_rank=q_lora_rank, refit="on")
+    assert checkpoint.load_model(directory).model.layers[0].self_attn.o_proj.bias.any()
+
+
+def test_drafting_layers_are_left_out(converted, tiny_models, capsys):
+    """The original is read without them, and neither they nor the original's type are in what is written."""
+    source = tiny_models["mimo"]
+    with torch.no_grad():
+        expected = original(tiny_models, "mimo")(tokens()).logits
+        assert torch.equal(checkpoint.load_model(source, "float32")(tokens()).logits, expected)
+    directory = converted("mimo", "latent", budget=0.75)
+    config = checkpoint.read_config(directory)
+    assert (config["model_type"], config["architectures"]) == ("qwen2_mla", ["Qwen2MlaForCausalLM"])
+    with checkpoint.Reader(directory) as new, checkpoint.Reader(source) as old:
+        assert len(old.left_out) == 13 and all(name.startswith("model.mtp_layers.") for name in old.left_out)
+        assert not any("mtp" in name for name in (*new, *old, *new.left_out))
+        capsys.readouterr()
+        old.check(*checkpoint.expected_tensors(checkpoint.read_config(source)))
+    assert "left out: 13 tensors" in capsys.readouterr().err
+
+
 def test_read_spec_of_the_fixtures(tiny_models):
     assert read_spec(checkpoint.read_config(tiny_models["qwen2"])).layers[0].k_bias
     assert read_spec(checkpoint.read_config(tiny_models["mistral"])).layers[0].window == 24
+    normed = read_spec(checkpoint.read_config(tiny_models["qwen3"])).layers
+    assert [layer.window for layer in normed] == [None, None, 24]
+    assert all(layer.qk_norm and layer.head_dim == 20 and not layer.k_bias for layer in normed)
+    assert read_spec(checkpoint.read_config(tiny_models["mimo"])).layers[0].k_bias

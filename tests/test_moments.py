@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from conftest import load_original
 
 from mlaforge import checkpoint, moments
 from mlaforge.families import read_spec
@@ -12,11 +12,11 @@ from mlaforge.stream import LayerStream
 T = 20
 
 
-@pytest.fixture(params=["llama", "qwen2", "mistral", "gpt_oss"])
+@pytest.fixture(params=["llama", "qwen2", "mistral", "qwen3", "gpt_oss"])
 def tiny(request, tiny_models):
     """A model as transformers loads it, its spec, and collect(windows, folder) on its directory."""
     directory = tiny_models[request.param]
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = load_original(directory)
 
     def collect(windows, folder, seed=0):
         spill = Spill(folder)
@@ -32,7 +32,7 @@ def ids(n=2, t=T):
 
 
 def qkv(model, spec, layer, tokens):
-    """Inputs and unrotated q, k, v [heads, T, D] of one window at one layer."""
+    """Inputs, and q, k, v [heads, T, D] as projected, of one window at one layer."""
     seen = {}
     attention = model.model.layers[layer].self_attn
     hooks = [
@@ -52,6 +52,22 @@ def rotated(x, rotary, by):
     turn = rotary.attention_scaling**2 * torch.exp(1j * rotary.inv_freq.double() * by)
     z = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat((z.real, z.imag), -1)
+
+
+def norm_of(attention, name):
+    """What a layer does to projected queries or keys before RoPE, in fp64."""
+    if not hasattr(attention, name):
+        return lambda x: x
+    module = getattr(attention, name)
+    gamma = module.weight.detach().double()
+    return lambda x: gamma * x / (x.square().mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
+
+
+def sinks_of(attention, layer):
+    """The learned sinks, or such that take no share."""
+    if not layer.sinks:
+        return torch.full((layer.num_heads,), -torch.inf, dtype=torch.float64)
+    return attention.sinks.detach().double()
 
 
 def test_fisher_and_weighted_inputs_are_gradients_of_the_sampled_loss(tiny, monkeypatch, tmp_path):
@@ -108,17 +124,29 @@ def test_gauss_newton_weights_against_explicit_sums(tiny, monkeypatch, tmp_path)
     tokens, at = ids(1)[0], 1
     m = collect([tokens[None]], tmp_path)[at]
     layer, rotary = spec.layers[at], model.model.rotary_emb
-    _, q, k, v = qkv(model, spec, at, tokens)
-    w_o = model.model.layers[at].self_attn.o_proj.weight.detach().double()
+    attention = model.model.layers[at].self_attn
+    _, q, projected, v = qkv(model, spec, at, tokens)
+    q, k = norm_of(attention, "q_norm")(q), norm_of(attention, "k_norm")(projected)
+    w_o, sinks = attention.o_proj.weight.detach().double(), sinks_of(attention, layer)
     H, D = layer.num_heads, layer.head_dim
+
+    def pulled_back(u, key):
+        """u times the Jacobian of the norm at a key: diag(gamma)(I - n nᵀ/D)/sigma, n = key/sigma."""
+        if not layer.qk_norm:
+            return u
+        sigma = (key.square().mean() + attention.k_norm.variance_epsilon).sqrt()
+        n = key / sigma
+        u = attention.k_norm.weight.detach().double() * u
+        return (u - n * (n @ u) / D) / sigma
+
     key_outer, query_outer = torch.zeros(H, D, D).double(), torch.zeros(H, D, D).double()
     phase, total = torch.zeros(H, D // 2, dtype=torch.complex128), torch.zeros(H).double()
     weights = torch.zeros(H, T, T).double()
     theta = rotary.inv_freq.double()
-    sinks = model.model.layers[at].self_attn.sinks.detach().double() if layer.sinks else torch.full((H,), -torch.inf)
     for h in range(H):
         block = w_o[:, h * D : (h + 1) * D]
-        kh, vh = k[h // layer.group], v[h // layer.group]
+        group = h // layer.group
+        kh, vh = k[group], v[group]
         for i in range(T):
             first = 0 if layer.window is None else max(0, i - layer.window + 1)
             rows = [rotated(q[h, i], rotary, i - j) for j in range(first, i + 1)]
@@ -128,7 +156,8 @@ def test_gauss_newton_weights_against_explicit_sums(tiny, monkeypatch, tmp_path)
             out = a @ vh[first : i + 1]
             for n, j in enumerate(range(first, i + 1)):
                 w = float(a[n] ** 2 * (block @ (vh[j] - out)).square().sum())
-                key_outer[h] += spec.softmax_scale**2 * w * torch.outer(rows[n], rows[n])
+                felt = pulled_back(rows[n], projected[group, j])
+                key_outer[h] += spec.softmax_scale**2 * w * torch.outer(felt, felt)
                 query_outer[h] += spec.softmax_scale**2 * w * torch.outer(q[h, i], q[h, i])
                 phase[h] += w * torch.exp(-1j * theta * (i - j))
                 total[h] += w
@@ -138,6 +167,33 @@ def test_gauss_newton_weights_against_explicit_sums(tiny, monkeypatch, tmp_path)
     torch.testing.assert_close(m.query_outer, query_outer, rtol=1e-3, atol=1e-5 * float(query_outer.abs().max()))
     torch.testing.assert_close(m.key_outer, key_outer, rtol=0, atol=0.03 * float(key_outer.abs().max()))
     torch.testing.assert_close(m.rho, phase / total[:, None], rtol=0, atol=0.03)
+
+
+def test_key_weights_are_squared_jacobians_of_the_output(tiny, monkeypatch, tmp_path):
+    """By autograd, with no formula: every ∂(W_o o_i)/∂k_j for k_j as projected, norm, RoPE and softmax in between."""
+    model, spec, collect = tiny
+    monkeypatch.setattr(moments, "DRAWS", 3000)
+    tokens, at = ids(1)[0], 2
+    found = collect([tokens[None]], tmp_path)[at].key_outer
+    layer, attention, rotary = spec.layers[at], model.model.layers[at].self_attn, model.model.rotary_emb
+    _, q, k, v = qkv(model, spec, at, tokens)
+    q = norm_of(attention, "q_norm")(q)
+    w_o, sinks = attention.o_proj.weight.detach().double(), sinks_of(attention, layer)
+    D = layer.head_dim
+    for h in range(layer.num_heads):
+        expected = torch.zeros(D, D).double()
+        for i in range(T):
+            first = 0 if layer.window is None else max(0, i - layer.window + 1)
+            rows = torch.stack([rotated(q[h, i], rotary, i - j) for j in range(first, i + 1)])
+
+            def output(keys, h=h, i=i, first=first, rows=rows):
+                logits = spec.softmax_scale * (rows * norm_of(attention, "k_norm")(keys)).sum(-1)
+                a = torch.cat((logits, sinks[h : h + 1])).softmax(0)[:-1]
+                return w_o[:, h * D : (h + 1) * D] @ (a @ v[h // layer.group, first : i + 1])
+
+            jacobian = torch.func.jacfwd(output)(k[h // layer.group, first : i + 1])
+            expected += torch.einsum("cjd,cje->de", jacobian, jacobian)
+        torch.testing.assert_close(found[h], expected, rtol=0, atol=0.03 * float(found.abs().max()))
 
 
 def test_windows_in_one_batch_or_several_give_the_same_sums(tiny, monkeypatch, tmp_path):

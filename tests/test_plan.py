@@ -183,6 +183,48 @@ def test_key_norms_forbid_absorbing(llama: ModelSpec) -> None:
     assert make_plan(spec).converted == (0, 1, 2, 3)
 
 
+def test_norms_on_keys_leave_one_layout() -> None:
+    qwen3 = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"model_type": "qwen3", "hidden_size": 512}
+    spec = read_spec(qwen3 | {"attention_bias": True, "use_sliding_window": True, "max_window_layers": 3})
+    # transformers' default head size, not hidden / heads; and its default window, on the last layer.
+    assert [(layer.head_dim, layer.window) for layer in spec.layers] == [(128, None)] * 3 + [(128, 4096)]
+    assert all(layer.qk_norm and layer.q_bias and layer.o_bias for layer in spec.layers)
+    assert read_spec(qwen3 | {"sliding_window": 64}).layers[3].window is None
+    report = run_plan(qwen3, PlanConfig(drafts=0))
+    assert [row.label for row in report.rows] == ["gqa", "latent 384", "latent 256", "latent 224", "latent 128"]
+    assert report.best.chosen.layout == "latent"
+    # Said once, not for every budget.
+    assert [note for note in report.notes if "key norm" in note] == report.notes[:1]
+    assert report.render().count("key norm sits between projection and rotation") == 1
+    with pytest.raises(UserError, match="key norm"):
+        run_plan(qwen3, PlanConfig(layout="latent_rope"))
+
+
+def test_a_family_that_another_ones_classes_compute() -> None:
+    mimo = LLAMA | {"model_type": "mimo", "num_nextn_predict_layers": 1}
+    same = read_spec(LLAMA | {"model_type": "qwen2"})
+    assert read_spec(mimo) == dataclasses.replace(same, model_type="mimo")
+    assert same.layers[0].v_bias and not same.layers[0].o_bias
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("mixtral", "'mixtral' is not supported: transformers merges its experts' tensors"),
+        ("mimo_v2_flash", "'mimo_v2_flash' is not supported: its heads are of another size in keys than in values"),
+        ("qwen33", r"'qwen33' is not supported; .* did you mean 'qwen3'\?"),
+        ("t5", "'t5' is not supported; "),
+    ],
+)
+def test_unsupported_families_are_told_which_are_and_what_one_needs(model_type: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        read_spec(LLAMA | {"model_type": model_type})
+    said = str(caught.value)
+    assert "supported are gpt_oss, llama, mimo, mistral, qwen2, qwen3;" in said
+    assert "docs/adding-a-family.md" in said
+    assert "\n" not in said
+
+
 # Drawn models: any mix of widths, hidden sizes from narrower to wider than the cache.
 models = st.builds(
     lambda kv, group, half, hidden, windows: read_spec(

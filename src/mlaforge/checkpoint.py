@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from mlaforge import mxfp4
+from mlaforge import families, mxfp4
 from mlaforge.artifact import MANIFEST, sha256
 from mlaforge.runtime import UserError, cache_home, log, progress, resolve_dtype
 
@@ -166,6 +166,11 @@ class Reader:
         for name in indexed:
             if name not in self._file_of and not name.endswith(TABLE):
                 raise UserError(f"{directory} has no tensor {name!r}, though {INDEX} names it; fetch the model again")
+        # What the model does not use is not there for anyone who reads through this.
+        prefixes = families.left_out(read_config(directory)) if (directory / "config.json").is_file() else ()
+        self.left_out = [name for name in self._file_of if name.startswith(prefixes)]
+        for name in self.left_out:
+            del self._file_of[name]
 
     def _index(self) -> list[str]:
         path = self.directory / INDEX
@@ -230,6 +235,8 @@ class Reader:
     def check(self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset()) -> None:
         """As `check_shapes`, and UserError for the first tensor that holds NaN or infinity."""
         self.check_shapes(expected, tied)
+        if self.left_out:
+            log(f"left out: {len(self.left_out)} tensors that the logits do not depend on, such as {self.left_out[0]}")
         for name in progress(self, "check weights", len(self._file_of)):
             if not torch.isfinite(self[name]).all():
                 raise UserError(f"{self.directory}: {name!r} holds NaN or infinity; fetch the model again")
@@ -300,7 +307,7 @@ def model_class(config: dict[str, Any]) -> tuple[type, type]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if not is_converted(config):
-        config_class = CONFIG_MAPPING[config["model_type"]]
+        config_class = CONFIG_MAPPING[families.family_of(config).computed_by or config["model_type"]]
         return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     from mlaforge.modeling import configuration_mla, modeling_mla
 
@@ -316,22 +323,22 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
 
     Strict: UserError for an unsupported family or any tensor that is missing, extra, wrongly shaped or not finite.
     """
-    from mlaforge.families import family_of
-
     config = read_config(directory)
-    family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
+    families.family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
     config_class, causal_lm = model_class(config)
     with Reader(directory) as reader:
         reader.check_shapes(*expected_tensors(config))
+        left_out = set(reader.left_out)
     model, info = causal_lm.from_pretrained(  # type: ignore[attr-defined]
         directory,
-        config=config_class.from_pretrained(directory),  # type: ignore[attr-defined]
+        config=config_class.from_dict({**config, "model_type": config_class.model_type}),  # type: ignore[attr-defined]
         dtype=resolve_dtype(dtype, stored_dtype(config)),
         output_loading_info=True,
         local_files_only=True,
         use_safetensors=True,
     )
-    assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]), info
+    unexpected = set(info["unexpected_keys"]) - left_out
+    assert not (info["missing_keys"] or unexpected or info["mismatched_keys"]), info
     # Text from NaN looks like the text of a poor model, so that nobody would look for the reason here.
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

@@ -86,7 +86,7 @@ def verb(options: type | None = None) -> Callable[[Callable[..., None]], Callabl
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="model directory, .gguf file or hub id")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="new directory")]
-OptionalOut = Annotated[Path | None, typer.Argument(metavar="[OUT]", help="new directory for the result")]
+OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new directory for the result")]
 
 
 @verb(PlanConfig)
@@ -130,7 +130,7 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
 @verb(DemoConfig)
 def demo(
     config: DemoConfig,
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="where results go")] = Path("runs/demo"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where results go")] = Path("runs/demo"),
 ) -> None:
     """The whole chain on a real model (SmolLM2-135M), in minutes on a CPU."""
     from mlaforge import demo as stage

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,22 +39,28 @@ def field_types(cls: type) -> dict[str, type]:
     return plain
 
 
+# How a person calls what a field holds.
+WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+
+
 def _checked(cls: type, name: str, value: Any, where: str) -> Any:
-    """`value` as the field's type; a recipe's integers serve as floats, nothing else is converted silently."""
+    """`value` as the field's type. What YAML takes for another type than the writer meant is put right."""
     field = {f.name: f for f in dataclasses.fields(cls)}[name]
     kind = field_types(cls)[name]
     if value is None:
         if field.default is None:
             return None
-        raise UserError(f"{where}: {name} needs a {kind.__name__}, not nothing")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    # YAML reads 1e-4 as text and 0,2,5 as text or a number; the field's type decides.
-    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UserError(f"{where}: {name} = {value!r} must be a {kind.__name__}")
+        raise UserError(f"{where}: {name} needs {WORDS[kind]}, not nothing")
     choices = field.metadata.get("choices", ())
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        with suppress(ValueError):  # 1 is an integer to YAML, 1e-4 is text
+            value = float(value)
+    if kind is str and isinstance(value, bool) and (word := "on" if value else "off") in choices:
+        value = word
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)  # --layers 2
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UserError(f"{where}: {name} = {value!r} must be {WORDS[kind]}")
     if choices and value not in choices:
         hint = nearest(str(value), choices)
         raise UserError(f"{where}: {name} = {value!r} must be one of {', '.join(choices)}{hint}")

@@ -7,6 +7,7 @@ English and Python that the Python installation itself carries, so that everythi
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import random
@@ -35,6 +36,8 @@ KEPT = 8
 LONG = 256
 # Share of the embedded documents that only evaluation sees.
 HELD_OUT = 0.25
+# Tokens before the end of a text that was cut which are not trusted.
+CUT = 1024
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def _docstrings(tree: ast.Module) -> str:
     return "\n\n".join(text for text in found if text and len(text) > 80)
 
 
+@functools.cache
 def embedded_documents() -> dict[str, dict[str, str]]:
     """kind -> name -> text: `manual` (the language reference), `docstrings` and `code` of the standard library.
 
@@ -129,25 +133,33 @@ def held_out(name: str) -> bool:
     return _draw(name, "split") < HELD_OUT
 
 
-def _tokens(tokenizer: Any, text: str) -> Tensor:
-    # Counted in windows, so that the tokenizer's warning about its model's length does not apply.
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
+def _tokens(tokenizer: Any, text: str, wanted: int | None = None) -> Tensor:
+    """Token ids of `text`; where only the first `wanted` are, the rest of a long text is not read."""
+    size = len(text) if wanted is None else 8 * wanted
+    while True:
+        # Counted in windows, so that the tokenizer's warning about its model's length does not apply.
+        ids = tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"]
+        if wanted is None or size >= len(text):
+            return torch.tensor(ids, dtype=torch.int64)
+        # Only the last tokens before a cut can differ from those of the whole text.
+        if len(ids) >= wanted + CUT:
+            return torch.tensor(ids[:wanted], dtype=torch.int64)
+        size *= 4
 
 
 def _cut(ids: Tensor, seqlen: int) -> Tensor:
     return ids[: len(ids) // seqlen * seqlen].view(-1, seqlen)
 
 
-def _embedded_windows(tokenizer: Any, seqlen: int, judged: bool, seed: int) -> Tensor:
-    """All windows of one side of the split, the kinds interleaved, each in seeded order."""
+def _embedded_windows(tokenizer: Any, count: int, seqlen: int, judged: bool, seed: int) -> Tensor:
+    """The first `count` windows of one side of the split, the kinds interleaved, each in seeded order."""
     per_kind = []
     for kind, documents in embedded_documents().items():
         names = sorted(n for n in documents if held_out(n) == judged)
         random.Random(f"{seed}:{kind}").shuffle(names)
-        per_kind.append(_cut(_tokens(tokenizer, "\n\n".join(documents[n] for n in names)), seqlen))
+        per_kind.append(_cut(_tokens(tokenizer, "\n\n".join(documents[n] for n in names), count * seqlen), seqlen))
     rows = [kind[i] for i in range(max(map(len, per_kind))) for kind in per_kind if i < len(kind)]
-    return torch.stack(rows) if rows else torch.empty(0, seqlen, dtype=torch.int64)
+    return torch.stack(rows[:count]) if rows else torch.empty(0, seqlen, dtype=torch.int64)
 
 
 def windows(
@@ -160,9 +172,9 @@ def windows(
     Fewer windows than asked for are given as they are; none at all is a UserError.
     """
     if source == EMBEDDED:
-        ids = _embedded_windows(tokenizer, seqlen, judged, seed or 0)[:count]
+        ids = _embedded_windows(tokenizer, count, seqlen, judged, seed or 0)
     else:
-        ids = _cut(_tokens(tokenizer, read_text(source)), seqlen)
+        ids = _cut(_tokens(tokenizer, read_text(source), count * seqlen if seed is None else None), seqlen)
         if seed is not None and len(ids) > count:
             ids = ids[sorted(random.Random(seed).sample(range(len(ids)), count))]
         ids = ids[:count]

@@ -36,7 +36,7 @@ class LayerWeights:
     def of(
         cls, latent: factorize.Latent, own: dict[str, Tensor], moments: LayerMoments, q_lora_rank: int | None
     ) -> LayerWeights:
-        """`own`: tensors of the layer's GQA module by name; its o_proj and sinks are kept."""
+        """`own`: tensors of the layer's GQA module by name; its o_proj, sinks and q/k norms are kept."""
         tensors: dict[str, Tensor] = {
             "kv_a_proj_with_mqa.weight": latent.kv_a,
             "kv_a_proj_with_mqa.bias": latent.b_kv_a,
@@ -51,7 +51,7 @@ class LayerWeights:
         if latent.rope_index is not None:
             tensors["rope_index"] = latent.rope_index
         for name, tensor in own.items():
-            if name.split(".")[0] in ("o_proj", "sinks"):
+            if name.split(".")[0] in ("o_proj", "sinks", "q_norm", "k_norm"):
                 tensors[name] = tensor
         return cls({name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
@@ -62,10 +62,12 @@ def mla_config(
     """config.json of the converted model: the source's, its type changed, the MLA fields added."""
     layer = spec.layers[plan.converted[0]]
     chosen = [plan.layers[i] for i in plan.converted]
-    prefix = checkpoint.model_class(raw)[1].__name__.removesuffix("ForCausalLM")
+    config_class, causal_lm = checkpoint.model_class(raw)
+    prefix = causal_lm.__name__.removesuffix("ForCausalLM")
     return {
         **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
-        "model_type": raw["model_type"] + checkpoint.SUFFIX,
+        # Of the class that computes it, which for some families is another's.
+        "model_type": config_class.model_type + checkpoint.SUFFIX,  # type: ignore[attr-defined]
         "architectures": [f"{prefix}MlaForCausalLM"],
         "auto_map": {
             "AutoConfig": f"configuration_mla.{prefix}MlaConfig",
@@ -85,6 +87,7 @@ def mla_config(
         "mla_k_bias": layer.k_bias,
         "mla_o_bias": layer.o_bias or o_bias,
         "mla_sinks": layer.sinks,
+        "mla_qk_norm": layer.qk_norm,
     }
 
 

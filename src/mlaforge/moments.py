@@ -41,7 +41,8 @@ class LayerMoments:
     x_outer [hidden, hidden], x_sum [hidden], x_weight: the normed inputs x of the projections, each token weighted
     by |g|². The loss of an error E x is E[(gᵀE x)²]; a plain E[ggᵀ] ⊗ E[xxᵀ] would let the few tokens that everything
     attends to set the scale of g while hardly counting in x.
-    key_outer, query_outer [H, D, D]: scale² · Σ_j w_ij (R_{i-j} q_i)(·)ᵀ, and the same without the rotation.
+    key_outer, query_outer [H, D, D]: scale² · Σ_j w_ij (R_{i-j} q_i)(·)ᵀ, and the same without the rotation. With
+    norms on q and k, q_i is normed and key_outer has J_jᵀ R_{i-j} q_i, J_j the Jacobian of the norm at key j.
     value_mix [H, H]: Σ_j a^h_ij a^h'_ij.   phase [H, P] complex, weight [H]: Σ w_ij e^{-iω(i-j)} and Σ w_ij.
     """
 
@@ -106,15 +107,20 @@ class LayerMoments:
 
 def _gauss_newton(
     moments: LayerMoments, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor],
-    w_o: Tensor, sinks: Tensor | None, scale: float, generator: torch.Generator,
+    w_o: Tensor, scale: float, generator: torch.Generator, sinks: Tensor | None = None,
+    norms: tuple[nn.Module, nn.Module] | None = None,
 ) -> None:  # fmt: skip
     """Adds one window's local Gauss-Newton weights, at ROWS random query rows.
 
-    q [H, T, D], k and v [G, T, D] before RoPE; rope: cos and sin [T, P]; w_o [hidden, H·D]; sinks [H].
+    q [H, T, D], k and v [G, T, D] as they are projected; rope: cos and sin [T, P]; w_o [hidden, H·D]; sinks [H];
+    norms: what q and k pass through before RoPE.
     An error δk_j moves the output of head h by Σ_i a_ij (v_j - o_i) (∂logit_ij/∂k_j)·δk_j, seen through W_o.
     """
     T = q.shape[1]
     device = q.device
+    projected = k
+    if norms is not None:
+        q, k = norms[0](q), norms[1](k)
     rows = torch.randperm(T, generator=generator)[:ROWS].sort().values.to(device)
     cos, sin = rope
     q_rot, k_rot = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -148,6 +154,10 @@ def _gauss_newton(
     # R_{i-j} q_i: the rotated query turned back by j (the scaling of cos and sin stays in, once for each).
     turned = rotate(q_rows[:, :, None].expand(-1, -1, DRAWS, -1).flatten(1, 2)[:, None],
                     cos[key_at].flatten(1, 2), -sin[key_at].flatten(1, 2))[:, 0]  # fmt: skip
+    if norms is not None:
+        # The logit's gradient by the key as it is projected: back through the norm at that key.
+        at = key_at.flatten(1)[..., None].expand(-1, -1, layer.head_dim)
+        turned = torch.func.vjp(norms[1], projected.repeat_interleave(layer.group, dim=0).gather(1, at))[1](turned)[0]
     moments.key_outer += torch.einsum("hnd,hn,hne->hde", turned, share, turned).double()
     q_plain = q[:, rows]
     moments.query_outer += torch.einsum("hid,hi,hie->hde", q_plain, scale**2 * total_HI, q_plain).double()
@@ -312,6 +322,7 @@ def _accumulate(
     moments.tokens += len(x)
     w_o = attention.o_proj.weight.float()
     sinks = attention.sinks.float() if layer.sinks else None
+    norms = (attention.q_norm, attention.k_norm) if layer.qk_norm else None
     cos, sin = (pairs(table, layer.head_dim // 2).float() for table in seen["rope"])
     for b in range(seen["x"].shape[0]):
         q, k, v = (
@@ -319,4 +330,4 @@ def _accumulate(
             for name in ("q_proj", "k_proj", "v_proj")
         )
         row = min(b, cos.shape[0] - 1)
-        _gauss_newton(moments, layer, q, k, v, (cos[row], sin[row]), w_o, sinks, scale, generator)
+        _gauss_newton(moments, layer, q, k, v, (cos[row], sin[row]), w_o, scale, generator, sinks, norms)

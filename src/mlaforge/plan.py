@@ -184,8 +184,8 @@ def _layer_plan(
     limit = rank_limit(spec, layer, layout)
     if layout == "latent_rope" and layer.qk_norm:
         raise UserError(
-            f"layer {index} cannot become latent_rope: its key norm sits between projection and rotation, so "
-            "keys cannot be absorbed; use layout latent"
+            f"layer {index} cannot become latent_rope: its key norm sits between projection and rotation and spans "
+            "the whole head, so no rotary key can be split off and keys cannot be absorbed; use layout latent"
         )
     if kv_lora_rank is not None and not 1 <= kv_lora_rank <= limit:
         raise UserError(

@@ -148,15 +148,21 @@ def compare(
     layouts: Sequence[str] = LATENT_LAYOUTS,
     layers: str = "all",
 ) -> tuple[list[Row], list[str]]:
-    """The unconverted model, then each layout at each budget; and a line for each pair that no rank fits."""
+    """The unconverted model, then each layout at each budget; and a line for each pair that no rank fits, or for a
+    layout that fits at no budget for one reason."""
     select_layers(spec, layers)
     rows, left_out = [Row(unconverted(spec), gpu, context, batch, drafts)], []
     for layout in layouts:
+        reasons = {}
         for budget in budgets:
             try:
                 rows.append(Row(make_plan(spec, budget, layout, layers), gpu, context, batch, drafts))
             except UserError as error:
-                left_out.append(f"{layout} at {budget} is left out: {error}")
+                reasons[budget] = str(error)
+        if len(reasons) == len(budgets) and len(set(reasons.values())) == 1:
+            left_out.append(f"{layout} is left out: {reasons[budgets[0]]}")
+        else:
+            left_out += [f"{layout} at {budget} is left out: {reason}" for budget, reason in reasons.items()]
     return rows, left_out
 
 

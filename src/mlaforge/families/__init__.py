@@ -19,11 +19,26 @@ class Family:
 
     `attention` is the prefix of a layer's attention tensors; below it every supported family calls its
     projections q_proj, k_proj, v_proj and o_proj.
+    `computed_by` is the model_type whose transformers classes compute the model, where they are not its own.
+    `left_out` are prefixes of tensors that its logits do not depend on: they are neither read nor written.
     """
 
     model_type: str
     read_spec: Callable[[Config], ModelSpec]
     attention: str = "model.layers.{layer}.self_attn."
+    computed_by: str | None = None
+    left_out: tuple[str, ...] = ()
+
+
+_MERGED = "transformers merges its experts' tensors while loading, which the strict check of names does not follow"
+# What is asked for and does not fit, and why.
+REFUSED = {
+    "mixtral": _MERGED,
+    "qwen2_moe": _MERGED,
+    "qwen3_moe": _MERGED,
+    "mimo_v2_flash": "its heads are of another size in keys than in values, only a third of a key turns, and KV heads "
+    "and RoPE differ between layers",
+}
 
 
 def read_rope(config: Config) -> RopeSpec:
@@ -80,13 +95,14 @@ def weight_bits(config: Config) -> float:
 
 def families() -> dict[str, Family]:
     """All families by model_type."""
-    from mlaforge.families import gpt_oss, llama, mistral, qwen2
+    from mlaforge.families import gpt_oss, llama, mimo, mistral, qwen2, qwen3
 
-    return {family.model_type: family for module in (llama, qwen2, mistral, gpt_oss) for family in [module.FAMILY]}
+    modules = (llama, qwen2, qwen3, mistral, mimo, gpt_oss)
+    return {family.model_type: family for module in modules for family in [module.FAMILY]}
 
 
 def family_of(config: Config) -> Family:
-    """The family of a config.json. Raises UserError that lists the supported ones."""
+    """The family of a config.json. Raises UserError that lists the supported ones and says what a new one needs."""
     from mlaforge.config import nearest
 
     known = families()
@@ -94,11 +110,19 @@ def family_of(config: Config) -> Family:
     if not isinstance(model_type, str):
         raise UserError("config.json has no 'model_type'; a Hugging Face model's config.json has one")
     if model_type not in known:
+        reason = REFUSED.get(model_type)
         raise UserError(
-            f"model type {model_type!r} is not supported; supported are {', '.join(sorted(known))}"
-            f"{nearest(str(model_type), known)}"
+            f"model type {model_type!r} is not supported{f': {reason}' if reason else ''}; supported are "
+            f"{', '.join(sorted(known))}; docs/adding-a-family.md says what a new one needs (about 50 lines)"
+            f"{'' if reason else nearest(model_type, known)}"
         )
     return known[model_type]
+
+
+def left_out(config: Config) -> tuple[str, ...]:
+    """Prefixes of tensors in the checkpoint of a config.json that its model does not use."""
+    family = families().get(str(config.get("model_type")))
+    return family.left_out if family else ()
 
 
 def read_spec(config: Config) -> ModelSpec:

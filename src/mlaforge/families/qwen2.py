@@ -10,9 +10,8 @@ from mlaforge.runtime import UserError
 from mlaforge.spec import ModelSpec
 
 
-def read_spec(config: Config) -> ModelSpec:
-    require(config, "num_key_value_heads")
-    spec = dense_spec(config)
+def with_windows(spec: ModelSpec, config: Config) -> ModelSpec:
+    """`spec` with the sliding windows that `use_sliding_window` and its companions ask for."""
     # An absent key is transformers' default window.
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
@@ -22,12 +21,17 @@ def read_spec(config: Config) -> ModelSpec:
     if not isinstance(kinds, list) or len(kinds) != spec.num_layers:
         raise UserError(f"config.json: layer_types = {kinds!r} must name each of the {spec.num_layers} layers")
     layers = tuple(
-        dataclasses.replace(
-            layer, q_bias=True, k_bias=True, v_bias=True, window=window if kind == "sliding_attention" else None
-        )
+        dataclasses.replace(layer, window=window if kind == "sliding_attention" else None)
         for layer, kind in zip(spec.layers, kinds, strict=True)
     )
     return dataclasses.replace(spec, layers=layers)
+
+
+def read_spec(config: Config) -> ModelSpec:
+    require(config, "num_key_value_heads")
+    spec = dense_spec(config)
+    biased = dataclasses.replace(spec.layers[0], q_bias=True, k_bias=True, v_bias=True)
+    return with_windows(dataclasses.replace(spec, layers=(biased,) * spec.num_layers), config)
 
 
 FAMILY = Family("qwen2", read_spec)

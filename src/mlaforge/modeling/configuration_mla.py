@@ -30,6 +30,8 @@ FIELDS = {
     "mla_k_bias": (bool, False),
     "mla_o_bias": (bool, False),
     "mla_sinks": (bool, False),
+    # Whether queries and keys are RMS-normed per head before RoPE, as in the source (layout `latent` only).
+    "mla_qk_norm": (bool, False),
 }
 
 _classes: dict[str, type] = {}

@@ -1,7 +1,7 @@
 """Multi-head latent attention with two cache layouts, a drop-in for a decoder layer's `self_attn`.
 
-`latent`: a token caches c (r numbers). Keys are decompressed from c and rotated where they are read, so all of
-RoPE is kept; values can be absorbed (attend over c, then apply W_uv).
+`latent`: a token caches c (r numbers). Keys are decompressed from c, normed where the source norms them, and rotated
+where they are read, so all of RoPE is kept; values can be absorbed (attend over c, then apply W_uv).
 `latent_rope`: a token caches c and one rotary key (r + d_r numbers) that all heads share: DeepSeek-V2's layout
 (arXiv:2405.04434), with a table that says which of the model's frequencies each rotary pair turns with.
 
@@ -24,6 +24,19 @@ from .attention_mla import FUSED, attend, attend_fused, sink_share
 from .rope_mla import RotationTable, pairs, rotate
 
 
+class HeadRMSNorm(nn.Module):
+    """weight · x / sqrt(mean(x²) + eps) over the last dimension, in fp32 until it meets the weight."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = x.float()
+        return self.weight * (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 class LatentAttention(nn.Module):
     """MLA of one layer. `config` is a `<Family>MlaConfig`; `table` rotates the cached keys of the `latent` layout.
 
@@ -34,6 +47,8 @@ class LatentAttention(nn.Module):
         o_proj               [hidden, H·V]
         rope_index           [E/2] int64, only in latent_rope: the model's frequency that each rotary pair turns with
         sinks                [H], only where the softmax has a learned sink
+        q_norm, k_norm       [D], only in latent and where the source has them: RMS norms per head, between projection
+                             (for keys: decompression) and RoPE
 
     Key positions are indices into the cache: RoPE sees only differences, and within what a mask lets a token see,
     positions are contiguous in every cache and padding that transformers makes.
@@ -77,6 +92,12 @@ class LatentAttention(nn.Module):
             self.register_buffer("rope_index", torch.zeros(self.rope_dim // 2, dtype=torch.int64))
         if config.mla_sinks:
             self.sinks = nn.Parameter(torch.zeros(self.num_heads))
+        self.qk_norm = config.mla_qk_norm
+        if self.qk_norm:
+            # A norm spans the whole head, so no part of a key could be kept rotary on its own.
+            assert self.layout == "latent"
+            self.q_norm = HeadRMSNorm(self.nope_dim, config.rms_norm_eps)
+            self.k_norm = HeadRMSNorm(self.nope_dim, config.rms_norm_eps)
 
     def forward(
         self,
@@ -103,6 +124,8 @@ class LatentAttention(nn.Module):
         x = hidden_states if self.config.q_lora_rank is None else self.q_a_proj(hidden_states)
         q = (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)(x)
         q_BHTD = q.view(B, T, self.num_heads, -1).transpose(1, 2)
+        if self.qk_norm:
+            q_BHTD = self.q_norm(q_BHTD)
         row_BTR = self.kv_a_proj_with_mqa(hidden_states)
 
         if self.layout == "latent_rope":
@@ -147,6 +170,9 @@ class LatentAttention(nn.Module):
         return w_uk, w_uv, b_k, b_v
 
     def _rotated_keys(self, k_BGSD: Tensor) -> Tensor:
+        """What a query of the `latent` layout is multiplied with, from keys as they are decompressed."""
+        if self.qk_norm:
+            k_BGSD = self.k_norm(k_BGSD)
         cos, sin = self.table(k_BGSD.shape[2], k_BGSD)
         return rotate(k_BGSD, cos, sin)
 
