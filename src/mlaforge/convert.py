@@ -23,7 +23,7 @@ from mlaforge.export import write_checkpoint
 from mlaforge.families import family_of
 from mlaforge.moments import collect
 from mlaforge.options import ConvertConfig
-from mlaforge.plan import Plan, make_plan
+from mlaforge.plan import Plan, make_plan, window_choices
 from mlaforge.rebuild import Choices, Rebuild
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.spec import ModelSpec
@@ -199,4 +199,6 @@ def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         "fraction": plan.cached_per_token / before,
         "gqa_bytes_per_token": before * dtype.itemsize,
         "mla_bytes_per_token": plan.cached_per_token * dtype.itemsize,
+        # Bytes in bf16 that one request holds by its length, for each choice of layers.
+        "window_choices": window_choices(plan),
     }

@@ -21,7 +21,10 @@ class ConvertConfig:
     kv_lora_rank: int | None = option(None, "latent rank of every converted layer, instead of --budget", "numbers")
     qk_rope_head_dim: int | None = option(None, "shared rotary key of latent_rope (64, or half the budget)", "numbers")
     q_lora_rank: int | None = option(None, "factor the query projection to this rank", "numbers")
-    layers: str = option("all", "layers to convert: all, full (leave sliding windows), or a list such as 0,2,5-9")
+    layers: str = option(
+        "auto", "layers to convert: all, full (those without a sliding window), a list such as 0,2,5-9, or auto: full "
+        "where a model has both kinds, else all",
+    )  # fmt: skip
     ranks: str = option(
         "allocated", "ranks over layers: by predicted loss, or the same for all", choices=("allocated", "uniform")
     )

@@ -108,7 +108,7 @@ def make_plan(
     spec: ModelSpec,
     budget: float = 0.5,
     layout: str = "latent",
-    layers: str = "all",
+    layers: str = "auto",
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
 ) -> Plan:
@@ -116,7 +116,8 @@ def make_plan(
 
     `budget` in (0, 1] is the fraction of those layers' GQA cache (K and V) that the plan may use; ranks are
     rounded down to a multiple of 8, and at 1.0 nothing is removed. `kv_lora_rank` takes the budget's place.
-    `layers` is `all`, `full` (those without a sliding window) or a list such as `0,2,5-9`.
+    `layers` is `all`, `full` (those without a sliding window), `auto` (full where a model has both kinds, else all)
+    or a list such as `0,2,5-9`.
     Raises UserError for a value that is out of range or that a layer cannot hold.
     """
     if not 0.0 < budget <= 1.0:
@@ -143,12 +144,12 @@ def make_plan(
 
 
 def select_layers(spec: ModelSpec, layers: str) -> set[int]:
-    """Layer indices of `all`, `full` or a list such as `0,2,5-9`; never empty. Raises UserError."""
+    """Layer indices of `auto`, `all`, `full` or a list such as `0,2,5-9`; never empty. Raises UserError."""
     text, last = layers.strip(), spec.num_layers - 1
-    if text == "all":
+    full = {i for i, layer in enumerate(spec.layers) if layer.window is None}
+    if text == "all" or (text == "auto" and not full):
         return set(range(spec.num_layers))
-    if text == "full":
-        full = {i for i, layer in enumerate(spec.layers) if layer.window is None}
+    if text in ("full", "auto"):
         if not full:
             raise UserError("layers 'full' selects none: all layers slide; use 'all' or a list such as '0,2,5-9'")
         return full
@@ -229,6 +230,22 @@ def _rope_dim(layer: LayerSpec, index: int, default: int, given: int | None) -> 
             f"({layer.num_kv_heads} KV heads · {layer.head_dim})"
         )
     return given
+
+
+CONTEXTS = (8192, 32768, 131072)
+
+
+def window_choices(plan: Plan) -> dict[str, dict[int, int]]:
+    """Cache bytes of one request at CONTEXTS for GQA, for `full` and for `all` layers converted as `plan` converts its
+    first one; empty for a model whose layers do not differ in their window."""
+    spec, chosen = plan.spec, plan.layers[plan.converted[0]]
+    windows = [layer.window is not None for layer in spec.layers]
+    if len(set(windows)) == 1:
+        return {}
+    gqa = LayerPlan("gqa")
+    full = Plan(spec, tuple(gqa if window else chosen for window in windows))
+    plans = {"gqa": unconverted(spec), "full": full, "all": Plan(spec, (chosen,) * spec.num_layers)}
+    return {name: {tokens: each.cache_bytes(tokens) for tokens in CONTEXTS} for name, each in plans.items()}
 
 
 @dataclass(frozen=True)

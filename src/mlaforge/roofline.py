@@ -17,6 +17,7 @@ from typing import Any
 from mlaforge.config import nearest, option
 from mlaforge.families import read_spec
 from mlaforge.plan import (
+    CONTEXTS,
     GPUS,
     LATENT_LAYOUTS,
     Cost,
@@ -31,6 +32,7 @@ from mlaforge.plan import (
     select_layers,
     unconverted,
     weight_bytes,
+    window_choices,
 )
 from mlaforge.runtime import UserError
 from mlaforge.spec import LayerSpec, ModelSpec
@@ -146,7 +148,7 @@ def compare(
     drafts: int,
     budgets: Sequence[float],
     layouts: Sequence[str] = LATENT_LAYOUTS,
-    layers: str = "all",
+    layers: str = "auto",
 ) -> tuple[list[Row], list[str]]:
     """The unconverted model, then each layout at each budget; and a line for each pair that no rank fits, or for a
     layout that fits at no budget for one reason."""
@@ -247,7 +249,9 @@ class PlanConfig:
     layout: str | None = option(None, "cache layout of the converted layers", choices=LATENT_LAYOUTS)
     kv_lora_rank: int | None = option(None, "latent numbers per token, in place of a budget", "numbers")
     qk_rope_head_dim: int | None = option(None, "rotary key numbers per token (latent_rope)", "numbers")
-    layers: str = option("all", "layers to convert: all, full, or a list such as 0,2,5-9")
+    layers: str = option(
+        "auto", "layers to convert: all, full, auto (full beside sliding ones) or a list such as 0,2,5-9"
+    )
 
 
 BUDGETS = (0.75, 0.5, 0.4375, 0.25)
@@ -384,7 +388,12 @@ class PlanReport:
                     cost, ms = step.costs[part], step.seconds[part] * 1e3
                     table[-1] += [_size(cost.bytes), _number(cost.flops / 1e9), _number(ms)]
         parts = _table(table if drafts else [line[:4] for line in table])
-        lines += ["", "Parts of a step", *parts, "", f"Recommended (*): {self.reason}"]
+        lines += ["", "Parts of a step", *parts]
+        if choices := window_choices(self.best.plan) if self.best.plan.converted else {}:
+            heads = [f"{tokens // 1024}K" for tokens in CONTEXTS]
+            table = [["layers converted", *heads], *([name, *map(_size, b.values())] for name, b in choices.items())]
+            lines += ["", f"Cache of one request, {self.best.label}", *_table(table)]
+        lines += ["", f"Recommended (*): {self.reason}"]
         if self.asked and self.asked is not self.best:
             lines += [f"Yours (>): {self.asked.label}: {analyse(self.asked, self.rows[0])}"]
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])
@@ -401,4 +410,5 @@ class PlanReport:
                 costs = {part: dataclasses.asdict(cost) for part, cost in step.costs.items()}
                 cells[name] = {part: {**costs[part], "ms": step.seconds[part] * 1e3} for part in costs}
             rows.append(cells)
-        return {"record": self.record(), "rows": rows, "reason": self.reason, "notes": self.notes}
+        return {"record": self.record(), "rows": rows, "reason": self.reason, "notes": self.notes,
+                "window_choices": window_choices(self.best.plan) if self.best.plan.converted else {}}  # fmt: skip
