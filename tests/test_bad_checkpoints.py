@@ -133,7 +133,7 @@ def test_damaged_tensors_are_not_judged_either(verb, how, model, refused, evalua
 
 
 @given(share=st.floats(0, 1, exclude_max=True))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_weights_cut_anywhere_are_refused(share, tiny_models, refused, short, tmp_path):
     shutil.copytree(tiny_models["llama"], tmp_path / "m", dirs_exist_ok=True)
     truncate(tmp_path / "m" / WEIGHTS, share)

@@ -182,6 +182,11 @@ def test_generate_puts_two_models_side_by_side(halved, tiny_models, cli):
     assert [int(size) / int(tokens) for _, size, tokens in runs] == [4 * 192, 4 * 96]
 
 
+def test_the_model_in_this_folder_has_a_name(halved, cli, monkeypatch):
+    monkeypatch.chdir(halved)
+    assert "\n[out: " in printed(cli("generate", ".", "--max-new-tokens", 1, "--device", "cpu"))
+
+
 def test_report_prints_where_it_is(halved, cli, refused, tmp_path):
     page = tmp_path / "new" / "report.html"
     assert printed(cli("report", halved.parent, page)).strip() == str(page)

@@ -46,7 +46,7 @@ def valid_settings(draw):
 
 
 @given(valid_settings(), st.randoms())
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_settings_survive_any_way_in(recipe, chosen, random):
     """As options, as a recipe with either dash, split between both, and what is resolved as a recipe again."""
     cls, values = chosen

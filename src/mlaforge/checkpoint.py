@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -50,7 +51,8 @@ def locate(model: str) -> Path:
     if path.suffix == ".gguf":
         return from_gguf(path)
     if path.is_dir():
-        return path
+        # With a name, even for `.`; links stay as the user called them.
+        return Path(os.path.abspath(path))
     if path.exists():
         raise UserError(f"{model} is a file; give a model directory, a .gguf file or a hub id such as org/name")
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
@@ -401,10 +403,11 @@ def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]]
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over config.json and every weight file of a model directory; UserError where it has no config."""
+    """SHA-256 over config.json, every weight file and the companions (a chat template decides what is generated) of
+    a model directory; UserError where it has no config."""
     read_config(directory)
     digest = hashlib.sha256()
-    for path in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
+    for path in sorted([directory / "config.json", *directory.glob("*.safetensors"), *companions(directory)]):
         digest.update(f"{path.name} {sha256(path)}\n".encode())
     return digest.hexdigest()
 

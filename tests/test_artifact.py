@@ -1,0 +1,223 @@
+"""Artifacts: when two are the same, and that one appears whole or not at all."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlaforge.artifact import MANIFEST, Manifest, finished, writing
+from mlaforge.options import ConvertConfig
+from mlaforge.runtime import UserError
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+RECORD = st.dictionaries(st.text(max_size=3), PLAIN, max_size=3)
+
+
+def manifest(**changes):
+    return Manifest(**{"stage": "convert", "config": {"budget": 0.5}, "inputs": {"model": {"sha256": "a1"}}, **changes})
+
+
+def upside_down(values):
+    """The same with every dictionary's keys in the other order."""
+    if isinstance(values, list):
+        return [upside_down(value) for value in values]
+    if isinstance(values, dict):
+        return {key: upside_down(values[key]) for key in reversed(values)}
+    return values
+
+
+# Fingerprints
+
+
+@given(RECORD, RECORD, RECORD, RECORD)
+def test_fingerprints_are_alike_exactly_where_what_was_asked_for_is(config, inputs, other_config, other_inputs):
+    asked = Manifest("convert", config, inputs)
+    same = Manifest("convert", upside_down(config), upside_down(inputs))
+    same.metrics, same.seconds, same.files = {"ppl": 20.8}, {"load": 1.0}, ["config.json"]
+    same.environment = {"torch": "9.9", "device": "abacus"}
+    assert same.fingerprint == asked.fingerprint
+    other = Manifest("convert", other_config, other_inputs)
+    alike = json.dumps([config, inputs], sort_keys=True) == json.dumps([other_config, other_inputs], sort_keys=True)
+    assert (other.fingerprint == asked.fingerprint) == alike
+    assert Manifest("eval", config, inputs).fingerprint != asked.fingerprint
+    older = Manifest("convert", config, inputs, environment={"mlaforge": "0.0.9"})
+    assert older.fingerprint != asked.fingerprint
+
+
+@given(RECORD, RECORD, RECORD)
+def test_a_manifest_is_read_as_it_was_saved(tmp_path_factory, config, inputs, metrics):
+    folder = tmp_path_factory.mktemp("saved")
+    saved = Manifest("eval", config, inputs, metrics, {"eval": 1.5}, {}, ["a", "b"])
+    saved.save(folder)
+    assert saved.environment["mlaforge"]
+    read = Manifest.load(folder)
+    assert read == saved and read.fingerprint == saved.fingerprint
+    assert json.loads((folder / MANIFEST).read_text())["fingerprint"] == saved.fingerprint
+
+
+# Every option of `convert` that is part of what was asked for -> another value of it that the tiny model can have.
+OTHER = {
+    "budget": [0.75],
+    "layout": ["latent_rope"],
+    "kv_lora_rank": [24],
+    "qk_rope_head_dim": [8, "--layout", "latent_rope"],
+    "q_lora_rank": [24],
+    "layers": ["1"],
+    "ranks": ["uniform"],
+    "calibration": ["embedded"],
+    "nsamples": [5],
+    "seqlen": [65],
+    "batch_size": [2],
+    "evaluation": ["embedded"],
+    "eval_windows": [3],
+    "refit": ["on"],
+    "dtype": ["bfloat16"],
+    "seed": [1],
+    "qk_mqa_dim": [8],
+    "collapse": ["auto"],
+    "freqfold": ["auto"],
+    "deepseek_style": [],
+}
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+# Everything that a conversion reads -> a change of it.
+INPUTS = {
+    "model.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"),
+    "config.json": lambda path: edit(path, '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'),
+    "chat_template.jinja": lambda path: edit(path, "assistant:", "model:"),
+    "generation_config.json": lambda path: edit(path, '"eos_token_id": 258', '"eos_token_id": 257'),
+    "calibration.txt": lambda path: path.write_text("Another beginning. " + path.read_text()),
+    "evaluation.txt": lambda path: path.write_text("Another beginning. " + path.read_text()),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tiny_models, calibration_file, evaluation_file, cli, short, tmp_path_factory):
+    """A conversion with all that it was made from in one folder."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(tiny_models["llama"], folder / "model")
+    texts = [shutil.copy(file, folder) for file in (calibration_file, evaluation_file)]
+    command = ["convert", folder / "model", folder / "out", *short, "--calibration", texts[0], "--evaluation", texts[1]]
+    done = cli(*command)
+    assert done.exit_code == 0, done.stderr
+    return command
+
+
+def test_every_option_of_convert_is_named_here():
+    assert set(OTHER) == {field.name for field in dataclasses.fields(ConvertConfig)} - {"device"}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_option_is_another_result(name, made, cli):
+    done = cli(*made, f"--{name.replace('_', '-')}", *OTHER[name])
+    assert done.exit_code == 2 and "holds another convert result" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_another_input_is_another_result(name, made, cli):
+    folder = made[1].parent
+    path = folder / name if name.endswith(".txt") else folder / "model" / name
+    before = path.read_bytes()
+    try:
+        INPUTS[name](path)
+        done = cli(*made)
+    finally:
+        path.write_bytes(before)
+    assert done.exit_code == 2 and "holds another convert result" in done.stderr, done.stderr
+
+
+def test_the_rest_is_the_same_result(made, cli):
+    """Where it is computed, when a file was touched, what else lies beside the weights, text that is not read."""
+    model = made[1]
+    (model / "model.safetensors").touch()
+    (model / "README.md").write_text("My model.")
+    with (model.parent / "evaluation.txt").open("a") as file:
+        file.write("Beyond the second window.")
+    done = cli(*made, "--device", "auto")
+    assert done.exit_code == 0 and "finished already" in done.stderr, done.stderr
+
+
+# finished
+
+
+def test_nothing_and_an_empty_folder_are_to_be_made(tmp_path):
+    assert finished(tmp_path / "out", manifest()) is None
+    (tmp_path / "out").mkdir()
+    assert finished(tmp_path / "out", manifest()) is None
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A finished artifact with one file."""
+    with writing(tmp_path / "out", kept := manifest(files=["a"])) as partial:
+        (partial / "a").write_text("old")
+    assert kept.environment
+    return tmp_path / "out"
+
+
+def test_the_same_is_found_with_its_metrics(tmp_path):
+    with writing(tmp_path / "out", manifest(metrics={"ppl": 20.8})):
+        pass
+    found = finished(tmp_path / "out", manifest())
+    assert found.metrics == {"ppl": 20.8}
+    assert finished(tmp_path / "out", manifest(), overwrite=True) == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (manifest(config={"budget": 0.75}), "budget was 0.5, now 0.75"),
+        (manifest(config={"budget": 0.5, "seed": 1}), "seed was None, now 1"),
+        (manifest(inputs={"model": {"sha256": "b2"}}), "model sha256 was a1, now b2"),
+        (manifest(stage="eval"), "stage convert, not eval"),
+        (manifest(environment={"mlaforge": "0.0.9"}), "made by another version of mlaforge"),
+    ],
+)
+def test_another_result_is_refused_unless_it_may_be_overwritten(wanted, words, out):
+    with pytest.raises(UserError, match=words):
+        finished(out, wanted)
+    assert finished(out, wanted, overwrite=True) is None
+
+
+# writing
+
+
+def test_what_is_written_appears_whole_and_alone(out, tree, tmp_path):
+    with writing(out, manifest(stage="eval")) as partial:
+        assert partial.parent == out.parent and not any(partial.iterdir())
+        (partial / "b").write_text("new")
+        assert (out / "a").read_text() == "old"
+    assert sorted(tree(tmp_path)) == ["out", "out/b", f"out/{MANIFEST}"]
+    assert Manifest.load(out).stage == "eval"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError])
+def test_a_failure_leaves_nothing(error, out, tree, tmp_path):
+    before = tree(tmp_path)
+    for where in (out, tmp_path / "new", tmp_path / "a" / "b" / "new"):
+        with pytest.raises(error), writing(where, manifest()) as partial:
+            (partial / "half").write_text("x")
+            raise error
+        assert tree(tmp_path) == before
+
+
+def test_what_a_killed_process_left_goes_away(out, tree, tmp_path):
+    for left in (".out.partial", ".out.former.partial"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "half").write_text("x")
+    with writing(out, manifest()):
+        pass
+    assert sorted(tree(tmp_path)) == ["out", f"out/{MANIFEST}"]

@@ -1,0 +1,257 @@
+"""Text in, windows out: in order, without gaps or additions; and every passage that two texts share is found."""
+
+import json
+from collections import Counter
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mlaforge import corpus
+from mlaforge.checkpoint import load_tokenizer
+from mlaforge.corpus import DISTINCT, EMBEDDED, LONG, SHINGLE, Windows
+from mlaforge.runtime import UserError
+
+
+@pytest.fixture(scope="session")
+def letters(tiny_models):
+    """One token per byte."""
+    return load_tokenizer(tiny_models["llama"])
+
+
+def byte_pairs(texts, size):
+    """A byte-level BPE of `size` tokens that begins every text with <s> and ends it with </s>."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    )
+    bpe.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def words():
+    return byte_pairs(list(topics.values())[:10], 600)
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("long") / "long.txt"
+    path.write_text("\n\n".join(sorted(topics.values())[:40]), encoding="utf-8")
+    return path
+
+
+# Windows
+
+
+@given(text=st.text(min_size=1, max_size=400), count=st.integers(1, 9), seqlen=st.integers(1, 90))
+@example(text="ab" * 50, count=2, seqlen=50)
+def test_windows_are_the_text_from_its_start(letters, tmp_path_factory, text, count, seqlen):
+    text = text.replace("\r", "")  # a line may end as it likes
+    assume(text.strip())
+    path = tmp_path_factory.mktemp("any") / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    whole = letters(text)["input_ids"]
+    n = min(count, len(whole) // seqlen)
+    if n:
+        got = corpus.windows(letters, str(path), count, seqlen)
+        assert got.ids.shape == (n, seqlen)
+        assert got.ids.flatten().tolist() == whole[: n * seqlen]
+    else:
+        with pytest.raises(UserError, match=f"fewer than {seqlen} tokens"):
+            corpus.windows(letters, str(path), count, seqlen)
+
+
+def test_no_special_tokens_are_added(words, long_file):
+    assert words("word")["input_ids"][0] == words.bos_token_id
+    ids = corpus.windows(words, str(long_file), 10**6, 64).ids
+    assert not torch.isin(ids, torch.tensor(words.all_special_ids)).any()
+    assert long_file.read_text().startswith(words.decode(ids.flatten()))
+    assert ids.numel() > 50_000
+
+
+@pytest.mark.parametrize(("count", "seqlen"), [(1, 48), (3, 48), (20, 48), (2, 2048), (16, 2048)])
+def test_reading_only_the_beginning_changes_nothing(count, seqlen, words, long_file):
+    everything = corpus.windows(words, str(long_file), 10**6, seqlen).ids
+    assert len(everything) > count
+    assert torch.equal(corpus.windows(words, str(long_file), count, seqlen).ids, everything[:count])
+
+
+def test_a_word_at_the_cut_is_not_torn(tmp_path):
+    """One token for eight characters, more for the first: a text that is read just so far that the last word which
+    is wanted is half there."""
+    known = "abcdefghijkl" + " abcdefg" * 255
+    (tmp_path / "a.txt").write_text(known + " abcdefg" * 5000)
+    tokenizer = byte_pairs([known], 300)
+    wanted = tokenizer(known, add_special_tokens=False)["input_ids"]
+    assert len(wanted) == 256
+    assert corpus.windows(tokenizer, str(tmp_path / "a.txt"), 4, 64).ids.flatten().tolist() == wanted
+
+
+def test_a_seed_chooses_windows_in_order(words, long_file):
+    everything = [tuple(row.tolist()) for row in corpus.windows(words, str(long_file), 10**6, 64).ids]
+    place = {row: at for at, row in enumerate(everything)}
+    chosen = {}
+    for seed in (0, 1):
+        rows = corpus.windows(words, str(long_file), 20, 64, seed=seed).ids
+        chosen[seed] = [place[tuple(row.tolist())] for row in rows]
+        assert chosen[seed] == sorted(set(chosen[seed]))
+        assert torch.equal(rows, corpus.windows(words, str(long_file), 20, 64, seed=seed).ids)
+        # From all of the text, not from its start.
+        assert max(chosen[seed]) > len(everything) / 2
+    assert chosen[0] != chosen[1]
+
+
+def test_a_hash_is_of_the_tokens(letters, tmp_path):
+    for name, text in (("a", "Some text. " * 20), ("b", "Some text. " * 20), ("c", "Some text! " * 20)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    a, b, c = (corpus.windows(letters, str(tmp_path / f"{name}.txt"), 2, 64) for name in "abc")
+    assert a.sha256 == b.sha256 != c.sha256
+    assert a.describe() == {
+        "source": str(tmp_path / "a.txt"), "sha256": a.sha256, "windows": 2, "seqlen": 64, "tokens": 128,
+    }  # fmt: skip
+
+
+# Sources
+
+
+def test_files_folders_and_lines_of_json(tmp_path):
+    (tmp_path / "a.txt").write_text("Grüße")
+    assert corpus.read_text(str(tmp_path / "a.txt")) == "Grüße"
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"id": 1, "text": "one\nline"}) + "\n\n" + '{"text": "a\u2028b\x85c"}\n', encoding="utf-8"
+    )
+    assert corpus.read_text(str(tmp_path / "b.jsonl")) == "one\nline\n\na\u2028b\x85c"
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "c.md").write_text("Deep")
+    (tmp_path / "d.bin").write_bytes(b"\xff")
+    (tmp_path / "folder.txt").mkdir()
+    assert corpus.read_text(str(tmp_path)) == "Grüße\n\none\nline\n\na\u2028b\x85c\n\nDeep"
+
+
+def test_a_file_of_any_name_is_text(tmp_path):
+    (tmp_path / "NOTES").write_text("x")
+    assert corpus.read_text(str(tmp_path / "NOTES")) == "x"
+
+
+# The embedded text
+
+
+def test_what_is_judged_on_is_no_document_of_what_is_tuned_on():
+    seen = Counter()
+    for kind, documents in corpus.embedded_documents().items():
+        sides = {side: {n for n in documents if corpus.held_out(n) == side} for side in (True, False)}
+        assert len(sides[True]) > 10 and len(sides[False]) > 2 * len(sides[True]), kind
+        assert not {documents[n] for n in sides[True]} & {documents[n] for n in sides[False]}
+        seen.update(list(documents))
+    # No module gives both its code and its docstrings.
+    assert seen.most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_the_embedded_text_is_a_mixture_of_its_kinds(judged, words):
+    got = [words.decode(row) for row in corpus.windows(words, EMBEDDED, 9, 256, judged=judged).ids]
+    for i, (kind, documents) in enumerate(corpus.embedded_documents().items()):
+        side = [text for name, text in sorted(documents.items()) if corpus.held_out(name) == judged]
+        for text in got[i::3]:
+            # A window may begin in one document and end in the next.
+            assert any(part in document for document in side for part in (text[:100], text[-100:])), kind
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_seeds_of_the_mixture(judged, words):
+    mixture = {seed: corpus.windows(words, EMBEDDED, 6, 64, judged=judged, seed=seed) for seed in range(4)}
+    assert len({text.sha256 for text in mixture.values()}) == 4
+    for seed, text in mixture.items():
+        assert text.sha256 == corpus.windows(words, EMBEDDED, 6, 64, judged=judged, seed=seed).sha256
+
+
+def test_fewer_windows_are_part_of_more(words):
+    for seed in (0, 1):
+        few, many = (corpus.windows(words, EMBEDDED, n, 64, seed=seed).ids for n in (5, 50))
+        assert torch.equal(few, many[:5])
+
+
+# Overlap
+
+
+def tokens(seed, windows, seqlen, vocab=5000):
+    return torch.randint(0, vocab, (windows, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+PLACES = {
+    "seqlens": st.tuples(*[st.sampled_from([SHINGLE, 64, 200, LONG, LONG + 1, 500, 2048])] * 2),
+    "at": st.tuples(*[st.floats(0, 1)] * 2),
+    "seed": st.integers(0, 10**6),
+    "vocab": st.sampled_from([64, 300, 50_000]),
+}
+
+
+@given(**PLACES)
+def test_two_hundred_tokens_are_found_wherever_they_are(seqlens, at, seed, vocab):
+    tuned, judged = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
+    here, there = (int(share * (ids.numel() - 200)) for share, ids in zip(at, (tuned, judged), strict=True))
+    judged.view(-1)[there : there + 200] = tuned.view(-1)[here : here + 200]
+    found = corpus.overlapping(Windows(judged, "judged"), corpus.passages(Windows(tuned, "tuned")))
+    touched = set(range(there // seqlens[1], (there + 199) // seqlens[1] + 1))
+    assert found and found <= touched
+
+
+@given(**PLACES)
+def test_texts_that_share_nothing_do_not_overlap(seqlens, at, seed, vocab):
+    tuned, judged = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
+    assert corpus.overlapping(Windows(judged, "judged"), corpus.passages(Windows(tuned, "tuned"))) == set()
+
+
+@pytest.mark.parametrize(
+    ("shared", "distinct", "found"),
+    [(SHINGLE, SHINGLE, True), (SHINGLE - 1, SHINGLE - 1, False), (60, DISTINCT, True), (60, DISTINCT - 1, False)],
+)
+def test_a_common_phrase_or_a_ruler_is_no_overlap(shared, distinct, found):
+    tuned, judged = tokens(0, 4, 64), tokens(1, 4, 64)
+    for ids in (tuned, judged):
+        ids.view(-1)[70 : 70 + shared] = 6000 + torch.arange(shared) % distinct
+    assert bool(corpus.overlapping(Windows(judged, "j"), corpus.passages(Windows(tuned, "t")))) == found
+
+
+def test_passages_survive_the_file(tmp_path):
+    told = corpus.passages(Windows(tokens(0, 4, 64), "t"))
+    assert len(told) == 4 * 64 - SHINGLE + 1 and max(told) > 2**63
+    (tmp_path / corpus.PASSAGES).write_text(json.dumps(told))
+    assert corpus.read_passages(tmp_path / corpus.PASSAGES) == told
+
+
+def test_what_the_embedded_text_repeats_is_left_out():
+    """Licences stand in many documents; of a text that the user chose, nothing is left out silently."""
+    tuned, judged = tokens(0, 4, 64), tokens(1, 4, 64)
+    judged[2] = tuned[1]
+    told = corpus.passages(Windows(tuned, "t"))
+    kept = corpus.refuse_overlap(Windows(judged, EMBEDDED), told, "t")
+    assert torch.equal(kept.ids, judged[[0, 1, 3]]) and kept.source == EMBEDDED
+    with pytest.raises(
+        UserError, match=r"1 of 4 evaluation windows \(mine\) share text with the calibration text \(t\)"
+    ):
+        corpus.refuse_overlap(Windows(judged, "mine"), told, "t")
+    with pytest.raises(UserError, match="4 of 4"):
+        corpus.refuse_overlap(Windows(tuned, EMBEDDED), told, "t")
+    assert corpus.refuse_overlap(Windows(tokens(2, 4, 64), "mine"), told, "t").source == "mine"
+
+
+def test_the_default_texts_of_convert_do_not_overlap(words):
+    tuned = corpus.windows(words, EMBEDDED, 16, 512, seed=0)
+    judged = corpus.windows(words, EMBEDDED, 8, 512, judged=True)
+    kept = corpus.refuse_overlap(judged, corpus.passages(tuned), EMBEDDED)
+    assert len(kept.ids) >= 6
+    assert not corpus.overlapping(kept, corpus.passages(tuned))
+
+    def runs(ids):
+        return {tuple(row[i : i + 100]) for row in ids.tolist() for i in range(len(row) - 99)}
+
+    # Passages of long windows are thinned: nothing of this length may slip through.
+    assert not runs(tuned.ids) & runs(kept.ids)
