@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from mlaforge import checkpoint
-
 
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -54,7 +52,7 @@ def hub(tmp_path_factory, monkeypatch) -> Callable[[str], None]:
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
-        monkeypatch.setattr(checkpoint, "HUB_SECONDS", 1.0)
+        monkeypatch.setattr(locate, "HUB_SECONDS", 1.0)
 
     return at
 

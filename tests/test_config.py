@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlaforge import options
 from mlaforge.config import field_types, resolve
 from mlaforge.options import ConvertConfig
-from mlaforge.roofline import PlanConfig
+from mlaforge.plan_report import PlanConfig
 from mlaforge.runtime import UserError
 
 CLASSES = [c for c in vars(options).values() if dataclasses.is_dataclass(c)] + [PlanConfig]

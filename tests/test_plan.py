@@ -10,18 +10,15 @@ from hypothesis import strategies as st
 
 from mlaforge.config import resolve
 from mlaforge.families import read_spec
-from mlaforge.plan import LayerPlan, Plan, make_plan, rank_limit, unconverted
+from mlaforge.plan import GPUS, LayerPlan, Plan, make_plan, rank_limit, unconverted
+from mlaforge.plan_report import PlanConfig, parse_context, run_plan
 from mlaforge.roofline import (
-    GPUS,
-    PlanConfig,
     Row,
     attention_op,
     compare,
     decode_step,
-    parse_context,
     projections,
     recommend,
-    run_plan,
     weight_bytes,
 )
 from mlaforge.runtime import UserError

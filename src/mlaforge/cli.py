@@ -18,7 +18,7 @@ import typer
 
 from mlaforge import config as configuration
 from mlaforge.options import ConvertConfig, DemoConfig, EvalConfig, GenerateConfig
-from mlaforge.roofline import PlanConfig
+from mlaforge.plan_report import PlanConfig
 from mlaforge.runtime import Interrupted, UserError
 
 app = typer.Typer(
@@ -92,9 +92,9 @@ OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new dir
 @verb(PlanConfig)
 def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
     """What conversion would save and what is physically possible; needs only a config.json."""
-    from mlaforge import checkpoint, roofline
+    from mlaforge import locate, plan_report
 
-    report = roofline.run_plan(checkpoint.find_config(model), config)
+    report = plan_report.run_plan(locate.find_config(model), config)
     print(json.dumps(report.as_dict(), indent=1) if json_output else report.render())
 
 

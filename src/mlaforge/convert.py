@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint, corpus
+from mlaforge import checkpoint, corpus, locate
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.export import write_checkpoint
@@ -99,7 +99,7 @@ def run(
     UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
     """
     check_options(config)
-    source = checkpoint.locate(model)
+    source = locate.locate(model)
     raw = checkpoint.read_config(source)
     if checkpoint.is_converted(raw):
         raise UserError(f"{source} is already converted ({raw['model_type']}); convert the original")

@@ -8,7 +8,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from mlaforge import checkpoint
+from mlaforge import locate
 from mlaforge.artifact import sha256
 from mlaforge.runtime import UserError, cache_home, log
 
@@ -25,7 +25,7 @@ def fetch() -> Path:
     path = cache_home() / "demo" / Path(MEMBER).name
     if not (path.is_file() and sha256(path) == SHA256):
         _download(path)
-    return checkpoint.from_gguf(path)
+    return locate.from_gguf(path)
 
 
 def _download(path: Path) -> None:

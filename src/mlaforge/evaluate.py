@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus
+from mlaforge import checkpoint, corpus, locate
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
@@ -49,7 +49,7 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     if config.windows < 1 or config.seqlen < corpus.SHINGLE:
         least = f"1 and {corpus.SHINGLE}"
         raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
-    directory = checkpoint.locate(model)
+    directory = locate.locate(model)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(checkpoint.read_config(directory)))
     tokenizer = checkpoint.load_tokenizer(directory)

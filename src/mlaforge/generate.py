@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint
+from mlaforge import checkpoint, locate
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.options import GenerateConfig
 from mlaforge.runtime import UserError, resolve_device, timed
@@ -64,7 +64,7 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
     """Continues the prompt with MODEL, and with `against` where given; writes an artifact if `out` is given."""
     if config.max_new_tokens < 1:
         raise UserError(f"max_new_tokens = {config.max_new_tokens} must be at least 1")
-    directories = {name: checkpoint.locate(name) for name in (model, config.against) if name}
+    directories = {name: locate.locate(name) for name in (model, config.against) if name}
     manifest = Manifest(
         "generate",
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "against")},

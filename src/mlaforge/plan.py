@@ -108,7 +108,7 @@ def make_plan(
     spec: ModelSpec,
     budget: float = 0.5,
     layout: str = "latent",
-    layers: str = "auto",
+    layers: str = "all",
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
 ) -> Plan:

@@ -68,8 +68,9 @@ class LayerStream:
 
     def tensor(self, name: str) -> Tensor:
         """A weight by the name that the model class has for it."""
-        if name not in self.reader and mxfp4.is_packed(self.config_json, name):
-            blocks, scales = (self.reader[part].to(self.device) for part in mxfp4.packed_names(name))
+        packed = mxfp4.stored_names(name)
+        if name not in self.reader and packed[0] in self.reader:
+            blocks, scales = (self.reader[part].to(self.device) for part in packed)
             return mxfp4.dequantize(blocks, scales, self.dtype)
         tensor = self.reader[name].to(self.device)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor

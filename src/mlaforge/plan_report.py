@@ -1,0 +1,183 @@
+"""`plan`: what conversion would save and what is physically possible, from a config.json alone, as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlaforge.config import nearest, option
+from mlaforge.families import read_spec
+from mlaforge.plan import CONTEXTS, GPUS, LATENT_LAYOUTS, make_plan, weight_bytes, window_choices
+from mlaforge.roofline import PARTS, Row, analyse, compare, in_bytes, in_digits, recommend
+from mlaforge.runtime import UserError
+from mlaforge.spec import LayerSpec
+
+
+@dataclass
+class PlanConfig:
+    """Options of `plan`: the workload and the machine; budget, layout and ranks add a row of your own."""
+
+    context: str = option("32k", "tokens in the cache of each request; k is 1024, m is 1024²", "tokens")
+    batch: int = option(4, "requests decoded together", "requests")
+    gpu: str = option("h200", "machine to compute for", choices=tuple(GPUS))
+    drafts: int = option(3, "draft tokens that a speculative step verifies", "tokens")
+    budget: float | None = option(None, "share of the converted layers' GQA cache to keep", "0 to 1")
+    layout: str | None = option(None, "cache layout of the converted layers", choices=LATENT_LAYOUTS)
+    kv_lora_rank: int | None = option(None, "latent numbers per token, in place of a budget", "numbers")
+    qk_rope_head_dim: int | None = option(None, "rotary key numbers per token (latent_rope)", "numbers")
+    layers: str = option(
+        "auto", "layers to convert: all, full, auto (full beside sliding ones) or a list such as 0,2,5-9"
+    )
+
+
+BUDGETS = (0.75, 0.5, 0.4375, 0.25)
+
+
+def parse_context(text: str) -> int:
+    """`32k` -> 32768, `1m` -> 1048576, `4096` -> 4096. Raises UserError."""
+    match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower(), re.ASCII)
+    if not match or not int(match[1]):
+        raise UserError(f"context {text!r} must be a number of tokens above 0 such as 4096, 32k or 1m")
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2]]
+
+
+def run_plan(config_json: Mapping[str, Any], options: PlanConfig) -> PlanReport:
+    """All that `plan` knows of a model from its config.json. Raises UserError for options out of range."""
+    spec, context = read_spec(config_json), parse_context(options.context)
+    if options.gpu not in GPUS:
+        raise UserError(f"gpu {options.gpu!r} must be one of {', '.join(GPUS)}{nearest(options.gpu, GPUS)}")
+    if options.batch < 1 or options.drafts < 0:
+        raise UserError(f"batch {options.batch} must be at least 1, drafts {options.drafts} at least 0")
+    if options.budget is not None and options.kv_lora_rank is not None:
+        raise UserError(f"budget {options.budget}, kv_lora_rank {options.kv_lora_rank}: give one of the two")
+    gpu, asked = GPUS[options.gpu], None
+    rows, notes = compare(spec, gpu, context, options.batch, options.drafts, BUDGETS, layers=options.layers)
+    if {options.budget, options.layout, options.kv_lora_rank, options.qk_rope_head_dim} != {None}:
+        budget, layout = 0.5 if options.budget is None else options.budget, options.layout or "latent"
+        ranks = options.kv_lora_rank, options.qk_rope_head_dim
+        plan = make_plan(spec, budget, layout, options.layers, *ranks)
+        own = Row(plan, gpu, context, options.batch, options.drafts)
+        asked = next((row for row in rows if row == own), own)
+        rows += [] if asked in rows else [asked]
+    if context > spec.max_position_embeddings:
+        notes.append(f"context {context} is beyond the model's {spec.max_position_embeddings} positions")
+    return PlanReport(rows, asked, *recommend(rows), notes)
+
+
+_percent = "{:.2%}".format
+# title -> key -> heading over two lines, value of a row, how it is printed. T is 1 + drafts query tokens.
+TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str]]]] = {
+    "Cache and memory": {
+        "converted_fraction": ("of GQA cache|converted", lambda r: r.plan.converted_fraction, _percent),
+        "model_fraction": ("of GQA cache|model", lambda r: r.plan.model_fraction(r.context), _percent),
+        "cached_per_token": ("numbers|per token", lambda r: r.plan.cached_per_token, "{:,}".format),
+        "cache_bytes": ("cache of|the batch", lambda r: r.plan.cache_bytes(r.context, r.batch), in_bytes),
+        "weight_bytes": ("weights|", lambda r: weight_bytes(r.plan), in_bytes),
+        "requests": ("requests|that fit", lambda r: r.requests, "{:,}".format),
+    },
+    "Attention over the cache": {
+        "intensity": ("FLOP/byte|1 query", lambda r: r.attention(1).intensity, in_digits),
+        "intensity_verify": ("FLOP/byte|T queries", lambda r: r.attention(1 + r.drafts).intensity, in_digits),
+        "attention_ms": ("ms|1 query", lambda r: r.plain.seconds["attention"] * 1e3, in_digits),
+        "attention_ms_verify": ("ms|T queries", lambda r: r.verify.seconds["attention"] * 1e3, in_digits),
+    },
+    "Decode step": {
+        "step_ms": ("ms|1 query", lambda r: r.plain.total * 1e3, in_digits),
+        "tokens_per_second": ("tokens/s|1 query", lambda r: r.batch / r.plain.total, in_digits),
+        "limit": ("limit|1 query", lambda r: r.plain.limit, str),
+        "step_ms_verify": ("ms|T queries", lambda r: r.verify.total * 1e3, in_digits),
+        "verify_ratio": ("ms ratio|T to 1", lambda r: r.verify_ratio, "{:.2f}".format),
+        "verify_speedup_ceiling": ("speed-up if all|are accepted", lambda r: r.perfect_speedup, in_digits),
+        "limit_verify": ("limit|T queries", lambda r: r.verify.limit, str),
+    },
+}
+
+
+def _table(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+    return ["  ".join(line).rstrip() for line in aligned]
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `plan` answers: `rows[0]` is the unconverted model, `asked` the user's own configuration."""
+
+    rows: list[Row]
+    asked: Row | None
+    best: Row
+    reason: str
+    notes: list[str]
+
+    def record(self) -> dict[str, str]:
+        """The model, the machine and the workload in words."""
+        row, spec, gpu = self.rows[0], self.rows[0].plan.spec, self.rows[0].gpu
+
+        def each(words: Callable[[LayerSpec], str]) -> str:
+            return " or ".join(dict.fromkeys(words(layer) for layer in spec.layers))
+
+        sliding = [layer for layer in spec.layers if layer.window is not None]
+        rope = {k: v for k, v in spec.rope.parameters.items() if k not in ("rope_type", "type", "rope_theta")}
+        return {
+            "model": f"{spec.model_type}, {spec.num_params / 1e9:.2f}e9 parameters",
+            "hidden size": str(spec.hidden_size),
+            "heads": each(lambda la: f"{la.num_heads} query, {la.num_kv_heads} KV, head_dim {la.head_dim}"),
+            "layers": f"{spec.num_layers}: {spec.num_layers - len(sliding)} full, {len(sliding)} sliding",
+            "window": each(lambda la: f"{la.window} tokens" if la.window is not None else "none"),
+            "GQA cache": each(lambda la: f"{la.cached}") + " numbers per token and layer (K and V)",
+            "RoPE": f"{spec.rope.kind}, theta {spec.rope.theta:g}, cos and sin x "
+            + ", ".join([f"{spec.rope.attention_scaling:.4g}", *(f"{key} {rope[key]}" for key in rope)]),
+            "experts": each(lambda la: f"{la.moe.num_experts}, {la.moe.top_k} a token" if la.moe else "none"),
+            "machine": f"{gpu.name}: {gpu.bf16_tflops:g} dense TFLOP/s x {gpu.achievable:g} achievable, "
+            f"{gpu.bandwidth_tbs:g} TB/s, {gpu.memory_gib:g} GiB; ridge {gpu.ridge:.3g} FLOP/byte",
+            "source": gpu.source,
+            "workload": f"{row.batch} x {row.context} tokens in bf16; T = {1 + row.drafts} query token(s)",
+        }
+
+    def render(self) -> str:
+        """For the terminal: the record, the tables (`>` marks the user's row, `*` the best), the advice."""
+        lines = [f"{key:<13}{value}" for key, value in self.record().items()]
+        drafts = self.rows[0].drafts
+        for title, columns in TABLES.items():
+            shown = [columns[key] for key in columns if drafts or "verify" not in key]
+            table = [[head.split("|")[line] for head in ("|", *(c[0] for c in shown))] for line in (0, 1)]
+            for row in self.rows:
+                mark = "> " * (row is self.asked) + "* " * (row is self.best)
+                table.append([mark + row.label, *(show(value(row)) for _, value, show in shown)])
+            lines += ["", title, *_table(table)]
+        table = [["", *["read", "GFLOP", "ms"] * 2], ["", *["1 query"] * 3, *["T queries"] * 3]]
+        for part in PARTS:
+            for label, row in {r.label: r for r in (self.rows[0], self.best, self.asked) if r}.items():
+                table.append([f"{part}, {label}"])
+                for step in (row.plain, row.verify):
+                    cost, ms = step.costs[part], step.seconds[part] * 1e3
+                    table[-1] += [in_bytes(cost.bytes), in_digits(cost.flops / 1e9), in_digits(ms)]
+        parts = _table(table if drafts else [line[:4] for line in table])
+        lines += ["", "Parts of a step", *parts]
+        if choices := window_choices(self.best.plan) if self.best.plan.converted else {}:
+            heads = [f"{tokens // 1024}K" for tokens in CONTEXTS]
+            table = [["layers converted", *heads], *([name, *map(in_bytes, b.values())] for name, b in choices.items())]
+            lines += ["", f"Cache of one request, {self.best.label}", *_table(table)]
+        lines += ["", f"Recommended (*): {self.reason}"]
+        if self.asked and self.asked is not self.best:
+            lines += [f"Yours (>): {self.asked.label}: {analyse(self.asked, self.rows[0])}"]
+        return "\n".join(lines + [f"Note: {note}" for note in self.notes])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON: sizes in bytes, times in ms; `rows[0]` is the unconverted model."""
+        rows = []
+        for row in self.rows:
+            cells: dict[str, Any] = {"configuration": row.label, **dataclasses.asdict(row.chosen)}
+            cells |= {"asked": row is self.asked, "recommended": row is self.best}
+            for columns in TABLES.values():
+                cells |= {key: value(row) for key, (_, value, _) in columns.items()}
+            for name, step in (("parts", row.plain), ("parts_verify", row.verify)):
+                costs = {part: dataclasses.asdict(cost) for part, cost in step.costs.items()}
+                cells[name] = {part: {**costs[part], "ms": step.seconds[part] * 1e3} for part in costs}
+            rows.append(cells)
+        return {"record": self.record(), "rows": rows, "reason": self.reason, "notes": self.notes,
+                "window_choices": window_choices(self.best.plan) if self.best.plan.converted else {}}  # fmt: skip

@@ -1,0 +1,135 @@
+"""What only this family has: packed experts, learned sinks, windows beside full layers, YaRN on what loses RoPE."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import load_original
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+from mlaforge import checkpoint, convert, mxfp4
+from mlaforge.artifact import Manifest
+from mlaforge.options import ConvertConfig
+
+
+@pytest.fixture(scope="module")
+def packed(tiny_models, tmp_path_factory) -> Path:
+    """The tiny model in bf16 with its experts in MXFP4, as public checkpoints have it."""
+    directory = Path(shutil.copytree(tiny_models["gpt_oss"], tmp_path_factory.mktemp("packed") / "model"))
+    tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors |= dict(zip(mxfp4.stored_names(name), mxfp4.quantize(tensor), strict=True))
+        else:
+            tensors[name] = tensor.to(torch.bfloat16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": spared}}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def run(calibration_file, evaluation_file, tmp_path):
+    """run(MODEL, **options) -> the converted directory and its manifest."""
+
+    def convert_it(source: Path, **options) -> tuple[Path, Manifest]:
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
+        config = ConvertConfig(calibration=str(calibration_file), evaluation=str(evaluation_file), **settings)
+        return out, convert.run(str(source), out, config)
+
+    return convert_it
+
+
+def tokens(t=40):
+    return torch.randint(0, 250, (2, t), generator=torch.Generator().manual_seed(3))
+
+
+def stored(directory: Path) -> dict[str, str]:
+    """SHA-256 of the bytes of every tensor of MXFP4."""
+    digests = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                if name.endswith(("_blocks", "_scales")):
+                    digests[name] = hashlib.sha256(file.get_tensor(name).numpy().tobytes()).hexdigest()
+    return digests
+
+
+@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+def test_packed_experts_are_copied_byte_for_byte_and_the_rest_is_exact(layout, packed, run):
+    out, manifest = run(packed, layout=layout, budget=1.0)
+    assert len(stored(packed)) == 2 * 2 * 3 and stored(out) == stored(packed)
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    assert manifest.metrics["mla_ppl"] == pytest.approx(manifest.metrics["original_ppl"], rel=1e-3)
+    whole = AutoModelForCausalLM.from_pretrained(packed, quantization_config=Mxfp4Config(dequantize=True))
+    converted = checkpoint.load_model(out)
+    for name, tensor in whole.state_dict().items():
+        if "self_attn" not in name:
+            assert torch.equal(converted.state_dict()[name], tensor), name
+    with torch.no_grad():
+        expected = whole.float()(tokens()).logits
+        # Only the new projections were rounded to bf16 once more.
+        torch.testing.assert_close(converted.float()(tokens()).logits, expected, rtol=0, atol=0.03)
+
+
+def test_full_layers_are_converted_by_default_and_sliding_ones_kept(tiny_models, run):
+    out, manifest = run(tiny_models["gpt_oss"], budget=0.5)
+    config = json.loads((out / "config.json").read_text())
+    assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert config["mla_layer_types"] == ["gqa", "latent", "gqa"]
+    before, after = load_file(tiny_models["gpt_oss"] / "model.safetensors"), {}
+    for path in out.glob("*.safetensors"):
+        after |= load_file(path)
+    for name, tensor in before.items():
+        if "layers.1.self_attn" not in name:
+            assert torch.equal(after[name], tensor), name
+    choices = manifest.metrics["cache"]["window_choices"]
+    # In bf16: two sliding layers of 64 numbers for 24 tokens, one full layer of 64 or 32 numbers for every token.
+    assert choices["gqa"][8192] == 2 * (2 * 64 * 24 + 64 * 8192)
+    assert choices["full"][8192] == 2 * (2 * 64 * 24 + 32 * 8192)
+    assert choices["all"][8192] == 2 * (2 * 32 * 24 + 32 * 8192)
+
+
+def sink_shares(model, ids) -> torch.Tensor:
+    """[layers, B, H, T]: what each layer's softmax leaves to its sink, from `lse` by the definition."""
+    from mlaforge.modeling import latent_attention_mla as mla
+
+    shares = []
+    real = mla.sink_share
+
+    def remember(lse, sinks):
+        shares.append(1 - real(lse, sinks))
+        return real(lse, sinks)
+
+    mla.sink_share = remember
+    try:
+        with torch.no_grad():
+            model(ids)
+    finally:
+        mla.sink_share = real
+    return torch.stack(shares)
+
+
+@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+def test_the_sinks_share_is_the_originals(layout, absorb, tiny_models, run):
+    """Exactly where nothing is removed, and nearer to it the more is kept."""
+    original = load_original(tiny_models["gpt_oss"])
+    with torch.no_grad():
+        kept = torch.stack(original(tokens(), output_attentions=True).attentions).sum(-1)
+    assert 0.05 < float((1 - kept).mean()) < 0.95
+    error = {}
+    for budget in (1.0, 0.75, 0.25):
+        model = checkpoint.load_model(run(tiny_models["gpt_oss"], layout=layout, layers="all", budget=budget)[0])
+        for layer in model.model.layers:
+            layer.self_attn.absorb = absorb
+        error[budget] = float((sink_shares(model, tokens()) - (1 - kept)).abs().mean())
+    assert error[1.0] < 1e-5 < error[0.75] < error[0.25] < 0.1
