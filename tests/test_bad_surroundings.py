@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,28 +51,31 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("before", ["a result", "missing folders"])
+@pytest.fixture(scope="module")
+def result(tiny_models, cli, short, tmp_path_factory) -> Path:
+    """A finished conversion. Read-only."""
+    out = tmp_path_factory.mktemp("result") / "out"
+    assert cli("convert", tiny_models["llama"], out, *short).exit_code == 0
+    return out
+
+
 @pytest.mark.parametrize("how", BREAKS)
 def test_a_failure_half_way_leaves_everything_as_it_was(
-    how, before, tiny_models, cli, converts, tree, short, tmp_path, monkeypatch
+    how, result, tiny_models, cli, tree, short, tmp_path, monkeypatch
 ):
-    out, source = tmp_path / "out", tiny_models["llama"]
-    if before == "a result":
-        converts(source, out)
-    else:
-        out = tmp_path / "a" / "b" / "out"
+    """Where a result is to be replaced, and where not even the folder exists."""
+    shutil.copytree(result, tmp_path / "out")
     was, (at, error) = tree(tmp_path), BREAKS[how]
-    with monkeypatch.context() as patch:
-        patch.setattr(at, fail_on_last_replace(error) if at == "os.replace" else raising(error))
-        done = cli("convert", source, out, *short, "--budget", 0.75, "--overwrite")
-    assert tree(tmp_path) == was
-    *_, line = done.stderr.splitlines()
-    if isinstance(error, KeyboardInterrupt):
-        assert done.exit_code == 130 and line == "mlaforge: interrupted; nothing half-written was left"
-    else:
-        assert done.exit_code == 2 and line.startswith("mlaforge: the disk is full (")
-    assert "Traceback" not in done.stderr
-    converts(source, out, "--budget", 0.75, "--overwrite")
+    monkeypatch.setattr(at, fail_on_last_replace(error) if at == "os.replace" else raising(error))
+    for out in (tmp_path / "out", tmp_path / "a" / "b" / "out"):
+        done = cli("convert", tiny_models["llama"], out, *short, "--budget", 0.75, "--overwrite")
+        assert tree(tmp_path) == was
+        *_, line = done.stderr.splitlines()
+        if isinstance(error, KeyboardInterrupt):
+            assert done.exit_code == 130 and line == "mlaforge: interrupted; nothing half-written was left"
+        else:
+            assert done.exit_code == 2 and line.startswith("mlaforge: the disk is full (")
+        assert "Traceback" not in done.stderr
 
 
 def test_an_error_of_ours_is_not_dressed_up(tiny_models, cli, tree, short, tmp_path, monkeypatch):
