@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from mlaforge import locate
+
 
 @pytest.mark.parametrize(
     ("name", "words"),

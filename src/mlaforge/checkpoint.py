@@ -166,11 +166,15 @@ class Writer:
         self.total = 0
         self.shards: list[list[str]] = []
 
-    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
-        """Takes a tensor that `make` gives when its shard is written; `finish` and this may write a shard.
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor; it is held until its shard is full.
 
         Raises UserError for NaN or infinity: a source's weights are finite, so that its dtype holds too little.
         """
+        self.promise(name, tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    def promise(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
+        """The same for a tensor that `make` gives when its shard is written, if it is not there already."""
         size = math.prod(shape) * dtype.itemsize
         if self.pending and self.size + size > SHARD_BYTES:
             self._flush()

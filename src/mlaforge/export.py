@@ -149,11 +149,11 @@ def write_checkpoint(
             if not name.startswith(replaced):
                 stored = reader.dtype(name)
                 kind = dtype if stored.is_floating_point else stored
-                writer.add(name, reader.shape(name), kind, functools.partial(kept, name))
+                writer.promise(name, reader.shape(name), kind, functools.partial(kept, name))
         for index, at in zip(layers, replaced, strict=True):
             for name in (name for name in shapes if name.startswith(at)):
                 kind = torch.int64 if name.endswith("rope_index") else dtype
-                writer.add(name, shapes[name], kind, functools.partial(solved, index, at, name))
+                writer.promise(name, shapes[name], kind, functools.partial(solved, index, at, name))
         writer.finish()
     (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     for path in checkpoint.companions(source):
