@@ -113,7 +113,7 @@ def test_generation_modes_of_transformers(family, layout, how, converted, tiny_m
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_the_cache_holds_what_the_plan_says(family, layout, converted):
-    directory = converted(family, layout, budget=0.5)
+    directory = converted(family, layout, budget=0.5, layers="all")
     model, x = checkpoint.load_model(directory), tokens(1, 16)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -193,7 +193,9 @@ def test_transmla_names_mean_latent_rope(options, rope_dim, converted):
     assert set(config["mla_layer_types"]) == {"latent_rope"}
 
 
-@pytest.mark.parametrize(("family", "layout"), [("qwen2", "latent_rope"), ("qwen3", "latent")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent_rope")]
+)
 def test_gradients_reach_every_projection_and_checkpointing_changes_nothing(family, layout, converted):
     model = checkpoint.load_model(converted(family, layout, budget=0.75)).train()
     grads = []
