@@ -34,6 +34,7 @@ ALLOWED = {
     "factorize": {"spec", "moments"},
     "refit": {"runtime", "spec"},
     "export": NOUNS | {"factorize", "moments"},
+    "export_deepseek": NOUNS,
     "convert": NOUNS | {"moments", "factorize", "refit", "export", "evaluate"},
     "evaluate": NOUNS,
     "generate": NOUNS,
