@@ -38,6 +38,11 @@ class Choices:
     one_per_pair: bool
     refit: bool
 
+    @property
+    def o_bias(self) -> bool:
+        """Whether o_proj gets a bias. DeepSeek's format has none that every loader reads."""
+        return self.refit and not self.one_per_pair
+
 
 def choose(spec: ModelSpec, config: ConvertConfig) -> Choices:
     """Resolves the options against the model. Raises UserError for what contradicts or does not fit."""
@@ -185,9 +190,9 @@ def _convert(
     with timed(seconds, "factorize"):
         results = factorize_layers(model, spec, choices, moments, config.q_lora_rank, judged is not None)
     plan, weights, full = results.plan, results.weights, results.full_rank
-    settings = mla_config(raw, spec, plan, config.q_lora_rank, o_bias=choices.refit)
+    settings = mla_config(raw, spec, plan, config.q_lora_rank, o_bias=choices.o_bias)
     if full is not None:
-        wide = mla_config(raw, spec, results.full_plan, config.q_lora_rank, o_bias=choices.refit)
+        wide = mla_config(raw, spec, results.full_plan, config.q_lora_rank, o_bias=choices.o_bias)
         with swapped(model, {i: attention_module(model, wide, i, w) for i, w in full.items()}):
             measure("Partial RoPE ppl", "partial_rope_ppl", model)
     if choices.refit:
@@ -196,7 +201,8 @@ def _convert(
             refit_o_proj(model, modules, spec.layers, [ids[None] for ids in tuned.ids])
             for i, module in modules.items():
                 weights[i].tensors["o_proj.weight"] = module.o_proj.weight.detach().cpu()
-                weights[i].tensors["o_proj.bias"] = module.o_proj.bias.detach().cpu()
+                if module.o_proj.bias is not None:
+                    weights[i].tensors["o_proj.bias"] = module.o_proj.bias.detach().cpu()
     del model
     with timed(seconds, "write"):
         write_checkpoint(source, partial, settings, spec, weights, out_dtype)
@@ -278,7 +284,9 @@ def factorize_layers(
         found = factorize.channels(own, m, layer, choices.fold)
         pairs = plan.layers[i].qk_rope_head_dim // 2
         chosen = found.one_per_pair(pairs) if choices.one_per_pair else found.best(pairs)
-        prepared[i] = factorize.split_rope(own, m, layer, found, chosen, spec.rope.attention_scaling)
+        prepared[i] = factorize.split_rope(
+            own, m, layer, found, chosen, spec.rope.attention_scaling, centred=not choices.one_per_pair
+        )
     spectra = {i: p if isinstance(p, factorize.Spectrum) else p.spectrum for i, p in prepared.items()}
     if choices.allocated:
         plan = allocate_ranks(plan, {i: s.values for i, s in spectra.items()})

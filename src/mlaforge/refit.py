@@ -52,7 +52,7 @@ class LayerRunner:
 
 @torch.no_grad()
 def refit_o_proj(model: Any, converted: dict[int, Any], specs: tuple[LayerSpec, ...], windows: list[Tensor]) -> None:
-    """Solves o_proj (weight and bias) of the converted attention modules in place; they need an o_proj bias.
+    """Solves o_proj (weight, and bias where it has one) of the converted attention modules in place.
 
     model: the original causal LM, left as it is. windows: token ids [1, T] each, all of one length; the first TOKENS
     tokens are used.
@@ -96,18 +96,20 @@ class _Given(nn.Module):
 
 
 def _solve(o_proj: nn.Linear, heads: list[Tensor], targets: list[Tensor]) -> None:
-    """ΔW_o = E[(t - W_o z)zᵀ](E[zzᵀ] + ridge)⁻¹ for z the new heads' output; the bias is z's constant column."""
-    n = o_proj.in_features + 1
+    """ΔW_o = E[(t - W_o z)zᵀ](E[zzᵀ] + ridge)⁻¹ for z the new heads' output; a bias is z's constant column."""
+    inputs, biased = o_proj.in_features, o_proj.bias is not None
+    n = inputs + biased
     zz = torch.zeros(n, n, dtype=torch.float64, device=o_proj.weight.device)
     rz = torch.zeros(o_proj.out_features, n, dtype=torch.float64, device=o_proj.weight.device)
     for z, target in zip(heads, targets, strict=True):
         residual = (target - o_proj(z)).flatten(0, 1).float()
-        z = torch.cat((z, torch.ones_like(z[..., :1])), dim=-1).flatten(0, 1).float()
+        z = torch.cat((z, torch.ones_like(z[..., :biased])), dim=-1).flatten(0, 1).float()
         zz += (z.T @ z).double()
         rz += (residual.T @ z).double()
     # Only the weights are held back, not the bias.
-    ridge = zz.diagonal()[:-1].mean() * RIDGE
-    zz.diagonal()[:-1].add_(ridge if ridge > 0 else 1.0)
+    ridge = zz.diagonal()[:inputs].mean() * RIDGE
+    zz.diagonal()[:inputs].add_(ridge if ridge > 0 else 1.0)
     delta = torch.linalg.solve(zz, rz.T).T
-    o_proj.weight.add_(delta[:, :-1].to(o_proj.weight))
-    o_proj.bias.add_(delta[:, -1].to(o_proj.bias))
+    o_proj.weight.add_(delta[:, :inputs].to(o_proj.weight))
+    if biased:
+        o_proj.bias.add_(delta[:, -1].to(o_proj.bias))
