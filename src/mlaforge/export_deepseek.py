@@ -143,6 +143,7 @@ def stock_config(source: Any, raw: dict[str, Any], rank: int, q_rank: int | None
         "kv_lora_rank": rank,
         "q_lora_rank": q_rank,
         "rms_norm_eps": LATENT_EPS,
+        # Within rope_parameters too; older readers look for it here.
         "rope_theta": source.rope_parameters["rope_theta"],
         "rope_interleave": True,
         "attention_bias": biased,
