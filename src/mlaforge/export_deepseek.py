@@ -267,7 +267,8 @@ class Export:
         if kind == "yarn":
             up, down = (0.1 * rope.get(key, default) * math.log(factor) + 1.0 if factor > 1 else 1.0
                         for key, default in (("mscale", 1.0), ("mscale_all_dim", 0.0)))  # fmt: skip
-            if not math.isclose(up / down, self.rope.attention_scaling, rel_tol=1e-6):
+            unscaled = rope.get("attention_factor") == 1.0 and rope.get("mscale_all_dim")
+            if unscaled or not math.isclose(up / down, self.rope.attention_scaling, rel_tol=1e-6):
                 yield "it does not read yarn's attention_factor"
             if not rope.get("truncate", True):
                 yield "it does not read yarn's truncate"
@@ -283,10 +284,12 @@ class Export:
                 scale = self.stream_scale
             elif name == FINAL_NORM and tied:
                 scale = 1 / self.stream_scale
-            yield name, self._cast(tensor if scale == 1.0 else tensor.double() * scale)
+            # fp32 is enough for one product, and an embedding in fp64 would be the largest thing in memory.
+            tensor = self._cast(tensor if scale == 1.0 else tensor.float() * scale)
+            yield name, tensor
             if name == EMBEDDING and tied:
                 # Not every loader ties: vLLM reads it.
-                yield HEAD, self._cast(tensor.double() * scale)
+                yield HEAD, tensor.clone()
         for layer in progress(range(self.spec.num_layers), "write attention", self.spec.num_layers):
             gain = self._get(layer, "input_layernorm.weight")
             assert gain is not None
