@@ -76,7 +76,7 @@ def build(family: str, **changes: Any) -> Any:
         "mimo": ("Qwen2", {"head_dim": 16}),
         "gpt_oss": ("GptOss", {"head_dim": 16, "sliding_window": 24, "rope_parameters": YARN, **experts}),
     }[family]
-    config = getattr(transformers, f"{prefix}Config")(**SHAPE, **own, **changes)
+    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **own, **changes})
     return getattr(transformers, f"{prefix}ForCausalLM")(config)
 
 

@@ -52,6 +52,7 @@ ALLOWED = {
     "refit": {"stream"},
     "rebuild": NOUNS | {"moments", "factorize", "refit", "export", "evaluate"},
     "export": NOUNS | {"factorize", "moments"},
+    "export_deepseek": NOUNS,
     "convert": NOUNS | {"moments", "rebuild", "export", "evaluate"},
     "evaluate": NOUNS,
     "generate": NOUNS,

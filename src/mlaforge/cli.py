@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from mlaforge import config as configuration
-from mlaforge.options import ConvertConfig, DemoConfig, EvalConfig, GenerateConfig
+from mlaforge.options import EXPORTS, ConvertConfig, DemoConfig, EvalConfig, ExportConfig, GenerateConfig
 from mlaforge.plan_report import PlanConfig
 from mlaforge.runtime import Interrupted, UserError
 
@@ -105,6 +105,28 @@ def convert(model: Model, out: Out, config: ConvertConfig, overwrite: Overwrite 
 
     _quiet()
     print(conversion_table([stage.run(model, out, config, overwrite)]))
+
+
+@verb(ExportConfig)
+def export(
+    format: Annotated[str, typer.Argument(metavar="|".join(EXPORTS), help="what to write SRC as")],
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="directory that `convert` wrote")],
+    out: Out,
+    config: ExportConfig,
+    overwrite: Overwrite = False,
+) -> None:
+    """Rewrite a converted model in a stock format: deepseek is DeepseekV3ForCausalLM, without remote code."""
+    from mlaforge import export_deepseek as stage
+
+    if format not in EXPORTS:
+        raise UserError(
+            f"export format {format!r} is not known; use {', '.join(EXPORTS)}{configuration.nearest(format, EXPORTS)}"
+        )
+    _quiet()
+    made = stage.run(src, out, config, overwrite).metrics["model"]
+    biases = "with" if made["attention_bias"] else "without"
+    row = f"a latent of {made['kv_lora_rank']} and a rotary key of {made['qk_rope_head_dim']}"
+    print(f"{out}: DeepseekV3ForCausalLM, {row} per token and layer, {biases} attention biases")
 
 
 @verb(EvalConfig)

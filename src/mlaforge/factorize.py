@@ -236,10 +236,12 @@ class RopeSplit:
 
 
 def split_rope(
-    p: Projections, m: LayerMoments, layer: LayerSpec, found: Channels, chosen: Tensor, attention_scaling: float
-) -> RopeSplit:
+    p: Projections, m: LayerMoments, layer: LayerSpec, found: Channels, chosen: Tensor, attention_scaling: float,
+    centred: bool = True,
+) -> RopeSplit:  # fmt: skip
     """Keeps the chosen channels rotary. Dimensions that lose RoPE carry `attention_scaling`, which cos and sin
-    carried for them, themselves."""
+    carried for them, themselves. Not `centred`, the latent has no bias beyond the source's own: the PCA is about
+    zero instead of about the mean."""
     kept = found.take(chosen)
     lost = float(found.gain.sum() - kept.gain.sum())
     H, G, D, fold = layer.num_heads, layer.num_kv_heads, layer.head_dim, kept.fold
@@ -267,11 +269,14 @@ def split_rope(
     fisher = shrink[:, None] * m.fisher * shrink
     weight = blend(fisher, gauss_newton, w @ m.covariance @ w.T)
     bias = torch.cat((rest_rows[:, -1], p.b_v))
+    mean, covariance = m.mean, m.covariance
+    if not centred:
+        mean, covariance = torch.zeros_like(mean), covariance + torch.outer(mean, mean)
     return RopeSplit(
         rope=torch.cat((channel.real, channel.imag)),
         query=query.reshape(H * (D + 2 * len(kept.index)), -1),
         index=kept.index,
-        spectrum=Spectrum.of(w, bias, m.mean, m.covariance, weight),
+        spectrum=Spectrum.of(w, bias, mean, covariance, weight),
         lost=lost,
     )
 

@@ -10,6 +10,8 @@ import dataclasses
 from mlaforge.config import option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What a converted model can be rewritten as.
+EXPORTS = ("deepseek",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,16 @@ class GenerateConfig:
     chat: bool = option(False, "wrap the prompt in the model's chat template")
     dtype: str = option("auto", "dtype to compute in", choices=DTYPES)
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Options of `export`."""
+
+    kv_lora_rank: int | None = option(
+        None, "fill the latent up to this rank with zeros: most of vLLM's MLA kernels want 512", "numbers"
+    )
+    dtype: str = option("auto", "dtype of the exported weights", choices=("auto", "float32", "bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True)

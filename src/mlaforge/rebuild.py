@@ -34,6 +34,11 @@ class Choices:
     refit: bool
     q_lora_rank: int | None
 
+    @property
+    def o_bias(self) -> bool:
+        """Whether the refit may give o_proj a bias. DeepSeek's format has none that every loader reads."""
+        return self.refit and not self.one_per_pair
+
 
 def projections(attention: dict[str, Tensor]) -> Projections:
     """A GQA module's tensors as fp64 projections on their device."""
@@ -82,7 +87,8 @@ class Rebuild:
         found = factorize.channels(own, m, layer, self.choices.fold)
         pairs = self.choices.plan.layers[index].qk_rope_head_dim // 2
         chosen = found.one_per_pair(pairs) if self.choices.one_per_pair else found.best(pairs)
-        return factorize.split_rope(own, m, layer, found, chosen, self.stream.spec.rope.attention_scaling)
+        scaling, centred = self.stream.spec.rope.attention_scaling, not self.choices.one_per_pair
+        return factorize.split_rope(own, m, layer, found, chosen, scaling, centred)
 
     def _solved(self, index: int, plans: tuple[Plan, ...]) -> list[tuple[LayerWeights, float]]:
         """Weights and predicted loss of one layer at the rank that each plan gives it."""
@@ -101,7 +107,7 @@ class Rebuild:
         return solved
 
     def settings(self, plan: Plan, raw: dict[str, Any]) -> dict[str, Any]:
-        return mla_config(raw, self.stream.spec, plan, self.choices.q_lora_rank, o_bias=self.choices.refit)
+        return mla_config(raw, self.stream.spec, plan, self.choices.q_lora_rank, o_bias=self.choices.o_bias)
 
     def weights(self, index: int) -> LayerWeights:
         """A finished layer."""
@@ -137,8 +143,7 @@ class Rebuild:
                         new = attention_module(stream, now, index, found[0][0]) if converted else None
                         refit_o_proj(stream, index, layer, new, states["original"], states["drifted"])
                         if new is not None:
-                            found[0][0].tensors["o_proj.weight"] = new.o_proj.weight
-                            found[0][0].tensors["o_proj.bias"] = new.o_proj.bias
+                            found[0][0].tensors |= {f"o_proj.{n}": p for n, p in new.o_proj.named_parameters()}
                     if partial_rope:
                         if converted:
                             layer.self_attn = attention_module(stream, full, index, found[1][0])

@@ -27,7 +27,7 @@ def refit_o_proj(
     """Takes both streams of hidden states [1, T, C] through one layer, in place; solves `new.o_proj` on the way.
 
     original: what the source model computes; drifted: what the model converted so far does. layer: the source's
-    decoder layer; new: the converted attention, which needs an o_proj bias, or None where the layer stays.
+    decoder layer; new: the converted attention, or None where the layer stays.
     """
     if new is None:
         for states in (original, drifted):
@@ -60,18 +60,20 @@ class _Given(nn.Module):
 
 
 def _solve(o_proj: nn.Linear, heads: list[Tensor], targets: list[Tensor]) -> None:
-    """ΔW_o = E[(t - W_o z)zᵀ](E[zzᵀ] + ridge)⁻¹ for z the new heads' output; the bias is z's constant column."""
-    n = o_proj.in_features + 1
+    """ΔW_o = E[(t - W_o z)zᵀ](E[zzᵀ] + ridge)⁻¹ for z the new heads' output; a bias is z's constant column."""
+    inputs, biased = o_proj.in_features, o_proj.bias is not None
+    n = inputs + biased
     zz = torch.zeros(n, n, dtype=torch.float64, device=o_proj.weight.device)
     rz = torch.zeros(o_proj.out_features, n, dtype=torch.float64, device=o_proj.weight.device)
     for z, target in zip(heads, targets, strict=True):
         residual = (target - o_proj(z)).flatten(0, 1).float()
-        z = torch.cat((z, torch.ones_like(z[..., :1])), dim=-1).flatten(0, 1).float()
+        z = torch.cat((z, torch.ones_like(z[..., :biased])), dim=-1).flatten(0, 1).float()
         zz += (z.T @ z).double()
         rz += (residual.T @ z).double()
     # Only the weights are held back, not the bias.
-    ridge = zz.diagonal()[:-1].mean() * RIDGE
-    zz.diagonal()[:-1].add_(ridge if ridge > 0 else 1.0)
+    ridge = zz.diagonal()[:inputs].mean() * RIDGE
+    zz.diagonal()[:inputs].add_(ridge if ridge > 0 else 1.0)
     delta = torch.linalg.solve(zz, rz.T).T
-    o_proj.weight.add_(delta[:, :-1].to(o_proj.weight))
-    o_proj.bias.add_(delta[:, -1].to(o_proj.bias))
+    o_proj.weight.add_(delta[:, :inputs].to(o_proj.weight))
+    if biased:
+        o_proj.bias.add_(delta[:, -1].to(o_proj.bias))
