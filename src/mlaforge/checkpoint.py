@@ -222,7 +222,8 @@ def model_class(config: dict[str, Any]) -> tuple[type, type]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if not is_converted(config):
-        config_class = CONFIG_MAPPING[families.family_of(config).computed_by or config["model_type"]]
+        family = families.families().get(config["model_type"])
+        config_class = CONFIG_MAPPING[family.computed_by or config["model_type"] if family else config["model_type"]]
         return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     from mlaforge.modeling import configuration_mla, modeling_mla
 
