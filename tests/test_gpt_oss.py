@@ -10,11 +10,14 @@ import torch
 from conftest import load_original
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 
 from mlaforge import checkpoint, convert, mxfp4
 from mlaforge.artifact import Manifest
+from mlaforge.config import resolve
+from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig
+from mlaforge.plan import window_choices
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,29 @@ def run(calibration_file, evaluation_file, tmp_path):
         return out, convert.run(str(source), out, config)
 
     return convert_it
+
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
+def test_recipes_hold_what_their_comments_say(recipe):
+    """Every key is known, the plan fits the model, and the arithmetic in the comments is that of `plan`."""
+    layers, experts = {"gptoss-20b": (24, 32), "gptoss-120b": (36, 128)}[recipe.stem]
+    config = resolve(ConvertConfig, recipe)
+    spec = read_spec(GptOssConfig(num_hidden_layers=layers, num_local_experts=experts).to_dict())
+    chosen = convert.choose(spec, config)
+    assert chosen.plan.converted == tuple(range(1, layers, 2)) and chosen.refit and not chosen.allocated
+    assert {chosen.plan.cached[i] for i in chosen.plan.converted} == {576}
+    text = recipe.read_text()
+    assert f"{layers} layers, {layers // 2} of them full" in text and f"{experts} experts" in text
+    assert f"{chosen.plan.converted_fraction:.2%}".replace("%", " %") in text
+    held = {name: sizes[32768] / 2**20 for name, sizes in window_choices(chosen.plan).items()}
+    assert f"{held['full'] - held['all']:.2g} of {int(held['full'])} MiB" in text
+    waiting = config.nsamples * config.seqlen * spec.hidden_size * layers
+    assert f"{4 * waiting / 1e9:.0f} GB over" in text and f"{2 * waiting / 1e9:.0f} GB in bf16" in text
+    tokens = config.nsamples * config.seqlen, config.eval_windows * config.seqlen
+    assert f"{tokens[0]:,} tokens" in text and f"{tokens[1]:,} held-out tokens" in text
 
 
 def tokens(t=40):

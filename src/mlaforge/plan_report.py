@@ -132,6 +132,10 @@ class PlanReport:
             "RoPE": f"{spec.rope.kind}, theta {spec.rope.theta:g}, cos and sin x "
             + ", ".join([f"{spec.rope.attention_scaling:.4g}", *(f"{key} {rope[key]}" for key in rope)]),
             "experts": each(lambda la: f"{la.moe.num_experts}, {la.moe.top_k} a token" if la.moe else "none"),
+            # Where EAGLE-3 heads take the target's hidden states: low, middle, high (vLLM's and SGLang's convention).
+            "EAGLE-3": f"captures at layers 2, {spec.num_layers // 2}, {spec.num_layers - 3}"
+            if spec.num_layers > 5
+            else "too few layers to capture from",
             "machine": f"{gpu.name}: {gpu.bf16_tflops:g} dense TFLOP/s x {gpu.achievable:g} achievable, "
             f"{gpu.bandwidth_tbs:g} TB/s, {gpu.memory_gib:g} GiB; ridge {gpu.ridge:.3g} FLOP/byte",
             "source": gpu.source,

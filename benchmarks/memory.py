@@ -1,0 +1,110 @@
+"""Peak memory of converting a model of GPT-OSS-20B's geometry, by its number of layers.
+
+    python benchmarks/memory.py [--layers 2 4] [--experts 32] [--out benchmarks/memory.json]
+
+The checkpoint is a sparse file: shapes, dtypes and MXFP4 packing are the real ones, all weights are zero, so that it
+takes no room and every tensor is as large as the real one. Each conversion runs in a process of its own, in fp32 on the
+CPU, with windows of 2048 tokens as `convert` takes them by default; two windows stand for any number of them, because
+they are worked on one after another. What counts is anonymous memory (RssAnon): pages of the weight files that the
+kernel may drop are not in it. About 15 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+CONFIG = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
+    "vocab_size": 201088, "sliding_window": 128, "tie_word_embeddings": False, "dtype": "bfloat16",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+                        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096},
+    "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+
+
+def write_sparse(directory: Path, layers: int, experts: int) -> int:
+    """A checkpoint of that geometry in one sparse file; returns the bytes it would take."""
+    from mlaforge import checkpoint, demo_model
+
+    config = {**CONFIG, "num_hidden_layers": layers, "num_local_experts": experts}
+    shapes, _ = checkpoint.expected_tensors(config)
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        packed = name.endswith(("_blocks", "_scales"))
+        size = 1 if packed else 2
+        for dim in shape:
+            size *= dim
+        header[name] = {"dtype": "U8" if packed else "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    (directory / "config.json").write_text(json.dumps(config))
+    for path in checkpoint.companions(demo_model.fetch()):
+        shutil.copyfile(path, directory / path.name)
+    return at
+
+
+def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, float]:
+    """Converts in this process; peak RssAnon in GiB over all of it, and seconds."""
+    from mlaforge import convert
+    from mlaforge.options import ConvertConfig
+
+    peak, done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.02):
+            status = Path("/proc/self/status").read_text()
+            peak = max(peak, int(status.split("RssAnon:")[1].split()[0]))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    config = ConvertConfig(layout=layout, nsamples=2, eval_windows=0, device="cpu")
+    seconds = convert.run(str(source), out, config).seconds
+    done.set()
+    watcher.join()
+    return {"peak_gib": peak / 2**20, "total_seconds": time.perf_counter() - start, **seconds}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--layers", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--experts", type=int, default=32)
+    arguments.add_argument("--layout", default="latent_rope")
+    arguments.add_argument("--out", type=Path, default=Path("benchmarks/memory.json"))
+    arguments.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.worker:
+        print(json.dumps(convert_and_watch(*given.worker, given.layout)))
+        return
+    rows = []
+    for layers in given.layers:
+        with tempfile.TemporaryDirectory(dir=given.out.parent) as folder:
+            source = Path(folder) / "source"
+            source.mkdir()
+            size = write_sparse(source, layers, given.experts)
+            command = [sys.executable, __file__, "--layout", given.layout, "--worker", source, Path(folder) / "out"]
+            told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        rows.append({"layers": layers, "experts": given.experts, "checkpoint_gib": size / 2**30, **json.loads(told)})
+        print(json.dumps(rows[-1]), flush=True)
+    slope = (rows[-1]["peak_gib"] - rows[0]["peak_gib"]) / max(1, rows[-1]["layers"] - rows[0]["layers"])
+    given.out.write_text(json.dumps({"rows": rows, "gib_per_layer": slope}, indent=1) + "\n")
+    print(f"{slope:.4f} GiB per layer")
+
+
+if __name__ == "__main__":
+    main()
