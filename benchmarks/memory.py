@@ -4,7 +4,7 @@
 
 The checkpoint is a sparse file: shapes, dtypes and MXFP4 packing are the real ones, all weights are zero, so that it
 takes no room and every tensor is as large as the real one. Each conversion runs in a process of its own, in fp32 on the
-CPU, with windows of 2048 tokens as `convert` takes them by default; two windows stand for any number of them, because
+CPU, with a window of 2048 tokens as `convert` takes them by default; one stands for any number of them, because
 they are worked on one after another. What counts is anonymous memory (RssAnon): pages of the weight files that the
 kernel may drop are not in it. About 15 minutes on two cores.
 """
@@ -73,7 +73,7 @@ def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    config = ConvertConfig(layout=layout, nsamples=2, eval_windows=0, device="cpu")
+    config = ConvertConfig(layout=layout, nsamples=1, eval_windows=0, device="cpu")
     seconds = convert.run(str(source), out, config).seconds
     done.set()
     watcher.join()
