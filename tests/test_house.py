@@ -40,6 +40,10 @@ ALLOWED = {
     "generate": NOUNS,
     "report": BOTTOM,
     "demo_model": NOUNS,
+    "upcycle": set(),
+    "sinks": set(),
+    "distill": {"runtime"},
+    "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "distill"},
 }
 
 
@@ -109,7 +113,8 @@ def test_importing_the_package_is_light():
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_no_family_is_named_outside_families(path):
-    if room(path) in ("families", "demo_model"):
+    # make_gptoss rewrites one family as another: the families are its noun.
+    if room(path) in ("families", "demo_model", "make_gptoss"):
         return
     tree = ast.parse(path.read_text())
     docs = {

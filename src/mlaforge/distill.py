@@ -1,0 +1,60 @@
+"""A short fit of some of a model's parameters to a teacher's predictions: KL divergence, AdamW, one pass of text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge.runtime import UserError, progress
+
+# Learning rates: vectors (biases, sinks) may move far, matrices hardly.
+VECTOR_RATE, MATRIX_RATE = 3e-3, 3e-4
+WARM_UP = 0.05
+CLIP = 1.0
+
+
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean over rows of KL(teacher | student) in nats, for logits [T, V]."""
+    return torch.nn.functional.kl_div(
+        student.float().log_softmax(-1), teacher.float().log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+
+
+def fit(student: Any, teacher: Any, names: list[str], windows: Tensor, steps: int) -> list[float]:
+    """Trains the student's parameters `names` in place for `steps` windows [N, T] of text; the loss of every step.
+
+    Both are causal LMs of one vocabulary, in fp32. Steps beyond N start the text again. UserError where it diverges.
+    """
+    student.requires_grad_(False)
+    parameters = [student.get_parameter(name).requires_grad_(True) for name in names]
+    groups = [
+        {"params": [p for p in parameters if (p.ndim > 1) == matrices], "lr": rate}
+        for matrices, rate in ((False, VECTOR_RATE), (True, MATRIX_RATE))
+    ]
+    # Nothing decays: the parameters start where the function is nearly right.
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.98), weight_decay=0.0)
+    warm = max(1, int(WARM_UP * steps))
+
+    def rate(step: int) -> float:
+        return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    losses = []
+    for step in progress(range(steps), "heal", steps):
+        ids = windows[step % len(windows)][None]
+        with torch.no_grad():
+            wanted = teacher(ids, use_cache=False).logits[0]
+        loss = divergence(student(ids, use_cache=False).logits[0], wanted)
+        if not math.isfinite(loss.item()):
+            raise UserError(f"healing diverged at step {step + 1} of {steps}; heal for fewer steps, or give other text")
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    student.requires_grad_(False)
+    return losses
