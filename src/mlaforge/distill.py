@@ -1,14 +1,17 @@
-"""A short fit of some of a model's parameters to a teacher's predictions: KL divergence, AdamW, one pass of text."""
+"""A student that has drifted from its teacher, steered back on text: o_proj in closed form, then KL divergence."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mlaforge.refit import LayerRunner, solve
 from mlaforge.runtime import UserError, progress
+from mlaforge.spec import LayerSpec
 
 # Learning rates: vectors (biases, sinks) may move far, matrices hardly.
 VECTOR_RATE, MATRIX_RATE = 3e-3, 3e-4
@@ -58,3 +61,31 @@ def fit(student: Any, teacher: Any, names: list[str], windows: Tensor, steps: in
         losses.append(loss.item())
     student.requires_grad_(False)
     return losses
+
+
+@torch.no_grad()
+def steer(student: Any, teacher: Any, specs: tuple[LayerSpec, ...], windows: Tensor) -> None:
+    """Solves the student's o_proj (weight and bias) in place, layer by layer on its own stream, so that after each
+    attention it is where the teacher is. `specs` say where the student's windows are; windows are token ids [N, T]."""
+    ours, theirs = student.model, teacher.model
+    drifted = [student.get_input_embeddings()(ids[None]) for ids in windows]
+    original = [h.clone() for h in drifted]
+    runners = LayerRunner(ours, drifted[0]), LayerRunner(theirs, original[0])
+    full = dataclasses.replace(specs[0], window=None)
+    for own, their, spec in progress(zip(ours.layers, theirs.layers, specs, strict=True), "steer", len(specs)):
+        heads: list[Tensor] = []
+        hook = own.self_attn.o_proj.register_forward_pre_hook(lambda _, given, into=heads: into.append(given[0]))
+        for h in drifted:
+            own.self_attn(own.input_layernorm(h), **runners[0].arguments(spec))
+        hook.remove()
+        wanted = [their.self_attn(their.input_layernorm(h), **runners[1].arguments(full))[0] for h in original]
+        targets = [y + a - b for y, a, b in zip(wanted, original, drifted, strict=True)]
+        solve(own.self_attn.o_proj, heads, targets)
+        # What follows the attention, on both streams, without computing it again.
+        for layer, stream, outputs in (
+            (own, drifted, [own.self_attn.o_proj(z) for z in heads]), (their, original, wanted)
+        ):  # fmt: skip
+            for n, y in enumerate(outputs):
+                h = stream[n] + y
+                mixed = layer.mlp(layer.post_attention_layernorm(h))
+                stream[n] = h + (mixed[0] if isinstance(mixed, tuple) else mixed)

@@ -169,7 +169,7 @@ def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.from_pretrained(source)
-    settings.rope_parameters = {**made["rope_parameters"], "attention_factor": 1.0}
+    settings.rope_parameters = {**made["rope_parameters"], "attention_factor": read_rope(made).attention_scaling ** 0.5}
     model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=torch.float32).eval()
     ids = tuned.ids[: MEASURED * MEASURED_TOKENS // tuned.ids.shape[1]]
     after = min(WINDOW, ids.shape[1] // 2)
@@ -242,7 +242,7 @@ class Upcycled:
             self._add_sinks(i, found, self.first[i], draw)
         scaling = read_rope(self.made).attention_scaling / self.spec.rope.attention_scaling
         for name in ("q_proj.weight", "q_proj.bias"):
-            found[name] = found[name] / scaling**2
+            found[name] = found[name] / scaling
         return found
 
     def _add_sinks(self, i: int, found: dict[str, Tensor], first: sinks.FirstToken, draw: torch.Generator) -> None:
