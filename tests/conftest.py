@@ -38,7 +38,7 @@ def build(family: str, **changes: Any) -> Any:
 
     prefix = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[family]
     own = {"llama": {"head_dim": 16}, "qwen2": {}, "mistral": {"head_dim": 16, "sliding_window": 24}}[family]
-    config = getattr(transformers, f"{prefix}Config")(**SHAPE, **own, **changes)
+    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **own, **changes})
     return getattr(transformers, f"{prefix}ForCausalLM")(config)
 
 

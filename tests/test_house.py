@@ -42,7 +42,7 @@ ALLOWED = {
     "demo_model": NOUNS,
     "upcycle": set(),
     "sinks": set(),
-    "distill": {"runtime"},
+    "distill": {"runtime", "refit", "spec"},
     "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "distill"},
 }
 

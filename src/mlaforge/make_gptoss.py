@@ -30,8 +30,8 @@ NO_SINK = -1e4
 BELOW = 4.0
 # Size of the random biases of q, k and v beside the projections' own values.
 BIAS = 0.02
-# Windows of text: for measuring sinks, and for healing (longer than two sliding windows, short enough to be fast).
-MEASURED, MEASURED_TOKENS, HEALED_TOKENS = 8, 1024, 512
+# Windows of text that sinks and o_proj are fitted to, and their length; distilling takes halves, which are faster.
+MEASURED, TOKENS = 8, 1024
 YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 NOT_PACKED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
@@ -46,8 +46,7 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
     spec = check(raw, config)
     tuned = None
     if config.sinks or config.heal:
-        count, length = (config.heal, HEALED_TOKENS) if config.heal else (MEASURED, MEASURED_TOKENS)
-        length = min(length, spec.max_position_embeddings)
+        count, length = max(MEASURED, -(-config.heal // 2)), min(TOKENS, spec.max_position_embeddings)
         tuned = corpus.windows(checkpoint.load_tokenizer(source), config.text, count, length, seed=config.seed)
         checkpoint.check_tokens(source, tuned.ids)
     manifest = Manifest(
@@ -148,20 +147,25 @@ def _make(
         if config.sinks and tuned is not None:
             with timed(manifest.seconds, "sinks"):
                 first = measure_sinks(source, made, tuned)
-        upcycled = Upcycled(reader, spec, config, made, first)
-        with timed(manifest.seconds, "write"):
-            write(partial, upcycled, {})
+        healed: dict[str, Tensor] = {}
         if config.heal and tuned is not None:
             with timed(manifest.seconds, "heal"):
-                healed, losses = heal(source, partial, tuned)
+                # All experts are nearly one: what is healed is the attention, and one expert is much faster.
+                single = dataclasses.replace(config, experts=1, top_k=1, differ=0.0)
+                draft = Upcycled(reader, spec, single, gptoss_config(raw, spec, single), first)
+                healed, losses = heal(source, partial / ".draft", draft, tuned, config.heal)
             manifest.metrics["kl"] = [float(f"{loss:.5g}") for loss in losses]
-            for path in (*partial.glob("*.safetensors"), partial / checkpoint.INDEX):
-                path.unlink()
-            write(partial, upcycled, healed)
+        with timed(manifest.seconds, "write"):
+            write(partial, Upcycled(reader, spec, config, made, first), healed)
     if tuned is not None:
         (partial / corpus.PASSAGES).write_text(json.dumps(corpus.passages(tuned)), encoding="utf-8")
     for path in checkpoint.companions(source):
         shutil.copyfile(path, partial / path.name)
+
+
+def fitted(tuned: corpus.Windows) -> Tensor:
+    """The windows [N, T] for sinks and o_proj: a few, from all over the text."""
+    return tuned.ids[:: max(1, len(tuned.ids) // MEASURED)][:MEASURED]
 
 
 def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> list[sinks.FirstToken]:
@@ -171,20 +175,31 @@ def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> 
     settings = AutoConfig.from_pretrained(source)
     settings.rope_parameters = {**made["rope_parameters"], "attention_factor": read_rope(made).attention_scaling ** 0.5}
     model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=torch.float32).eval()
-    ids = tuned.ids[: MEASURED * MEASURED_TOKENS // tuned.ids.shape[1]]
+    ids = fitted(tuned)
     after = min(WINDOW, ids.shape[1] // 2)
     return sinks.measure(model, progress(ids, "measure sinks", len(ids)), after)
 
 
-def heal(source: Path, partial: Path, tuned: corpus.Windows) -> tuple[dict[str, Tensor], list[float]]:
-    """Fits sinks, biases, q_proj and o_proj of the checkpoint in `partial` to the source: new tensors, KL per step."""
-    student, teacher = checkpoint.load_model(partial, "float32"), checkpoint.load_model(source, "float32")
-    teacher.requires_grad_(False)
+def heal(
+    source: Path, folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Fits sinks, biases, q_proj and o_proj of the draft to the source: the new tensors, and the KL of every step.
+
+    `folder` holds the draft for as long as that takes.
+    """
+    folder.mkdir()
+    write(folder, draft, {})
+    student, teacher = checkpoint.load_model(folder, "float32"), checkpoint.load_model(source, "float32")
+    for model in (student, teacher):
+        model.requires_grad_(False)
+    shutil.rmtree(folder)
+    distill.steer(student, teacher, read_spec(draft.made).layers, fitted(tuned))
     names = [
         name for name, _ in student.named_parameters()
         if ".self_attn." in name and (name.endswith((".bias", ".sinks")) or ".q_proj." in name or ".o_proj." in name)
     ]  # fmt: skip
-    losses = distill.fit(student, teacher, names, tuned.ids, len(tuned.ids))
+    halves = tuned.ids.reshape(-1, TOKENS // 2) if tuned.ids.shape[1] == TOKENS else tuned.ids
+    losses = distill.fit(student, teacher, names, halves, steps)
     return {name: student.get_parameter(name).detach() for name in names}, losses
 
 
@@ -230,7 +245,8 @@ class Upcycled:
         return self.reader[name].float() if name in self.reader else None
 
     def attention(self, i: int, draw: torch.Generator) -> dict[str, Tensor]:
-        """Projections, biases and sinks of layer i, fp32. YaRN's scaling of the logits is divided out of q_proj."""
+        """Projections, biases and sinks of layer i, fp32. Half of what YaRN scales logits by, in logarithms, is taken
+        from q_proj: docs/gpt-oss.md has the measurement that says why."""
         prefix, found = f"model.layers.{i}.self_attn.", dict[str, Tensor]()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight = self.reader[f"{prefix}{name}.weight"].float()
@@ -250,11 +266,9 @@ class Upcycled:
         layer, slides = self.spec.layers[i], self.made["layer_types"][i] == "sliding_attention"
         found["sinks"] = first.logit if slides else first.logit - BELOW
         for name, rms in (("q_proj", first.query_rms), ("k_proj", first.key_rms), ("v_proj", first.value_rms)):
-            bias = found[f"{name}.bias"]
-            found[f"{name}.bias"] = bias + torch.randn(bias.shape, generator=draw) * (BIAS * rms)
-        added = found["v_proj.bias"] - (
-            0.0 if (was := self._optional(f"model.layers.{i}.self_attn.v_proj.bias")) is None else was
-        )
+            added = torch.randn(found[f"{name}.bias"].shape, generator=draw) * (BIAS * rms)
+            found[f"{name}.bias"] = found[f"{name}.bias"] + added
+        # The last one is v_proj's: every head carries it to its output.
         heads = added.view(layer.num_kv_heads, -1).repeat_interleave(layer.group, dim=0)
         lost = first.value - (1 - first.share[:, None]) * heads if slides else -heads
         found["o_proj.bias"] = found["o_proj.bias"] + found["o_proj.weight"] @ lost.flatten()
