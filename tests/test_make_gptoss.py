@@ -152,6 +152,27 @@ def test_a_sink_is_the_mean_logit_of_the_first_token(tiny_models):
         assert one.logit.shape == (4,) and one.value.shape == (4, 16)
 
 
+@pytest.mark.parametrize("windows", [True, False])
+def test_fused_sinks_are_exact(make, tiny_models, long_text, windows):
+    """Logits and gradients of every attention parameter, against transformers' own attention with sinks."""
+    from mlaforge.sinks import use_fused
+
+    made = make(tiny_models["llama"], **ONE, windows=windows, sinks=True, text=str(long_text))
+    model, ids, found = load(made), some_ids(200), []
+    for fused in (False, True):
+        if fused:
+            use_fused(model)
+        model.zero_grad()
+        out = model(ids[None], use_cache=False).logits
+        out.log_softmax(-1)[..., 7].sum().backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if ".self_attn." in name}
+        found.append({"logits": out.detach(), **gradients})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(
+            found[1][name], expected, rtol=1e-3, atol=1e-4 * max(1.0, float(expected.abs().max()))
+        )
+
+
 def test_mxfp4_is_stored_packed_and_loads(make, tiny_models):
     made, plain = make(tiny_models["llama"], mxfp4=True), make(tiny_models["llama"], "plain")
     config = checkpoint.read_config(made)

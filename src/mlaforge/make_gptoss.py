@@ -193,6 +193,7 @@ def heal(
     for model in (student, teacher):
         model.requires_grad_(False)
     shutil.rmtree(folder)
+    sinks.use_fused(student)
     distill.steer(student, teacher, read_spec(draft.made).layers, fitted(tuned))
     names = [
         name for name, _ in student.named_parameters()

@@ -15,6 +15,8 @@ from torch import Tensor
 
 # Queries whose logits are held at once.
 ROWS = 256
+# Name under which `attend` is known to transformers.
+FUSED = "mlaforge_fused_sinks"
 
 
 @dataclasses.dataclass
@@ -38,7 +40,7 @@ def measure(model: Any, windows: Iterable[Tensor], after: int) -> list[FirstToke
 
     found: dict[int, list[FirstToken]] = {}
 
-    def attend(
+    def watch(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -48,7 +50,7 @@ def measure(model: Any, windows: Iterable[Tensor], after: int) -> list[FirstToke
         return out.transpose(1, 2), None
 
     name = "mlaforge_first_token"
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register(name, watch)
     AttentionMaskInterface.register(name, sdpa_mask)
     model.set_attn_implementation(name)
     for ids in windows:
@@ -78,3 +80,42 @@ def _first_token(query: Tensor, key: Tensor, value: Tensor, scaling: float, afte
     logit, share = logit / (tokens - after), share / (tokens - after)
     rms = [float(x.square().mean().sqrt()) for x in (query, key, value)]
     return FirstToken(logit, share, share[:, None] * value[:, 0], *rms)
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, s_aux: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention with a learned sink s_aux [H] through the fused kernel: query [B, H, T, D], key and value [B, G, S, D].
+
+    The sink is one more key that every query sees and whose value is 0; one more channel holds its logit. Exact,
+    and differentiable in the sink too, without ever holding the T x S weights that plain attention with sinks keeps
+    for the backward pass.
+    """
+    batch, heads, tokens, dim = query.shape
+    seen = key.shape[2]
+    group = heads // key.shape[1]
+    # A multiple of 8, and one width for all three: the CPU's kernel falls back to a slow one otherwise.
+    pad = 8 - dim % 8
+    logit = (s_aux / scaling).to(query)[None, :, None, None].expand(batch, heads, tokens, 1)
+    query = torch.cat((query, logit, query.new_zeros(batch, heads, tokens, pad - 1)), dim=-1)
+    key, value = (torch.nn.functional.pad(x, (0, pad, 0, 1)) for x in (key, value))
+    marker = torch.zeros_like(key[:1, :1])
+    marker[..., seen, dim] = 1.0
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key + marker, value))
+    if mask is None:
+        mask = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).tril(seen - tokens)[None, None]
+    mask = torch.nn.functional.pad(mask, (0, 1), value=True)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return out[..., :dim].transpose(1, 2), None
+
+
+def use_fused(model: Any) -> None:
+    """Has a transformers model with sinks run `attend`; its own attention is plain and keeps all weights."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(FUSED, attend)
+    # Boolean masks, or None where plain causality is all.
+    AttentionMaskInterface.register(FUSED, sdpa_mask)
+    model.set_attn_implementation(FUSED)
