@@ -183,7 +183,7 @@ def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> 
 def heal(
     source: Path, folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Fits sinks, biases, q_proj and o_proj of the draft to the source: the new tensors, and the KL of every step.
+    """Fits the draft's attention, sinks and biases included, to the source: new tensors, and the KL of every step.
 
     `folder` holds the draft for as long as that takes.
     """
@@ -195,10 +195,7 @@ def heal(
     shutil.rmtree(folder)
     sinks.use_fused(student)
     distill.steer(student, teacher, read_spec(draft.made).layers, fitted(tuned))
-    names = [
-        name for name, _ in student.named_parameters()
-        if ".self_attn." in name and (name.endswith((".bias", ".sinks")) or ".q_proj." in name or ".o_proj." in name)
-    ]  # fmt: skip
+    names = [name for name, _ in student.named_parameters() if ".self_attn." in name]
     halves = tuned.ids.reshape(-1, TOKENS // 2) if tuned.ids.shape[1] == TOKENS else tuned.ids
     losses = distill.fit(student, teacher, names, halves, steps)
     return {name: student.get_parameter(name).detach() for name in names}, losses
