@@ -134,7 +134,7 @@ def make_gptoss(out: Out, config: MakeGptOssConfig, overwrite: Overwrite = False
 
     _quiet()
     made = stage.run(out, config, overwrite)
-    told = f"; KL to the source {made.metrics['kl'][0]:.4f} -> {made.metrics['kl'][-1]:.4f}" if config.heal else ""
+    told = f"; KL to the source in the last steps {made.metrics['kl_last']:.4f}" if config.heal else ""
     print(f"{out}: GPT-OSS of {config.experts} experts in {sum(made.seconds.values()):.0f} s{told}")
 
 

@@ -14,7 +14,7 @@ from mlaforge.runtime import UserError, progress
 from mlaforge.spec import LayerSpec
 
 # Learning rates: vectors (biases, sinks) may move far, matrices hardly.
-VECTOR_RATE, MATRIX_RATE = 5e-3, 6e-4
+VECTOR_RATE, MATRIX_RATE = 1e-3, 1.5e-4
 WARM_UP = 0.05
 CLIP = 1.0
 
@@ -42,7 +42,9 @@ def fit(student: Any, teacher: Any, names: list[str], windows: Tensor, steps: in
     warm = max(1, int(WARM_UP * steps))
 
     def rate(step: int) -> float:
-        return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+        if step < warm:
+            return (step + 1) / warm
+        return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses = []

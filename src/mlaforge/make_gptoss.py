@@ -155,6 +155,8 @@ def _make(
                 draft = Upcycled(reader, spec, single, gptoss_config(raw, spec, single), first)
                 healed, losses = heal(source, partial / ".draft", draft, tuned, config.heal)
             manifest.metrics["kl"] = [float(f"{loss:.5g}") for loss in losses]
+            # One window differs much from the next.
+            manifest.metrics["kl_last"] = sum(losses[-8:]) / len(losses[-8:])
         with timed(manifest.seconds, "write"):
             write(partial, Upcycled(reader, spec, config, made, first), healed)
     if tuned is not None:

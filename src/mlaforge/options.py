@@ -89,7 +89,7 @@ class MakeGptOssConfig:
     yarn: float | None = option(None, "scale RoPE by YaRN, as if the context had grown by this", "factor")
     sinks: bool = option(False, "sinks and biases that are not zero, measured on the text")
     mxfp4: bool = option(False, "store the experts as MXFP4")
-    heal: int = option(0, "distil the source into the attention, sinks and biases included, one window of text a step", "steps")
+    heal: int = option(0, "distil the source into the attention, sinks and biases too, a window a step", "steps")
     text: str = option("embedded", "text for sinks and healing: a file, a folder, or embedded; never judge on it")
     dtype: str = option("auto", "dtype of the result", choices=DTYPES)
     seed: int = option(0, "seed of every random choice")
