@@ -18,7 +18,7 @@ from mlaforge.options import ConvertConfig
 
 # Verb -> the dataclass of its options, or None, as the command declares it.
 VERBS = {
-    command.callback.__name__: typing.get_type_hints(inspect.unwrap(command.callback)).get("config")
+    command.callback.__name__.replace("_", "-"): typing.get_type_hints(inspect.unwrap(command.callback)).get("config")
     for command in app.registered_commands
 }
 HEAVY = {"torch", "transformers", "triton", "datasets", "vllm", "fastapi", "matplotlib"}
@@ -70,7 +70,7 @@ def test_help_explains_every_option(verb):
     text = printed(CliRunner().invoke(app, [verb, "--help"], terminal_width=1000))
     sections = {re.match(r"  (--[a-z-]+)", part)[1]: part for part in re.split(r"\n(?=  --)", text)[1:]}
     for field in dataclasses.fields(VERBS[verb]):
-        told, section = field.metadata, sections["--" + field.name.replace("_", "-")]
+        told, section = field.metadata, sections["--" + field.name.rstrip("_").replace("_", "-")]
         assert len(told["help"]) > 10 and told["help"] in section
         assert f"[{told['unit']}]" in section or not told["unit"]
         assert f"(default: {field.default})" in section or field.default is None

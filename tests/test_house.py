@@ -23,6 +23,7 @@ NOUNS = BOTTOM | {
     "checkpoint",
     "locate",
     "corpus",
+    "mxfp4",
     "modeling",
     "options",
     "spill",
@@ -42,7 +43,7 @@ ALLOWED = {
     "plan_report": BOTTOM | {"spec", "families", "plan", "roofline"},
     "options": {"config"},
     "spill": set(),
-    "mxfp4": BOTTOM,
+    "mxfp4": {"runtime"},
     "checkpoint": BOTTOM | {"families", "modeling", "mxfp4"},
     "locate": BOTTOM | {"checkpoint"},
     "stream": BOTTOM | {"families", "modeling", "mxfp4", "checkpoint"},
@@ -58,6 +59,10 @@ ALLOWED = {
     "generate": NOUNS,
     "report": BOTTOM,
     "demo_model": NOUNS,
+    "upcycle": set(),
+    "sinks": set(),
+    "distill": {"runtime", "refit", "stream"},
+    "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "distill"},
 }
 
 
@@ -127,7 +132,8 @@ def test_importing_the_package_is_light():
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_no_family_is_named_outside_families(path):
-    if room(path) in ("families", "demo_model"):
+    # make_gptoss rewrites one family as another: the families are its noun.
+    if room(path) in ("families", "demo_model", "make_gptoss"):
         return
     tree = ast.parse(path.read_text())
     docs = {

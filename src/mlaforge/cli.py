@@ -17,7 +17,15 @@ from typing import Annotated, Any
 import typer
 
 from mlaforge import config as configuration
-from mlaforge.options import EXPORTS, ConvertConfig, DemoConfig, EvalConfig, ExportConfig, GenerateConfig
+from mlaforge.options import (
+    EXPORTS,
+    ConvertConfig,
+    DemoConfig,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    MakeGptOssConfig,
+)
 from mlaforge.plan_report import PlanConfig
 from mlaforge.runtime import Interrupted, UserError
 
@@ -38,7 +46,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an earlier
 
 def _option(field: dataclasses.Field[Any], kind: type) -> Any:
     """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
-    told, name = field.metadata, field.name.replace("_", "-")
+    # A field may end in an underscore where its name is a word of Python's.
+    told, name = field.metadata, field.name.rstrip("_").replace("_", "-")
     unit = f" [{told['unit']}]" if told["unit"] else ""
     shown = "" if field.default is None else f" (default: {field.default})"
     flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
@@ -147,6 +156,17 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
 
     _quiet()
     print(talk(stage.run(model, out, config, overwrite).metrics))
+
+
+@verb(MakeGptOssConfig)
+def make_gptoss(out: Out, config: MakeGptOssConfig, overwrite: Overwrite = False) -> None:
+    """Rewrite a small dense model as a GPT-OSS one that computes the same; options bring it closer to the real one."""
+    from mlaforge import make_gptoss as stage
+
+    _quiet()
+    made = stage.run(out, config, overwrite)
+    told = f"; KL to the source in the last steps {made.metrics['kl_last']:.4f}" if config.heal else ""
+    print(f"{out}: GPT-OSS of {config.experts} experts in {sum(made.seconds.values()):.0f} s{told}")
 
 
 @verb(DemoConfig)

@@ -98,6 +98,8 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
         ("option", {k: v for k, v in overrides.items() if v is not None}),
     ):
         for key, value in given.items():
+            # Fields whose name is a word of Python's end in an underscore; a recipe's key need not.
+            key = f"{key}_" if f"{key}_" in names else key
             if key not in names:
                 raise UserError(f"{where}: unknown key {key!r}{nearest(key, names)}")
             values[key] = _checked(cls, key, value, where)

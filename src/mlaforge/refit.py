@@ -39,7 +39,7 @@ def refit_o_proj(
         wanted = [own(layer.input_layernorm(h), **arguments)[0] for h in original]
         heads = [new.heads(layer.input_layernorm(h), **arguments).transpose(1, 2).flatten(2) for h in drifted]
         targets = [y + a - b for y, a, b in zip(wanted, original, drifted, strict=True)]
-        _solve(new.o_proj, heads, targets)
+        solve(new.o_proj, heads, targets)
         for states, outputs in ((original, wanted), (drifted, [new.o_proj(z) for z in heads])):
             for n, y in enumerate(outputs):
                 layer.self_attn = _Given(y)
@@ -59,7 +59,7 @@ class _Given(nn.Module):
         return self.output, None
 
 
-def _solve(o_proj: nn.Linear, heads: list[Tensor], targets: list[Tensor]) -> None:
+def solve(o_proj: nn.Linear, heads: list[Tensor], targets: list[Tensor]) -> None:
     """ΔW_o = E[(t - W_o z)zᵀ](E[zzᵀ] + ridge)⁻¹ for z the new heads' output; a bias is z's constant column."""
     inputs, biased = o_proj.in_features, o_proj.bias is not None
     n = inputs + biased

@@ -1,0 +1,295 @@
+"""`make-gptoss`: a llama checkpoint rewritten as a GPT-OSS one that computes the same, and options that bring it
+closer to the real thing: the fixture of this family where its weights cannot be fetched. See docs/gpt-oss.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge import checkpoint, corpus, demo_model, distill, locate, mxfp4, sinks, upcycle
+from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.families import read_rope, read_spec
+from mlaforge.modeling.latent_attention_mla import FUSED
+from mlaforge.options import MakeGptOssConfig
+from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
+from mlaforge.spec import ModelSpec
+from mlaforge.stream import LayerStream
+
+WINDOW = 128
+# GPT-OSS clamps gate and up at 7; nothing reaches this.
+LIMIT = 1e4
+# exp of it is 0 in every dtype, and unlike -inf it is a number that checkpoints may hold.
+NO_SINK = -1e4
+# A full layer sees the first token itself; its sink is this much below, where it costs next to nothing.
+BELOW = 4.0
+# Size of the random biases of q, k and v beside the projections' own values.
+BIAS = 0.02
+# Windows of text that sinks and o_proj are fitted to, and their length; distilling takes halves, which are faster.
+MEASURED, TOKENS = 8, 1024
+YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+NOT_PACKED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifest:
+    """Writes the GPT-OSS checkpoint `out` and returns its manifest; raises UserError for the user's mistakes.
+
+    The same source, text and options again return the finished result.
+    """
+    source = demo_model.fetch() if config.from_ == "smollm2" else locate.locate(config.from_)
+    raw = checkpoint.read_config(source)
+    spec = check(raw, config)
+    tuned = None
+    if config.sinks or config.heal:
+        count, length = max(MEASURED, -(-config.heal // 2)), min(TOKENS, spec.max_position_embeddings)
+        tuned = corpus.windows(checkpoint.load_tokenizer(source), config.text, count, length, seed=config.seed)
+        checkpoint.check_tokens(source, tuned.ids)
+    manifest = Manifest(
+        "make-gptoss",
+        config=dataclasses.asdict(config),
+        inputs={
+            "model": {"path": source.name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
+            "calibration": tuned.describe() if tuned else None,
+        },
+    )
+    if done := finished(out, manifest, overwrite):
+        log(f"{out} is finished already")
+        return done
+    with writing(out, manifest) as partial:
+        _make(source, raw, spec, config, tuned, manifest, partial)
+    return manifest
+
+
+def check(raw: dict[str, Any], config: MakeGptOssConfig) -> ModelSpec:
+    """The source's ModelSpec; UserError where it or the options cannot be had as GPT-OSS."""
+    if raw.get("model_type") != "llama":
+        raise UserError(f"only llama checkpoints can be rewritten as GPT-OSS, not {raw.get('model_type')!r}")
+    spec = read_spec(raw)
+    if (activation := raw.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"GPT-OSS computes silu, the source {activation!r}; give a checkpoint with hidden_act silu")
+    if config.experts < 1 or not 1 <= config.top_k <= config.experts:
+        raise UserError(
+            f"top_k = {config.top_k} must lie between 1 and experts = {config.experts}, which is at least 1"
+        )
+    if config.differ < 0 or config.heal < 0:
+        raise UserError(f"differ = {config.differ} and heal = {config.heal} must be 0 or more")
+    if config.yarn is not None and config.yarn < 1:
+        raise UserError(f"yarn = {config.yarn} must be at least 1, by what the context grows")
+    if config.yarn is not None and spec.rope.kind != "default":
+        raise UserError(f"the source's RoPE is {spec.rope.kind!r} already; --yarn needs one that is not scaled")
+    if config.mxfp4:
+        for width in (spec.hidden_size, raw["intermediate_size"]):
+            mxfp4.stored_shapes((1, width, 1))
+    if (config.sinks or config.heal) and spec.max_position_embeddings <= WINDOW:
+        raise UserError(f"sinks and healing need more than {WINDOW} positions, not {spec.max_position_embeddings}")
+    return spec
+
+
+def gptoss_config(raw: dict[str, Any], spec: ModelSpec, config: MakeGptOssConfig) -> dict[str, Any]:
+    """config.json of the result."""
+    factor = float(config.yarn or 1.0)
+    rope: dict[str, Any] = dict(spec.rope.parameters)
+    if spec.rope.kind == "default":
+        # With factor 1 these are the plain frequencies, bit by bit. Left out, GPT-OSS would read a factor of 32.
+        rope = {**YARN, "factor": factor, "original_max_position_embeddings": spec.max_position_embeddings}
+    layer = spec.layers[0]
+    made: dict[str, Any] = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": raw["intermediate_size"],
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": int(spec.max_position_embeddings * factor),
+        "rope_parameters": {**rope, "rope_theta": spec.rope.theta},
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "swiglu_alpha": 1.0,
+        "swiglu_limit": LIMIT,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "initializer_range": raw.get("initializer_range", 0.02),
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "sliding_window": WINDOW,
+        "layer_types": [
+            "sliding_attention" if config.windows and i % 2 == 0 else "full_attention" for i in range(spec.num_layers)
+        ],
+        # Runtimes of this family take lm_head.weight whatever this says.
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "dtype": str(resolve_dtype(config.dtype, checkpoint.stored_dtype(raw))).removeprefix("torch."),
+        **{key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in raw},
+    }
+    if config.mxfp4:
+        made["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": NOT_PACKED}
+    return made
+
+
+def _make(
+    source: Path, raw: dict[str, Any], spec: ModelSpec, config: MakeGptOssConfig, tuned: corpus.Windows | None,
+    manifest: Manifest, partial: Path,
+) -> None:  # fmt: skip
+    """The work itself: fills `partial` and the manifest's metrics."""
+    made = gptoss_config(raw, spec, config)
+    first = None
+    with checkpoint.Reader(source) as reader:
+        reader.check(*checkpoint.expected_tensors(raw))
+        if config.sinks and tuned is not None:
+            with timed(manifest.seconds, "sinks"):
+                first = measure_sinks(source, made, tuned)
+        healed: dict[str, Tensor] = {}
+        if config.heal and tuned is not None:
+            with timed(manifest.seconds, "heal"):
+                # All experts are nearly one: what is healed is the attention, and one expert is much faster.
+                single = dataclasses.replace(config, experts=1, top_k=1, differ=0.0)
+                draft = Upcycled(reader, spec, single, gptoss_config(raw, spec, single), first)
+                healed, losses = heal(source, partial / ".draft", draft, tuned, config.heal)
+            manifest.metrics["kl"] = [float(f"{loss:.5g}") for loss in losses]
+            # One window differs much from the next.
+            manifest.metrics["kl_last"] = sum(losses[-8:]) / len(losses[-8:])
+        with timed(manifest.seconds, "write"):
+            write(partial, Upcycled(reader, spec, config, made, first), healed)
+    if tuned is not None:
+        (partial / corpus.PASSAGES).write_text(json.dumps(corpus.passages(tuned)), encoding="utf-8")
+    for path in checkpoint.companions(source):
+        shutil.copyfile(path, partial / path.name)
+
+
+def fitted(tuned: corpus.Windows) -> Tensor:
+    """The windows [N, T] for sinks and o_proj: a few, from all over the text."""
+    return tuned.ids[:: max(1, len(tuned.ids) // MEASURED)][:MEASURED]
+
+
+def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> list[sinks.FirstToken]:
+    """The first token's part in every layer of the source under the result's RoPE, its scaling of logits undone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.from_pretrained(source)
+    settings.rope_parameters = {**made["rope_parameters"], "attention_factor": read_rope(made).attention_scaling ** 0.5}
+    model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=torch.float32).eval()
+    ids = fitted(tuned)
+    after = min(WINDOW, ids.shape[1] // 2)
+    return sinks.measure(model, progress(ids, "measure sinks", len(ids)), after)
+
+
+def heal(
+    source: Path, folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Fits the draft's attention, sinks and biases included, to the source: new tensors, and the KL of every step.
+
+    `folder` holds the draft for as long as that takes.
+    """
+    folder.mkdir()
+    write(folder, draft, {})
+    device = torch.device("cpu")
+    with LayerStream(folder, torch.float32, device) as ours, LayerStream(source, torch.float32, device) as theirs:
+        solved = distill.steer(ours, theirs, fitted(tuned))
+    student, teacher = checkpoint.load_model(folder, "float32"), checkpoint.load_model(source, "float32")
+    for model in (student, teacher):
+        model.requires_grad_(False)
+    shutil.rmtree(folder)
+    student.load_state_dict(solved, strict=False)
+    student.set_attn_implementation(FUSED)
+    names = [name for name, _ in student.named_parameters() if ".self_attn." in name]
+    halves = tuned.ids.reshape(-1, TOKENS // 2) if tuned.ids.shape[1] == TOKENS else tuned.ids
+    losses = distill.fit(student, teacher, names, halves, steps)
+    return {name: student.get_parameter(name).detach() for name in names}, losses
+
+
+def write(partial: Path, upcycled: Upcycled, healed: dict[str, Tensor]) -> None:
+    """Streams config and tensors into `partial`; `healed` replaces tensors by name."""
+    text = json.dumps(upcycled.made, indent=1)
+    (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+    writer, dtype = checkpoint.Writer(partial), checkpoint.stored_dtype(upcycled.made)
+    for name, tensor in upcycled:
+        stored = tensor if tensor.dtype == torch.uint8 else healed.get(name, tensor).to(dtype)
+        writer.add(name, stored)
+    writer.finish()
+
+
+@dataclasses.dataclass
+class Upcycled:
+    """The result's tensors, one layer of them in memory at a time."""
+
+    reader: checkpoint.Reader
+    spec: ModelSpec
+    config: MakeGptOssConfig
+    made: dict[str, Any]
+    first: list[sinks.FirstToken] | None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        embedding = self.reader["model.embed_tokens.weight"]
+        yield "model.embed_tokens.weight", embedding
+        for i in progress(range(self.spec.num_layers), "rewrite", self.spec.num_layers):
+            prefix = f"model.layers.{i}."
+            # One seed per layer, so that every pass draws the same.
+            draw = torch.Generator().manual_seed(self.config.seed * 100_003 + i)
+            for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+                yield prefix + norm, self.reader[prefix + norm]
+            for name, tensor in self.attention(i, draw).items():
+                yield f"{prefix}self_attn.{name}", tensor
+            for name, tensor in self.mlp(i, draw).items():
+                yield f"{prefix}mlp.{name}", tensor
+        yield "model.norm.weight", self.reader["model.norm.weight"]
+        # A copy: one file may not hold one storage under two names.
+        yield "lm_head.weight", self.reader["lm_head.weight"] if "lm_head.weight" in self.reader else embedding.clone()
+
+    def _optional(self, name: str) -> Tensor | None:
+        return self.reader[name].float() if name in self.reader else None
+
+    def attention(self, i: int, draw: torch.Generator) -> dict[str, Tensor]:
+        """Projections, biases and sinks of layer i, fp32. Half of what YaRN scales logits by, in logarithms, is taken
+        from q_proj: docs/gpt-oss.md has the measurement that says why."""
+        prefix, found = f"model.layers.{i}.self_attn.", dict[str, Tensor]()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight = self.reader[f"{prefix}{name}.weight"].float()
+            bias = self._optional(f"{prefix}{name}.bias")
+            found[f"{name}.weight"] = weight
+            found[f"{name}.bias"] = torch.zeros(len(weight)) if bias is None else bias
+        found["sinks"] = torch.full((self.spec.layers[i].num_heads,), NO_SINK)
+        if self.first is not None:
+            self._add_sinks(i, found, self.first[i], draw)
+        scaling = read_rope(self.made).attention_scaling / self.spec.rope.attention_scaling
+        for name in ("q_proj.weight", "q_proj.bias"):
+            found[name] = found[name] / scaling
+        return found
+
+    def _add_sinks(self, i: int, found: dict[str, Tensor], first: sinks.FirstToken, draw: torch.Generator) -> None:
+        """Sinks from the first token's logit, and biases; o_proj's bias restores what they take or add on average."""
+        layer, slides = self.spec.layers[i], self.made["layer_types"][i] == "sliding_attention"
+        found["sinks"] = first.logit if slides else first.logit - BELOW
+        for name, rms in (("q_proj", first.query_rms), ("k_proj", first.key_rms), ("v_proj", first.value_rms)):
+            added = torch.randn(found[f"{name}.bias"].shape, generator=draw) * (BIAS * rms)
+            found[f"{name}.bias"] = found[f"{name}.bias"] + added
+        # The last one is v_proj's: every head carries it to its output.
+        heads = added.view(layer.num_kv_heads, -1).repeat_interleave(layer.group, dim=0)
+        lost = first.value - (1 - first.share[:, None]) * heads if slides else -heads
+        found["o_proj.bias"] = found["o_proj.bias"] + found["o_proj.weight"] @ lost.flatten()
+
+    def mlp(self, i: int, draw: torch.Generator) -> dict[str, Tensor]:
+        """Router and experts of layer i, as the checkpoint stores them."""
+        prefix, config = f"model.layers.{i}.mlp.", self.config
+        parts = [self.reader[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down")]
+        biases = [self._optional(f"{prefix}{name}_proj.bias") for name in ("gate", "up", "down")]
+        found = upcycle.router(config.experts, self.spec.hidden_size, draw)
+        found = {f"router.{name}": tensor for name, tensor in found.items()}
+        for name, tensor in upcycle.experts(
+            upcycle.Dense(*parts, *biases), config.experts, config.differ, draw
+        ).items():
+            if config.mxfp4 and tensor.ndim == 3:
+                names = mxfp4.stored_names(f"experts.{name}")
+                found.update(zip(names, mxfp4.quantize(tensor), strict=True))
+            else:
+                found[f"experts.{name}"] = tensor
+        return found
