@@ -68,7 +68,7 @@ def test_every_class_of_options_belongs_to_a_verb():
 def test_help_explains_every_option(verb):
     # As wide as it needs: no word is hyphenated, no line broken.
     text = printed(CliRunner().invoke(app, [verb, "--help"], terminal_width=1000))
-    sections = {re.match(r"  (--[a-z-]+)", part)[1]: part for part in re.split(r"\n(?=  --)", text)[1:]}
+    sections = {re.match(r"  (--[a-z0-9-]+)", part)[1]: part for part in re.split(r"\n(?=  --)", text)[1:]}
     for field in dataclasses.fields(VERBS[verb]):
         told, section = field.metadata, sections["--" + field.name.rstrip("_").replace("_", "-")]
         assert len(told["help"]) > 10 and told["help"] in section
