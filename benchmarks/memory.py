@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 CONFIG = {
     "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
@@ -57,7 +58,7 @@ def write_sparse(directory: Path, layers: int, experts: int) -> int:
     return at
 
 
-def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, float]:
+def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, Any]:
     """Converts in this process; peak RssAnon in GiB over all of it, and seconds."""
     from mlaforge import convert
     from mlaforge.options import ConvertConfig
@@ -74,10 +75,10 @@ def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, float]:
     watcher.start()
     start = time.perf_counter()
     config = ConvertConfig(layout=layout, nsamples=1, eval_windows=0, device="cpu")
-    seconds = convert.run(str(source), out, config).seconds
+    stages = convert.run(str(source), out, config).seconds
     done.set()
     watcher.join()
-    return {"peak_gib": peak / 2**20, "total_seconds": time.perf_counter() - start, **seconds}
+    return {"peak_gib": peak / 2**20, "seconds": time.perf_counter() - start, "stages": stages}
 
 
 def main() -> None:
