@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mlaforge.config import resolve
 from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig
 from mlaforge.plan import window_choices
+from mlaforge.report import write_report
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,12 @@ def test_full_layers_are_converted_by_default_and_sliding_ones_kept(tiny_models,
     assert choices["gqa"][8192] == 2 * (2 * 64 * 24 + 64 * 8192)
     assert choices["full"][8192] == 2 * (2 * 64 * 24 + 32 * 8192)
     assert choices["all"][8192] == 2 * (2 * 32 * 24 + 32 * 8192)
+    write_report(out.parent, page := out.parent / "report.html")
+    text = re.sub(r"<[^>]*>|\s", " ", page.read_text(encoding="utf-8"))
+    table = text[text.index("layers converted") :]
+    for name in ("none (GQA)", "full", "all"):
+        table = table[table.index(name) :]
+    assert all(label in text for label in ("8K", "32K", "128K"))
 
 
 def sink_shares(model, ids) -> torch.Tensor:
