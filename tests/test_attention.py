@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.modeling import attention_mla
-from mlaforge.modeling.attention_mla import attend, sink_share
+from mlaforge.modeling.attention_mla import attend, attend_fused, sink_share
 
 
 def textbook(q, k, v, visible, scale, sinks=None):
@@ -72,3 +72,32 @@ def test_chunks_of_queries_do_not_change_the_result(monkeypatch):
     monkeypatch.setattr(attention_mla, "MAX_SCORES", 2 * 6 * 13 * 2)
     for a, b in zip(whole, attend(q, k, v, visible, 0.3), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, st.booleans())
+def test_fused_attention_is_the_reference(shape, with_sinks):
+    """The sink as one more key, every width and mask; rows that see nothing but the sink give 0."""
+    q, k, v, visible, sinks = problem(*shape)
+    out, lse = attend(q, k, v, visible, 0.3)
+    expected = out * sink_share(lse, sinks)[..., None] if with_sinks else out
+    got = attend_fused(q, k, v, visible, 0.3, sinks if with_sinks else None)
+    seen = visible.any(-1).expand(lse.shape) | with_sinks
+    torch.testing.assert_close(got[seen], expected[seen], rtol=1e-4, atol=1e-5)
+
+
+def test_fused_attention_without_a_mask_is_causal():
+    q, k, v, _, sinks = problem(0, 2, 2, 2, 9, 9, 8, 6)
+    out, lse = attend(q, k, v, None, 0.3)
+    torch.testing.assert_close(attend_fused(q, k, v, None, 0.3), out, rtol=1e-4, atol=1e-5)
+    shared = out * sink_share(lse, sinks)[..., None]
+    torch.testing.assert_close(attend_fused(q, k, v, None, 0.3, sinks), shared, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sink_that_takes_nothing_is_no_nan_in_half_precision():
+    """-1e4 over the scale is beyond fp16; infinity times the other keys' zero would be NaN."""
+    q, k, v, visible, sinks = problem(1, 1, 2, 2, 5, 5, 8, 8)
+    visible[..., 0] = True
+    q, k, v = (t.half() for t in (q, k, v))
+    got = attend_fused(q, k, v, visible, 0.125, torch.full_like(sinks, -1e4))
+    torch.testing.assert_close(got, attend_fused(q, k, v, visible, 0.125), rtol=1e-2, atol=1e-3)

@@ -116,11 +116,13 @@ def run(
         judged = corpus.windows(tokenizer, config.evaluation, config.eval_windows, config.seqlen, judged=True)
         judged = corpus.refuse_overlap(judged, corpus.passages(tuned), tuned.source)
     checkpoint.check_tokens(source, *(text.ids for text in (tuned, judged) if text))
+    # A hub id's local directory is named by a hash.
+    name = source.resolve().name if Path(model).expanduser().exists() else model
     manifest = Manifest(
         "convert",
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
         inputs={
-            "model": {"path": source.name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
+            "model": {"path": name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
             "calibration": tuned.describe(),
             "evaluation": judged.describe() if judged else None,
         },

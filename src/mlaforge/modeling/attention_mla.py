@@ -73,7 +73,10 @@ def attend_fused(
     G, V = k_BGSD.shape[1], v_BGSV.shape[-1]
     causal = mask is None and T > 1
     if sinks_H is not None:
-        q_BHTD = torch.cat((q_BHTD, (sinks_H.to(q_BHTD.dtype) / scale)[:, None, None].expand(B, H, T, 1)), dim=-1)
+        # Infinity times the other keys' zero would be NaN.
+        least = torch.finfo(q_BHTD.dtype).min
+        coordinate = (sinks_H.float() / scale).clamp_min(least).to(q_BHTD.dtype)
+        q_BHTD = torch.cat((q_BHTD, coordinate[:, None, None].expand(B, H, T, 1)), dim=-1)
         sink = torch.zeros(B, G, 1, D + 1, dtype=k_BGSD.dtype, device=k_BGSD.device)
         sink[..., D] = 1
         k_BGSD = torch.cat((sink, nn.functional.pad(k_BGSD, (0, 1))), dim=2)
