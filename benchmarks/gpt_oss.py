@@ -26,15 +26,17 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
     arguments.add_argument("--folder", type=Path, default=Path("runs/gpt-oss"))
+    arguments.add_argument("--original", type=Path, help="a GPT-OSS checkpoint, instead of making one")
     arguments.add_argument("--heal", type=int, default=56, help="steps")
     arguments.add_argument("--calibration-windows", type=int, default=32)
     arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/gpt_oss.json"))
     given = arguments.parse_args()
     valid, test = (str(given.data / "wikitext-2" / name) for name in ("wiki.valid.tokens", "wiki.test.raw"))
-    options = MakeGptOssConfig(windows=True, yarn=32.0, sinks=True, differ=0.02, heal=given.heal, text=valid)
-    original = given.folder / "original"
-    make_gptoss.run(original, options)
+    original = given.original or given.folder / "original"
+    if not given.original:
+        options = MakeGptOssConfig(windows=True, yarn=32.0, sinks=True, differ=0.02, heal=given.heal, text=valid)
+        make_gptoss.run(original, options)
     rows = []
     print("| layout | original ppl | RoPE cut | MLA ppl | ratio | bar |\n|---|---|---|---|---|---|")
     for layout, bar in BARS.items():
