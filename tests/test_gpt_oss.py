@@ -120,10 +120,11 @@ def test_full_layers_are_converted_by_default_and_sliding_ones_kept(tiny_models,
         if "layers.1.self_attn" not in name:
             assert torch.equal(after[name], tensor), name
     choices = manifest.metrics["cache"]["window_choices"]
-    # In bf16: two sliding layers of 64 numbers for 24 tokens, one full layer of 64 or 32 numbers for every token.
-    assert choices["gqa"][8192] == 2 * (2 * 64 * 24 + 64 * 8192)
-    assert choices["full"][8192] == 2 * (2 * 64 * 24 + 32 * 8192)
-    assert choices["all"][8192] == 2 * (2 * 32 * 24 + 32 * 8192)
+    # fp32: two sliding layers of 64 numbers for 24 tokens, one full layer of 64 or 32 numbers for every token.
+    assert choices["gqa"][8192] == 4 * (2 * 64 * 24 + 64 * 8192)
+    assert choices["full"][8192] == 4 * (2 * 64 * 24 + 32 * 8192)
+    assert choices["all"][8192] == 4 * (2 * 32 * 24 + 32 * 8192)
+    assert manifest.metrics["cache"]["fraction"] == choices["full"][131072] / choices["gqa"][131072]
     write_report(out.parent, page := out.parent / "report.html")
     text = re.sub(r"<[^>]*>|\s", " ", page.read_text(encoding="utf-8"))
     table = text[text.index("layers converted") :]

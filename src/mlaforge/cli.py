@@ -206,7 +206,7 @@ def env() -> None:
 
 def conversion_table(manifests: list[Any]) -> str:
     """One line per conversion: perplexities and cache."""
-    heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache numbers/token", "of GQA")
+    heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache numbers/token", "of GQA at 128K")
     rows: list[tuple[str, ...]] = [heads]
     for manifest in manifests:
         found, cache = manifest.metrics, manifest.metrics["cache"]

@@ -23,7 +23,7 @@ from mlaforge.export import write_checkpoint
 from mlaforge.families import family_of
 from mlaforge.moments import collect
 from mlaforge.options import ConvertConfig
-from mlaforge.plan import Plan, make_plan, window_choices
+from mlaforge.plan import CONTEXTS, Plan, make_plan, window_choices
 from mlaforge.rebuild import Choices, Rebuild
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.spec import ModelSpec
@@ -193,14 +193,14 @@ def _convert(
 
 
 def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
-    """Numbers and bytes that one token adds to the cache, over all layers, before and after."""
+    """What a token adds to the cache before and after, over all layers, and what is left of GQA's cache."""
     before = sum(layer.cached for layer in plan.spec.layers)
     return {
         "gqa_per_token": before,
         "mla_per_token": plan.cached_per_token,
-        "fraction": plan.cached_per_token / before,
+        # Of a request of 128K tokens: layers with a sliding window hold no more than that, before and after.
+        "fraction": plan.model_fraction(CONTEXTS[-1]),
         "gqa_bytes_per_token": before * dtype.itemsize,
         "mla_bytes_per_token": plan.cached_per_token * dtype.itemsize,
-        # Bytes in bf16 that one request holds by its length, for each choice of layers.
-        "window_choices": window_choices(plan),
+        "window_choices": window_choices(plan, dtype.itemsize),
     }

@@ -235,7 +235,7 @@ def _rope_dim(layer: LayerSpec, index: int, default: int, given: int | None) -> 
 CONTEXTS = (8192, 32768, 131072)
 
 
-def window_choices(plan: Plan) -> dict[str, dict[int, int]]:
+def window_choices(plan: Plan, bytes_per_number: int = CACHE_BYTES) -> dict[str, dict[int, int]]:
     """Cache bytes of one request at CONTEXTS for GQA, for `full` and for `all` layers converted as `plan` converts its
     first one; empty for a model whose layers do not differ in their window."""
     spec, chosen = plan.spec, plan.layers[plan.converted[0]]
@@ -245,7 +245,10 @@ def window_choices(plan: Plan) -> dict[str, dict[int, int]]:
     gqa = LayerPlan("gqa")
     full = Plan(spec, tuple(gqa if window else chosen for window in windows))
     plans = {"gqa": unconverted(spec), "full": full, "all": Plan(spec, (chosen,) * spec.num_layers)}
-    return {name: {tokens: each.cache_bytes(tokens) for tokens in CONTEXTS} for name, each in plans.items()}
+    return {
+        name: {tokens: each.cache_bytes(tokens, 1, bytes_per_number) for tokens in CONTEXTS}
+        for name, each in plans.items()
+    }
 
 
 @dataclass(frozen=True)

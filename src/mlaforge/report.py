@@ -233,7 +233,7 @@ def _cards(groups: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     everything = [conversion for part in groups.values() for conversion in part]
     cards: list[dict[str, Any]] = []
     for title, form, keys, gqa in (
-        ("Cache kept", "percent", FRACTION, "of the K and V cache, whole model"),
+        ("Cache kept", "percent", FRACTION, "of the K and V cache at 128K tokens, whole model"),
         ("Perplexity", "times", RATIO, "converted / original; ×1 is lossless"),
         ("Cache per token", "bytes", (*CACHE, "mla_bytes_per_token"), (*CACHE, "gqa_bytes_per_token")),
         ("One sequence of 128K tokens", "bytes", (*AT_128K, "mla"), (*AT_128K, "gqa")),
