@@ -64,36 +64,40 @@ def main() -> None:
     directory = demo_model.fetch()
     tokenizer = checkpoint.load_tokenizer(directory)
     sources = {"wiki": str(given.data / "wikitext-2" / "wiki.valid.tokens"), "embedded": corpus.EMBEDDED}
-    rows = []
+    count = {"wiki": given.calibration_windows, "embedded": ConvertConfig().nsamples}
+    # What a run that was cut off had measured is not measured again.
+    result = json.loads(given.out.read_text()) if given.out.exists() else {"rows": [], "environment": environment()}
     with tempfile.TemporaryDirectory(dir=given.out.parent) as folder:
         scratch = Path(folder)
         judged = texts(tokenizer, given.data, given.windows, scratch)
-        tuned = [corpus.windows(tokenizer, s, given.calibration_windows, SEQLEN, seed=0) for s in sources.values()]
+        tuned = [corpus.windows(tokenizer, source, count[name], SEQLEN, seed=0) for name, source in sources.items()]
         known = [passage for windows in tuned for passage in corpus.passages(windows)]
         for name, windows in judged.items():
             shared = corpus.overlapping(windows, known)
             keep = [i for i in range(len(windows.ids)) if i not in shared]
             judged[name] = corpus.Windows(windows.ids[keep], windows.source)
             log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat calibration text")
-        original = perplexities(directory, judged, "original")
-        log(f"original: {original}")
+        result["tokens"] = {name: w.ids.numel() for name, w in judged.items()}
+        if "original" not in result:
+            result["original"] = perplexities(directory, judged, "original")
+        original = result["original"]
         for name, source in sources.items():
             for layout, budget in BARS if name == "wiki" else DEFAULT_CALIBRATION:
+                row = {"calibration": name, "layout": layout, "budget": budget, "bar": BARS[layout, budget]}
+                if any(row.items() <= done.items() for done in result["rows"]):
+                    continue
                 config = ConvertConfig(
-                    layout=layout, budget=budget, calibration=source, nsamples=given.calibration_windows,
-                    seqlen=SEQLEN, eval_windows=0, device="cpu",
+                    layout=layout, budget=budget, calibration=source, nsamples=count[name], seqlen=SEQLEN,
+                    eval_windows=0, device="cpu",
                 )  # fmt: skip
                 out = scratch / f"{name}-{layout}-{budget:g}"
                 manifest = convert.run(str(directory), out, config, calibrated=scratch / "calibration")
                 found = perplexities(out, judged, f"{layout} {budget:g}")
                 shutil.rmtree(out)
-                rows.append({"calibration": name, "layout": layout, "budget": budget, "bar": BARS[layout, budget],
-                             "seconds": manifest.seconds, "ppl": found,
-                             "ratio": {key: found[key] / original[key] for key in judged}})  # fmt: skip
-                log(json.dumps(rows[-1]))
-    result = {"original": original, "rows": rows, "tokens": {k: w.ids.numel() for k, w in judged.items()},
-              "environment": environment()}  # fmt: skip
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+                ratio = {key: found[key] / original[key] for key in judged}
+                result["rows"].append({**row, "seconds": manifest.seconds, "ppl": found, "ratio": ratio})
+                log(json.dumps(result["rows"][-1]))
+                given.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 
