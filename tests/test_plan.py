@@ -307,7 +307,7 @@ def test_attention_of_the_other_layouts(gpt_oss: ModelSpec) -> None:
 def test_h200_ridge() -> None:
     # 0.8 · 989e12 / 4.8e12
     assert H200.ridge == pytest.approx(164.8, abs=0.1)
-    assert GPUS["cpu"].ridge == pytest.approx(129 / 15)
+    assert GPUS["cpu"].ridge == pytest.approx(120 / 30)
 
 
 def test_four_query_tokens_make_wide_absorbed_attention_slower_than_gqa(gpt_oss: ModelSpec) -> None:
