@@ -62,6 +62,8 @@ ALLOWED = {
     "upcycle": set(),
     "sinks": set(),
     "distill": {"runtime", "refit", "stream"},
+    "ops": {"runtime"},
+    "engine": NOUNS | {"ops"},
     "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "distill"},
 }
 
