@@ -8,13 +8,11 @@ chain: equal digests mean equal tokens from the first one of the sequence on, so
 from __future__ import annotations
 
 import hashlib
-import re
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 DIGEST_BYTES = 16
-FREE_RUN = re.compile(rb"\x01+")
 
 
 def block_digests(
@@ -177,7 +175,12 @@ class BlockPool:
     def _gaps(self, count: int) -> Iterator[int]:
         """Where to start: the runs of free blocks, largest first. A run whose left neighbour is used is entered in its
         middle, so that the neighbour can grow, or as far right as `count` blocks fit."""
-        runs = [found.span() for found in FREE_RUN.finditer(self._free)]
+        runs = []
+        start = self._free.find(1)
+        while start >= 0:
+            end = self._free.find(0, start)
+            runs.append((start, end if end >= 0 else self.num_blocks))
+            start = self._free.find(1, end) if end >= 0 else -1
         if count == 1:
             runs = [max(runs, key=lambda run: run[1] - run[0])]
         for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
