@@ -88,6 +88,11 @@ class BlockTables:
     def available(self) -> int:
         return sum(pool.num_available for pool in self._pools)
 
+    @property
+    def sequences(self) -> set[int]:
+        """The sequences that were started or forked and not freed."""
+        return set(self._sequences)
+
     def most_blocks(self, group: int, length: int, chunk: int) -> int:
         """The most blocks that one sequence of up to `length` tokens holds in this group when every `reserve` asks for
         at most `chunk` tokens beyond the computed ones."""

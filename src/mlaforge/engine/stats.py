@@ -1,0 +1,28 @@
+"""What an engine has done so far and holds now."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counters since the start; `running`, `waiting`, `cache_blocks_used` and `cache_bytes_used` are as of now.
+
+    `computed_tokens` counts the rows that went through the model: with finished sequences costing nothing it is the
+    prompt tokens that were not cached, plus one per generated token, plus what preemption computed again.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    cache_blocks: int = 0
+    cache_blocks_used: int = 0
+    cache_bytes: int = 0
