@@ -22,8 +22,8 @@ from mlaforge.engine.sampling_state import SamplingState, on_device
 
 # fp32 numbers that log probabilities of a long prompt may take at once (256 MiB).
 LOGPROBS_AT_ONCE = 2**26
-# On a CPU top-p looks among this many likeliest tokens first: sorting all of them takes ten times as long.
-LIKELIEST = 1024
+# On a CPU top-p looks among so many of the likeliest tokens first: sorting all of them takes ten times as long.
+LIKELIEST = (128, 2048)
 
 
 @dataclasses.dataclass
@@ -112,8 +112,8 @@ def _top_p(logits_NV: Tensor, top_p_N1: Tensor) -> Tensor:
     """The logits with -inf for what is less likely than the last with less than top_p before it."""
     probabilities_NV = logits_NV.softmax(-1)
     vocabulary = logits_NV.shape[1]
-    on_cpu = logits_NV.device.type == "cpu"
-    for width in (min(LIKELIEST, vocabulary), vocabulary) if on_cpu else (vocabulary,):
+    widths = LIKELIEST if logits_NV.device.type == "cpu" else ()
+    for width in (*(width for width in widths if width < vocabulary), vocabulary):
         if width < vocabulary:
             likeliest_NK = probabilities_NV.topk(width, dim=-1).values
         else:
