@@ -78,8 +78,8 @@ class EngineConfig:
     """Options of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
 
     dtype: str = option(
-        "auto", "dtype of the weights; auto: the checkpoint's on a GPU, on a CPU the faster of float32 and bfloat16; int8 "
-        "and int4 (CPU) round them, which costs quality", choices=(*DTYPES, "int8", "int4"),
+        "auto", "weights; auto: the checkpoint's dtype on a GPU, on a CPU the faster of float32 and bfloat16; int8 and "
+        "int4 (CPU) round them, which costs quality", choices=(*DTYPES, "int8", "int4"),
     )  # fmt: skip
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     cache_fraction: float = option(0.5, "share of the free memory that the KV cache may take", "fraction")

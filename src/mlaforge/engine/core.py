@@ -76,6 +76,7 @@ class Engine:
         if request_id in self._requests:
             raise UserError(f"request id {request_id!r} is in use; give another")
         self._check_prompt(prompt_ids, params)
+        params.check_vocabulary(self.vocab_size)
         request = Request(request_id, list(prompt_ids), params)
         for index in range(params.n):
             request.sequences.append(self._sequence(request, index))
@@ -86,7 +87,7 @@ class Engine:
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         params, prompt = request.params, request.prompt_ids
-        constraint = Constraint.for_params(params, self.tokenizer)
+        constraint = Constraint.for_params(params, self.tokenizer, self.eos_token_ids)
         return Sequence(
             next(self._numbers), request, index, list(prompt),
             SamplingState(params, prompt, self.vocab_size, self.eos_token_ids, self.device, constraint, index),
@@ -182,7 +183,8 @@ class Engine:
         outputs: dict[str, RequestOutput] = {}
         # The one place where the host waits for the device.
         for sequence, token, found in zip(sequences, sampled.token_ids.tolist(), logprobs, strict=True):
-            text, _, finish, stop = sequence.stopping.append([token])
+            text, kept, finish, stop = sequence.stopping.append([token])
+            assert kept == 1
             sequence.token_ids.append(token)
             sequence.state.append([token])
             self._stats.generated_tokens += 1
