@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from mlaforge import checkpoint, convert
 from mlaforge.families import read_spec
-from mlaforge.generate import cache_bytes
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError
@@ -50,6 +49,12 @@ def perplexity(model, windows):
     """By transformers' own loss."""
     with torch.no_grad():
         return float(torch.stack([model(ids[None], labels=ids[None]).loss for ids in windows]).mean().exp())
+
+
+def cache_bytes(cache):
+    """Bytes that a transformers cache holds in its keys and values, by allocation."""
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    return sum(tensor.untyped_storage().nbytes() for tensor in {id(t): t for t in tensors}.values())
 
 
 def tokens(n=2, t=40):

@@ -56,7 +56,7 @@ ALLOWED = {
     "export_deepseek": NOUNS,
     "convert": NOUNS | {"moments", "rebuild", "export", "evaluate"},
     "evaluate": NOUNS,
-    "generate": NOUNS,
+    "generate": NOUNS | {"engine"},
     "report": BOTTOM,
     "demo_model": NOUNS,
     "upcycle": set(),

@@ -19,6 +19,7 @@ import typer
 from mlaforge import config as configuration
 from mlaforge.options import (
     EXPORTS,
+    ChatConfig,
     ConvertConfig,
     DemoConfig,
     EvalConfig,
@@ -156,6 +157,35 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
 
     _quiet()
     print(talk(stage.run(model, out, config, overwrite).metrics))
+
+
+@verb(ChatConfig)
+def chat(model: Model, config: ChatConfig) -> None:
+    """Talk with MODEL. An empty line or end of input ends it; /new begins anew; Ctrl-C breaks an answer off."""
+    from mlaforge.generate import Conversation
+
+    _quiet()
+    conversation = Conversation(model, config)
+    while said := _ask():
+        if said == "/new":
+            conversation.forget()
+            continue
+        answer = conversation.answer(said)
+        try:
+            for piece in answer:
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            answer.close()
+            print(" [broken off]", end="")
+        print()
+
+
+def _ask() -> str:
+    """The user's next turn; nothing at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
 
 
 @verb(MakeGptOssConfig)

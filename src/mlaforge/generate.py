@@ -1,63 +1,55 @@
-"""`generate`: greedy text from one model or from two side by side, with the cache measured in real bytes."""
+"""`generate` and `chat`: text from the engine, one model or two side by side, with the cache measured in real bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mlaforge import checkpoint, locate
 from mlaforge.artifact import Manifest, finished, writing
-from mlaforge.options import GenerateConfig
-from mlaforge.runtime import UserError, resolve_device, timed
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.params import SamplingParams
+from mlaforge.options import ChatConfig, GenerateConfig
+from mlaforge.runtime import UserError, timed
 
 
-def cache_bytes(cache: Any) -> int:
-    """Bytes that a transformers cache holds in its keys and values, by allocation."""
-    return sum(
-        tensor.untyped_storage().nbytes()
-        for layer in cache.layers
-        for tensor in {id(t): t for t in (layer.keys, layer.values) if t is not None}.values()
-    )
-
-
-@torch.inference_mode()
 def continue_prompt(directory: Path, config: GenerateConfig) -> dict[str, Any]:
-    """One model's greedy continuation and what it took."""
-    device = resolve_device(config.device)
-    tokenizer = checkpoint.load_tokenizer(directory)
-    model = checkpoint.load_model(directory, config.dtype, device)
+    """One model's continuation and what it took. The clock of `tokens_per_second` starts at the first token."""
+    llm = LLM(directory, config)
+    engine = llm.engine
     if config.chat:
-        if not tokenizer.chat_template:
-            raise UserError(f"{directory} has no chat template; leave --chat out")
-        turn = [{"role": "user", "content": config.prompt}]
-        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        prompt = llm.chat_prompt([{"role": "user", "content": config.prompt}])
     else:
-        ids = tokenizer(config.prompt, return_tensors="pt")
-    prompt = ids["input_ids"].to(device)
-    if not prompt.numel():
-        raise UserError("the prompt is empty; pass --prompt with some text")
-    checkpoint.check_tokens(directory, prompt)
+        prompt = llm.tokenizer(config.prompt)["input_ids"]
+    params = _params(config)
     # One token first, so that neither model's clock pays for warming up.
-    model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
-    start = time.perf_counter()
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=config.max_new_tokens, do_sample=False,
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    seconds = time.perf_counter() - start
-    new = out.sequences[0, prompt.shape[1] :]
+    llm.generate([prompt], dataclasses.replace(params, max_tokens=1))
+    start, first, cached, ids, text = time.perf_counter(), 0.0, 0, [], []
+    for output in llm.stream([prompt], params):
+        first = first or time.perf_counter()
+        ids += output.outputs[0].token_ids
+        text.append(output.outputs[0].text)
+        # Its blocks are given back with the last token.
+        cached = max(cached, engine.stats().cache_bytes_used)
+    end = time.perf_counter()
     return {
-        "text": tokenizer.decode(new, skip_special_tokens=True),
-        "new_tokens": len(new),
-        "seconds": seconds,
-        "tokens_per_second": len(new) / seconds,
-        "cache_bytes": cache_bytes(out.past_key_values),
-        "cached_tokens": int(out.past_key_values.get_seq_length()),
+        "text": "".join(text),
+        "new_tokens": len(ids),
+        "seconds": end - start,
+        "tokens_per_second": (len(ids) - 1) / (end - first) if len(ids) > 1 else len(ids) / (end - start),
+        "cache_bytes": cached,
+        "cached_tokens": len(prompt) + len(ids) - 1,
+        "dtype": engine.model.format,
     }
+
+
+def _params(config: GenerateConfig | ChatConfig) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
+    )
 
 
 def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = False) -> Manifest:
@@ -79,3 +71,26 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
         with writing(out, manifest):
             pass
     return manifest
+
+
+class Conversation:
+    """A chat with one model: its turns, and answers as they are made. What was said before is not computed again."""
+
+    def __init__(self, model: str, config: ChatConfig):
+        self.llm = LLM(locate.locate(model), config)
+        self.params = _params(config)
+        self._first = [{"role": "system", "content": config.system}] if config.system else []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.messages = list(self._first)
+
+    def answer(self, said: str) -> Generator[str]:
+        """The model's answer to the user's turn, piece by piece. A turn whose answer is broken off is not kept."""
+        asked = [*self.messages, {"role": "user", "content": said}]
+        pieces = []
+        for output in self.llm.stream([self.llm.chat_prompt(asked)], self.params):
+            pieces.append(output.outputs[0].text)
+            yield pieces[-1]
+        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]

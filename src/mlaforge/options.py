@@ -62,18 +62,6 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig:
-    """Options of `generate`."""
-
-    prompt: str = option("The capital of France is", "what the text starts with, or the user's turn with --chat")
-    against: str | None = option(None, "a second model that continues the same prompt")
-    max_new_tokens: int = option(64, "length of the continuation", "tokens")
-    chat: bool = option(False, "wrap the prompt in the model's chat template")
-    dtype: str = option("auto", "dtype to compute in", choices=DTYPES)
-    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
-
-
-@dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Options of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
 
@@ -89,6 +77,30 @@ class EngineConfig:
     max_num_batched_tokens: int = option(512, "tokens per step; longer prompts are computed in chunks", "tokens")
     max_model_len: int | None = option(None, "longest prompt and answer together (the model's own limit)", "tokens")
     prefix_caching: bool = option(True, "keep what was computed of a prompt for later prompts that begin alike")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig(EngineConfig):
+    """Options of `generate`."""
+
+    prompt: str = option("The capital of France is", "what the text starts with, or the user's turn with --chat")
+    against: str | None = option(None, "a second model that continues the same prompt")
+    max_new_tokens: int = option(64, "length of the continuation", "tokens")
+    chat: bool = option(False, "wrap the prompt in the model's chat template")
+    temperature: float = option(0.0, "0 takes the likeliest token, 1 draws from the model's own distribution")
+    top_p: float = option(1.0, "draw among the likeliest tokens that together have this probability", "fraction")
+    seed: int | None = option(None, "seed of the draws (default: a fresh one)")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig(EngineConfig):
+    """Options of `chat`."""
+
+    system: str | None = option(None, "what the model is told before the conversation")
+    max_new_tokens: int = option(1024, "length of an answer", "tokens")
+    temperature: float = option(0.7, "0 takes the likeliest token, 1 draws from the model's own distribution")
+    top_p: float = option(0.95, "draw among the likeliest tokens that together have this probability", "fraction")
+    seed: int | None = option(None, "seed of the draws (default: a fresh one)")
 
 
 @dataclasses.dataclass(frozen=True)

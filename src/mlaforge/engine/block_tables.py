@@ -82,7 +82,11 @@ class BlockTables:
 
     @property
     def used(self) -> int:
-        return sum(pool.num_used for pool in self._pools)
+        return sum(self.used_by_group)
+
+    @property
+    def used_by_group(self) -> list[int]:
+        return [pool.num_used for pool in self._pools]
 
     @property
     def available(self) -> int:

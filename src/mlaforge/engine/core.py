@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import time
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class Engine:
             max_model_len=self.max_model_len, max_step=config.max_num_batched_tokens,
         )  # fmt: skip
         self.cache = Cache(layers, groups, config.block_size, self.model.dtype, self.device)
+        self._block_bytes = [self.cache.bytes_per_block(group) for group in range(len(groups))]
         self.tables = BlockTables(groups, config.block_size, config.prefix_caching)
         self.model.load(
             lambda index, attention: paged(
@@ -96,9 +98,12 @@ class Engine:
 
     def _check_prompt(self, prompt_ids: list[int], params: SamplingParams) -> None:
         if not prompt_ids:
-            raise UserError("the prompt is empty; give at least one token")
+            raise UserError("the prompt is empty; it must have at least one token")
         if (wrong := next((t for t in prompt_ids if not 0 <= t < self.vocab_size), None)) is not None:
-            raise UserError(f"the prompt has token {wrong}, but the model's vocabulary has {self.vocab_size}")
+            raise UserError(
+                f"the prompt has token {wrong}, but the model's vocabulary has {self.vocab_size}: it comes from "
+                "another model's tokenizer"
+            )
         room = self.max_model_len - (0 if params.max_tokens == 0 else 1)
         if len(prompt_ids) > room:
             raise UserError(f"the prompt has {len(prompt_ids)} tokens; this model's context leaves room for {room}")
@@ -235,6 +240,7 @@ class Engine:
         self._stats.running, self._stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._stats.preemptions = self.scheduler.preemptions
         self._stats.cache_blocks_used = self.tables.used
+        self._stats.cache_bytes_used = sum(map(operator.mul, self.tables.used_by_group, self._block_bytes))
         return dataclasses.replace(self._stats)
 
     def check_integrity(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlaforge.config import nearest
 from mlaforge.engine.core import Engine
 from mlaforge.engine.output import Completion, RequestOutput
 from mlaforge.engine.params import SamplingParams
@@ -24,16 +25,16 @@ class LLM:
         for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=8)):
             print(output.outputs[0].text)
 
-    Options are those of EngineConfig. A prompt is a text or a list of token ids. Raises UserError for a model that
-    cannot be loaded, an unknown option, and a prompt that does not fit.
+    Options are those of EngineConfig, by name or as one `config`. A prompt is a text or a list of token ids. Raises
+    UserError for a model that cannot be loaded, an unknown option, and a prompt that does not fit.
     """
 
-    def __init__(self, model: str | Path, **options: Any):
+    def __init__(self, model: str | Path, config: EngineConfig | None = None, **options: Any):
         known = [field.name for field in dataclasses.fields(EngineConfig)]
         for name in options:
             if name not in known:
-                raise UserError(f"LLM has no option {name!r}; it has {', '.join(known)}")
-        self.engine = Engine(model, EngineConfig(**options))
+                raise UserError(f"LLM has no option {name!r}; it has {', '.join(known)}{nearest(name, known)}")
+        self.engine = Engine(model, dataclasses.replace(config or EngineConfig(), **options))
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
 

@@ -26,3 +26,4 @@ class EngineStats:
     cache_blocks: int = 0
     cache_blocks_used: int = 0
     cache_bytes: int = 0
+    cache_bytes_used: int = 0
