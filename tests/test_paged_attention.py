@@ -282,9 +282,9 @@ def test_the_kernel_says_what_it_cannot_do(change, words):
     if "k" in change:
         k = k.to(change["k"])
     if "v" in change:
-        v = torch.zeros(*k.shape[:2], change["v"])
+        v = k.new_zeros(*k.shape[:2], change["v"])
     if "strided" in change:
-        k = torch.zeros(*k.shape[:2], 2 * k.shape[2])[..., ::2]
+        k = k.new_zeros(*k.shape[:2], 2 * k.shape[2])[..., ::2]
     with pytest.raises(runtime.UserError, match=words):
         paged_attention(q, k, v, view, scale, implementation="triton")
 
