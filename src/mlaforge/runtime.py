@@ -37,6 +37,16 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlaforge"
 
 
+def ops_choice() -> str:
+    """$MLAFORGE_OPS: which implementations of ops/ to take, as ops/dispatch.py says; "" leaves it to the inputs."""
+    return os.environ.get("MLAFORGE_OPS", "")
+
+
+def triton_interpreted() -> bool:
+    """Whether $TRITON_INTERPRET has Triton run its kernels in Python, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
 def resolve_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one, else CPU.
 

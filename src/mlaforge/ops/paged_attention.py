@@ -1,5 +1,105 @@
-"""stub until ops is merged"""
+"""Attention of a step's query tokens over the paged cache: GQA, and absorbed MLA as GQA with one key head.
 
+For MLA the cached row [latent r, rotary e] is the key and its first r columns are the value: pass
+k = rows[:, None] and v = k[..., :r], which implementations recognise as one memory and read once.
+
+Legend: N query tokens of all sequences one after another, T of one sequence, H query heads, G key heads (head h reads
+key head h // (H / G)), E heads per key head, L slots of the cache, P cached positions, D key width, V value width.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mlaforge import runtime
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.check import load
+from mlaforge.ops.dispatch import Op
 from mlaforge.ops.paged_attention_cpu import paged_attention_runs
 
-paged_attention = paged_attention_runs
+
+def paged_attention(
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention; what a query token sees is said by `view` (ops/cache_view.py).
+
+    k_LGD and v_LGV are views over all slots of a layer's cache, of any strides. A learned sink is the caller's:
+    out * sigmoid(lse - sink). Returns out [N, H, V] in the queries' dtype and lse [N, H], the natural logarithm of the
+    softmax denominator, in fp32; a row that sees nothing gives 0 and -inf. `implementation` None lets
+    ops/dispatch.py choose; UserError where the named one cannot run.
+    """
+    out, lse = OP(q_NHD, k_LGD, v_LGV, view, scale, implementation=implementation)
+    return out, lse
+
+
+def reference(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+    """In fp32, sequence by sequence; reads the lengths from the device."""
+    (N, H, _), G, V = q_NHD.shape, k_LGD.shape[1], v_LGV.shape[2]
+    out_NHV = q_NHD.new_zeros(N, H, V)
+    lse_NH = torch.full((N, H), -torch.inf, device=q_NHD.device)
+    starts = view.query_start_S1.tolist()
+    for s, (length, first) in enumerate(zip(view.seq_lens_S.tolist(), view.first_S.tolist(), strict=True)):
+        rows = slice(starts[s], starts[s + 1])
+        T = starts[s + 1] - starts[s]
+        position_P = torch.arange(first, length, device=q_NHD.device)
+        row_P = position_P - first
+        block_P = view.block_table_SB[s, row_P // view.block_size].long()
+        slot_P = block_P * view.block_size + row_P % view.block_size
+
+        position_T1 = torch.arange(length - T, length, device=q_NHD.device)[:, None]
+        visible_TP = position_P <= position_T1
+        if view.window is not None:
+            visible_TP &= position_P > position_T1 - view.window
+
+        q_TGED = q_NHD[rows].float().unflatten(1, (G, H // G))
+        scores = torch.einsum("tged,pgd->tgep", q_TGED, k_LGD[slot_P].float()) * scale
+        scores = scores.masked_fill(~visible_TP[:, None, None], -torch.inf)
+        lse_TGE = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - lse_TGE.masked_fill(lse_TGE.isinf(), 0.0)[..., None])
+        out_TGEV = torch.einsum("tgep,pgv->tgev", weights, v_LGV[slot_P].float())
+        out_NHV[rows] = out_TGEV.flatten(1, 2).to(q_NHD.dtype)
+        lse_NH[rows] = lse_TGE.flatten(1, 2)
+    return out_NHV, lse_NH
+
+
+def _triton(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+    from mlaforge.ops import paged_attention_triton
+
+    return paged_attention_triton.attend(q_NHD, k_LGD, v_LGV, view, scale)
+
+
+def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
+    # Loading Triton takes a second, which a CPU that never runs it should not pay.
+    if q_NHD.device.type != "cuda" and not runtime.triton_interpreted():
+        return f"it needs CUDA tensors, these are on {q_NHD.device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from mlaforge.ops import paged_attention_triton
+
+    return paged_attention_triton.supports(q_NHD, k_LGD, v_LGV)
+
+
+def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
+    if q_NHD.device.type != "cpu":
+        return f"it reads host memory, these are on {q_NHD.device.type}"
+    if len(view.runs) != len(view.seq_lens_S):
+        return "the view has no runs"
+    if k_LGD.shape[2] != v_LGV.shape[2] and (k_LGD.data_ptr(), k_LGD.stride()) != (v_LGV.data_ptr(), v_LGV.stride()):
+        return "keys and values differ in width and are not one memory"
+    return True
+
+
+OP = Op("paged_attention", reference)
+OP.register("runs", paged_attention_runs, _runs_supports, made_for="cpu")
+OP.register("triton", _triton, _triton_supports, made_for="cuda")
+
+
+def replay(path: Path, implementation: str | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Runs the op again on the inputs of a mismatch, as ops/check.py saved them."""
+    q, k, v, view, scale = load(path, {3: CacheView}, device)
+    return paged_attention(q, k, v, view, scale, implementation)

@@ -1,0 +1,359 @@
+"""Paged attention in Triton: flash decoding over the block table, split along the cache, merged by lse.
+
+A program takes one tile of query rows (tokens x heads of one key head, at most BLOCK_M), one key head and one split of
+the positions that the tile sees, so a cached row is read once per tile; with an MLA row the loaded latent serves as
+key and as value. Prefill is the same kernel with more tiles per sequence. Launch geometry depends on host numbers
+alone (tensor shapes and the view's bounds), lengths are read on the device: launches can be captured in a graph.
+
+Widths that are no powers of two are cut into pieces (576 = 512 + 64), the last of them masked.
+Written after Flash-Decoding (Dao et al. 2023) and FlashAttention-2 (arXiv:2307.08691). Not measured on a GPU yet.
+"""
+
+# Triton reads annotations of kernels: only constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlaforge.ops.cache_view import CacheView
+
+# Sequences that one step of the search for a tile's sequence looks at.
+SEARCHED = tl.constexpr(256)
+
+
+@triton.jit
+def _columns(rows, live, BEGIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns BEGIN to BEGIN + SIZE of rows given by their addresses; 0 in dead rows and from column WIDTH on."""
+    d = BEGIN + tl.arange(0, SIZE)
+    mask = live[:, None]
+    if BEGIN + SIZE > WIDTH:
+        mask = mask & (d < WIDTH)[None, :]
+    return tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _put(rows, live, values, BEGIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    d = BEGIN + tl.arange(0, SIZE)
+    mask = live[:, None] & (d < WIDTH)[None, :]
+    tl.store(rows[:, None] + d[None, :], values.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finite(x):
+    """Subtracting -inf from -inf would be NaN; what it is subtracted from is -inf as well then."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def _locate(tile, query_start, num_sequences, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence of a tile of the grid, and which of the sequence's tiles it is.
+
+    TILES > 0: so many tiles for every sequence. TILES = 0: sequence s has as many as its rows can need, from tile
+    rows_before(s) // BLOCK_M + s on.
+    """
+    if TILES > 0:
+        s = tile // TILES
+        first = s * TILES
+    else:
+        s = -1
+        for base in range(0, num_sequences, SEARCHED):
+            i = base + tl.arange(0, SEARCHED)
+            before = tl.load(query_start + i, mask=i < num_sequences, other=0) * GROUP // BLOCK_M + i
+            s += tl.sum(((before <= tile) & (i < num_sequences)).to(tl.int32))
+        first = tl.load(query_start + s) * GROUP // BLOCK_M + s
+    return s, tile - first
+
+
+@triton.jit
+def _share(lowest, highest, first, split, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which positions a split reads for tokens at positions `lowest` to `highest`: from, and up to but without."""
+    lo = first
+    if WINDOW > 0:
+        lo = tl.maximum(first, lowest - WINDOW + 1)
+    share = tl.cdiv(tl.cdiv(highest + 1 - lo, splits), BLOCK_N) * BLOCK_N
+    start = lo + split * share
+    return start, tl.minimum(start + share, highest + 1)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def attend_kernel(
+    q, k, v, out, lse, table, seq_lens, firsts, query_start, scale_log2,
+    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences,
+    GROUP: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, key heads, splits). out [N, H, splits, V] and lse [N, H, splits] are contiguous. WINDOW 0 is none,
+    a piece of size 0 is none; D0 and D1 are the value's pieces too where V_IN_K."""
+    g, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    heads, splits = tl.num_programs(1) * GROUP, tl.num_programs(2)
+    s, tile = _locate(tl.program_id(0), query_start, num_sequences, GROUP, TILES, BLOCK_M)
+    begin = tl.load(query_start + s)
+    T = tl.load(query_start + s + 1) - begin
+    if tile * BLOCK_M >= T * GROUP:
+        return
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = m < T * GROUP
+    n_row = (begin + m // GROUP).to(tl.int64)
+    h = g * GROUP + m % GROUP
+    length, first = tl.load(seq_lens + s), tl.load(firsts + s)
+    position = length - T + m // GROUP
+    earliest = tile * BLOCK_M // GROUP
+    latest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, T - 1)
+    start, end = _share(length - T + earliest, length - T + latest, first, split, splits, WINDOW, BLOCK_N)
+    at = (n_row * heads + h) * splits + split
+    if (start >= end) & (splits > 1):
+        # The merge does not read the values of an empty split.
+        tl.store(lse + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
+        return
+
+    q_rows = q + n_row * q_row + h * q_head
+    q0 = _columns(q_rows, real, 0, D0, D)
+    if D1 > 0:
+        q1 = _columns(q_rows, real, D0, D1, V if V_IN_K else D)
+    if D2 > 0:
+        q2 = _columns(q_rows, real, V, D2, D)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
+    if V1 > 0:
+        acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
+
+    blocks = table + s.to(tl.int64) * table_row
+    for n in range(start, end, BLOCK_N):
+        p = n + tl.arange(0, BLOCK_N)
+        live = p < end
+        block = tl.load(blocks + (p - first) // BLOCK_SIZE, mask=live, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + (p - first) % BLOCK_SIZE
+        k_rows = k + slot * k_slot + g * k_head
+        k0 = _columns(k_rows, live, 0, D0, V if V_IN_K else D)
+        scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        if D1 > 0:
+            k1 = _columns(k_rows, live, D0, D1, V if V_IN_K else D)
+            scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
+        if D2 > 0:
+            k2 = _columns(k_rows, live, V, D2, D)
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
+        visible = live[None, :] & (p[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (p[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores * scale_log2, float("-inf"))
+
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - _finite(higher)[:, None])
+        fade = tl.exp2(peak - _finite(higher))
+        total = total * fade + tl.sum(weights, 1)
+        peak = higher
+        weights = weights.to(v.dtype.element_ty)
+        if V_IN_K:
+            v0 = k0
+        else:
+            v_rows = v + slot * v_slot + g * v_head
+            v0 = _columns(v_rows, live, 0, V0, V)
+        acc0 = tl.dot(weights, v0, acc0 * fade[:, None], input_precision=PRECISION)
+        if V1 > 0:
+            if V_IN_K:
+                v1 = k1
+            else:
+                v1 = _columns(v_rows, live, V0, V1, V)
+            acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
+
+    # Rows that see nothing: peak is -inf, acc is 0.
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(lse + at, (peak + tl.log2(total)) * 0.6931471805599453, mask=real)
+    _put(out + at * V, real, acc0 / total[:, None], 0, V0, V)
+    if V1 > 0:
+        _put(out + at * V, real, acc1 / total[:, None], V0, V1, V)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(parts, lses, out, lse, splits, V: tl.constexpr, SIZE: tl.constexpr):
+    """Grid (N * H): parts [N * H, splits, V] and lses [N * H, splits] become out [N * H, V] and lse [N * H]."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, SIZE)
+    peak, total = float("-inf"), 0.0
+    acc = tl.zeros([SIZE], tl.float32)
+    for i in range(splits):
+        part_lse = tl.load(lses + row * splits + i)
+        # The values of an empty split were never written.
+        part = tl.load(parts + (row * splits + i) * V + d, mask=d < tl.where(part_lse > float("-inf"), V, 0), other=0.0)
+        higher = tl.maximum(peak, part_lse)
+        fade, weight = tl.exp(peak - _finite(higher)), tl.exp(part_lse - _finite(higher))
+        acc = acc * fade + part * weight
+        total = total * fade + weight
+        peak = higher
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(lse + row, peak + tl.log(total))
+    tl.store(out + row * V + d, (acc / total).to(out.dtype.element_ty), mask=d < V)
+
+
+INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
+
+
+def supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor) -> Literal[True] | str:
+    """True, or the reason why the kernel cannot run on these."""
+    if q_NHD.device.type != "cuda" and not INTERPRETED:
+        return f"it needs CUDA tensors, these are on {q_NHD.device.type}"
+    if not q_NHD.dtype == k_LGD.dtype == v_LGV.dtype:
+        return f"queries {q_NHD.dtype}, keys {k_LGD.dtype} and values {v_LGV.dtype} differ in dtype"
+    if q_NHD.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it has no {q_NHD.dtype}"
+    if INTERPRETED and q_NHD.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    if any(x.stride(-1) != 1 for x in (q_NHD, k_LGD, v_LGV)):
+        return "the numbers of a row must lie one after another"
+    if q_NHD.shape[1] % k_LGD.shape[1]:
+        return f"{q_NHD.shape[1]} heads over {k_LGD.shape[1]} key heads"
+    D, V, v_in_k = k_LGD.shape[2], v_LGV.shape[2], is_prefix(v_LGV, k_LGD)
+    K_pieces, V_pieces = cut(D, V, v_in_k)
+    if sum(V_pieces) > 512 or not tile_sizes(512, sum(K_pieces), sum(V_pieces), v_in_k, q_NHD.element_size()):
+        return f"rows of {D} and {V} numbers do not fit on the chip"
+    return True
+
+
+def pieces(width: int) -> tuple[int, int]:
+    """Powers of two (at least 16, a tensor core's depth) that cover the width: two where that wastes less."""
+    whole = max(16, triton.next_power_of_2(width))
+    half = max(16, whole // 2)
+    rest = max(16, triton.next_power_of_2(width - half)) if width > half else 0
+    return (half, rest) if 0 < rest < half else (whole, 0)
+
+
+def is_prefix(v_LGV: Tensor, k_LGD: Tensor) -> bool:
+    """Whether values are the keys' own first columns."""
+    return (
+        v_LGV.data_ptr() == k_LGD.data_ptr() and v_LGV.stride() == k_LGD.stride() and v_LGV.shape[2] <= k_LGD.shape[2]
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def cut(D: int, V: int, v_in_k: bool) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """Pieces of keys and values. A value that is the key's first part is cut alike, and the rest of the key follows."""
+    if not v_in_k:
+        return (*pieces(D), 0), pieces(V)
+    return (*pieces(V), max(16, triton.next_power_of_2(D - V)) if D > V else 0), pieces(V)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch of the attention kernel: grid (tiles, key heads, splits), arguments by name, compiler options."""
+
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def make_launch(
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None
+) -> Launch:
+    """From shapes, strides and the view's host numbers only. Outputs are allocated here: `out` [N, H, splits, V]."""
+    (N, H, D), (_, G, V) = q_NHD.shape, v_LGV.shape
+    group, S = H // G, len(view.seq_lens_S)
+    v_in_k = is_prefix(v_LGV, k_LGD)
+    (D0, D1, D2), (V0, V1) = cut(D, V, v_in_k)
+    sizes = tile_sizes(view.max_query * group, D0 + D1 + D2, V0 + V1, v_in_k, q_NHD.element_size())
+    assert sizes, "supports() was not asked"
+    BLOCK_M, BLOCK_N, num_warps, num_stages = sizes
+
+    # One search costs less than many programs that find nothing to do: steps that mix prefill and decode.
+    tiles = triton.cdiv(view.max_query * group, BLOCK_M)
+    rectangular = S * tiles <= 2 * (N * group // BLOCK_M + S)
+    grid_x = S * tiles if rectangular else N * group // BLOCK_M + S
+    if splits is None:
+        span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + view.max_query)
+        room = processors(q_NHD.device) * (2 if BLOCK_M < 64 else 1)
+        splits = choose_splits(grid_x * G, triton.cdiv(span, 2 * BLOCK_N), room)
+    out = torch.empty(N, H, splits, V, dtype=q_NHD.dtype if splits == 1 else torch.float32, device=q_NHD.device)
+    lse = torch.empty(N, H, splits, dtype=torch.float32, device=q_NHD.device)
+    arguments = {
+        "q": q_NHD, "k": k_LGD, "v": v_LGV, "out": out, "lse": lse, "table": view.block_table_SB,
+        "seq_lens": view.seq_lens_S, "firsts": view.first_S, "query_start": view.query_start_S1,
+        "scale_log2": scale * math.log2(math.e),
+        "q_row": q_NHD.stride(0), "q_head": q_NHD.stride(1), "k_slot": k_LGD.stride(0), "k_head": k_LGD.stride(1),
+        "v_slot": v_LGV.stride(0), "v_head": v_LGV.stride(1), "table_row": view.block_table_SB.stride(0),
+        "num_sequences": S, "GROUP": group, "TILES": tiles if rectangular else 0, "WINDOW": view.window or 0,
+        "BLOCK_SIZE": view.block_size, "D": D, "D0": D0, "D1": D1, "D2": D2, "V": V, "V0": V0, "V1": V1,
+        "V_IN_K": v_in_k, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N,
+        "PRECISION": "ieee" if q_NHD.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    return Launch((grid_x, G, splits), arguments, {"num_warps": num_warps, "num_stages": num_stages})
+
+
+# Kilobytes of shared memory that a program may ask for on Hopper, less what the compiler adds; and half of an SM's.
+SHARED, HALF = 222 * 1024, 104 * 1024
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_sizes(rows: int, keys: int, values: int, v_in_k: bool, itemsize: int) -> tuple[int, int, int, int] | None:
+    """BLOCK_M, BLOCK_N, warps and stages for `rows` query rows and padded widths; None where nothing fits.
+
+    64 rows are the least that Hopper's asynchronous tensor cores take; more than that only where rows are narrow.
+    Fewer rows are bound by memory, so two programs should share a processor. Each two stages after the first keep one
+    more tile in flight: block numbers take every other stage, since addresses follow from them. Chosen by what ptxas
+    says of registers and shared memory; not tuned on a GPU yet.
+    """
+    if itemsize == 4:
+        # There for parity: exact products have no tensor core.
+        return 16, 16, 4, 2
+    BLOCK_M = min(64, max(16, triton.next_power_of_2(rows)))
+    if rows >= 512 and max(keys, values) <= 128:
+        BLOCK_M = 128
+    warps = 8 if BLOCK_M == 128 or values > 256 or (BLOCK_M == 64 and values > 128) else 4
+    row_bytes = (keys if v_in_k else keys + values) * itemsize
+    for budget in (HALF, SHARED) if BLOCK_M < 64 else (SHARED,):
+        for BLOCK_N in (64, 32):
+            for stages in (7, 5, 3):
+                tiles = (stages - 1) // 2 + (BLOCK_M >= 64)
+                if BLOCK_M * keys * itemsize + tiles * BLOCK_N * row_bytes <= budget:
+                    return BLOCK_M, BLOCK_N, warps, stages
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(programs: int, most: int, room: int) -> int:
+    """The fewest splits (of at most `most`) that keep the machine about as busy as any number of them would.
+
+    `room` programs run at a time, in waves; what counts is how full the waves are.
+    """
+
+    def fill(splits: int) -> float:
+        return programs * splits / (triton.cdiv(programs * splits, room) * room)
+
+    candidates = range(1, max(1, min(most, 128)) + 1)
+    best = max(map(fill, candidates))
+    return next(splits for splits in candidates if fill(splits) >= 0.9 * best)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; a few where the kernel is interpreted, so that it splits there too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def attend(
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """ops/paged_attention.py's function; `splits` overrides into how many parts each tile's positions are cut."""
+    (N, H, _), V = q_NHD.shape, v_LGV.shape[2]
+    launch = make_launch(q_NHD, k_LGD, v_LGV, view, scale, splits)
+    out, lse = launch.arguments["out"], launch.arguments["lse"]
+    if not N:
+        return out[:, :, 0], lse[..., 0]
+    with torch.cuda.device_of(q_NHD):
+        attend_kernel[launch.grid](**launch.arguments, **launch.options)
+        if (splits := launch.grid[2]) == 1:
+            return out[:, :, 0], lse[..., 0]
+        merged, merged_lse = q_NHD.new_empty(N, H, V), lse.new_empty(N, H)
+        merge_kernel[(N * H,)](out, lse, merged, merged_lse, splits, V=V, SIZE=triton.next_power_of_2(V), num_warps=4)
+    return merged, merged_lse

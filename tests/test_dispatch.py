@@ -1,0 +1,133 @@
+"""Which implementation runs, what is said about it, and what `MLAFORGE_OPS=check` does."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlaforge import runtime
+from mlaforge.ops import paged_attention as paged
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.check import check, differences, load, save
+from mlaforge.ops.dispatch import Op
+
+
+@pytest.fixture
+def op(monkeypatch):
+    """`fast` takes rows of even length, `other` everything, `far` is for another kind of device."""
+    monkeypatch.delenv("MLAFORGE_OPS", raising=False)
+    op = Op("paged_attention", lambda x: (x * 2,))
+    op.register("fast", lambda x: (x + x,), lambda x: True if len(x) % 2 == 0 else "an odd number", made_for="cpu")
+    op.register("wrong", lambda x: (x * 2 + (x == 3),), lambda x: True if len(x) < 8 else "too long", made_for="cpu")
+    op.register("far", lambda x: (x * 0,), lambda x: "it is far away", made_for="cuda")
+    return op
+
+
+EVEN, ODD, LONG = torch.arange(4.0), torch.arange(5.0), torch.arange(9.0)
+
+
+def test_the_first_that_supports_the_inputs_is_chosen_and_passing_over_is_said_once(op, capsys):
+    assert op.choose(EVEN)[0] == "fast"
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        assert op.choose(ODD)[0] == "wrong"
+        assert op.choose(LONG)[0] == "reference"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["paged_attention: not fast: an odd number", "paged_attention: not wrong: too long"]
+
+
+def test_argument_before_environment_before_support(op, monkeypatch):
+    monkeypatch.setenv("MLAFORGE_OPS", "wrong")
+    assert op(EVEN)[0][3] == 7
+    assert op(EVEN, implementation="reference")[0][3] == 6
+    monkeypatch.setenv("MLAFORGE_OPS", "reference, paged_attention=wrong")
+    assert op(EVEN)[0][3] == 7
+    # Another op's business.
+    monkeypatch.setenv("MLAFORGE_OPS", "dispatch=wrong")
+    assert op(EVEN)[0][3] == 6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ("far", "paged_attention: far cannot run here: it is far away"),
+        ("fsat", "paged_attention has no implementation 'fsat'; it has fast, wrong, far, reference"),
+        ("attention=fast", "MLAFORGE_OPS names 'attention', which is no op; this one is paged_attention"),
+    ],
+)
+def test_what_cannot_be_is_refused(op, monkeypatch, wanted, words):
+    if "=" not in wanted:
+        with pytest.raises(runtime.UserError, match=re.escape(words)):
+            op(EVEN, implementation=wanted)
+    monkeypatch.setenv("MLAFORGE_OPS", wanted)
+    with pytest.raises(runtime.UserError, match=re.escape(words)):
+        op(EVEN)
+
+
+def test_check_compares_and_keeps_the_inputs(op, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
+    monkeypatch.setenv("MLAFORGE_OPS", "check")
+    assert op(EVEN)[0].tolist() == [0, 2, 4, 6]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(
+        AssertionError, match=r"wrong, output 0: 1 of 5 numbers differ, worst \(3,\): 7 instead"
+    ) as error:
+        op(ODD)
+    path = Path(str(error.value).split("saved as ")[1])
+    assert load(path, {})[0].equal(ODD)
+
+
+NUMBERS = st.floats(width=32)
+
+
+@given(st.lists(NUMBERS, max_size=5), st.lists(NUMBERS, max_size=5))
+def test_differences_finds_exactly_what_differs(a, b):
+    b = (b + a)[: len(a)]
+    said = differences(torch.tensor(a), torch.tensor(b), 1e-5, 1e-4)
+    same = all(
+        x == y
+        or (x != x and y != y)
+        or (abs(x) != torch.inf and abs(y) != torch.inf and abs(x - y) <= 1e-5 + 1e-4 * abs(y))
+        for x, y in zip(a, b, strict=True)
+    )
+    assert (said == "") == same, said
+
+
+@pytest.mark.parametrize(
+    ("actual", "words"),
+    [
+        ([0.0, torch.nan, 2.0], "1 places differ in nan, first (1,): nan instead of 1"),
+        ([0.0, torch.inf, 2.0], "1 places differ in +inf, first (1,)"),
+        ([0.0, 1.1, 2.5], "2 of 3 numbers differ, worst (2,): 2.5 instead of 2"),
+        ([0.0, 1.0], "[2] torch.float32 instead of [3]"),
+    ],
+)
+def test_differences_are_told_with_the_worst_place(actual, words):
+    assert differences(torch.tensor(actual), torch.tensor([0.0, 1.0, 2.0]), 1e-5, 1e-4).startswith(words)
+
+
+def test_saved_inputs_come_back_as_they_were(tmp_path):
+    """Strides and shared memory included: which path an implementation takes may hang on them."""
+    rows = torch.randn(12, 1, 10, dtype=torch.bfloat16)
+    view = CacheView(
+        torch.tensor([[0, 2]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([10]),
+        4, 1, 7, None, (1,), (((0, 4), (8, 3)),),
+    )  # fmt: skip
+    q = torch.randn(2, 1, 10, dtype=torch.bfloat16).transpose(0, 1)
+    save(tmp_path / "inputs.safetensors", (q, rows, rows[..., :6], view, 0.25))
+    again = load(tmp_path / "inputs.safetensors", {3: CacheView})
+    assert again[0].equal(q) and again[0].stride() == q.stride()
+    assert again[1].equal(rows) and again[2].equal(rows[..., :6])
+    assert again[2].data_ptr() == again[1].data_ptr() and again[2].stride() == rows.stride()
+    for field in dataclasses.fields(view):
+        ours, theirs = getattr(view, field.name), getattr(again[3], field.name)
+        assert ours.equal(theirs) if isinstance(ours, torch.Tensor) else ours == theirs, field.name
+    assert again[4] == 0.25
+    out, lse = paged.replay(tmp_path / "inputs.safetensors", "reference")
+    expected = paged.paged_attention(q, rows, rows[..., :6], view, 0.25, "reference")
+    check("replay", (q,), (out, lse), expected)
