@@ -1,5 +1,7 @@
 """The block pool against a plain model: a list of counts, a dict of contents and a list in order of release."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from mlaforge.engine.block_pool import BlockPool, block_digests
 
 def runs(blocks):
     """Into how many stretches of consecutive numbers a table falls."""
-    return 1 + sum(b != a + 1 for a, b in zip(blocks, blocks[1:], strict=False))
+    return 1 + sum(b != a + 1 for a, b in itertools.pairwise(blocks))
 
 
 def digest(number):
