@@ -383,6 +383,7 @@ def test_rewind_and_other_tokens_leave_no_stale_content():
     tables.start(1, old)
     feed(tables, 1, old)
     assert tables.rewind(1, 6) == 6
+    assert tables.reserve(1, 6) == []  # nothing is written
     assert tables.start(2, [*old, 0]) == 12  # until it is written to, the block is what it was
     tables.free(2)
     feed(tables, 1, new, computed=6)
