@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -18,15 +20,16 @@ from test_block_pool import runs
 from mlaforge.engine.block_pool import block_digests
 from mlaforge.engine.block_tables import BlockTables, CacheGroup, Copy
 
-FULL = CacheGroup("full", 14)
+FULL = CacheGroup("full", 30)
 MODELS = {
     "full": (FULL,),
-    "full+window": (FULL, CacheGroup("window", 11, 5)),
-    "windows": (CacheGroup("narrow", 9, 2), CacheGroup("wide", 12, 7)),
-    "everything": (CacheGroup("one", 7, 1), FULL, CacheGroup("whole blocks", 12, 6)),
+    "full+window": (FULL, CacheGroup("window", 25, 5)),
+    "windows": (CacheGroup("narrow", 18, 2), CacheGroup("wide", 25, 7)),
+    "everything": (CacheGroup("one", 20, 1), FULL, CacheGroup("whole blocks", 25, 6)),
 }
-SEQUENCES = range(4)
+MOST = 5  # sequences at a time
 CHUNK = 7
+WHICH = st.integers(0, MOST - 1)  # the how manieth of the live sequences
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=CHUNK)
 
 
@@ -55,6 +58,7 @@ class Engine(RuleBasedStateMachine):
         self.memory = [{} for _ in MODELS[groups]]
         self.live: dict[int, Run] = {}
         self.lookback = lookback
+        self.copied = 0
 
     def cached(self, tokens, salt, group):
         """Which blocks of a prompt the pool knows."""
@@ -83,32 +87,35 @@ class Engine(RuleBasedStateMachine):
         first, blocks = self.tables.table(seq, group)
         return blocks[(position - first) // self.bs] * self.bs + position % self.bs
 
+    def pick(self, which):
+        return sorted(self.live)[which % len(self.live)]
+
+    def new(self):
+        return min(set(range(MOST)) - set(self.live))
+
+    @precondition(lambda self: len(self.live) < MOST)
     @rule(
-        seq=st.sampled_from(SEQUENCES),
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
-        like=st.none() | st.sampled_from(SEQUENCES),
-        salt=st.sampled_from([b"", b"", b"x"]),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        like=st.none() | WHICH,
+        salt=st.sampled_from([b"", b"", b"", b"x"]),
         reuse=st.sampled_from([True, True, True, False]),
     )
-    def start(self, seq, tokens, like, salt, reuse):
-        if like in self.live:  # a prompt that goes on where another is
-            tokens = (self.live[like].tokens + tokens)[:40]
-        if seq not in self.live:
-            self.begin(seq, tokens, salt, reuse)
+    def start(self, tokens, like, salt, reuse):
+        if self.live and like is not None:  # a prompt that goes on where another is
+            tokens = (self.live[self.pick(like)].tokens + tokens)[:40]
+        self.begin(self.new(), tokens, salt, reuse)
 
     @precondition(lambda self: self.live)
     @rule(
-        seqs=st.lists(st.sampled_from(SEQUENCES), unique=True, min_size=1),
-        chunks=st.tuples(*[TOKENS for _ in SEQUENCES]),
-        accepted=st.tuples(*[st.integers(0, CHUNK) for _ in SEQUENCES]),
-        preempted=st.none() | st.sampled_from(SEQUENCES),
+        skipped=st.sets(WHICH, max_size=2),
+        chunks=st.tuples(*[TOKENS] * MOST),
+        rejected=st.tuples(*[st.integers(0, 3)] * MOST),
+        preempted=st.none() | st.none() | WHICH,
     )
-    def step(self, seqs, chunks, accepted, preempted):
-        """A batch: known tokens are computed, then guesses, of which some are accepted."""
+    def step(self, skipped, chunks, rejected, preempted):
+        """A batch: known tokens are computed, then guesses, of which the last few are rejected."""
         copies, batch = [], {}
-        for seq in seqs:
-            if seq not in self.live:
-                continue
+        for seq in sorted(set(self.live) - skipped):
             run = self.live[seq]
             written = (run.tokens[run.computed :] + chunks[seq])[: len(chunks[seq])]
             before = copy.deepcopy(self.tables)
@@ -118,10 +125,10 @@ class Engine(RuleBasedStateMachine):
             else:
                 copies += got
                 batch[seq] = written
-        if preempted in self.live and len(self.live) > 1:
-            self.tables.free(preempted)
-            del self.live[preempted]
-            batch.pop(preempted, None)
+        if preempted is not None:
+            batch.pop(self.pick(preempted), None)
+            self.free(preempted)
+        self.copied += len(copies)
         for move in copies:
             memory = self.memory[move.group]
             for row in range(self.bs):
@@ -134,17 +141,17 @@ class Engine(RuleBasedStateMachine):
                     memory[self.slot(seq, group, position)] = (run.salt, tuple(history[: position + 1]))
         for seq, written in batch.items():
             run = self.live[seq]
-            computed = run.computed + min(accepted[seq], len(written))
+            computed = run.computed + max(0, len(written) - rejected[seq])
             history = run.tokens[: run.computed] + written
             run.tokens = max(run.tokens, history[:computed], key=len)
             self.tables.commit(seq, run.tokens, computed)
             run.computed = computed
             run.longest = max(run.longest, computed)
 
-    @rule(seq=st.sampled_from(SEQUENCES), by=st.integers(0, 12), other=TOKENS, again=st.booleans())
-    def rewind(self, seq, by, other, again):
-        if seq not in self.live:
-            return
+    @precondition(lambda self: self.live)
+    @rule(which=WHICH, by=st.integers(0, 9), other=TOKENS, again=st.booleans())
+    def rewind(self, which, by, other, again):
+        seq = self.pick(which)
         run = self.live[seq]
         length = max(0, run.computed - by)
         kept = self.tables.rewind(seq, length)
@@ -160,16 +167,43 @@ class Engine(RuleBasedStateMachine):
             if again:
                 self.begin(seq, tokens, run.salt)
 
-    @rule(parent=st.sampled_from(SEQUENCES), child=st.sampled_from(SEQUENCES))
-    def fork(self, parent, child):
-        if parent in self.live and child not in self.live:
-            self.tables.fork(parent, child)
-            self.live[child] = copy.deepcopy(self.live[parent])
+    @precondition(lambda self: 0 < len(self.live) < MOST)
+    @rule(which=WHICH)
+    def fork(self, which):
+        parent, child = self.pick(which), self.new()
+        self.tables.fork(parent, child)
+        self.live[child] = copy.deepcopy(self.live[parent])
 
-    @rule(seq=st.sampled_from(SEQUENCES))
-    def free(self, seq):
-        if self.live.pop(seq, None):
-            self.tables.free(seq)
+    @precondition(lambda self: self.live)
+    @rule(which=WHICH)
+    def free(self, which):
+        seq = self.pick(which)
+        self.tables.free(seq)
+        del self.live[seq]
+
+    def turn(self, random, done):
+        """One rule, by chance and where it applies."""
+        name = random.choices(["start", "step", "rewind", "fork", "free"], [3, 8, 4, 2, 1])[0]
+        if name in ("start", "fork") and len(self.live) == MOST:
+            name = "free"
+        if name != "start" and not self.live:
+            name = "start"
+        done[name] += 1
+
+        def some(most):
+            return [random.randrange(2) for _ in range(random.randint(1, most))]
+
+        which = random.randrange(MOST)
+        if name == "start":
+            self.start(some(16), random.choice([None, which]), random.choice([b"", b"", b"", b"x"]), which > 0)
+        elif name == "step":
+            skipped = set(random.sample(range(MOST), random.choice([0, 1, 2])))
+            rejected = [random.choice([0, 0, 1, 3]) for _ in range(MOST)]
+            self.step(skipped, [some(CHUNK) for _ in range(MOST)], rejected, random.choice([None] * 7 + [which]))
+        elif name == "rewind":
+            self.rewind(which, random.choice([0, 1, 2, 3, 3, 5, 9]), some(CHUNK), random.random() < 0.7)
+        else:
+            getattr(self, name)(which)
 
     @invariant()
     def whole(self):
@@ -199,11 +233,10 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def tables_are_bounded(self):
-        for seq, run in self.live.items():
+        for seq in self.live:
             for group in range(len(self.tables.groups)):
                 most = self.tables.most_blocks(group, 10**6, CHUNK)
                 assert len(self.tables.table(seq, group)[1]) <= most
-                assert run.computed <= 10**6
 
 
 def vars_of(tables):
@@ -212,7 +245,28 @@ def vars_of(tables):
 
 
 TestEngine = Engine.TestCase
-TestEngine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_long_life(seed):
+    """The same rules drawn with the frequencies of a busy engine, so that pools are full and prefixes meet."""
+    random = Random(seed)
+    engine = Engine()
+    engine.build(sorted(MODELS)[seed % 4], 1 + seed // 4, caching=seed % 8 != 7, lookback=random.randrange(4))
+    done = Counter()
+    for _ in range(250):
+        engine.turn(random, done)
+        engine.whole()
+        engine.next_query_sees_what_it_should()
+        engine.published_blocks_hold_what_their_digest_says()
+        engine.tables_are_bounded()
+    while engine.live:
+        engine.free(0)
+    engine.whole()
+    assert done["step"] > 50 and done["fork"] > 5 and done["rewind"] > 20
+    assert engine.copied > 3 or engine.bs == 1
+    assert engine.tables.hit_tokens > 0 or not engine.tables.caching
 
 
 def feed(tables, seq, tokens, computed=0, chunk=64):
@@ -329,6 +383,7 @@ def test_rewind_and_other_tokens_leave_no_stale_content():
     tables.start(1, old)
     feed(tables, 1, old)
     assert tables.rewind(1, 6) == 6
+    assert tables.reserve(1, 6) == []  # nothing is written
     assert tables.start(2, [*old, 0]) == 12  # until it is written to, the block is what it was
     tables.free(2)
     feed(tables, 1, new, computed=6)

@@ -145,7 +145,8 @@ def attend_kernel(
         if D2 > 0:
             k2 = _columns(k_rows, live, V, D2, D)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
-        visible = live[None, :] & (p[None, :] <= position[:, None])
+        # What is not live lies behind every position: only the last split's last tile is cut short.
+        visible = p[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (p[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
