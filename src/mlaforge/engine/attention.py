@@ -1,4 +1,4 @@
-"""Attention of a decoder layer over the paged cache, made from the layer's own module: what `self_attn` becomes.
+"""Attention of a decoder layer over the paged cache, made from the layer's own module.
 
 A grouped-query layer caches its rotated keys and its values side by side, a converted layer the row that its own
 module caches; the mathematics of latents stays in modeling/latent_attention_mla.py.
@@ -27,66 +27,78 @@ from mlaforge.ops.paged_attention import paged_attention
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the attention layers need of a step. Decoder layers hand it through as their `position_embeddings`.
+    """What the attention layers need of a step.
 
-    `cos_N1P`, `sin_N1P`: one column per rotary pair; `cos_N1D` and `sin_N1D` the same for both halves of a head, the
-    first half's sines negated, so that x * cos + roll(x) * sin rotates.
+    One column per rotary pair: `cos_N1P` and `sin_N1P` in the model's dtype, `turn_N1P` the same as complex numbers.
     """
 
     batch: Batch
     cos_N1P: Tensor
     sin_N1P: Tensor
-    cos_N1D: Tensor
-    sin_N1D: Tensor
+    turn_N1P: Tensor
 
     @classmethod
-    def make(cls, batch: Batch, rotary: nn.Module, head_dim: int, like: Tensor) -> Step:
-        tables = rotary(like[None, :1], batch.positions_N[None])
-        cos, sin = (pairs(table, head_dim // 2)[0][:, None].contiguous() for table in tables)
-        return cls(batch, cos, sin, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+    def make(cls, batch: Batch, rotary: nn.Module, head_dim: int, dtype: torch.dtype) -> Step:
+        """`rotary` is the model's own module."""
+        like = torch.empty(1, dtype=torch.float32, device=batch.positions_N.device)
+        cos, sin = (pairs(table, head_dim // 2)[0][:, None] for table in rotary(like, batch.positions_N[None]))
+        # A row's angles as they are in the dtype of the model, so that the turn is the one its class makes.
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        return cls(batch, cos, sin, torch.complex(cos.float(), sin.float()))
 
 
-class PagedGroupedQueryAttention(nn.Module):
+def interleaved(head_dim: int) -> Tensor:
+    """The order of a head's dimensions in which rotary pairs (i, i + head_dim/2) are neighbours: as complex numbers a
+    pair turns by one product. Queries and keys take the same order, so their products do not change."""
+    return torch.arange(head_dim).view(2, -1).T.flatten()
+
+
+class PagedGroupedQueryAttention:
     """Grouped-query attention with one product for q, k and v; biases, norms, sinks and windows as in the source."""
 
     def __init__(self, attention: Any, cache: LayerCache, rows: Tensor, sinks: bool, format: str):
-        super().__init__()
         self.rows_LW, self.group = rows, cache.group
         self.head_dim: int = attention.head_dim
         self.num_kv_heads = cache.width // (2 * self.head_dim)
         self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.k_LGD, self.v_LGD = rows.view(-1, 2, self.num_kv_heads, self.head_dim).unbind(1)
         self.scaling: float = attention.scaling
+        order = interleaved(self.head_dim).to(rows.device)
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.weight = _reordered(projection.weight, order)
+            if projection.bias is not None:
+                projection.bias = _reordered(projection.bias, order)
+        self.norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        for norm in self.norms or ():
+            norm.weight = _reordered(norm.weight, order)
         self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
-        self.norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.sinks = attention.sinks if sinks else None
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Step, **_: Any) -> tuple[Tensor, None]:
-        """[N, hidden] -> ([N, hidden], None); the other arguments of a decoder layer mean nothing here."""
-        step = position_embeddings
+    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor) -> Tensor:
+        """The layer's output for normed hidden states, added to `plus_NC`."""
         view = step.batch.views[self.group]
-        N, H, G, D = len(hidden_states), self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv(hidden_states)
+        N, H, G, D = normed_NC.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv(normed_NC)
         qk_NHD = qkv[:, : (H + G) * D].view(N, H + G, D)
         if self.norms:
             for norm, part in zip(self.norms, qk_NHD.split([H, G], dim=1), strict=True):
                 part.copy_(norm(part))
+        turned = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.turn_N1P
         # In place: what follows the queries is then the row to cache.
-        qk_NHD.copy_(torch.addcmul(qk_NHD * step.cos_N1D, qk_NHD.roll(D // 2, dims=-1), step.sin_N1D))
+        qk_NHD.copy_(torch.view_as_real(turned).view(N, H + G, D))
         self.rows_LW.index_copy_(0, view.slots_N, qkv[:, H * D :])
-        k_LGD, v_LGD = self.rows_LW.view(-1, 2, G, D).unbind(1)
-        out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], k_LGD, v_LGD, view, self.scaling)
+        out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
-        return self.o_proj(out_NHD.reshape(N, H * D)), None
+        return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
 
 
-class PagedLatentAttention(nn.Module):
+class PagedLatentAttention:
     """Multi-head latent attention. `attention` is the converted layer's own module, which does the mathematics; its
     projections of the input are fused into one, and on a CPU it computes in fp32, the fastest dtype there."""
 
     def __init__(self, attention: LatentAttention, cache: LayerCache, rows: Tensor, format: str):
-        super().__init__()
         self.rows_LW, self.group = rows, cache.group
         self.factored = attention.config.q_lora_rank is not None
         self.widths = [attention.num_heads * (attention.nope_dim + attention.rope_dim), cache.width]
@@ -98,12 +110,11 @@ class PagedLatentAttention(nn.Module):
         # On a CPU the product with decompressed keys and values is limited by arithmetic.
         self.latent = attention.float() if rows.device.type == "cpu" else attention
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Step, **_: Any) -> tuple[Tensor, None]:
-        """[N, hidden] -> ([N, hidden], None); the other arguments of a decoder layer mean nothing here."""
-        step, latent = position_embeddings, self.latent
-        view = step.batch.views[self.group]
-        N, W = len(hidden_states), self.widths[1]
-        both = self.q_kv_a(hidden_states)
+    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor) -> Tensor:
+        """The layer's output for normed hidden states, added to `plus_NC`."""
+        latent, view = self.latent, step.batch.views[self.group]
+        N, W = normed_NC.shape[0], self.widths[1]
+        both = self.q_kv_a(normed_NC)
         q, row_NW = both[:, :-W], both[:, -W:]
         if self.q_b_proj is not None:
             q = self.q_b_proj(q)
@@ -122,7 +133,7 @@ class PagedLatentAttention(nn.Module):
             out_NHV = self._absorbed(q_NHD, view)
         else:
             out_NHV = self._by_sequence(q_NHD, view)
-        return self.o_proj(out_NHV.to(hidden_states.dtype).reshape(N, -1)), None
+        return self.o_proj(out_NHV.to(normed_NC.dtype).reshape(N, -1), plus_NC)
 
     def _absorbed(self, q_NHD: Tensor, view: CacheView) -> Tensor:
         """latent_rope: one cached row is key and value of all heads."""
@@ -150,12 +161,21 @@ class PagedLatentAttention(nn.Module):
         return torch.cat(outs)
 
 
+def _reordered(parameter: Tensor, order: Tensor) -> nn.Parameter:
+    """A projection's rows (or a norm's weights), head by head in `order`."""
+    heads = parameter.view(-1, len(order), *parameter.shape[1:])[:, order]
+    return nn.Parameter(heads.reshape(parameter.shape), requires_grad=False)
+
+
 def _turn(x_NHE: Tensor, cos_N1P: Tensor, sin_N1P: Tensor) -> Tensor:
     a, b = x_NHE.chunk(2, dim=-1)
     return torch.cat((a * cos_N1P - b * sin_N1P, b * cos_N1P + a * sin_N1P), dim=-1)
 
 
-def paged(attention: Any, cache: LayerCache, rows: Tensor, sinks: bool, format: str) -> nn.Module:
+PagedAttention = PagedGroupedQueryAttention | PagedLatentAttention
+
+
+def paged(attention: Any, cache: LayerCache, rows: Tensor, sinks: bool, format: str) -> PagedAttention:
     """The paged attention of a decoder layer that has `attention` as its self_attn."""
     if cache.kind == "gqa":
         return PagedGroupedQueryAttention(attention, cache, rows, sinks, format)

@@ -1,11 +1,13 @@
 """A model directory becomes a model that runs on the paged cache: the same classes, built on the meta device, loaded
-strictly one layer at a time, with attention and MLP of each layer rewritten in place as it arrives.
+strictly one layer at a time, with attention and MLP of each layer rewritten as it arrives.
 
 Legend: N tokens, C hidden size.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mlaforge import checkpoint
+from mlaforge.engine.attention import PagedAttention, Step
 from mlaforge.engine.linear import QUANTIZED, PackedLinear, fastest_format
-from mlaforge.engine.mlp import rewritten
+from mlaforge.engine.mlp import Mlp, rewritten
 from mlaforge.runtime import log, progress, resolve_dtype
 from mlaforge.spec import ModelSpec
 from mlaforge.stream import LayerStream
@@ -38,22 +41,39 @@ def choose_format(name: str, directory: Path, spec: ModelSpec, device: torch.dev
     return best
 
 
-class RmsNorm(nn.Module):
+class RmsNorm:
     """RMS norm as one layer norm: that of [x, -x], whose mean is zero, so its variance is the mean square of x.
 
     On a CPU torch has a kernel for the one and six for the other; the statistics are in fp32 in both.
     """
 
     def __init__(self, norm: Any):
-        super().__init__()
         weight = norm.weight.detach()
         self.eps = norm.variance_epsilon
         self.weight = torch.cat((weight, torch.zeros_like(weight)))
         self.bias = torch.zeros_like(self.weight)
 
-    def forward(self, x_NC: Tensor) -> Tensor:
+    def __call__(self, x_NC: Tensor) -> Tensor:
         C = x_NC.shape[-1]
         return F.layer_norm(torch.cat((x_NC, -x_NC), dim=-1), (2 * C,), self.weight, self.bias, self.eps)[..., :C]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A decoder layer of every supported family: attention and MLP, each behind a norm, each added to the stream.
+
+    The parts are made from the modules of the model's own class; only their order is written down here, because a
+    module's call costs as much as a small kernel (tests hold it against the class for every family).
+    """
+
+    input_norm: Any
+    attention: PagedAttention
+    post_attention_norm: Any
+    mlp: Mlp
+
+    def __call__(self, hidden_NC: Tensor, step: Step) -> Tensor:
+        hidden_NC = self.attention(self.input_norm(hidden_NC), step, hidden_NC)
+        return self.mlp(self.post_attention_norm(hidden_NC), hidden_NC)
 
 
 class EngineModel:
@@ -67,19 +87,26 @@ class EngineModel:
         self.spec, self.config = self._stream.spec, self._stream.config
         # transformers' experts without a loop over them that the host would have to wait for.
         self.config._experts_implementation = "grouped_mm"
-        self.layers: list[Any] = []
+        self.layers: list[Layer] = []
 
     @torch.inference_mode()
-    def load(self, paged_attention: Any) -> None:
+    def load(self, paged_attention: Callable[[int, Any], PagedAttention]) -> None:
         """Loads layer after layer; `paged_attention(index, self_attn)` gives what replaces a layer's attention."""
         with self._stream as stream:
             stream.check()
             for index in progress(range(stream.num_layers), "load layers"):
                 layer = stream.decoder.layers[index]
                 self._fill(layer, f"model.layers.{index}.")
-                layer.self_attn = paged_attention(index, layer.self_attn)
-                self._rewrite(layer)
-                self.layers.append(layer)
+                self.layers.append(
+                    Layer(
+                        self._norm(layer.input_layernorm),
+                        paged_attention(index, layer.self_attn),
+                        self._norm(layer.post_attention_layernorm),
+                        rewritten(layer.mlp, self.format, self.device),
+                    )
+                )
+                # What was packed anew is not kept a second time.
+                stream.decoder.layers[index] = nn.Identity()
             self._fill(stream.decoder.norm, "model.norm.")
             self.norm = self._norm(stream.decoder.norm)
             self.embedding = stream.tensor("model.embed_tokens.weight")
@@ -94,20 +121,14 @@ class EngineModel:
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False).eval()
 
-    def _rewrite(self, layer: Any) -> None:
-        """A layer's norms and its MLP."""
-        layer.mlp = rewritten(layer.mlp, self.format, self.device)
-        layer.input_layernorm = self._norm(layer.input_layernorm)
-        layer.post_attention_layernorm = self._norm(layer.post_attention_layernorm)
-
     def _norm(self, norm: Any) -> Any:
         return RmsNorm(norm) if self.device.type == "cpu" else norm
 
-    def hidden(self, token_ids_N: Tensor, step: Any) -> Tensor:
+    def hidden(self, token_ids_N: Tensor, step: Step) -> Tensor:
         """Hidden states before the final norm, [N, C]."""
         hidden_NC = F.embedding(token_ids_N, self.embedding)
         for layer in self.layers:
-            hidden_NC = layer(hidden_NC, position_embeddings=step)
+            hidden_NC = layer(hidden_NC, step)
         return hidden_NC
 
     def logits(self, hidden_NC: Tensor) -> Tensor:

@@ -18,5 +18,5 @@ class Runner:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, C]"""
-        step = Step.make(batch, self.model.rotary, self.head_dim, self.model.embedding)
+        step = Step.make(batch, self.model.rotary, self.head_dim, self.model.dtype)
         return self.model.hidden(batch.token_ids_N, step)

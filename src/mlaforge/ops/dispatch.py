@@ -90,6 +90,8 @@ class Op:
         """The implementation that $MLAFORGE_OPS names for this op, if any, and whether to check it."""
         everywhere = here = None
         checked = False
+        if not runtime.ops_choice():
+            return None, False
         for word in filter(None, map(str.strip, runtime.ops_choice().split(","))):
             op, equals, name = word.partition("=")
             if word == "check":

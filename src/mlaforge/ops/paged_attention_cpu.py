@@ -24,6 +24,7 @@ FOLD_ROWS = 64
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 Part = tuple[Tensor, Tensor]
+Runs = tuple[tuple[int, int], ...]
 
 
 def merge(parts: list[Part]) -> Part:
@@ -50,25 +51,30 @@ def paged_attention_runs(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: Cach
     if view.max_query == 1 and len(view.queries) > 1 and _fits(k_LGD, v_LGV, view):
         out, lse = _side_by_side(q_NGJD, k_LGD, v_LGV, view, scale)
     else:
-        outs, lses, row = [], [], 0
-        for queries, runs in zip(view.queries, view.runs, strict=True):
-            q = q_NGJD[row : row + queries]
-            row += queries
-            length = sum(length for _, length in runs)
-            visible = length - queries if view.window is None else min(length - queries, view.window - 1)
-            if queries == 1:
-                part = _decode(q[0], k_LGD, v_LGV, _tail(runs, visible + 1), scale)
-            elif view.window is None:
-                part = _chunk(q, k_LGD, v_LGV, runs, scale)
-            else:
-                part = _windowed_chunk(q, k_LGD, v_LGV, _tail(runs, visible + queries), view.window, scale)
-            outs.append(part[0])
-            lses.append(part[1])
-        out, lse = torch.cat(outs), torch.cat(lses)
+        parts = [
+            _sequence(q, k_LGD, v_LGV, runs, view.window, scale)
+            for q, runs in zip(q_NGJD.split(view.queries), view.runs, strict=True)
+        ]
+        if len(parts) == 1:
+            out, lse = parts[0]
+        else:
+            out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     return out.reshape(N, H, D)[..., :V], lse.reshape(N, H)
 
 
-def _tail(runs: tuple[tuple[int, int], ...], tokens: int) -> tuple[tuple[int, int], ...]:
+def _sequence(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, window: int | None, scale: float) -> Part:
+    """One sequence's query tokens: [T, G, J, D] and [T, G, J]."""
+    T = len(q_TGJD)
+    if window is not None:
+        runs = _tail(runs, min(sum(length for _, length in runs), window - 1 + T))
+    if T == 1:
+        return _decode(q_TGJD, k_LGD, v_LGV, runs, scale)
+    if window is None:
+        return _chunk(q_TGJD, k_LGD, v_LGV, runs, scale)
+    return _windowed_chunk(q_TGJD, k_LGD, v_LGV, runs, window, scale)
+
+
+def _tail(runs: Runs, tokens: int) -> Runs:
     """The stretches that hold the last `tokens` tokens."""
     kept: list[tuple[int, int]] = []
     for start, length in reversed(runs):
@@ -80,21 +86,20 @@ def _tail(runs: tuple[tuple[int, int], ...], tokens: int) -> tuple[tuple[int, in
     return tuple(reversed(kept))
 
 
-def _decode(q_GJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: tuple[tuple[int, int], ...], scale: float) -> Part:
+def _decode(q_1GJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, scale: float) -> Part:
     """One query token: [1, G, J, D] and [1, G, J]."""
-    G = len(q_GJD)
     parts = []
     for start, length in runs:
         cuts = 2 if length >= SPLIT_TOKENS else 1
         even = length // cuts
-        q = q_GJD.expand(cuts, *q_GJD.shape)
-        out, lse = _flash(q, _cut(k_LGD, start, cuts, even), _cut(v_LGV, start, cuts, even), 0.0, False, scale=scale)
-        parts += [(out[i : i + 1], lse[i : i + 1]) for i in range(cuts)]
+        q = q_1GJD if cuts == 1 else q_1GJD.expand(cuts, -1, -1, -1)
+        k, v = _cut(k_LGD, start, cuts, even), _cut(v_LGV, start, cuts, even)
+        out, lse = _flash(q, k, v, 0.0, False, scale=scale)
+        parts += [(out, lse)] if cuts == 1 else list(zip(out.split(1), lse.split(1), strict=True))
         if length > cuts * even:
-            rest = slice(start + cuts * even, start + length)
-            k, v = k_LGD[rest].transpose(0, 1)[None], v_LGV[rest].transpose(0, 1)[None]
-            parts.append(_flash(q_GJD[None], k, v, 0.0, False, scale=scale))
-    assert k_LGD.shape[1] == G
+            at, rest = start + cuts * even, length - cuts * even
+            k, v = _cut(k_LGD, at, 1, rest), _cut(v_LGV, at, 1, rest)
+            parts.append(_flash(q_1GJD, k, v, 0.0, False, scale=scale))
     return merge(parts)
 
 
@@ -106,7 +111,7 @@ def _cut(rows_LGD: Tensor, start: int, cuts: int, length: int) -> Tensor:
     return rows_LGD.as_strided(size, strides, rows_LGD.storage_offset() + start * slot)
 
 
-def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: tuple[tuple[int, int], ...], scale: float) -> Part:
+def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, scale: float) -> Part:
     """T query tokens that stand last: all of them see what came before, and each other causally."""
     T, _, J, _ = q_TGJD.shape
     before = sum(length for _, length in runs) - T
@@ -127,9 +132,7 @@ def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: tuple[tuple[int, 
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
-def _windowed_chunk(
-    q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: tuple[tuple[int, int], ...], window: int, scale: float
-) -> Part:
+def _windowed_chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, window: int, scale: float) -> Part:
     """As `_chunk` where a token sees only the last `window`: a band, so the kernel is given a mask."""
     T, _, J, _ = q_TGJD.shape
     L = sum(length for _, length in runs)
@@ -140,7 +143,7 @@ def _windowed_chunk(
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
-def _head(runs: tuple[tuple[int, int], ...], tokens: int) -> tuple[tuple[int, int], ...]:
+def _head(runs: Runs, tokens: int) -> Runs:
     """The stretches that hold the first `tokens` tokens."""
     kept: list[tuple[int, int]] = []
     for start, length in runs:
@@ -152,7 +155,7 @@ def _head(runs: tuple[tuple[int, int], ...], tokens: int) -> tuple[tuple[int, in
     return tuple(kept)
 
 
-def _gather(rows_LGD: Tensor, runs: tuple[tuple[int, int], ...]) -> Tensor:
+def _gather(rows_LGD: Tensor, runs: Runs) -> Tensor:
     """The rows of all stretches one after another; a view where there is one stretch."""
     pieces = [rows_LGD[start : start + length] for start, length in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -167,8 +170,26 @@ def _fits(k_LGD: Tensor, v_LGV: Tensor, view: CacheView) -> bool:
 def _side_by_side(q_SGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Part:
     """One query token of each of S short sequences: [S, G, J, D] and [S, G, J]."""
     slots_SL, mask_S11L = view.dense(q_SGJD.dtype)
-    k = k_LGD[slots_SL].transpose(1, 2)
-    v = k if v_LGV.data_ptr() == k_LGD.data_ptr() else v_LGV[slots_SL].transpose(1, 2)
+    k, v = (rows.transpose(1, 2) for rows in _rows(k_LGD, v_LGV, slots_SL))
     out: Tensor
     out, lse = _flash(q_SGJD, k, v, 0.0, False, attn_mask=mask_S11L, scale=scale)
     return out, lse
+
+
+def _rows(k_LGD: Tensor, v_LGV: Tensor, slots_SL: Tensor) -> list[Tensor]:
+    """Keys [S, L, G, D] and values of these slots: whole rows of the cache are copied where both are parts of one row,
+    which takes a third of the time of copying them apart."""
+    width, storage = k_LGD.stride(0), k_LGD.untyped_storage().data_ptr()
+    parts = (k_LGD, v_LGV)
+    if any(
+        part.stride(0) != width or part.untyped_storage().data_ptr() != storage or part.storage_offset() >= width
+        for part in parts
+    ):
+        return [part[slots_SL] for part in parts]
+    rows = k_LGD.as_strided((len(k_LGD), width), (width, 1), 0).index_select(0, slots_SL.flatten())
+    return [
+        rows.as_strided(
+            (*slots_SL.shape, *part.shape[1:]), (slots_SL.shape[1] * width, *part.stride()), part.storage_offset()
+        )
+        for part in parts
+    ]
