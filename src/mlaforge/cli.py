@@ -25,6 +25,7 @@ from mlaforge.options import (
     ExportConfig,
     GenerateConfig,
     MakeGptOssConfig,
+    ServeConfig,
 )
 from mlaforge.plan_report import PlanConfig
 from mlaforge.runtime import Interrupted, UserError
@@ -156,6 +157,19 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
 
     _quiet()
     print(talk(stage.run(model, out, config, overwrite).metrics))
+
+
+@verb(ServeConfig)
+def serve(model: Model, config: ServeConfig) -> None:
+    """Serve MODEL over HTTP as OpenAI's API does: completions and chat."""
+    try:
+        from mlaforge.engine import serve as server
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is missing: pip install 'mlaforge[serve]'") from error
+    from mlaforge.engine.core import Engine
+
+    _quiet()
+    server.run(Engine.load(model), server.check(config))
 
 
 @verb(MakeGptOssConfig)
