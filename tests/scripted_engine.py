@@ -100,9 +100,7 @@ class ScriptedEngine:
             sequence.finish_reason, stop_reason = "stop", token
         elif token == self.tokenizer.eos_token_id and not params.ignore_eos:
             sequence.finish_reason = "stop"
-        elif params.max_tokens is not None and len(sequence.made) >= params.max_tokens:
-            sequence.finish_reason = "length"
-        elif len(sequence.prompt) + len(sequence.made) >= self.max_model_len:
+        elif len(sequence.made) >= min(params.max_tokens or 10**9, self.max_model_len - len(sequence.prompt)):
             sequence.finish_reason = "length"
         # What may still change is held back: half a character, the beginning of a stop string.
         held = "" if sequence.finish_reason else "\ufffd"
@@ -144,15 +142,35 @@ class ScriptedEngine:
         return EngineStats(running=len(self.running), cache_blocks=4096, cache_blocks_used=used, **self.counts)
 
 
+class ByteTokenizer:
+    """As much of a tokenizer as the server needs, without the seconds that importing transformers takes."""
+
+    eos_token_id = 256
+    all_special_ids = (256,)
+    chat_template = None
+
+    def __len__(self) -> int:
+        return 257
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"</s>": 256}
+
+
 def main() -> None:
-    """python scripted_engine.py FOLDER DELAY PORT DRAIN_TIMEOUT: serves it, for tests of signals."""
+    """python scripted_engine.py DELAY PORT DRAIN_TIMEOUT: serves it, for tests of signals."""
     import sys
 
     from mlaforge.engine import serve
     from mlaforge.options import ServeConfig
 
-    folder, delay, port, drain = sys.argv[1:]
-    engine = ScriptedEngine(load_tokenizer(Path(folder)), float(delay))
+    delay, port, drain = sys.argv[1:]
+    engine = ScriptedEngine(ByteTokenizer(), float(delay))
     serve.run(engine, ServeConfig(port=int(port), drain_timeout=float(drain)))
 
 

@@ -66,6 +66,8 @@ def serving(engine: Any, **options: Any) -> Iterator[Served]:
     wrapped = AsyncEngine(engine)
     app = create_app(wrapped, ServeConfig(**options))
     listener = socket.socket()
+    # Inherited by connections: a slow reader is noticed after kilobytes, not megabytes.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

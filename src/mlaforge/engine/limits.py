@@ -26,14 +26,15 @@ class ApiKey:
     """ASGI middleware: every path but /health needs `Authorization: Bearer KEY`, compared in constant time."""
 
     def __init__(self, app: App, key: str) -> None:
-        self._app, self._expected = app, b"Bearer " + key.encode("utf-8")
+        self._app, self._expected = app, key.encode("utf-8")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        given = b"".join(value for name, value in scope["headers"] if name == b"authorization")
-        if hmac.compare_digest(given, self._expected):
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        if hmac.compare_digest(key, self._expected) and scheme.lower() == b"bearer":
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "the API key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")

@@ -319,16 +319,23 @@ def refusal(error: UserError) -> ApiError:
 
 
 def _explained(error: ValidationError, given: Any) -> ApiError:
-    """pydantic's first complaint, with the path to what it complains about in the request as the client wrote it."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """One of pydantic's complaints, with the path to what it complains about as the client wrote it: the deepest path,
+    because where alternatives were tried, the one that came furthest is the one that was meant."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[:100]
+    paths = [_path(each["loc"], each["type"] == "missing", given) for each in found]
+    path, told = max(zip(paths, found, strict=True), key=lambda pair: len(pair[0]))
+    param = ".".join(path) or None
+    return ApiError(400, f"{param}: {told['msg']}" if param else told["msg"], param)
+
+
+def _path(location: tuple[int | str, ...], missing: bool, given: Any) -> list[str]:
+    """The steps of an error's location that exist in the request: names of a union's arms stand in it too."""
     path: list[str] = []
-    for step in found["loc"]:
-        # Names of a union's arms stand in the location too.
-        if isinstance(given, dict) and (step in given or found["type"] == "missing"):
+    for step in location:
+        if isinstance(given, dict) and (step in given or missing):
             path.append(str(step)[:100])
             given = given.get(step)
         elif isinstance(given, list) and isinstance(step, int) and step < len(given):
             path.append(str(step))
             given = given[step]
-    param = ".".join(path) or None
-    return ApiError(400, f"{param}: {found['msg']}" if param else found["msg"], param)
+    return path
