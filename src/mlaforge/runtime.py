@@ -37,6 +37,13 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlaforge"
 
 
+def version() -> str:
+    """mlaforge's own."""
+    from mlaforge import __version__
+
+    return __version__
+
+
 def api_key() -> str | None:
     """$MLAFORGE_API_KEY: what clients of `serve` must show; None where it is unset or empty."""
     return os.environ.get("MLAFORGE_API_KEY") or None

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from mlaforge import __version__
+from mlaforge import runtime
 from mlaforge.engine import chat, wire
 from mlaforge.engine.async_engine import AsyncEngine, EngineUnavailable, Stream
 from mlaforge.engine.limits import (
@@ -228,7 +228,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
 
     # No documentation pages: they would load scripts from elsewhere. No CORS: pages of others stay out.
     app = FastAPI(
-        title="mlaforge", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+        title="mlaforge", version=runtime.version(), lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
     app.state.service = service
     if config.api_key:
@@ -268,7 +268,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
 
     @app.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": runtime.version()})
 
     return app
 
