@@ -4,7 +4,7 @@
     python benchmarks/load.py --url http://127.0.0.1:8000 [--key KEY] ...
 
 With MODEL it starts `mlaforge serve` itself on a free port, watches its memory, and ends it with SIGTERM. Each client
-sends one request after another: prompts of 8 to 512 words (a third of them share a prefix), answers of 4 to 256 tokens.
+sends one request after another: prompts of up to 512 words (a third share a prefix), answers of 4 to 256 tokens.
 One request in eight is given up by its client at a random moment. `lost` counts requests that neither were given up nor
 got all their tokens and [DONE]; it must be 0, as must `cache_blocks_used` at the end. RSS is sampled every 5 s; the
 slope over the second half, in MiB per minute, tells a leak from a cache that fills. Prints JSON; exit code 1 where a
@@ -30,8 +30,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-WORDS = "the of and a to in is was he for it with as his on be at by had not are but from or have an they".split()
-SHARED = " ".join(WORDS[i * 7 % len(WORDS)] for i in range(200))
+TEXT = "the of and a to in is was he for it with as his on be at by had not are but from or have an they"
+WORDS = TEXT.split()
+SHARED = [WORDS[i * 7 % len(WORDS)] for i in range(1000)]
 
 
 class Tally:
@@ -49,14 +50,14 @@ class Tally:
         self.problems.append(why[:300])
 
 
-async def one_request(client: httpx.AsyncClient, dice: random.Random, tally: Tally) -> None:
-    prompt = " ".join(dice.choices(WORDS, k=int(2 ** dice.uniform(3, 9))))
+async def one_request(client: httpx.AsyncClient, dice: random.Random, words: int, tally: Tally) -> None:
+    prompt = dice.choices(WORDS, k=int(words ** dice.uniform(0.3, 1)))
     if dice.random() < 1 / 3:
-        prompt = f"{SHARED} {prompt}"
+        prompt = SHARED[: words // 2] + prompt[: words // 2]
     count = int(2 ** dice.uniform(2, 8))
     # Given up after so many chunks; more than there are is never.
     leave = dice.randrange(count) if dice.random() < 1 / 8 else None
-    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0.8}
+    body = {"prompt": " ".join(prompt), "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0.8}
     body |= {"seed": dice.randrange(2**31), "stream_options": {"include_usage": True}}
     start = last = time.perf_counter()
     chunks, usage = 0, None
@@ -91,11 +92,11 @@ async def one_request(client: httpx.AsyncClient, dice: random.Random, tally: Tal
     return None
 
 
-async def one_client(client: httpx.AsyncClient, seed: int, until: float, tally: Tally) -> None:
+async def one_client(client: httpx.AsyncClient, seed: int, words: int, until: float, tally: Tally) -> None:
     dice = random.Random(seed)
     while time.monotonic() < until:
         try:
-            await one_request(client, dice, tally)
+            await one_request(client, dice, words, tally)
         except httpx.HTTPError as error:
             tally.lost(repr(error))
             await asyncio.sleep(1)
@@ -128,22 +129,22 @@ async def settle(client: httpx.AsyncClient) -> dict[str, float]:
     return found
 
 
-async def load(url: str, key: str | None, clients: int, minutes: float, pid: int | None) -> dict[str, Any]:
+async def load(asked: argparse.Namespace, pid: int | None) -> dict[str, Any]:
     """Runs the clients; what they and the server say."""
     tally, samples = Tally(), []
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=clients + 4)
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=300, limits=limits) as client:
+    headers = {"authorization": f"Bearer {asked.key}"} if asked.key else {}
+    limits = httpx.Limits(max_connections=asked.clients + 4)
+    async with httpx.AsyncClient(base_url=asked.url, headers=headers, timeout=300, limits=limits) as client:
         watcher = asyncio.create_task(watch(pid, samples)) if pid else None
         start = time.monotonic()
-        until = start + 60 * minutes
-        await asyncio.gather(*(one_client(client, seed, until, tally) for seed in range(clients)))
+        until = start + 60 * asked.minutes
+        await asyncio.gather(*(one_client(client, seed, asked.words, until, tally) for seed in range(asked.clients)))
         seconds = time.monotonic() - start
         if watcher:
             watcher.cancel()
         found = await settle(client)
     return {
-        "clients": clients, "seconds": round(seconds, 1), "requests": sum(tally.ended.values()),
+        "clients": asked.clients, "seconds": round(seconds, 1), "requests": sum(tally.ended.values()),
         "finished": tally.ended["finished"], "given_up": tally.ended["given up"], "lost": tally.ended["lost"],
         "problems": tally.problems[:10], "tokens_per_second": round(tally.tokens / seconds, 1),
         "ttft_seconds": percentiles(tally.first), "itl_seconds": percentiles(tally.between),
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--url")
     parser.add_argument("--key")
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--words", type=int, default=512, help="longest prompt")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--out", type=Path)
     given = sys.argv[1:]
@@ -205,7 +207,7 @@ def main() -> None:
         process, asked.url = start(asked.model, given[at + 1 :])
     try:
         pid = process.pid if process else None
-        result = asyncio.run(load(asked.url, asked.key, asked.clients, asked.minutes, pid))
+        result = asyncio.run(load(asked, pid))
         if process:
             process.send_signal(signal.SIGTERM)
             result["exit_code"] = process.wait(120)

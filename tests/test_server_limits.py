@@ -13,8 +13,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from scripted_engine import ScriptedEngine, load_tokenizer
+from scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
 from serving import serving, until
+
+from mlaforge.engine import serve
+from mlaforge.options import ServeConfig
+from mlaforge.runtime import UserError
 
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
@@ -287,3 +291,28 @@ def test_64_streaming_clients(tokenizer):
         asyncio.run(everybody())
         served.settles()
         assert engine.counts["finished_requests"] + engine.counts["aborted_requests"] == 64
+
+
+@pytest.mark.parametrize(("options", "word"), [
+    ({"port": 70000}, "port"), ({"max_concurrent": 0}, "max_concurrent"), ({"max_queue": -1}, "max_queue"),
+    ({"client_timeout": 0.0}, "client_timeout"), ({"drain_timeout": -1.0}, "drain_timeout"), ({"max_n": 0}, "max_n"),
+])  # fmt: skip
+def test_impossible_options(options, word):
+    with pytest.raises(UserError, match=word):
+        serve.check(ServeConfig(**options))
+
+
+def test_the_key_of_the_environment(monkeypatch):
+    monkeypatch.setenv("MLAFORGE_API_KEY", "k")
+    assert serve.check(ServeConfig()).api_key == "k" and serve.check(ServeConfig(api_key="o")).api_key == "o"
+    monkeypatch.setenv("MLAFORGE_API_KEY", "")
+    assert serve.check(ServeConfig()).api_key is None
+
+
+def test_an_address_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"{port} cannot be listened on"):
+            serve.run(ScriptedEngine(ByteTokenizer()), ServeConfig(port=port))

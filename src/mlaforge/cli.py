@@ -169,7 +169,8 @@ def serve(model: Model, config: ServeConfig) -> None:
     from mlaforge.engine.core import Engine
 
     _quiet()
-    server.run(Engine.load(model), server.check(config))
+    config = server.check(config)
+    server.run(Engine(model), config)
 
 
 @verb(MakeGptOssConfig)
