@@ -2,6 +2,7 @@
 
 import json
 import string
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -189,3 +190,19 @@ def test_what_is_parsed_can_be_encoded(value):
         assert error.status == 400
         return
     json.dumps(parsed, allow_nan=False, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("crowd", [
+    {"messages": [1] * 10**6}, {"messages": [{"role": "user", "content": [1] * 10**6}]}, {"stop": [1] * 10**6},
+    {"messages": [{"role": "user", **{f"k{i}": 0 for i in range(10**5)}}]}, {"stop_token_ids": ["a"] * 10**6},
+    {"logit_bias": {str(i): True for i in range(10**5)}}, {"tools": [1] * 10**6},
+])  # fmt: skip
+def test_a_million_mistakes_cost_as_much_as_one(crowd):
+    """pydantic would write each of them down, in gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError):
+            ChatRequest.read(VALID[PATHS[1]] | crowd)
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mlaforge.config import nearest
 from mlaforge.engine.params import SamplingParams
@@ -17,6 +17,7 @@ from mlaforge.engine.wire import ApiError
 from mlaforge.runtime import UserError
 
 MAX_LOGPROBS = 20
+MAX_BIASES = 10_000
 _HUGE = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=_HUGE)]
 TokenId = Annotated[int, Field(ge=0, le=_HUGE)]
@@ -60,6 +61,14 @@ class Strict(BaseModel):
     """No coercion, no infinite number, no unknown field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_crowded(cls, given: Any) -> Any:
+        # pydantic writes down every single mistake: a million of them would take gigabytes.
+        if isinstance(given, dict) and len(given) > 100:
+            raise ValueError("an object with more fields than there are")
+        return given
 
 
 class StreamOptions(Strict):
@@ -132,6 +141,9 @@ class Generation(Strict):
                 hint = nearest(name[:100], cls.model_fields)
                 raise ApiError(400, f"unknown field {name[:100]!r}{hint}", name[:100], "unknown_parameter")
             values[name] = value
+        biases = values.get("logit_bias")
+        if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+            raise ApiError(400, f"logit_bias names {len(biases)} tokens; at most {MAX_BIASES}", "logit_bias")
         try:
             request = cls.model_validate(values)
         except ValidationError as error:
@@ -239,9 +251,9 @@ class ChatMessage(Strict):
     """One turn. What an assistant's answer of ours holds may be sent back as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -277,11 +289,11 @@ class ChatRequest(Generation):
         "echo": ("it belongs to /v1/completions", (False,)),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Tool], Field(max_length=512)] = []
+    tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] = []
     tool_choice: Literal["none", "auto"] = "auto"
     reasoning_effort: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool = True
