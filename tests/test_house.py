@@ -44,7 +44,7 @@ ALLOWED = {
     "options": {"config"},
     "spill": set(),
     "mxfp4": {"runtime"},
-    "checkpoint": BOTTOM | {"families", "modeling", "mxfp4"},
+    "checkpoint": BOTTOM | {"families", "modeling", "mxfp4", "spec"},
     "locate": BOTTOM | {"checkpoint"},
     "stream": BOTTOM | {"families", "modeling", "mxfp4", "checkpoint"},
     "corpus": BOTTOM,

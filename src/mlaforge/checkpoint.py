@@ -20,6 +20,7 @@ from torch import Tensor
 from mlaforge import families, mxfp4
 from mlaforge.artifact import MANIFEST, sha256
 from mlaforge.runtime import UserError, log, progress, resolve_dtype
+from mlaforge.spec import ModelSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 2 * 10**9
@@ -263,6 +264,11 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
                 "another --dtype"
             )
     return model.eval().to(device)
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """The ModelSpec of a config.json, original or converted; UserError for an unsupported family."""
+    return families.read_spec({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
 
 
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:

@@ -170,7 +170,7 @@ def serve(model: Model, config: ServeConfig) -> None:
 
     _quiet()
     config = server.check(config)
-    server.run(Engine(model), config)
+    server.run(Engine(model, config), config)
 
 
 @verb(MakeGptOssConfig)

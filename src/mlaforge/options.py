@@ -74,6 +74,24 @@ class GenerateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Options of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
+
+    dtype: str = option(
+        "auto", "weights; auto: the checkpoint's dtype on a GPU, on a CPU the faster of float32 and bfloat16; int8 and "
+        "int4 (CPU) round them, which costs quality", choices=(*DTYPES, "int8", "int4"),
+    )  # fmt: skip
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    cache_fraction: float = option(0.5, "share of the free memory that the KV cache may take", "fraction")
+    cache_bytes: int | None = option(None, "size of the KV cache, instead of --cache-fraction", "bytes")
+    block_size: int = option(16, "tokens per cache block", "tokens")
+    max_num_seqs: int = option(64, "sequences that decode together", "sequences")
+    max_num_batched_tokens: int = option(512, "tokens per step; longer prompts are computed in chunks", "tokens")
+    max_model_len: int | None = option(None, "longest prompt and answer together (the model's own limit)", "tokens")
+    prefix_caching: bool = option(True, "keep what was computed of a prompt for later prompts that begin alike")
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportConfig:
     """Options of `export`."""
 
@@ -111,8 +129,8 @@ class MakeGptOssConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ServeConfig:
-    """Options of `serve` that concern HTTP."""
+class ServeConfig(EngineConfig):
+    """Options of `serve`: the engine's, and what concerns HTTP."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every network of the machine")
     port: int = option(8000, "port to listen on, 0 for a free one")

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from mlaforge import checkpoint, mxfp4
-from mlaforge.families import family_of
 from mlaforge.modeling.latent_attention_mla import FUSED
 
 # Rows of logits held at once (each is as long as the vocabulary).
@@ -35,9 +34,7 @@ class LayerStream:
         """Raises UserError as `checkpoint.Reader` does, and for a config.json that makes no model."""
         self.directory, self.dtype, self.device = directory, dtype, device
         self.config_json = checkpoint.read_config(directory)
-        base = str(self.config_json.get("model_type")).removesuffix(checkpoint.SUFFIX)
-        family = family_of({**self.config_json, "model_type": base})
-        self.spec = family.read_spec({**self.config_json, "model_type": base})
+        self.spec = checkpoint.read_spec(self.config_json)
         model: Any = checkpoint.skeleton(self.config_json).eval()
         self.causal_lm, self.decoder = model, model.model
         self.config = model.config

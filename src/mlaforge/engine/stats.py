@@ -1,20 +1,22 @@
-"""What the engine has done and holds right now, as counters and gauges."""
+"""What an engine has done so far and holds now."""
 
 from __future__ import annotations
 
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class EngineStats:
-    """Counts since the start, except the gauges: running, waiting, cache_blocks, cache_blocks_used, cache_bytes.
+    """Counters since the start; `running`, `waiting`, `cache_blocks_used` and `cache_bytes_used` are as of now.
 
-    `cached_prompt_tokens` were not computed because a prefix was reused; blocks are summed over cache groups.
+    `computed_tokens` counts the rows that went through the model: with finished sequences costing nothing it is the
+    prompt tokens that were not cached, plus one per generated token, plus what preemption computed again.
     """
 
     running: int = 0
     waiting: int = 0
     steps: int = 0
+    computed_tokens: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0

@@ -214,26 +214,37 @@ class LatentAttention(nn.Module):
 
     def absorbed(self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Values stay latent, and in latent_rope keys too: one cached row serves every head."""
-        B, H, T, _ = q_BHTD.shape
-        G, R = self.num_kv_heads, self.rank
-        w_uk, w_uv, b_k, b_v = self._up_projections()
+        B, G, R = len(q_BHTD), self.num_kv_heads, self.rank
         latent_B1SR = row_BSR[:, None, :, :R]
-        shift_BHT = None
         if self.layout == "latent":
+            w_uk, _, b_k, _ = self._up_projections()
             k = nn.functional.linear(row_BSR, w_uk.reshape(-1, R), b_k.reshape(-1))
             k_BGSD = self._rotated_keys(k.view(B, -1, G, self.nope_dim).transpose(1, 2))
             out_BHTR, lse = attend(q_BHTD, k_BGSD, latent_B1SR.expand(-1, G, -1, -1), mask, self.scaling)
         else:
-            q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
-            q_nope = q_nope.reshape(B, G, -1, self.nope_dim)
-            q_row = torch.cat(((q_nope @ w_uk).view(B, H, T, R), q_rope), dim=-1)
+            q_row, shift = self.absorbed_queries(q_BHTD)
             out_BHTR, lse = attend(q_row, row_BSR[:, None], latent_B1SR, mask, self.scaling)
-            # The key bias moves all of a query's logits alike: no weight changes, but a sink's share does.
-            shift_BHT = (q_nope @ b_k[..., None]).view(B, H, T).float() * self.scaling
-        out = (out_BHTR.reshape(B, G, -1, R) @ w_uv.transpose(1, 2) + b_v[:, None]).view(B, H, T, self.v_dim)
+            lse = lse + shift
+        return self.lift(out_BHTR, lse)
+
+    def absorbed_queries(self, q_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """latent_rope: queries that are multiplied with cached rows as they are, [B, H, T, R+E], and by how much the
+        key bias moves all of a query's logits, [B, H, T] in fp32: no weight changes by it, but a sink's share does."""
+        B, H, T, _ = q_BHTD.shape
+        w_uk, _, b_k, _ = self._up_projections()
+        q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
+        q_nope = q_nope.reshape(B, self.num_kv_heads, -1, self.nope_dim)
+        q_row = torch.cat(((q_nope @ w_uk).view(B, H, T, self.rank), q_rope), dim=-1)
+        return q_row, (q_nope @ b_k[..., None]).view(B, H, T).float() * self.scaling
+
+    def lift(self, out_BHTR: Tensor, lse_BHT: Tensor) -> Tensor:
+        """Attention over latents -> attention over values, [B, H, T, V]; `lse_BHT` decides a learned sink's share."""
+        B, H, T, R = out_BHTR.shape
+        _, w_uv, _, b_v = self._up_projections()
+        out = out_BHTR.reshape(B, self.num_kv_heads, -1, R) @ w_uv.transpose(1, 2) + b_v[:, None]
+        out = out.view(B, H, T, self.v_dim)
         if self.config.mla_sinks:
-            lse = lse if shift_BHT is None else lse + shift_BHT
-            out = out * sink_share(lse, self.sinks)[..., None].to(out.dtype)
+            out = out * sink_share(lse_BHT, self.sinks)[..., None].to(out.dtype)
         return out
 
 

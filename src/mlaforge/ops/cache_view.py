@@ -9,7 +9,9 @@ Legend: S sequences of the step, N query tokens of all of them one after another
 from __future__ import annotations
 
 import dataclasses
+import functools
 
+import torch
 from torch import Tensor
 
 
@@ -40,3 +42,56 @@ class CacheView:
     window: int | None = None
     queries: tuple[int, ...] = ()
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    @functools.cached_property
+    def dense_slots(self) -> tuple[Tensor, Tensor]:
+        """For one query token per sequence: slots [S, L] int64 and which of them it sees [S, L], by copying.
+
+        Where nothing is to be seen stands a slot of the sequence's own: what other sequences left in theirs, even
+        NaN, is never read.
+        """
+        longest = max(sum(length for _, length in runs) for runs in self.runs)
+        at_L = torch.arange(longest, device=self.seq_lens_S.device)
+        position_SL = self.first_S[:, None] + at_L
+        slots_SL = self.block_table_SB[:, at_L // self.block_size].long() * self.block_size + at_L % self.block_size
+        seen_SL = position_SL < self.seq_lens_S[:, None]
+        if self.window is not None:
+            seen_SL &= position_SL >= self.seq_lens_S[:, None] - self.window
+        return torch.where(seen_SL, slots_SL, self.slots_N[:, None]), seen_SL
+
+    @functools.cached_property
+    def _masks(self) -> dict[torch.dtype, Tensor]:
+        return {}
+
+    def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`dense_slots` with an additive mask [S, 1, 1, L] in `dtype`."""
+        slots_SL, seen_SL = self.dense_slots
+        if dtype not in self._masks:
+            mask = torch.zeros_like(seen_SL, dtype=dtype).masked_fill_(~seen_SL, -torch.inf)
+            self._masks[dtype] = mask[:, None, None]
+        return slots_SL, self._masks[dtype]
+
+    def sequence(self, index: int, rows_LW: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What sequence `index` sees of a layer's rows, [1, L, W], its own last: a view where its slots lie one after
+        another. With it the mask of its T query tokens over them, [1, 1, T, L] bool, None where each sees all."""
+        if index not in self._sequences:
+            self._sequences[index] = self._slots_and_mask(index)
+        slots, mask = self._sequences[index]
+        return (rows_LW[slots] if isinstance(slots, slice) else rows_LW.index_select(0, slots))[None], mask
+
+    @functools.cached_property
+    def _sequences(self) -> dict[int, tuple[slice | Tensor, Tensor | None]]:
+        return {}
+
+    def _slots_and_mask(self, index: int) -> tuple[slice | Tensor, Tensor | None]:
+        T, device = self.queries[index], self.slots_N.device
+        seen = sum(length for _, length in self.runs[index])
+        L = seen if self.window is None else min(seen, T - 1 + self.window)
+        mask = None
+        if T > 1:
+            distance = torch.arange(L - T, L, device=device)[:, None] - torch.arange(L, device=device)
+            mask = ((distance >= 0) & (distance < (self.window or L)))[None, None]
+        slots = torch.cat([torch.arange(start, start + length) for start, length in self.runs[index]])[seen - L :]
+        if int(slots[-1] - slots[0]) == L - 1:
+            return slice(int(slots[0]), int(slots[-1]) + 1), mask
+        return slots.to(device), mask

@@ -1,0 +1,111 @@
+"""One step's tokens of all its sequences, laid out for the model: the only place where views of the cache are made.
+
+Legend: N tokens of the step one after another, S sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge.engine.block_tables import BlockTables
+from mlaforge.ops.cache_view import CacheView
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) of a sequence that this step computes; `seq` is its number in the block tables."""
+
+    seq: int
+    token_ids: Sequence[int]
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """`views` has one entry per cache group. `last_S` is each chunk's last row among the N."""
+
+    token_ids_N: Tensor
+    positions_N: Tensor
+    last_S: Tensor
+    views: tuple[CacheView, ...]
+
+
+def make_batch(chunks: Sequence[Chunk], tables: BlockTables, device: torch.device) -> Batch:
+    """The chunks' tokens, positions, and what they see of every cache group."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    starts = [0]
+    for chunk in chunks:
+        token_ids += chunk.token_ids[chunk.start : chunk.stop]
+        positions += range(chunk.start, chunk.stop)
+        starts.append(len(positions))
+    lengths = [chunk.stop for chunk in chunks]
+    shared = {
+        "seq_lens_S": _tensor(lengths, torch.int32, device),
+        "query_start_S1": _tensor(starts, torch.int32, device),
+        "block_size": tables.block_size,
+        "max_query": max(chunk.stop - chunk.start for chunk in chunks),
+        "max_seq_len": max(lengths),
+        "queries": tuple(chunk.stop - chunk.start for chunk in chunks),
+    }
+    views = tuple(_view(group, chunks, tables, shared, device) for group in range(len(tables.groups)))
+    return Batch(
+        _tensor(token_ids, torch.int64, device),
+        _tensor(positions, torch.int64, device),
+        _tensor([row - 1 for row in starts[1:]], torch.int64, device),
+        views,
+    )
+
+
+def _tensor(numbers: Sequence[int] | Sequence[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On its way to the device without waiting for it: the copy is made from pinned memory."""
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def _view(
+    group: int, chunks: Sequence[Chunk], tables: BlockTables, shared: dict[str, Any], device: torch.device
+) -> CacheView:  # fmt: skip
+    size = tables.block_size
+    found = [tables.table(chunk.seq, group) for chunk in chunks]
+    widest = max(len(blocks) for _, blocks in found)
+    slots: list[int] = []
+    for chunk, (first, blocks) in zip(chunks, found, strict=True):
+        for position in range(chunk.start - first, chunk.stop - first):
+            block, offset = divmod(position, size)
+            slots.append(blocks[block] * size + offset)
+    stretches = [_runs(b, c.stop - first, size) for c, (first, b) in zip(chunks, found, strict=True)]
+    return CacheView(
+        block_table_SB=_tensor([[*b, *[0] * (widest - len(b))] for _, b in found], torch.int32, device),
+        first_S=_tensor([first for first, _ in found], torch.int32, device),
+        slots_N=_tensor(slots, torch.int64, device),
+        window=tables.groups[group].window,
+        runs=tuple(stretches),
+        **shared,
+    )
+
+
+def _runs(blocks: Sequence[int], rows: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Stretches of consecutive slots (start, length) that hold the first `rows` rows of `blocks`."""
+    runs: list[tuple[int, int]] = []
+    begin, previous = blocks[0], blocks[0] - 1
+    for block in blocks:
+        if block != previous + 1:
+            runs.append((begin * size, (previous + 1 - begin) * size))
+            begin = block
+        previous = block
+    runs.append((begin * size, (previous + 1 - begin) * size))
+    # The last blocks may be empty or partly filled.
+    kept, left = [], rows
+    for start, length in runs:
+        if left <= 0:
+            break
+        kept.append((start, min(length, left)))
+        left -= length
+    return tuple(kept)

@@ -1,0 +1,188 @@
+"""The blocks of one cache group: who holds them, what they are known to contain, and which to hand out next.
+
+A block is free (nobody holds it, nothing is known of it), used (held at least once) or evictable (nobody holds it, but
+its content is known by a digest, so that a later prompt with the same beginning may take it again). Digests form a
+chain: equal digests mean equal tokens from the first one of the sequence on, so they are a trie without its nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+DIGEST_BYTES = 16
+
+
+def block_digests(
+    token_ids: Sequence[int], block_size: int, salt: bytes = b"", parent: bytes | None = None
+) -> list[bytes]:
+    """Digests of the whole blocks of `token_ids`; a partial last block has none.
+
+    `parent` is the digest of the block before them; without it the chain begins here, at `salt`: sequences of
+    different salt share nothing.
+    """
+    digest = hashlib.blake2b(salt, digest_size=DIGEST_BYTES).digest() if parent is None else parent
+    digests = []
+    data = memoryview(array("q", token_ids)).cast("B")
+    step = 8 * block_size
+    for start in range(0, len(data) - step + 1, step):
+        digest = hashlib.blake2b(digest + data[start : start + step], digest_size=DIGEST_BYTES).digest()
+        digests.append(digest)
+    return digests
+
+
+class BlockPool:
+    """Blocks of one cache group, reference-counted; blocks whose content is known by hash stay after their last user
+    until they are evicted, least recently released first.
+
+    `caching` False forgets every content at once. Nothing here touches memory: blocks are numbers 0 to num_blocks - 1
+    of `block_size` rows each.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, caching: bool = True) -> None:
+        assert num_blocks > 0 and block_size > 0, f"{num_blocks} blocks of {block_size} rows"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.caching = caching
+        self._holders = [0] * num_blocks
+        self._free = bytearray(b"\x01" * num_blocks)  # 1: free
+        self._num_free = num_blocks
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        # One by one, evictions would hand out an old sequence backwards, from its tail; in stretches they leave a gap
+        # that a growing sequence fills forwards.
+        self._stretch = max(1, num_blocks // 64)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation could take: free or evictable."""
+        return self._num_free + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """`count` blocks held once, or None, and nothing changed, when so many are not available.
+
+        As contiguous as can be, because attention reads a contiguous run without copying: on from block `after`, then
+        from the largest gaps. Evicts only when free blocks do not suffice. One block after `after` costs O(1).
+        """
+        if count > self.num_available:
+            return None
+        if count > self._num_free:
+            self._evict(max(count - self._num_free, self._stretch))
+        taken = [] if after is None else self._take(after + 1, count)
+        if len(taken) < count:
+            for start in self._gaps(count - len(taken)):
+                taken += self._take(start, count - len(taken))
+                if len(taken) == count:
+                    break
+        return taken
+
+    def find(self, digest: bytes) -> int | None:
+        """The block that holds this content; it is not taken."""
+        return self._block_of.get(digest)
+
+    def match(self, digests: Sequence[bytes]) -> list[int]:
+        """The leading run of blocks that hold these contents; they are not taken."""
+        blocks: list[int] = []
+        for digest in digests:
+            if (block := self.find(digest)) is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Hold blocks that somebody holds already or that are evictable."""
+        for block in blocks:
+            assert not self._free[block], f"block {block} is free: nothing is known of its content"
+            self._evictable.pop(block, None)
+            self._holders[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Let go of blocks, in this order; it is the order in which they are evicted once nobody holds them."""
+        for block in blocks:
+            assert self._holders[block] > 0, f"block {block} is released but nobody holds it"
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if block in self._digest_of:
+                self._evictable[block] = None
+            else:
+                self._set_free(block)
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """The content of a held block is complete. Where another block is known for it already, that one stays."""
+        assert self._holders[block] > 0, f"block {block} is published but nobody holds it"
+        if not self.caching or digest in self._block_of:
+            return
+        assert block not in self._digest_of, f"block {block} is published with a second content"
+        self._block_of[digest] = block
+        self._digest_of[block] = digest
+
+    def withdraw(self, block: int) -> None:
+        """The content of a held block is about to change: forget its digest, if it has one."""
+        assert self._holders[block] > 0, f"block {block} is withdrawn but nobody holds it"
+        if (digest := self._digest_of.pop(block, None)) is not None:
+            del self._block_of[digest]
+
+    def digest(self, block: int) -> bytes | None:
+        """What the block is known to contain."""
+        return self._digest_of.get(block)
+
+    def is_shared(self, block: int) -> bool:
+        return self._holders[block] > 1
+
+    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
+        """AssertionError unless `holders`, each a list of the blocks that it holds, explain every count in here."""
+        held = Counter(block for blocks in holders for block in blocks)
+        for block, count in enumerate(self._holders):
+            assert count == held[block], f"block {block} counts {count} holders, but {held[block]} hold it"
+            states = [count > 0, self._free[block] == 1, block in self._evictable]
+            assert sum(states) == 1, f"block {block} is (used, free, evictable) = {states}, not one of them"
+            published = block in self._digest_of
+            assert not (states[1] and published), f"block {block} is free but published"
+            assert not states[2] or published, f"block {block} is evictable but not published"
+        assert self._num_free == sum(self._free), f"{sum(self._free)} blocks are free, not {self._num_free}"
+        forth = {digest: block for block, digest in self._digest_of.items()}
+        assert forth == self._block_of and len(forth) == len(self._digest_of), "digests and blocks are not one to one"
+
+    def _evict(self, count: int) -> None:
+        for _ in range(min(count, len(self._evictable))):
+            block, _ = self._evictable.popitem(last=False)
+            del self._block_of[self._digest_of.pop(block)]
+            self._set_free(block)
+
+    def _set_free(self, block: int) -> None:
+        self._free[block] = 1
+        self._num_free += 1
+
+    def _take(self, start: int, count: int) -> list[int]:
+        """The free blocks from `start` on, at most `count`."""
+        stop = min(start + count, self.num_blocks)
+        end = self._free.find(0, start, stop)
+        taken = list(range(start, stop if end < 0 else end))
+        for block in taken:
+            self._free[block] = 0
+            self._holders[block] = 1
+        self._num_free -= len(taken)
+        return taken
+
+    def _gaps(self, count: int) -> Iterator[int]:
+        """Where to start: the runs of free blocks, largest first. A run whose left neighbour is used is entered in its
+        middle, so that the neighbour can grow, or as far right as `count` blocks fit."""
+        runs = []
+        start = self._free.find(1)
+        while start >= 0:
+            end = self._free.find(0, start)
+            runs.append((start, end if end >= 0 else self.num_blocks))
+            start = self._free.find(1, end) if end >= 0 else -1
+        if count == 1:
+            runs = [max(runs, key=lambda run: run[1] - run[0])]
+        for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
+            room = end - start
+            yield start + max(0, min(room // 2, room - count)) if start and self._holders[start - 1] else start

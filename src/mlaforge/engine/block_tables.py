@@ -1,0 +1,265 @@
+"""Which blocks of every cache group belong to which sequence, and which prefix of a prompt is cached already.
+
+A full group keeps every position. A group with window W keeps what a query may still see: at position p the positions
+p - W + 1 to p. All groups of a sequence hold the same tokens, so one chain of digests serves them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from mlaforge.engine.block_pool import BlockPool, block_digests
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGroup:
+    """Layers that cache the same positions; `window` None is full attention."""
+
+    name: str
+    num_blocks: int
+    window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """Copy all rows of block `source` to block `target` in the layers of cache group number `group`."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclasses.dataclass
+class _Table:
+    """Blocks of one sequence in one group; the first of them is the sequence's block number `first`."""
+
+    first: int = 0
+    blocks: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.blocks)
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """`computed` tokens are in the cache; `digests` are those of the whole blocks among them (none without caching).
+    Blocks beyond them are reserved and hold nothing that counts."""
+
+    salt: bytes
+    computed: int
+    digests: list[bytes]
+    tables: list[_Table]
+
+
+class BlockTables:
+    """The block tables of all sequences in all cache groups.
+
+    A step is `reserve` for each of its sequences, the copies that this returned (in order, before anything is written),
+    the forward pass, and `commit`. Methods raise KeyError for a sequence that was not started or forked.
+
+    `lookback`: tokens that `rewind` can always take back from the longest length a sequence had, window or not.
+    `asked_tokens` and `hit_tokens` count the tokens given to `start` with reuse and those of them that it found.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], block_size: int, caching: bool = True, lookback: int = 0) -> None:
+        assert groups and lookback >= 0 and all(g.window is None or g.window > 0 for g in groups), (
+            f"{groups} {lookback}"
+        )
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.caching = caching
+        self.lookback = lookback
+        self.asked_tokens = self.hit_tokens = 0
+        self._pools = [BlockPool(group.num_blocks, block_size, caching) for group in groups]
+        self._sequences: dict[int, _Sequence] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups together, as are `used` and `available`."""
+        return sum(pool.num_blocks for pool in self._pools)
+
+    @property
+    def used(self) -> int:
+        return sum(pool.num_used for pool in self._pools)
+
+    @property
+    def available(self) -> int:
+        return sum(pool.num_available for pool in self._pools)
+
+    @property
+    def sequences(self) -> set[int]:
+        """The sequences that were started or forked and not freed."""
+        return set(self._sequences)
+
+    def most_blocks(self, group: int, length: int, chunk: int) -> int:
+        """The most blocks that one sequence of up to `length` tokens holds in this group when every `reserve` asks for
+        at most `chunk` tokens beyond the computed ones."""
+        whole = -(-length // self.block_size)
+        window = self.groups[group].window
+        if window is None:
+            return whole
+        # So many neighbouring positions, at the worst alignment.
+        span = window - 1 + self.lookback + chunk
+        return min(whole, (span + 2 * self.block_size - 2) // self.block_size)
+
+    def start(self, seq: int, token_ids: Sequence[int], reuse: bool = True, salt: bytes = b"") -> int:
+        """Begin a sequence, or one that was rewound to nothing, with what the cache holds of its tokens.
+
+        Returns the number of tokens found: whole blocks, and at least one token is left to compute.
+        """
+        old = self._sequences.get(seq)
+        assert old is None or not any(table.blocks for table in old.tables), f"sequence {seq} has been started"
+        digests: list[bytes] = []
+        if self.caching and reuse:
+            whole = max(0, len(token_ids) - 1) // self.block_size
+            digests = block_digests(token_ids[: whole * self.block_size], self.block_size, salt)
+            del digests[self._longest_hit(digests) :]
+            self.asked_tokens += len(token_ids)
+        found = len(digests) * self.block_size
+        self.hit_tokens += found
+        tables = []
+        for group, pool in enumerate(self._pools):
+            first = self._first_seen(group, found)
+            blocks = pool.match(digests[first:])
+            pool.acquire(blocks)
+            tables.append(_Table(first, blocks))
+        self._sequences[seq] = _Sequence(salt, found, digests, tables)
+        return found
+
+    def reserve(self, seq: int, upto: int) -> list[Copy] | None:
+        """Make room to write positions [computed, upto) in every group, or None, and nothing changed, when blocks are
+        short in any.
+
+        Only the last block can be partly computed. Where others hold it too, it is replaced by a copy, returned here;
+        where it is this sequence's own, the cache forgets its former content (a rewind left it behind).
+        """
+        state = self._sequences[seq]
+        if upto <= state.computed:
+            return []
+        last, rows = divmod(state.computed, self.block_size)
+        needs = []
+        for pool, table in zip(self._pools, state.tables, strict=True):
+            missing = max(0, -(-upto // self.block_size) - table.end)
+            shared = rows > 0 and pool.is_shared(table.blocks[last - table.first])
+            if missing + shared > pool.num_available:
+                return None
+            needs.append((missing, shared))
+        copies = []
+        for group, (missing, shared) in enumerate(needs):
+            pool, table = self._pools[group], state.tables[group]
+            at = last - table.first
+            if rows and not shared:
+                pool.withdraw(table.blocks[at])
+            if not missing + shared:
+                continue
+            # A copy begins a new run, and what comes next follows the copy.
+            taken = pool.allocate(missing + shared, after=table.blocks[-1] if table.blocks and not shared else None)
+            assert taken is not None
+            if shared:
+                copies.append(Copy(group, source=table.blocks[at], target=taken[0]))
+                pool.release([table.blocks[at]])
+                table.blocks[at] = taken.pop(0)
+            table.blocks += taken
+        return copies
+
+    def commit(self, seq: int, token_ids: Sequence[int], computed: int) -> None:
+        """Positions < computed now hold these tokens (`token_ids` from position 0 on, `computed` of them or more).
+
+        Publishes the blocks that have become full and releases those that no query from `computed` - lookback on sees.
+        """
+        state = self._sequences[seq]
+        assert state.computed <= computed <= len(token_ids), f"{state.computed} <= {computed} <= {len(token_ids)}"
+        assert all(computed <= t.end * self.block_size for t in state.tables), f"position {computed - 1} has no block"
+        full = state.computed // self.block_size
+        now_full = computed // self.block_size
+        state.computed = computed
+        if self.caching and now_full > full:
+            new = token_ids[full * self.block_size : now_full * self.block_size]
+            parent = state.digests[-1] if full else None
+            state.digests += block_digests(new, self.block_size, state.salt, parent)
+            for pool, table in zip(self._pools, state.tables, strict=True):
+                for index in range(full, now_full):
+                    pool.publish(table.blocks[index - table.first], state.digests[index])
+        for group, table in enumerate(state.tables):
+            passed = self._first_seen(group, computed - self.lookback) - table.first
+            if passed > 0:
+                self._pools[group].release(reversed(table.blocks[:passed]))
+                del table.blocks[:passed]
+                table.first += passed
+
+    def rewind(self, seq: int, length: int) -> int:
+        """Back to the first `length` tokens; releases the blocks past them. Returns the tokens that are still computed.
+
+        That is `length`, or 0 where a window group has given up blocks that a query at `length` sees: everything is
+        released then, and `start` finds what is still cached.
+        """
+        state = self._sequences[seq]
+        assert 0 <= length <= state.computed, f"sequence {seq} has {state.computed} tokens, not {length}"
+        if any(table.first > self._first_seen(group, length) for group, table in enumerate(state.tables)):
+            length = 0
+        end = -(-length // self.block_size)
+        for pool, table in zip(self._pools, state.tables, strict=True):
+            keep = max(0, end - table.first)
+            # Tail first, here and everywhere: a prefix without its tail is of use, a tail without its prefix is not.
+            pool.release(reversed(table.blocks[keep:]))
+            del table.blocks[keep:]
+            table.first = min(table.first, end)
+        state.computed = length
+        del state.digests[length // self.block_size :]
+        return length
+
+    def fork(self, parent: int, child: int) -> None:
+        """`child` begins with all that `parent` has computed and shares its blocks, the partial last one too."""
+        assert child not in self._sequences, f"sequence {child} has been started"
+        state = self._sequences[parent]
+        end = -(-state.computed // self.block_size)
+        tables = []
+        for pool, table in zip(self._pools, state.tables, strict=True):
+            blocks = table.blocks[: end - table.first]
+            pool.acquire(blocks)
+            tables.append(_Table(table.first, blocks))
+        self._sequences[child] = _Sequence(state.salt, state.computed, state.digests.copy(), tables)
+
+    def free(self, seq: int) -> None:
+        """The sequence ends; its full blocks stay known until they are evicted."""
+        self.rewind(seq, 0)
+        del self._sequences[seq]
+
+    def table(self, seq: int, group: int) -> tuple[int, list[int]]:
+        """Position of the first row, and the blocks from there on (the list itself: to be read, and only now)."""
+        table = self._sequences[seq].tables[group]
+        return table.first * self.block_size, table.blocks
+
+    def check_integrity(self) -> None:
+        """AssertionError with what is wrong, unless tables and pools agree."""
+        for group, pool in enumerate(self._pools):
+            pool.check_integrity(state.tables[group].blocks for state in self._sequences.values())
+        for seq, state in self._sequences.items():
+            full = state.computed // self.block_size
+            assert len(state.digests) == (full if self.caching else 0), f"sequence {seq}: {len(state.digests)} digests"
+            for group, (pool, table) in enumerate(zip(self._pools, state.tables, strict=True)):
+                where = f"sequence {seq}, group {self.groups[group].name}, {state.computed} tokens"
+                assert table.first <= self._first_seen(group, state.computed), f"{where}: starts at {table.first}"
+                assert state.computed <= table.end * self.block_size, f"{where}: ends at {table.end}"
+                for block, digest in zip(table.blocks, state.digests[table.first :], strict=False):
+                    assert pool.digest(block) in (None, digest), f"{where}: block {block} is published as another's"
+
+    def _first_seen(self, group: int, length: int) -> int:
+        """Number of the first block that a query at position `length` sees."""
+        window = self.groups[group].window
+        return 0 if window is None else max(0, length - window + 1) // self.block_size
+
+    def _longest_hit(self, digests: Sequence[bytes]) -> int:
+        """The most leading blocks after which a query finds all that it sees, in every group."""
+        longest = 0
+        runs = [0] * len(self.groups)  # how many blocks up to here are cached without a hole
+        for length, digest in enumerate(digests, start=1):
+            runs = [
+                run + 1 if pool.find(digest) is not None else 0 for run, pool in zip(runs, self._pools, strict=True)
+            ]
+            seen = (length - self._first_seen(group, length * self.block_size) for group in range(len(runs)))
+            if all(run >= needed for run, needed in zip(runs, seen, strict=True)):
+                longest = length
+        return longest

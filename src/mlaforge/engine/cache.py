@@ -1,0 +1,122 @@
+"""The cache's memory: one tensor of rows per layer, in groups of layers that share their blocks.
+
+Layers that see everything form one group, layers with the same sliding window another; within a group a block has the
+same number in every layer, though a layer's rows may be wider than another's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mlaforge.engine.block_tables import CacheGroup, Copy
+from mlaforge.runtime import UserError
+from mlaforge.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """What a layer keeps per token: `kind` is gqa, latent or latent_rope, `width` numbers; `group` is its index."""
+
+    kind: str
+    width: int
+    group: int
+
+
+def layer_caches(spec: ModelSpec, config: Any) -> tuple[list[LayerCache], list[int | None]]:
+    """Every layer's cache, and the window of each group. `config` is the model's own, converted or not."""
+    kinds = getattr(config, "mla_layer_types", None) or ["gqa"] * spec.num_layers
+    windows = sorted({layer.window for layer in spec.layers}, key=lambda w: (w is not None, w))
+    layers = []
+    for index, (layer, kind) in enumerate(zip(spec.layers, kinds, strict=True)):
+        width = layer.cached
+        if kind != "gqa":
+            width = config.mla_kv_lora_ranks[index] + (config.qk_rope_head_dim if kind == "latent_rope" else 0)
+        layers.append(LayerCache(kind, width, windows.index(layer.window)))
+    return layers, windows
+
+
+def size_groups(
+    layers: Sequence[LayerCache], windows: Sequence[int | None], budget: int, block_size: int, itemsize: int,
+    *, max_num_seqs: int, max_model_len: int, max_step: int,
+) -> list[CacheGroup]:  # fmt: skip
+    """Blocks per group that fit `budget` bytes. Windows get what all sequences can use at once, twice that where the
+    budget has room (prefixes of finished requests), and never more than half of it; the rest is for full attention.
+
+    Raises UserError where the budget does not hold one short sequence.
+    """
+    bytes_per_block = [
+        sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(windows))
+    ]
+    most = max_num_seqs * -(-max_model_len // block_size) + 1
+    wanted = [
+        min(most, max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size)) if window else 0
+        for window in windows
+    ]
+    for_windows = sum(n * size for n, size in zip(wanted, bytes_per_block, strict=True))
+    scale = min(2.0, budget / 2 / for_windows) if for_windows and None in windows else budget / max(1, for_windows)
+    counts = [min(most, int(n * scale)) for n in wanted]
+    left = budget - sum(n * size for n, size in zip(counts, bytes_per_block, strict=True))
+    counts = [
+        min(most, left // size) if window is None else count
+        for window, count, size in zip(windows, counts, bytes_per_block, strict=True)
+    ]
+    for window, count in zip(windows, counts, strict=True):
+        least = 2 if window is None else -(-window // block_size) + 3
+        if count < min(least, most):
+            need = sum(min(most, least) * size for size in bytes_per_block)
+            raise UserError(
+                f"cache_bytes = {budget} holds {count} blocks of {block_size} tokens for "
+                f"{'full attention' if window is None else f'windows of {window}'}; at least {need} bytes are needed"
+            )
+    return [
+        CacheGroup("full" if window is None else f"window {window}", count, window)
+        for window, count in zip(windows, counts, strict=True)
+    ]
+
+
+class Cache:
+    """`rows[layer]` is [num_blocks * block_size, width]. Zero at first, so that nothing ever read is NaN by chance;
+    on a CPU the system gives memory only where a block is written."""
+
+    def __init__(
+        self, layers: Sequence[LayerCache], groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype,
+        device: torch.device,
+    ):  # fmt: skip
+        self.layers, self.groups, self.block_size = layers, groups, block_size
+        self.rows = [
+            torch.zeros(groups[layer.group].num_blocks * block_size, layer.width, dtype=dtype, device=device)
+            for layer in layers
+        ]
+
+    @property
+    def bytes(self) -> int:
+        return sum(rows.untyped_storage().nbytes() for rows in self.rows)
+
+    def bytes_per_block(self, group: int) -> int:
+        """Bytes of one block of a group, all its layers together."""
+        return sum(
+            rows.element_size() * layer.width * self.block_size
+            for rows, layer in zip(self.rows, self.layers, strict=True)
+            if layer.group == group
+        )
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Block by block, before a step writes: what is shared is copied before it is changed."""
+        for copy in copies:
+            source, target = (slice(b * self.block_size, (b + 1) * self.block_size) for b in (copy.source, copy.target))
+            for rows, layer in zip(self.rows, self.layers, strict=True):
+                if layer.group == copy.group:
+                    rows[target] = rows[source]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024

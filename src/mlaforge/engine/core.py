@@ -1,0 +1,282 @@
+"""The synchronous engine: requests in, one step at a time, what is new out. `LLM` and the server stand on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlaforge import checkpoint, locate
+from mlaforge.engine.attention import paged
+from mlaforge.engine.batch import Chunk, make_batch
+from mlaforge.engine.block_tables import BlockTables
+from mlaforge.engine.cache import Cache, free_bytes, layer_caches, size_groups
+from mlaforge.engine.constraint import Constraint
+from mlaforge.engine.loading import EngineModel, choose_format
+from mlaforge.engine.output import Completion, RequestOutput
+from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.runner import Runner
+from mlaforge.engine.sampler import Sampler, logprobs_of
+from mlaforge.engine.sampling_state import SamplingState
+from mlaforge.engine.scheduler import Scheduler
+from mlaforge.engine.sequence import Request, Sequence
+from mlaforge.engine.stats import EngineStats
+from mlaforge.engine.stopping import Stopping
+from mlaforge.options import EngineConfig
+from mlaforge.runtime import UserError, resolve_device
+
+
+class Engine:
+    """A model, its paged cache and everything that runs on it. Not thread-safe: one caller at a time.
+
+    `model` is a directory (original or converted), a .gguf file or a hub id. Raises UserError for what cannot be
+    loaded, an impossible setting, or a cache that holds no sequence.
+    """
+
+    def __init__(self, model: str | Path, config: EngineConfig | None = None):
+        config = config or EngineConfig()
+        _check(config)
+        directory = locate.locate(str(model))
+        self.config, self.model_name = config, directory.name
+        self.device = resolve_device(config.device)
+        self.tokenizer = checkpoint.load_tokenizer(directory)
+        spec = checkpoint.read_spec(checkpoint.read_config(directory))
+        format = choose_format(config.dtype, directory, spec, self.device)
+        self.model = EngineModel(directory, format, self.device)
+        self.vocab_size = spec.vocab_size
+        self.max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+        self.eos_token_ids = _ends_of_text(directory, self.tokenizer)
+
+        layers, windows = layer_caches(spec, self.model.config)
+        groups = size_groups(
+            layers, windows, config.cache_bytes or int(config.cache_fraction * free_bytes(self.device)),
+            config.block_size, self.model.dtype.itemsize, max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len, max_step=config.max_num_batched_tokens,
+        )  # fmt: skip
+        self.cache = Cache(layers, groups, config.block_size, self.model.dtype, self.device)
+        self.tables = BlockTables(groups, config.block_size, config.prefix_caching)
+        self.model.load(
+            lambda index, attention: paged(
+                attention, layers[index], self.cache.rows[index], spec.layers[index].sinks, format
+            )
+        )
+        self.runner = Runner(self.model)
+        self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
+        self.sampler = Sampler()
+        self._numbers = itertools.count()
+        self._requests: dict[str, Request] = {}
+        self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
+
+    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Queue a request. Raises UserError where it can never run; nothing is kept of it then."""
+        if request_id in self._requests:
+            raise UserError(f"request id {request_id!r} is in use; give another")
+        self._check_prompt(prompt_ids, params)
+        params.check_vocabulary(self.vocab_size)
+        request = Request(request_id, list(prompt_ids), params)
+        for index in range(params.n):
+            request.sequences.append(self._sequence(request, index))
+        request.unfinished = params.n
+        self._requests[request_id] = request
+        self.scheduler.add(request.sequences[0])
+        self._stats.prompt_tokens += len(prompt_ids)
+
+    def _sequence(self, request: Request, index: int) -> Sequence:
+        params, prompt = request.params, request.prompt_ids
+        constraint = Constraint.for_params(params, self.tokenizer, self.eos_token_ids)
+        return Sequence(
+            next(self._numbers), request, index, list(prompt),
+            SamplingState(params, prompt, self.vocab_size, self.eos_token_ids, self.device, constraint, index),
+            Stopping(self.tokenizer, params, prompt, self.eos_token_ids, self.max_model_len),
+        )  # fmt: skip
+
+    def _check_prompt(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        if not prompt_ids:
+            raise UserError("the prompt is empty; give at least one token")
+        if (wrong := next((t for t in prompt_ids if not 0 <= t < self.vocab_size), None)) is not None:
+            raise UserError(f"the prompt has token {wrong}, but the model's vocabulary has {self.vocab_size}")
+        room = self.max_model_len - (0 if params.max_tokens == 0 else 1)
+        if len(prompt_ids) > room:
+            raise UserError(f"the prompt has {len(prompt_ids)} tokens; this model's context leaves room for {room}")
+        if params.n > self.config.max_num_seqs:
+            raise UserError(f"n = {params.n} is more than max_num_seqs = {self.config.max_num_seqs}")
+        longest = min(self.max_model_len, len(prompt_ids) + (params.max_tokens or self.max_model_len))
+        for index, group in enumerate(self.tables.groups):
+            need = self.tables.most_blocks(index, longest, self.config.max_num_batched_tokens)
+            if need > group.num_blocks:
+                raise UserError(
+                    f"{longest} tokens (prompt and max_tokens) need {need} cache blocks of {group.name}, but there are "
+                    f"{group.num_blocks}; ask for fewer tokens, or give the cache more with cache_bytes"
+                )
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request and give its blocks back; an unknown or finished id does nothing."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            if sequence.request is request:
+                self.scheduler.finish(sequence)
+        self._stats.aborted_requests += 1
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Computes what fits into one step and returns what is new, per request."""
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return []
+        self.cache.copy(plan.copies)
+        chunks = [Chunk(s.number, s.token_ids, s.computed, upto) for s, upto in plan.chunks]
+        batch = make_batch(chunks, self.tables, self.device)
+        hidden_NC = self.runner(batch)
+        self._stats.steps += 1
+        self._stats.computed_tokens += len(hidden_NC)
+        self._prompt_logprobs(plan.chunks, hidden_NC)
+        for sequence, upto in plan.chunks:
+            self.tables.commit(sequence.number, sequence.token_ids, upto)
+            sequence.computed = upto
+
+        ready = [(row, s) for row, (s, upto) in enumerate(plan.chunks) if upto == len(s.token_ids)]
+        drawing: list[Sequence] = []
+        rows: list[int] = []
+        silent = []
+        for row, sequence in ready:
+            if sequence.request.params.max_tokens == 0:
+                silent.append(sequence)
+                continue
+            for continuation in self._prefilled(sequence):
+                drawing.append(continuation)
+                rows.append(row)
+        outputs = self._draw(hidden_NC, batch.last_S, rows, drawing) if drawing else {}
+        for sequence in silent:
+            self._hand_out(outputs, sequence, Completion(0, [], "", None, "length"))
+        return list(outputs.values())
+
+    def _prefilled(self, sequence: Sequence) -> list[Sequence]:
+        """All continuations that draw from this row: the request's others begin where the first has its prompt."""
+        if sequence.prefilled:
+            return [sequence]
+        others = sequence.request.sequences[1:]
+        for child in others:
+            self.scheduler.fork(sequence, child)
+        for each in (sequence, *others):
+            each.prefilled = True
+        self._stats.cached_prompt_tokens += sequence.request.num_cached_tokens
+        return [sequence, *others]
+
+    def _draw(
+        self, hidden_NC: Tensor, last_S: Tensor, rows: list[int], sequences: list[Sequence]
+    ) -> dict[str, RequestOutput]:
+        if rows != list(range(len(last_S))):
+            last_S = last_S[torch.tensor(rows, device=last_S.device)]
+        hidden_SC = hidden_NC if len(last_S) == len(hidden_NC) else hidden_NC[last_S]
+        sampled = self.sampler(self.model.logits(hidden_SC), [s.state for s in sequences])
+        logprobs = sampled.logprobs()
+        outputs: dict[str, RequestOutput] = {}
+        # The one place where the host waits for the device.
+        for sequence, token, found in zip(sequences, sampled.token_ids.tolist(), logprobs, strict=True):
+            text, kept, finish, stop = sequence.stopping.append([token])
+            assert kept == 1
+            sequence.token_ids.append(token)
+            sequence.state.append([token])
+            self._stats.generated_tokens += 1
+            completion = Completion(
+                sequence.index, [token], text, None if found is None else [found], finish, stop
+            )  # fmt: skip
+            self._hand_out(outputs, sequence, completion)
+        return outputs
+
+    def _hand_out(self, outputs: dict[str, RequestOutput], sequence: Sequence, completion: Completion) -> None:
+        request = sequence.request
+        if request.id not in outputs:
+            outputs[request.id] = RequestOutput(
+                request.id, request.prompt_ids, [], prompt_logprobs=request.prompt_logprobs,
+                num_cached_tokens=request.num_cached_tokens, arrived=request.arrived, first_token=request.first_token,
+            )  # fmt: skip
+            request.prompt_logprobs = None
+        output = outputs[request.id]
+        if request.first_token is None:
+            output.first_token = request.first_token = time.perf_counter()
+        output.outputs.append(completion)
+        if completion.finish_reason is not None:
+            self.scheduler.finish(sequence)
+            request.unfinished -= 1
+            if not request.unfinished:
+                output.finished = True
+                del self._requests[request.id]
+                self._stats.finished_requests += 1
+
+    def _prompt_logprobs(self, chunks: list[tuple[Sequence, int]], hidden_NC: Tensor) -> None:
+        """The prompt's own log probabilities, for those who ask, as its rows go by."""
+        row = 0
+        for sequence, upto in chunks:
+            start, request = sequence.computed, sequence.request
+            hidden = hidden_NC[row : row + upto - start]
+            row += upto - start
+            count = request.params.prompt_logprobs
+            if count is None or sequence.prefilled:
+                continue
+            if request.prompt_logprobs is None or start == 0:
+                request.prompt_logprobs = [None]
+            wanted = request.prompt_ids[start + 1 : upto + 1]
+            for part, ids in zip(hidden[: len(wanted)].split(LOGIT_ROWS), _parts(wanted, LOGIT_ROWS), strict=True):
+                request.prompt_logprobs += logprobs_of(self.model.logits(part), ids, [count] * len(ids))
+
+    def stats(self) -> EngineStats:
+        """What was done since the start and what is held now."""
+        self._stats.running, self._stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        self._stats.preemptions = self.scheduler.preemptions
+        self._stats.cache_blocks_used = self.tables.used
+        return dataclasses.replace(self._stats)
+
+    def check_integrity(self) -> None:
+        """AssertionError unless tables, pools and sequences agree. For tests: it looks at every block."""
+        self.tables.check_integrity()
+        numbers = {sequence.number for sequence in self.scheduler.running}
+        assert self.tables.sequences == numbers, f"{self.tables.sequences} are in the cache, {numbers} are running"
+
+
+# Rows of a prompt whose logits are held at once.
+LOGIT_ROWS = 128
+
+
+def _parts(items: list[int], size: int) -> list[list[int]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _ends_of_text(directory: Path, tokenizer: object) -> tuple[int, ...]:
+    """Token ids that end a text: generation_config.json's, and the tokenizer's."""
+    found = (
+        checkpoint.read_config(directory, "generation_config.json")
+        if (directory / "generation_config.json").is_file()
+        else {}
+    )
+    ids = found.get("eos_token_id", [])
+    own = getattr(tokenizer, "eos_token_id", None)
+    return tuple(sorted({*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])}))
+
+
+def _check(config: EngineConfig) -> None:
+    """UserError for the first setting that is out of range."""
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} = {getattr(config, name)} must be at least 1")
+    if not 0 < config.cache_fraction <= 1:
+        raise UserError(f"cache_fraction = {config.cache_fraction} must be above 0 and at most 1")
+    for name in ("cache_bytes", "max_model_len"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} = {value} must be at least 1")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise UserError(
+            f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "
+            f"{config.max_num_seqs}: every running sequence takes one"
+        )

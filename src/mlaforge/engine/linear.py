@@ -1,0 +1,158 @@
+"""Linear layers as a serving engine wants them: fused where they read the same input, packed for the device.
+
+At decoding a linear layer is limited by reading its weights, so what counts is their bytes and how close to the
+memory's speed they are read; at prefill it is limited by arithmetic. On a CPU without AMX these differ: few rows go
+through oneDNN's packed bf16 (or torch's int8 and int4 kernels), many rows through an fp32 product of weights unpacked
+on the way, which is the fastest product such a CPU has.
+
+Legend: N rows (tokens), K input width, M output width.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mlaforge.runtime import UserError
+
+# Formats of weights that are not a torch dtype, and the activations that go with them.
+QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
+# Rows from which on unpacking to fp32 pays (measured on 2 cores with AVX-512: LOG.md).
+WIDE = {"bfloat16": 256, "int8": 64, "int4": 64}
+# Input columns that share one scale and zero point in int4.
+INT4_GROUP = 32
+
+Few = Callable[[Tensor, Tensor | None], Tensor]
+# The product for few rows, and what unpacks the weights to fp32 for many.
+Packed = tuple[Few, Callable[[], Tensor]]
+
+
+class PackedLinear(nn.Module):
+    """y = x Wᵀ + b for rows x [N, K], weights kept in `format`: a torch dtype's name, int8 or int4.
+
+    int8 is symmetric with one scale per output row; int4 asymmetric with a scale and a zero point per 32 inputs; both
+    are rounded to nearest, and the activations stay bf16. They exist on the CPU only.
+    """
+
+    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, format: str):
+        super().__init__()
+        self.out_features, self.in_features = weight_MK.shape
+        self.format = format
+        self.bias = None if bias_M is None else bias_M.clone()
+        on_cpu = weight_MK.device.type == "cpu"
+        self._few: Few
+        self._weight: Callable[[], Tensor] | None
+        if format in QUANTIZED:
+            if not on_cpu:
+                raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
+            self._few, self._weight = {"int8": _int8, "int4": _int4}[format](weight_MK)
+        elif format == "bfloat16" and on_cpu:
+            self._few, self._weight = _packed_bf16(weight_MK)
+        else:
+            weight = weight_MK.clone()
+            self._few, self._weight = (lambda x, bias: F.linear(x, weight, bias)), None
+
+    def forward(self, x_NK: Tensor) -> Tensor:
+        if self._weight is None or len(x_NK) < WIDE[self.format]:
+            return self._few(x_NK, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x_NK.float(), self._weight(), bias).to(x_NK.dtype)
+
+
+def _packed_bf16(weight_MK: Tensor) -> Packed:
+    """oneDNN's blocked layout: 1.3 to 1.5 times the speed of F.linear at one to eight rows."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.bfloat16().contiguous(), 1)
+    product = torch.ops.mkldnn._linear_pointwise.default
+
+    def few(x_NK: Tensor, bias: Tensor | None) -> Tensor:
+        return product(x_NK, packed, bias, "none", [], "")
+
+    return few, lambda: packed.to_dense().float()
+
+
+def _int8(weight_MK: Tensor) -> Packed:
+    scale_M = (weight_MK.float().abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    # The kernel takes the scale in bf16, so the weights are rounded against that one.
+    scale = scale_M.bfloat16()
+    codes = torch.round(weight_MK.float() / scale.float()[:, None]).clamp(-127, 127).to(torch.int8)
+
+    def few(x_NK: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch._weight_int8pack_mm(x_NK, codes, scale)
+        return out if bias is None else out.add_(bias)
+
+    return few, lambda: codes.float().mul_(scale.float()[:, None])
+
+
+def _int4(weight_MK: Tensor) -> Packed:
+    M, K = weight_MK.shape
+    if K % INT4_GROUP or M % 16:
+        return _int8(weight_MK)
+    groups = weight_MK.float().view(M, -1, INT4_GROUP)
+    least, most = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    scale = ((most - least) / 15).clamp_min(1e-8).bfloat16().float()
+    # value = (code - 8) * scale + zero
+    zero = (least + 8 * scale).bfloat16().float()
+    codes = torch.round((groups - zero[..., None]) / scale[..., None]).add_(8).clamp_(0, 15).to(torch.int32).view(M, K)
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.stack((scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
+    # The kernel's layout is its own, so what prefill unpacks is kept a second time, two codes to a byte.
+    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+
+    def few(x_NK: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch._weight_int4pack_mm_for_cpu(x_NK, packed, INT4_GROUP, scales)
+        return out if bias is None else out.add_(bias)
+
+    def unpacked() -> Tensor:
+        values = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(M, -1, INT4_GROUP).float()
+        return values.sub_(8).mul_(scale[..., None]).add_(zero[..., None]).view(M, K)
+
+    return few, unpacked
+
+
+def fused(linears: Sequence[nn.Linear], format: str) -> PackedLinear:
+    """One linear layer that computes all of `linears`, which read the same input, one output after another."""
+    weight = torch.cat([linear.weight for linear in linears])
+    bias = None
+    if any(linear.bias is not None for linear in linears):
+        bias = torch.cat([_bias(linear) for linear in linears])
+    return PackedLinear(weight, bias, format)
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+
+
+def _run(layers: Sequence[PackedLinear], rows: Mapping[int, Tensor]) -> None:
+    for layer in layers:
+        layer(rows[layer.in_features])
+
+
+def fastest_format(shapes_MK: Sequence[tuple[int, int]], seconds: float = 1.0) -> tuple[str, dict[str, float]]:
+    """float32 or bfloat16, whichever reads a decoder layer's weights faster at one row on this CPU.
+
+    `shapes_MK` are the layer's linear layers. Enough copies are made that they do not stay in a core's own cache.
+    Returns the format and both times in seconds per layer.
+    """
+    size = 4 * sum(m * k for m, k in shapes_MK)
+    copies = max(1, min(16, (64 << 20) // size))
+    runs: dict[str, Callable[[], None]] = {}
+    for name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
+        layers = [PackedLinear(torch.randn(m, k, dtype=dtype), None, name) for m, k in [*shapes_MK] * copies]
+        rows = {k: torch.randn(1, k, dtype=dtype) for _, k in shapes_MK}
+
+        runs[name] = functools.partial(_run, layers, rows)
+    best = dict.fromkeys(runs, float("inf"))
+    end = time.perf_counter() + seconds
+    # Interleaved, and the least time of each: what else the machine does hits both.
+    while time.perf_counter() < end or float("inf") in best.values():
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], (time.perf_counter() - start) / copies)
+    return min(best, key=lambda name: best[name]), best

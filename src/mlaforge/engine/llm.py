@@ -1,0 +1,118 @@
+"""`LLM`: the engine in one object, for a script or a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlaforge.engine.core import Engine
+from mlaforge.engine.output import Completion, RequestOutput
+from mlaforge.engine.params import SamplingParams
+from mlaforge.options import EngineConfig
+from mlaforge.runtime import UserError
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that continues prompts.
+
+        llm = LLM("OUT")
+        for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=8)):
+            print(output.outputs[0].text)
+
+    Options are those of EngineConfig. A prompt is a text or a list of token ids. Raises UserError for a model that
+    cannot be loaded, an unknown option, and a prompt that does not fit.
+    """
+
+    def __init__(self, model: str | Path, **options: Any):
+        known = [field.name for field in dataclasses.fields(EngineConfig)]
+        for name in options:
+            if name not in known:
+                raise UserError(f"LLM has no option {name!r}; it has {', '.join(known)}")
+        self.engine = Engine(model, EngineConfig(**options))
+        self.tokenizer = self.engine.tokenizer
+        self._ids = itertools.count()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continues all prompts together; one complete output per prompt, in their order."""
+        whole: dict[str, RequestOutput] = {}
+        order: list[str] = []
+        for output in self._run(prompts, params, order):
+            known = whole.setdefault(output.request_id, dataclasses.replace(output, outputs=[]))
+            known.finished = output.finished
+            for new in output.outputs:
+                _extend(known, new)
+        for output in whole.values():
+            output.outputs.sort(key=lambda completion: completion.index)
+        return [whole[request_id] for request_id in order]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but what is new as soon as it is there. Leaving the loop aborts what is unfinished."""
+        yield from self._run(prompts, params, [])
+
+    def _run(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
+        order: list[str],
+    ) -> Iterator[RequestOutput]:  # fmt: skip
+        several = _prompts(prompts)
+        asked = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
+        if len(asked) != len(several):
+            raise UserError(f"{len(asked)} sampling parameters for {len(several)} prompts; give one, or one per prompt")
+        try:
+            for prompt, wanted in zip(several, asked, strict=True):
+                ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+                request_id = f"llm-{next(self._ids)}"
+                self.engine.add(request_id, ids, wanted)
+                order.append(request_id)
+            while self.engine.has_work:
+                yield from self.engine.step()
+        finally:
+            for request_id in order:
+                self.engine.abort(request_id)
+
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+        """Answers a conversation of {"role", "content"} turns through the model's chat template."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation that ends where the model's turn begins; UserError without a chat template."""
+        if not self.tokenizer.chat_template:
+            raise UserError(f"{self.engine.model_name} has no chat template; use a plain prompt")
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        return ids
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    several: list[Prompt] = []
+    ids: list[int] = []
+    for item in prompts:
+        if isinstance(item, int):
+            ids.append(item)
+        else:
+            several.append(item)
+    return several or [ids]
+
+
+def _extend(known: RequestOutput, new: Completion) -> None:
+    """Adds what is new of a continuation to what is known of it."""
+    for completion in known.outputs:
+        if completion.index == new.index:
+            completion.token_ids += new.token_ids
+            completion.text += new.text
+            if new.logprobs is not None:
+                completion.logprobs = [*(completion.logprobs or []), *new.logprobs]
+            completion.finish_reason, completion.stop_reason = new.finish_reason, new.stop_reason
+            return
+    known.outputs.append(dataclasses.replace(new, token_ids=list(new.token_ids)))

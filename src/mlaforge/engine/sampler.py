@@ -1,0 +1,217 @@
+"""From logits to tokens: bias, penalties, constraint, temperature, min-p, top-k, top-p, and the draw.
+
+Formulas and order are vLLM's. Every filter is a threshold, and tokens as likely as the last one kept are kept too:
+which tokens survive depends on no sorting order. A draw is an exponential race with the row's own random numbers, so
+that a request's tokens do not depend on who shares its batch.
+
+The host waits for the device in `logprobs_of` only, for those who ask for log probabilities.
+
+Legend: N rows (a token to draw each), V vocabulary, K the likeliest tokens of a row in falling order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mlaforge.engine.output import Logprobs
+from mlaforge.engine.sampling_state import SamplingState, on_device
+
+# fp32 numbers that log probabilities of a long prompt may take at once (256 MiB).
+LOGPROBS_AT_ONCE = 2**26
+# On a CPU top-p looks among so many of the likeliest tokens first: sorting all of them takes ten times as long.
+LIKELIEST = (128, 2048)
+
+
+@dataclasses.dataclass
+class Sampled:
+    """One token per row: int64 [N] on the logits' device. `logprobs` reads the logits when it is called."""
+
+    token_ids: Tensor
+    _logits_NV: Tensor
+    _counts: list[int | None]
+
+    def logprobs(self) -> list[Logprobs | None]:
+        """Per row what its parameters ask for; None where they ask for nothing. Waits for the device if any does."""
+        return logprobs_of(self._logits_NV, self.token_ids, self._counts)
+
+
+def logprobs_of(
+    logits_NV: Tensor, token_ids: Tensor | Sequence[int], counts: Sequence[int | None]
+) -> list[Logprobs | None]:
+    """Natural log probabilities of the raw logits, in fp32, of one token per row and of its counts[n] likeliest.
+
+    None for a row whose count is None. Also right for a prompt: row n are the logits that precede token_ids[n].
+    """
+    found: list[Logprobs | None] = [None] * len(counts)
+    rows = [n for n, count in enumerate(counts) if count is not None]
+    if not rows:
+        return found
+    device, vocabulary = logits_NV.device, logits_NV.shape[1]
+    ids_N = token_ids if isinstance(token_ids, Tensor) else on_device(list(token_ids), torch.int64, device)
+    most = min(max(counts[n] or 0 for n in rows), vocabulary)
+    step = max(1, LOGPROBS_AT_ONCE // vocabulary)
+    for start in range(0, len(rows), step):
+        some = rows[start : start + step]
+        index = on_device(some, torch.int64, device)
+        logprobs_NV = logits_NV.index_select(0, index).float().log_softmax(-1)
+        own_N = ids_N.index_select(0, index)
+        top = logprobs_NV.topk(most, dim=-1)
+        own_logprobs = logprobs_NV.gather(1, own_N[:, None])[:, 0].tolist()
+        columns = zip(some, own_N.tolist(), own_logprobs, top.indices.tolist(), top.values.tolist(), strict=True)
+        for n, token, logprob, ids, values in columns:
+            likeliest = list(zip(ids, values, strict=True))[: counts[n]]
+            # Among equals topk picks any; the one that was chosen belongs among them.
+            if likeliest and logprob >= likeliest[-1][1] and token not in dict(likeliest):
+                likeliest[-1] = (token, logprob)
+            likeliest.sort(key=lambda pair: (-pair[1], pair[0]))
+            found[n] = Logprobs(token, logprob, tuple(likeliest))
+    return found
+
+
+def _penalise(logits_NV: Tensor, states: Sequence[SamplingState]) -> None:
+    """In place: repetition over prompt and output, then frequency and presence over the output."""
+    seen = [(n, state.params, state.seen) for n, state in enumerate(states) if state.seen is not None]
+    if not seen:
+        return
+    index = on_device([n for n, _, _ in seen], torch.int64, logits_NV.device)
+    factors = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in seen]
+    factors_N3 = on_device([f for row in factors for f in row], torch.float32, logits_NV.device).view(-1, 3)
+    repetition_N1, frequency_N1, presence_N1 = factors_N3.split(1, dim=1)
+    counts_NV = torch.stack([tokens.counts_V for _, _, tokens in seen])
+    generated_NV = counts_NV > 0
+    anywhere_NV = torch.stack([tokens.in_prompt_V for _, _, tokens in seen]) | generated_NV
+    part_NV = logits_NV.index_select(0, index)
+    repeated_NV = torch.where(part_NV > 0, part_NV / repetition_N1, part_NV * repetition_N1)
+    part_NV = torch.where(anywhere_NV, repeated_NV, part_NV)
+    part_NV -= frequency_N1 * counts_NV + presence_N1 * generated_NV
+    logits_NV.index_copy_(0, index, part_NV)
+
+
+def _constrain(logits_NV: Tensor, states: Sequence[SamplingState]) -> None:
+    """In place: -inf for what a grammar forbids, and for ends of text before min_tokens."""
+    for n, state in enumerate(states):
+        if state.constraint is None and state.too_short and state.stop_ids is not None:
+            logits_NV[n].index_fill_(0, state.stop_ids, -torch.inf)
+    allowed = {n: mask_V for n, state in enumerate(states) if (mask_V := state.allowed()) is not None}
+    if not allowed:
+        return
+    index = on_device(list(allowed), torch.int64, logits_NV.device)
+    mask_NV = torch.stack(list(allowed.values()))
+    if logits_NV.is_cuda:
+        mask_NV = mask_NV.pin_memory()
+    mask_NV = mask_NV.to(logits_NV.device, non_blocking=True)
+    part_NV = logits_NV.index_select(0, index)
+    logits_NV.index_copy_(0, index, part_NV.masked_fill_(~mask_NV, -torch.inf))
+
+
+def _top_p(logits_NV: Tensor, top_p_N1: Tensor) -> Tensor:
+    """The logits with -inf for what is less likely than the last with less than top_p before it."""
+    probabilities_NV = logits_NV.softmax(-1)
+    vocabulary = logits_NV.shape[1]
+    widths = LIKELIEST if logits_NV.device.type == "cpu" else ()
+    for width in (*(width for width in widths if width < vocabulary), vocabulary):
+        if width < vocabulary:
+            likeliest_NK = probabilities_NV.topk(width, dim=-1).values
+        else:
+            likeliest_NK = probabilities_NV.sort(dim=-1, descending=True).values
+        before_NK = likeliest_NK.cumsum(-1).roll(1, -1)
+        before_NK[:, 0] = 0
+        inside_NK = before_NK < top_p_N1
+        # Rows that end within the width are done. Elsewhere than on a CPU the question itself would cost a wait.
+        if width == vocabulary or not bool(inside_NK[:, -1].any()):
+            break
+    last_N1 = inside_NK.sum(-1, keepdim=True) - 1
+    return logits_NV.masked_fill(probabilities_NV < likeliest_NK.gather(1, last_N1), -torch.inf)
+
+
+def _filter(logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    """The logits with -inf for what min-p, then top-k, then top-p remove."""
+    device, vocabulary = logits_NV.device, logits_NV.shape[1]
+    params = [state.params for state in states]
+    if any(p.min_p for p in params):
+        # log(0) is -inf: no threshold.
+        min_p_N1 = on_device([p.min_p for p in params], torch.float32, device)[:, None]
+        floor_N1 = logits_NV.amax(-1, keepdim=True) + min_p_N1.log()
+        logits_NV = logits_NV.masked_fill(logits_NV < floor_N1, -torch.inf)
+    if rows := [n for n, p in enumerate(params) if 0 < p.top_k < vocabulary]:
+        index = on_device(rows, torch.int64, device)
+        last = [params[n].top_k - 1 for n in rows]
+        part_NV = logits_NV.index_select(0, index)
+        likeliest_NK = part_NV.topk(max(last) + 1, dim=-1).values
+        kth_N1 = likeliest_NK.gather(1, on_device(last, torch.int64, device)[:, None])
+        logits_NV = logits_NV.index_copy(0, index, part_NV.masked_fill_(part_NV < kth_N1, -torch.inf))
+    if rows := [n for n, p in enumerate(params) if p.top_p < 1]:
+        index = on_device(rows, torch.int64, device)
+        top_p_N1 = on_device([params[n].top_p for n in rows], torch.float32, device)[:, None]
+        logits_NV = logits_NV.index_copy(0, index, _top_p(logits_NV.index_select(0, index), top_p_N1))
+    return logits_NV
+
+
+def _distribution(adjusted_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    """What rows that are not greedy draw from."""
+    temperatures = on_device([state.params.temperature for state in states], torch.float32, adjusted_NV.device)
+    return _filter(adjusted_NV / temperatures[:, None], states).softmax(-1)
+
+
+def _race(probabilities_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    """int64 [N]: token v with probability p_v, as the first of exponential clocks of rates p_v to ring."""
+    # In fp64: the smallest time that fp32 can say, 6e-8, is too long for unlikely tokens ever to come first.
+    times_NV = torch.empty_like(probabilities_NV, dtype=torch.float64)
+    unseeded = [state for state in states if state.params.seed is None]
+    if unseeded:
+        # What nobody seeded may share one stream: one kernel for all rows.
+        times_NV.uniform_(generator=unseeded[0].generator)
+    for n, state in enumerate(states):
+        if state.params.seed is not None:
+            times_NV[n].uniform_(generator=state.generator)
+    # A uniform number may be 0, never 1: times are above 0, and infinite where the probability is 0.
+    return times_NV.log_().neg_().div_(probabilities_NV).argmin(-1)
+
+
+class Sampler:
+    """Draws one token per row. Row n belongs to states[n]; nothing is kept from call to call."""
+
+    def __call__(self, logits_NV: Tensor, states: Sequence[SamplingState]) -> Sampled:
+        """Greedy rows: the argmax, of equal logits the lowest id. `logits_NV` is any float dtype and stays as it is."""
+        counts = [state.params.logprobs for state in states]
+        if all(state.plain for state in states):
+            return Sampled(logits_NV.argmax(-1), logits_NV, counts)
+        adjusted_NV = self.adjust(logits_NV, states)
+        rows = [n for n, state in enumerate(states) if not state.params.greedy]
+        drawing = [states[n] for n in rows]
+        if len(rows) == len(states):
+            return Sampled(_race(_distribution(adjusted_NV, drawing), drawing), logits_NV, counts)
+        token_ids = adjusted_NV.argmax(-1)
+        if rows:
+            index = on_device(rows, torch.int64, logits_NV.device)
+            drawn = _race(_distribution(adjusted_NV.index_select(0, index), drawing), drawing)
+            token_ids.index_copy_(0, index, drawn)
+        return Sampled(token_ids, logits_NV, counts)
+
+    def adjust(self, logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """fp32 [N, V], a copy: after bias, penalties, min_tokens and constraint, before temperature."""
+        assert len(states) == logits_NV.shape[0], (len(states), logits_NV.shape)
+        adjusted_NV = logits_NV.to(torch.float32, copy=True)
+        for n, state in enumerate(states):
+            if state.bias is not None:
+                adjusted_NV[n].index_add_(0, *state.bias)
+        _penalise(adjusted_NV, states)
+        _constrain(adjusted_NV, states)
+        return adjusted_NV
+
+    def probabilities(self, logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """fp32 [N, V]: what each row's token is drawn from; all on one token for a greedy row."""
+        adjusted_NV = self.adjust(logits_NV, states)
+        rows = [n for n, state in enumerate(states) if not state.params.greedy]
+        if len(rows) == len(states):
+            return _distribution(adjusted_NV, states)
+        found_NV = torch.zeros_like(adjusted_NV).scatter_(1, adjusted_NV.argmax(-1, keepdim=True), 1.0)
+        if rows:
+            index = on_device(rows, torch.int64, logits_NV.device)
+            drawing = [states[n] for n in rows]
+            found_NV.index_copy_(0, index, _distribution(adjusted_NV.index_select(0, index), drawing))
+        return found_NV

@@ -1,0 +1,143 @@
+"""What one continuation carries from step to step for the sampler."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mlaforge.engine.constraint import Constraint
+from mlaforge.engine.params import SamplingParams
+
+
+def derived_seed(seed: int | None, index: int) -> int:
+    """The seed of a request's continuation `index`: the request's own for 0, fresh entropy where there is none."""
+    if seed is None:
+        return int.from_bytes(os.urandom(8))
+    if index == 0:
+        return seed
+    # Neighbouring seeds of neighbouring requests must not meet.
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest())
+
+
+def on_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor from host numbers; the host does not wait for the copy."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class Seen(NamedTuple):
+    """int32 [V], how often each token was generated; bool [V], whether it was in the prompt."""
+
+    counts_V: Tensor
+    in_prompt_V: Tensor
+
+
+class SamplingState:
+    """One continuation's penalties, bias, random numbers, length and grammar.
+
+    `append` after every token that was kept, `rewind` to take tokens back (speculative decoding): counts, length and
+    constraint go back exactly; random numbers that were drawn stay drawn. Raises UserError where the parameters name
+    a token id that the vocabulary lacks.
+
+    prompt_ids      counted by the repetition penalty
+    vocab_size      width of the logits
+    eos_token_ids   ends of text: not drawn before min_tokens
+    index           which of the request's `n` continuations this is
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device | str,
+        constraint: Constraint | None = None,
+        index: int = 0,
+    ):
+        params.check_vocabulary(vocab_size)
+        device = torch.device(device)
+        self.params = params
+        self.constraint = constraint
+        self.token_ids: list[int] = []
+        self.generator = torch.Generator(device).manual_seed(derived_seed(params.seed, index))
+        # What the penalties weigh; None where there are none.
+        self.seen: Seen | None = None
+        if params.penalised:
+            self.seen = Seen(
+                torch.zeros(vocab_size, dtype=torch.int32, device=device),
+                torch.zeros(vocab_size, dtype=torch.bool, device=device),
+            )
+            prompt = on_device(sorted(set(prompt_ids)), torch.int64, device)
+            self.seen.in_prompt_V.index_fill_(0, prompt, True)
+        # int64 and fp32 [number of biased tokens].
+        self.bias: tuple[Tensor, Tensor] | None = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias.items(), strict=True)
+            self.bias = on_device(ids, torch.int64, device), on_device(values, torch.float32, device)
+        # int64: what min_tokens holds back. The model's config may name ends of text that it has no logit for.
+        self._stops = sorted({*params.stop_token_ids, *(token for token in eos_token_ids if token < vocab_size)})
+        self.stop_ids = on_device(self._stops, torch.int64, device) if params.min_tokens and self._stops else None
+        self._vocab_size = vocab_size
+        self._never_plain = not params.greedy or params.penalised or bool(params.logit_bias) or constraint is not None
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens generated and not taken back."""
+        return len(self.token_ids)
+
+    @property
+    def too_short(self) -> bool:
+        """The text may not end yet: fewer than min_tokens were generated."""
+        return len(self.token_ids) < self.params.min_tokens
+
+    @property
+    def plain(self) -> bool:
+        """The next token is the argmax of the raw logits: nothing to adjust, nothing to draw."""
+        return not self._never_plain and not (self.too_short and self._stops)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """These tokens were generated. A token that the constraint does not allow is an error of the caller."""
+        if self.constraint is not None:
+            taken = self.constraint.advance(token_ids)
+            assert taken == len(token_ids), f"token {token_ids[taken]} is not what the grammar allows"
+        self._count(token_ids, 1)
+        self.token_ids.extend(token_ids)
+
+    def rewind(self, count: int) -> None:
+        """The last `count` tokens are taken back."""
+        assert 0 <= count <= len(self.token_ids), (count, len(self.token_ids))
+        if count == 0:
+            return
+        if self.constraint is not None:
+            self.constraint.rollback(count)
+        self._count(self.token_ids[-count:], -1)
+        del self.token_ids[-count:]
+
+    def _count(self, token_ids: Sequence[int], sign: int) -> None:
+        if self.seen is None or not token_ids:
+            return
+        counts_V = self.seen.counts_V
+        ids = on_device(token_ids, torch.int64, counts_V.device)
+        counts_V.index_add_(0, ids, torch.full_like(ids, sign, dtype=torch.int32))
+
+    def allowed(self) -> Tensor | None:
+        """bool [V] on the host: what the constraint allows now; None without one.
+
+        min_tokens holds the ends of text back only where the grammar allows anything else.
+        """
+        if self.constraint is None:
+            return None
+        mask_V = self.constraint.mask(self._vocab_size)
+        if self.too_short and self._stops:
+            longer_V = mask_V.clone()
+            longer_V[self._stops] = False
+            if longer_V.any():
+                return longer_V
+        return mask_V

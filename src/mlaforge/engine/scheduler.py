@@ -1,0 +1,99 @@
+"""Which tokens of which sequences the next step computes: continuous batching with chunked prefill.
+
+Running sequences come first, in the order in which they arrived, so that whoever has begun gets to the end; what is
+left of the step's tokens goes to prompts, cut where they do not fit. Where blocks run out, the sequence that came last
+gives up its own and is computed anew later (its full blocks stay known and are mostly found again).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from mlaforge.engine.block_tables import BlockTables, Copy
+from mlaforge.engine.sequence import Sequence
+
+
+@dataclasses.dataclass
+class Plan:
+    """A step: each sequence with the position up to which it is computed, and blocks to copy before."""
+
+    chunks: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    copies: list[Copy] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """Sequences wait, run, and leave by `finish`. `preemptions` and `cached_tokens` count since the start."""
+
+    def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int):
+        self.tables = tables
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Done or aborted, wherever it stands; its blocks are given back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.tables.free(sequence.number)
+        else:
+            self.waiting.remove(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` runs on from what `parent` has computed, sharing its blocks."""
+        self.tables.fork(parent.number, child.number)
+        child.computed = parent.computed
+        self.running.append(child)
+
+    def schedule(self) -> Plan:
+        """The next step, with room for it reserved; empty when there is nothing to do."""
+        plan = Plan()
+        budget = self.max_num_batched_tokens
+        preempted = False
+        for sequence in list(self.running):
+            if budget and sequence in self.running:
+                upto = min(len(sequence.token_ids), sequence.computed + budget)
+                copies = self.tables.reserve(sequence.number, upto)
+                while copies is None:
+                    preempted = True
+                    last = self.running[-1]
+                    self._preempt(last)
+                    if last is sequence:
+                        break
+                    copies = self.tables.reserve(sequence.number, upto)
+                else:
+                    plan.chunks.append((sequence, upto))
+                    plan.copies += copies
+                    budget -= upto - sequence.computed
+        while self.waiting and budget and not preempted:
+            sequence = self.waiting[0]
+            if len(self.running) + sequence.request.unfinished > max(self.max_num_seqs, sequence.request.unfinished):
+                break
+            found = self.tables.start(sequence.number, sequence.token_ids, sequence.reuse)
+            upto = min(len(sequence.token_ids), found + budget)
+            copies = self.tables.reserve(sequence.number, upto)
+            if copies is None:
+                self.tables.free(sequence.number)
+                break
+            sequence.computed = found
+            if not sequence.prefilled:
+                sequence.request.num_cached_tokens = found
+            self.running.append(self.waiting.popleft())
+            plan.chunks.append((sequence, upto))
+            plan.copies += copies
+            budget -= upto - found
+        assert plan.chunks or not (self.running or self.waiting), "blocks are short for a single sequence"
+        return plan
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue. Only the last running sequence is ever chosen, and none that this step has
+        already given room to: those stand before whoever asks."""
+        self.running.remove(sequence)
+        self.tables.free(sequence.number)
+        sequence.computed = 0
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1

@@ -1,0 +1,229 @@
+"""Grammars: whatever the logits, the text that comes out is what was asked for, and it ends where it may."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlaforge.checkpoint import load_tokenizer
+from mlaforge.engine.constraint import Constraint
+from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampler import Sampler
+from mlaforge.engine.sampling_state import SamplingState
+from mlaforge.runtime import UserError
+
+EOS = 258
+# The model's logits are wider than the tokenizer's 259 tokens, as padded vocabularies are.
+WIDTH = 300
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "grün", "blue"]},
+        "at": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "on": {"type": "boolean"}},
+            "required": ["x", "on"],
+            "additionalProperties": False,
+        },
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 3},
+    },
+    "required": ["colour", "at", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_models):
+    return load_tokenizer(tiny_models["llama"])
+
+
+def fits(value):
+    """`value` is an instance of SCHEMA."""
+    at, tags = value["at"], value["tags"]
+    return (
+        set(value) == {"colour", "at", "tags"}
+        and value["colour"] in ("red", "grün", "blue")
+        and set(at) == {"x", "on"}
+        and type(at["x"]) is int
+        and 0 <= at["x"] <= 99
+        and type(at["on"]) is bool
+        and len(tags) <= 3
+        and all(isinstance(tag, str) and len(tag) <= 4 for tag in tags)
+    )
+
+
+def generate(tokenizer, seed, **params):
+    """Random logits through the sampler until the end of text, which is left out."""
+    asked = SamplingParams(max_tokens=None, seed=seed, **params)
+    constraint = Constraint.for_params(asked, tokenizer, [EOS])
+    state = SamplingState(asked, [1], WIDTH, [EOS], "cpu", constraint)
+    noise = torch.Generator().manual_seed(seed)
+    for _ in range(600):
+        logits = torch.randn(1, WIDTH, generator=noise) * 3
+        # What the model would rather say is never allowed: padding of the vocabulary.
+        logits[0, 259:] = 50.0
+        token = int(Sampler()(logits, [state]).token_ids)
+        state.append([token])
+        if token == EOS:
+            assert constraint.finished
+            return tokenizer.decode(state.token_ids[:-1])
+    raise AssertionError(f"no end: {tokenizer.decode(state.token_ids)}")
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_json_schema(tokenizer, seed, temperature):
+    schema = json.dumps(SCHEMA) if seed % 2 else SCHEMA
+    assert fits(json.loads(generate(tokenizer, seed, temperature=temperature, json_schema=schema)))
+
+
+@pytest.mark.parametrize("regex", [r"(ja|nein|vielleicht)", r"[a-f]{3,8}(-[0-9]{2})*", r"é+ü", r"a?"])
+def test_regex(tokenizer, regex):
+    for seed in range(4):
+        assert re.fullmatch(regex, generate(tokenizer, seed, regex=regex))
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def allowed(constraint):
+    return constraint.mask(WIDTH).nonzero()[:, 0].tolist()
+
+
+def test_the_end_is_allowed_only_where_the_grammar_may_end(tokenizer):
+    constraint = Constraint.for_params(SamplingParams(regex="ab?"), tokenizer)
+    (a,), (b,) = ids(tokenizer, "a"), ids(tokenizer, "b")
+    assert allowed(constraint) == [a] and not constraint.finished
+    assert constraint.advance([a]) == 1
+    assert allowed(constraint) == sorted([b, EOS]) and not constraint.finished
+    assert constraint.copy().advance([EOS]) == 1
+    assert constraint.advance([b]) == 1
+    assert allowed(constraint) == [EOS] and constraint.finished
+    assert constraint.advance([EOS, EOS]) == 2
+    assert allowed(constraint) == [EOS] and constraint.finished
+    # The matcher alone would take b back here, not the ends of text.
+    constraint.rollback(2)
+    assert allowed(constraint) == [EOS] and constraint.advance([a]) == 0
+    constraint.rollback(2)
+    assert allowed(constraint) == [a]
+
+
+def test_several_ends_and_one_that_the_tokenizer_lacks(tokenizer):
+    constraint = Constraint.for_params(SamplingParams(regex="a"), tokenizer, [EOS, 256, 100_000])
+    constraint.advance(ids(tokenizer, "a"))
+    assert allowed(constraint) == [256, EOS]
+    assert constraint.mask().shape == (259,) and constraint.mask(257).sum() == 1
+
+
+def test_draft_tokens_are_taken_as_far_as_they_fit(tokenizer):
+    constraint = Constraint.for_params(SamplingParams(regex="abc"), tokenizer)
+    assert constraint.advance(ids(tokenizer, "abx")) == 2
+    assert constraint.advance([EOS]) == 0
+    assert allowed(constraint) == ids(tokenizer, "c")
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.lists(st.one_of(st.just(None), st.integers(1, 9)), min_size=1, max_size=40))
+def test_rollback_undoes_advance(tokenizer, seed, moves):
+    """A walk of allowed tokens and steps back stands where one that took only what is left stands."""
+    choose = torch.Generator().manual_seed(seed)
+    params = SamplingParams(json_schema=SCHEMA)
+    walked, left = Constraint.for_params(params, tokenizer), []
+    for move in moves:
+        if move is None:
+            options = allowed(walked)
+            token = options[int(torch.randint(len(options), (), generator=choose))]
+            assert walked.advance([token]) == 1
+            left.append(token)
+        else:
+            count = min(move, len(left))
+            walked.rollback(count)
+            del left[len(left) - count :]
+    fresh = Constraint.for_params(params, tokenizer)
+    assert fresh.advance(left) == len(left)
+    assert allowed(fresh) == allowed(walked) and fresh.finished == walked.finished
+
+
+def test_the_state_takes_the_constraint_back_with_it(tokenizer):
+    params = SamplingParams(regex="[ab]{3}", frequency_penalty=0.5)
+    state = SamplingState(params, [1], WIDTH, [EOS], "cpu", Constraint.for_params(params, tokenizer))
+    before = state.allowed()
+    state.append([*ids(tokenizer, "aba"), EOS])
+    assert state.allowed().nonzero().tolist() == [[EOS]]
+    state.rewind(4)
+    assert torch.equal(state.allowed(), before) and state.seen.counts_V.sum() == 0
+    with pytest.raises(AssertionError, match="is not what the grammar allows"):
+        state.append(ids(tokenizer, "ax"))
+
+
+def test_min_tokens_gives_way_to_the_grammar(tokenizer):
+    """The end is held back while the grammar allows anything else, and never leaves a row without a token."""
+    params = SamplingParams(regex="ab?", min_tokens=5, temperature=0)
+    state = SamplingState(params, [1], WIDTH, [EOS], "cpu", Constraint.for_params(params, tokenizer))
+    logits = torch.zeros(1, WIDTH)
+    logits[0, EOS] = 9.0
+    for expected in (*ids(tokenizer, "ab"), EOS, EOS):
+        token = int(Sampler()(logits, [state]).token_ids)
+        assert token == expected
+        state.append([token])
+
+
+def test_constrained_and_free_rows_in_one_batch(tokenizer):
+    logits = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    asked = [SamplingParams(seed=1), SamplingParams(regex="[xyz]+", seed=2), SamplingParams(temperature=0)]
+
+    def states():
+        return [SamplingState(p, [1], WIDTH, [EOS], "cpu", Constraint.for_params(p, tokenizer)) for p in asked]
+
+    together = Sampler()(logits, states()).token_ids.tolist()
+    assert together[1] in ids(tokenizer, "xyz")
+    assert together == [int(Sampler()(logits[n : n + 1], [s]).token_ids) for n, s in enumerate(states())]
+
+
+def test_white_space_is_bounded(tokenizer):
+    constraint = Constraint.for_params(SamplingParams(json_schema={"type": "array"}), tokenizer)
+    assert constraint.advance(ids(tokenizer, '["a",\n    1 , {"b" : []}]')) == 25
+    constraint.rollback(24)
+    assert constraint.advance(ids(tokenizer, " " * 100)) == 32
+
+
+BAD = [
+    {"regex": "a+b("}, {"regex": "(?=a)b"}, {"json_schema": {"type": "obj"}}, {"json_schema": '{"type": "obj"}'},
+    {"json_schema": {"type": "array", "uniqueItems": True}}, {"json_schema": {"$ref": "#/nowhere"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", BAD, ids=str)
+def test_a_bad_grammar_is_one_line_with_the_reason(tokenizer, asked):
+    with pytest.raises(UserError) as caught:
+        Constraint.for_params(SamplingParams(**asked), tokenizer)
+    line, (name,) = str(caught.value), asked
+    assert line.startswith(f"{name} cannot be followed: ")
+    assert "\n" not in line and 30 < len(line) < 450 and "start:" not in line
+    if name == "regex":
+        assert "unclosed group" in line or "look-around" in line
+
+
+def test_nothing_is_asked(tokenizer):
+    assert Constraint.for_params(SamplingParams(), tokenizer) is None
+
+
+def test_without_llguidance_the_extra_is_named(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    assert Constraint.for_params(SamplingParams(), tokenizer) is None
+    with pytest.raises(UserError, match=r"pip install 'mlaforge\[constrained\]'"):
+        Constraint.for_params(SamplingParams(regex="a"), tokenizer)
+
+
+def test_a_tokenizer_is_read_once(tokenizer, monkeypatch):
+    import llguidance.hf
+
+    Constraint.for_params(SamplingParams(regex="a"), tokenizer, [EOS])
+    monkeypatch.setattr(llguidance.hf, "from_tokenizer", lambda *_, **__: pytest.fail("read again"))
+    Constraint.for_params(SamplingParams(regex="b"), tokenizer, [EOS])

@@ -1,0 +1,331 @@
+"""The sampler against numpy, transformers' logits processors and statistics; what a state takes back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampler import LIKELIEST, Sampler, logprobs_of
+from mlaforge.engine.sampling_state import SamplingState, derived_seed
+from mlaforge.runtime import UserError
+
+V = 50
+SAMPLER = Sampler()
+
+
+def state(prompt=(), output=(), vocab_size=V, eos=(), index=0, **params):
+    made = SamplingState(SamplingParams(**params), list(prompt), vocab_size, eos, "cpu", index=index)
+    made.append(list(output))
+    return made
+
+
+def logits_of(rows, vocab_size=V, seed=0):
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+# --- greedy
+
+
+def test_plain_greedy_is_one_argmax_in_the_logits_own_dtype(monkeypatch):
+    logits = torch.zeros(3, V, dtype=torch.bfloat16)
+    logits[0, [7, 30]] = 2.0  # of equal logits the lowest id
+    logits[1, 9] = 1.0
+    monkeypatch.setattr(SAMPLER, "adjust", lambda *_: pytest.fail("a plain batch needs no adjusting"), raising=False)
+    states = [state(temperature=0) for _ in range(3)]
+    assert all(s.plain for s in states)
+    assert SAMPLER(logits, states).token_ids.tolist() == [7, 9, 0]
+
+
+def test_what_is_not_plain():
+    assert not state(temperature=1.0).plain
+    for params in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1},
+                   {"logit_bias": {1: 1.0}}, {"min_tokens": 2, "stop_token_ids": [3]}):  # fmt: skip
+        assert not state(temperature=0, **params).plain
+    # min_tokens matters only while it holds something back.
+    assert state(temperature=0, min_tokens=2).plain
+    assert state(temperature=0, min_tokens=2, eos=[4], output=[1, 1]).plain
+    assert state(temperature=0, top_k=5, top_p=0.5).plain
+
+
+def test_greedy_rows_beside_drawn_ones():
+    logits = logits_of(4)
+    states = [state(temperature=t, seed=1) for t in (0.0, 1.0, 0.0, 0.7)]
+    drawn = SAMPLER(logits, states).token_ids
+    assert drawn[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
+    probabilities = SAMPLER.probabilities(logits, states)
+    assert torch.equal(probabilities[[0, 2]], torch.nn.functional.one_hot(logits.argmax(-1), V)[[0, 2]].float())
+    torch.testing.assert_close(probabilities[1], logits[1].softmax(-1))
+    torch.testing.assert_close(probabilities[3], (logits[3] / 0.7).softmax(-1))
+
+
+# --- adjusting
+
+
+def test_penalties_by_their_formulas():
+    logits = logits_of(1)
+    prompt, output = [1, 2, 2, 3], [3, 4, 4, 4]
+    found = SAMPLER.adjust(
+        logits, [state(prompt, output, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)]
+    )[0]
+    for token, value in enumerate(logits[0].tolist()):
+        if token in prompt or token in output:
+            value = value / 1.3 if value > 0 else value * 1.3
+        value -= 0.25 * output.count(token) + 0.5 * (token in output)
+        assert found[token].item() == pytest.approx(value, abs=1e-5)
+
+
+def test_bias_comes_before_penalties():
+    logits = torch.full((1, V), -1.0)
+    found = SAMPLER.adjust(logits, [state([5], logit_bias={5: 3.0, 6: -100.0}, repetition_penalty=2.0)])[0]
+    assert found[[5, 6, 7]].tolist() == [1.0, -101.0, -1.0]
+    assert logits.eq(-1).all()
+
+
+def test_min_tokens_holds_ends_back():
+    asked = {"min_tokens": 2, "stop_token_ids": [8], "temperature": 0}
+    for output, held in (([], True), ([1], True), ([1, 1], False)):
+        found = SAMPLER.adjust(logits_of(1), [state(output=output, eos=[3, V + 5], **asked)])[0]
+        assert (found == -torch.inf).nonzero()[:, 0].tolist() == ([3, 8] if held else [])
+
+
+def test_rows_do_not_disturb_each_other():
+    """Every kind of row in one batch gives what it gives alone: adjusted logits, probabilities and tokens."""
+    logits = logits_of(7, seed=3)
+    kinds = [
+        {"temperature": 0}, {"temperature": 1.0}, {"top_k": 3}, {"top_p": 0.6, "top_k": 9}, {"min_p": 0.2},
+        {"repetition_penalty": 1.5, "top_p": 0.9}, {"logit_bias": {4: 50.0}, "temperature": 0, "presence_penalty": 1.0},
+    ]  # fmt: skip
+
+    def made():
+        return [state([1, 2], [3, 4], seed=n, **kind) for n, kind in enumerate(kinds)]
+
+    for step in (SAMPLER.adjust, SAMPLER.probabilities, lambda a, b: SAMPLER(a, b).token_ids):
+        together = step(logits, made())
+        for n, one in enumerate(made()):
+            assert torch.equal(together[n], step(logits[n : n + 1], [one])[0]), (step, kinds[n])
+
+
+# --- filters
+
+
+def reference(logits, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
+    """Tokens that survive, one row of numpy, in fp64."""
+    scaled = logits.astype(np.float64) / temperature
+    alive = scaled >= scaled.max() + (np.log(min_p) if min_p else -np.inf)
+    if 0 < top_k < len(scaled):
+        alive &= scaled >= np.sort(np.where(alive, scaled, -np.inf))[-top_k]
+    weights = np.where(alive, np.exp(scaled - scaled.max()), 0)
+    weights /= weights.sum()
+    if top_p < 1:
+        mass = 0.0
+        for token in np.argsort(-weights, kind="stable"):
+            if mass >= top_p:
+                alive[token] = False
+            mass += weights[token]
+    weights = np.where(alive, weights, 0)
+    return alive, weights / weights.sum()
+
+
+FILTERS = [
+    {"top_k": 1}, {"top_k": 7}, {"top_k": V}, {"top_k": 10**6}, {"top_p": 0.01}, {"top_p": 0.5}, {"top_p": 0.999},
+    {"min_p": 0.05}, {"min_p": 1.0}, {"temperature": 0.2, "top_p": 0.9},
+    {"temperature": 5.0, "top_k": 20, "top_p": 0.8}, {"min_p": 0.02, "top_k": 12, "top_p": 0.7, "temperature": 1.7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab_size", [V, 2 * LIKELIEST[-1]])
+def test_filters_against_numpy(vocab_size):
+    for seed in range(4):
+        logits = logits_of(len(FILTERS), vocab_size, seed)
+        found = SAMPLER.probabilities(logits, [state(vocab_size=vocab_size, **f) for f in FILTERS])
+        for n, asked in enumerate(FILTERS):
+            alive, weights = reference(logits[n].numpy(), **asked)
+            assert np.array_equal(found[n].numpy() > 0, alive), asked
+            np.testing.assert_allclose(found[n].numpy(), weights, atol=2e-6)
+
+
+def test_a_flat_row_needs_more_than_the_likeliest_and_a_steep_one_does_not():
+    """The shortcut of top-p on a CPU and the full sort agree, also in one batch."""
+    size = 2 * LIKELIEST[-1]
+    logits = torch.stack([logits_of(1, size)[0] / 100, logits_of(1, size)[0] * 3])
+    found = SAMPLER.probabilities(logits, [state(vocab_size=size, top_p=0.9) for _ in range(2)])
+    for n in range(2):
+        assert np.array_equal(found[n].numpy() > 0, reference(logits[n].numpy(), top_p=0.9)[0])
+        alone = SAMPLER.probabilities(logits[n : n + 1], [state(vocab_size=size, top_p=0.9)])
+        assert torch.equal(alone[0], found[n])
+
+
+def test_equals_of_the_last_token_kept_are_kept():
+    logits = torch.tensor([[5.0, 3.0, 3.0, 3.0, 1.0]])
+    for asked in ({"top_k": 2}, {"top_p": 0.85}):
+        kept = SAMPLER.probabilities(logits, [state(vocab_size=5, **asked)])[0] > 0
+        assert kept.tolist() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("asked", FILTERS, ids=str)
+def test_filters_against_transformers(asked):
+    logits = logits_of(6, seed=11)
+    ids = torch.tensor([[1, 2, 3, 4, 4]] * 6)
+    expected = RepetitionPenaltyLogitsProcessor(1.2)(ids, logits)
+    if "temperature" in asked:
+        expected = TemperatureLogitsWarper(asked["temperature"])(ids, expected)
+    if "min_p" in asked:
+        expected = MinPLogitsWarper(asked["min_p"])(ids, expected)
+    if "top_k" in asked:
+        expected = TopKLogitsWarper(asked["top_k"])(ids, expected)
+    if "top_p" in asked:
+        expected = TopPLogitsWarper(asked["top_p"])(ids, expected)
+    found = SAMPLER.probabilities(logits, [state([1, 2], [3, 4, 4], repetition_penalty=1.2, **asked) for _ in range(6)])
+    torch.testing.assert_close(found, expected.softmax(-1), rtol=1e-5, atol=1e-7)
+
+
+# --- drawing
+
+
+def chi_square(counts, expected):
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_tokens_are_drawn_from_the_probabilities(seeded):
+    """Chi-square over the tokens expected at least 20 times, and one of probability 1e-9 that never comes."""
+    logits = logits_of(1, 20, seed=5)
+    logits[0, 3] = logits.max() - 25
+    draws, params = 30_000, {"temperature": 1.5, "top_k": 15, "vocab_size": 20}
+    states = [state(seed=2000 + n if seeded else None, **params) for n in range(500)]
+    states[0].generator.manual_seed(7)
+    counts = torch.zeros(20)
+    for _ in range(draws // 500):
+        counts += torch.bincount(SAMPLER(logits.expand(500, -1), states).token_ids, minlength=20)
+    expected = SAMPLER.probabilities(logits, states[:1])[0] * draws
+    assert (counts[expected == 0] == 0).all()
+    often = expected >= 20
+    # 99.99 % of chi-square with 14 degrees of freedom lies below 42.6.
+    assert 8 <= often.sum() <= 15
+    assert chi_square(counts[often], expected[often]) < 42.6
+
+
+def test_unlikely_tokens_come_as_often_as_they_should():
+    """Half of the mass lies on a quarter of a million tokens of 2e-6 each."""
+    size = 2**18
+    logits = torch.zeros(1, size)
+    logits[0, 0] = np.log(size)
+    states = [state(vocab_size=size, seed=3)]
+    first = sum(int(SAMPLER(logits, states).token_ids) == 0 for _ in range(60))
+    assert 15 <= first <= 45
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch():
+    logits = [logits_of(5, seed=n) for n in range(8)]
+
+    def run(rows):
+        states = [state(seed=40 + row, temperature=1.3, top_p=0.95) for row in rows]
+        return [SAMPLER(step[rows], states).token_ids.tolist() for step in logits]
+
+    together = run([0, 1, 2, 3, 4])
+    for row in range(5):
+        assert run([row]) == [[tokens[row]] for tokens in together]
+    assert run([4, 2]) == [[tokens[4], tokens[2]] for tokens in together]
+
+
+def test_seeds_of_continuations():
+    assert derived_seed(5, 0) == 5
+    seeds = {derived_seed(seed, index) for seed in range(20) for index in range(20)}
+    assert len(seeds) == 400 and derived_seed(5, 3) == derived_seed(5, 3)
+    assert derived_seed(None, 0) != derived_seed(None, 0)
+    logits = torch.zeros(1, V)
+    tokens = [[int(SAMPLER(logits, [s]).token_ids) for _ in range(5)] for s in (state(seed=-9), state(seed=2**64 - 1))]
+    assert tokens[0] != tokens[1]
+
+
+# --- log probabilities
+
+
+def test_logprobs_are_of_the_raw_logits():
+    logits = logits_of(4).to(torch.bfloat16)
+    kinds = [{"logprobs": 3}, {}, {"logprobs": 0}, {"logprobs": 10**6}]
+    states = [state([1], [2], temperature=0.3, repetition_penalty=2.0, logit_bias={6: 90.0}, **k) for k in kinds]
+    sampled = SAMPLER(logits, states)
+    found = sampled.logprobs()
+    expected = logits.float().log_softmax(-1)
+    assert sampled.token_ids.tolist() == [6] * 4
+    assert found[1] is None
+    assert [len(found[n].top) for n in (0, 2, 3)] == [3, 0, V]
+    for n in (0, 2, 3):
+        assert found[n].token_id == 6 and found[n].logprob == expected[n, 6].item()
+        values = [value for _, value in found[n].top]
+        assert values == sorted(values, reverse=True)
+        assert all(value == expected[n, token].item() for token, value in found[n].top)
+        assert values == expected[n].topk(len(values)).values.tolist()
+
+
+def test_the_chosen_one_of_equals_is_among_the_likeliest():
+    logits = torch.zeros(1, V)
+    for token in (0, 20, V - 1):
+        assert logprobs_of(logits, [token], [1])[0].top[0][0] == token
+
+
+def test_prompt_logprobs_in_parts(monkeypatch):
+    monkeypatch.setattr("mlaforge.engine.sampler.LOGPROBS_AT_ONCE", 2 * V)
+    logits, ids = logits_of(9), list(range(9))
+    counts = [2, None, 1, 0, 2, 2, None, 3, 1]
+    found = logprobs_of(logits, ids, counts)
+    assert [None if f is None else len(f.top) for f in found] == counts
+    expected = logits.log_softmax(-1)
+    assert all(f is None or f.logprob == expected[n, n].item() for n, f in enumerate(found))
+    assert logprobs_of(logits, ids, [None] * 9) == [None] * 9
+
+
+# --- the state
+
+
+@given(st.lists(st.one_of(st.lists(st.integers(0, V - 1), max_size=5), st.integers(0, 6)), max_size=12))
+def test_append_and_rewind_round_trips(moves):
+    """After any appends and rewinds the state is one that saw only what is left."""
+    asked = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2, "min_tokens": 4}
+    moved, left = state([1, 2], **asked, eos=[0]), []
+    for move in moves:
+        if isinstance(move, list):
+            moved.append(move)
+            left += move
+        else:
+            count = min(move, len(left))
+            moved.rewind(count)
+            left = left[: len(left) - count]
+    fresh = state([1, 2], left, **asked, eos=[0])
+    assert moved.token_ids == fresh.token_ids == left and moved.generated == len(left)
+    assert torch.equal(moved.seen.counts_V, fresh.seen.counts_V) and moved.too_short == fresh.too_short
+    logits = logits_of(1)
+    assert torch.equal(SAMPLER.adjust(logits, [moved]), SAMPLER.adjust(logits, [fresh]))
+
+
+def test_no_memory_for_what_is_not_asked():
+    assert state().seen is None and state().bias is None and state(eos=[1]).stop_ids is None
+
+
+def test_tokens_that_the_vocabulary_lacks():
+    with pytest.raises(UserError, match=f"logit_bias names token {V}"):
+        state(logit_bias={V: 1.0})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_never_waits_for_the_device():
+    kinds = [{"temperature": 0}, {"top_k": 5, "top_p": 0.9, "seed": 1}, {"min_p": 0.1, "repetition_penalty": 1.2},
+             {"logit_bias": {3: 1.0}, "min_tokens": 3}]  # fmt: skip
+    states = [SamplingState(SamplingParams(**k), [1], V, [2], "cuda") for k in kinds]
+    logits = logits_of(4).cuda()
+    SAMPLER(logits, states)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        SAMPLER(logits, states)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
