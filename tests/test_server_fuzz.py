@@ -11,7 +11,7 @@ from scripted_engine import ScriptedEngine, load_tokenizer
 from serving import serving
 
 from mlaforge.engine.protocol import HARMLESS, REFUSED, ChatRequest, CompletionRequest
-from mlaforge.engine.wire import ApiError, depth, parse_object
+from mlaforge.engine.wire import ApiError, depth, event, parse_object
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 VALID = {
@@ -206,3 +206,11 @@ def test_a_million_mistakes_cost_as_much_as_one(crowd):
         assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
     finally:
         tracemalloc.stop()
+
+
+@given(st.text() | st.text("a\x85\u2028\u2029\r\n\x0b\x0c\x1c"))
+def test_an_event_is_one_line_to_every_client(text):
+    """httpx's iter_lines cuts at U+0085, U+2028 and U+2029 too, as Python's splitlines does."""
+    first, second = event({"text": text}).decode().splitlines()
+    assert second == ""
+    assert json.loads(first.removeprefix("data: ")) == {"text": text}

@@ -11,6 +11,8 @@ from typing import Any
 # Far deeper than any request or JSON schema that a person wrote, far less than Python's recursion limit.
 MAX_DEPTH = 100
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# Line ends to Python's splitlines, by which some clients cut a stream of events into lines; JSON has escapes for them.
+_LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 _TYPES = {
     401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
     503: "service_unavailable_error",
@@ -40,7 +42,7 @@ class ApiError(Exception):
 def dumps(value: Any) -> bytes:
     """Compact JSON in UTF-8. Half a surrogate pair, should one ever come, becomes a question mark."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", errors="replace")
+    return text.translate(_LINE_ENDS).encode("utf-8", errors="replace")
 
 
 def event(value: Any) -> bytes:
