@@ -26,6 +26,7 @@ from mlaforge.options import (
     ExportConfig,
     GenerateConfig,
     MakeGptOssConfig,
+    ServeConfig,
 )
 from mlaforge.plan_report import PlanConfig
 from mlaforge.runtime import Interrupted, UserError
@@ -186,6 +187,20 @@ def _ask() -> str:
         return input("> ").strip()
     except EOFError:
         return ""
+
+
+@verb(ServeConfig)
+def serve(model: Model, config: ServeConfig) -> None:
+    """Serve MODEL over HTTP as OpenAI's API does: completions and chat."""
+    try:
+        from mlaforge.engine import serve as server
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is missing: pip install 'mlaforge[serve]'") from error
+    from mlaforge.engine.core import Engine
+
+    _quiet()
+    config = server.check(config)
+    server.run(Engine(model, config), config)
 
 
 @verb(MakeGptOssConfig)

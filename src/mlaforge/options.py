@@ -138,3 +138,21 @@ class MakeGptOssConfig:
     text: str = option("embedded", "text for sinks and healing: a file, a folder, or embedded; never judge on it")
     dtype: str = option("auto", "dtype of the result", choices=DTYPES)
     seed: int = option(0, "seed of every random choice")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig(EngineConfig):
+    """Options of `serve`: the engine's, and what concerns HTTP."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every network of the machine")
+    port: int = option(8000, "port to listen on, 0 for a free one")
+    api_key: str | None = option(None, "what clients must show; $MLAFORGE_API_KEY is not seen by `ps`")
+    served_model_name: str | None = option(None, "the model's name in the API (default: MODEL's own)")
+    max_concurrent: int = option(256, "requests that are worked on at once", "requests")
+    max_queue: int = option(1024, "requests that may wait beyond these; more get 429", "requests")
+    max_body: int = option(8 * 2**20, "largest body of a request", "bytes")
+    max_n: int = option(128, "largest n of a request", "continuations")
+    max_prompts: int = option(1024, "most prompts of one request", "prompts")
+    client_timeout: float = option(60.0, "how long a client may send or read nothing", "seconds")
+    drain_timeout: float = option(30.0, "how long running requests may go on after SIGTERM", "seconds")
+    harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")

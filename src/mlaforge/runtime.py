@@ -47,6 +47,18 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+def version() -> str:
+    """mlaforge's own."""
+    from mlaforge import __version__
+
+    return __version__
+
+
+def api_key() -> str | None:
+    """$MLAFORGE_API_KEY: what clients of `serve` must show; None where it is unset or empty."""
+    return os.environ.get("MLAFORGE_API_KEY") or None
+
+
 def resolve_device(name: str) -> torch.device:
     """`auto` is CUDA where there is one, else CPU.
 

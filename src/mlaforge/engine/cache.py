@@ -53,7 +53,7 @@ def size_groups(
     ]
     most = max_num_seqs * -(-max_model_len // block_size) + 1
     wanted = [
-        min(most, max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size)) if window else 0
+        min(most, max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size) + 2) if window else 0
         for window in windows
     ]
     for_windows = sum(n * size for n, size in zip(wanted, bytes_per_block, strict=True))
@@ -65,9 +65,10 @@ def size_groups(
         for window, count, size in zip(windows, counts, bytes_per_block, strict=True)
     ]
     for window, count in zip(windows, counts, strict=True):
-        least = 2 if window is None else -(-window // block_size) + 3
-        if count < min(least, most):
-            need = sum(min(most, least) * size for size in bytes_per_block)
+        # What one sequence holds while a step is computed (BlockTables.most_blocks).
+        least = 2 if window is None else (window + max_step) // block_size + 2
+        if count < (least := min(least, -(-max_model_len // block_size))):
+            need = 2 * least * sum(bytes_per_block)
             raise UserError(
                 f"cache_bytes = {budget} holds {count} blocks of {block_size} tokens for "
                 f"{'full attention' if window is None else f'windows of {window}'}; at least {need} bytes are needed"

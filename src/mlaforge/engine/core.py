@@ -28,7 +28,7 @@ from mlaforge.engine.sequence import Request, Sequence
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.stopping import Stopping
 from mlaforge.options import EngineConfig
-from mlaforge.runtime import UserError, resolve_device
+from mlaforge.runtime import UserError, log, resolve_device
 
 
 class Engine:
@@ -66,6 +66,11 @@ class Engine:
                 attention, layers[index], self.cache.rows[index], spec.layers[index].sinks, format
             )
         )
+        # No sequence outgrows the cache: it ends as at the end of the context.
+        full = [group.num_blocks for group in groups if group.window is None]
+        if full and min(full) * config.block_size < self.max_model_len:
+            self.max_model_len = min(full) * config.block_size
+            log(f"context cut to {self.max_model_len} tokens, which is what the cache holds; see --cache-bytes")
         self.runner = Runner(self.model)
         self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = Sampler()
@@ -109,14 +114,6 @@ class Engine:
             raise UserError(f"the prompt has {len(prompt_ids)} tokens; this model's context leaves room for {room}")
         if params.n > self.config.max_num_seqs:
             raise UserError(f"n = {params.n} is more than max_num_seqs = {self.config.max_num_seqs}")
-        longest = min(self.max_model_len, len(prompt_ids) + (params.max_tokens or self.max_model_len))
-        for index, group in enumerate(self.tables.groups):
-            need = self.tables.most_blocks(index, longest, self.config.max_num_batched_tokens)
-            if need > group.num_blocks:
-                raise UserError(
-                    f"{longest} tokens (prompt and max_tokens) need {need} cache blocks of {group.name}, but there are "
-                    f"{group.num_blocks}; ask for fewer tokens, or give the cache more with cache_bytes"
-                )
 
     def abort(self, request_id: str) -> None:
         """Stop a request and give its blocks back; an unknown or finished id does nothing."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlaforge.config import nearest
 from mlaforge.engine.core import Engine
-from mlaforge.engine.output import Completion, RequestOutput
+from mlaforge.engine.output import RequestOutput, merge
 from mlaforge.engine.params import SamplingParams
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError
@@ -45,12 +45,8 @@ class LLM:
         whole: dict[str, RequestOutput] = {}
         order: list[str] = []
         for output in self._run(prompts, params, order):
-            known = whole.setdefault(output.request_id, dataclasses.replace(output, outputs=[]))
-            known.finished = output.finished
-            for new in output.outputs:
-                _extend(known, new)
-        for output in whole.values():
-            output.outputs.sort(key=lambda completion: completion.index)
+            known = whole.get(output.request_id)
+            whole[output.request_id] = output if known is None else merge(known, output)
         return [whole[request_id] for request_id in order]
 
     def stream(
@@ -104,16 +100,3 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         else:
             several.append(item)
     return several or [ids]
-
-
-def _extend(known: RequestOutput, new: Completion) -> None:
-    """Adds what is new of a continuation to what is known of it."""
-    for completion in known.outputs:
-        if completion.index == new.index:
-            completion.token_ids += new.token_ids
-            completion.text += new.text
-            if new.logprobs is not None:
-                completion.logprobs = [*(completion.logprobs or []), *new.logprobs]
-            completion.finish_reason, completion.stop_reason = new.finish_reason, new.stop_reason
-            return
-    known.outputs.append(dataclasses.replace(new, token_ids=list(new.token_ids)))

@@ -44,3 +44,32 @@ class RequestOutput:
     num_cached_tokens: int = 0
     arrived: float = 0.0
     first_token: float | None = None
+
+
+def _merge_completions(old: Completion, new: Completion) -> Completion:
+    logprobs = None
+    if old.logprobs is not None or new.logprobs is not None:
+        logprobs = [*(old.logprobs or ()), *(new.logprobs or ())]
+    return Completion(
+        old.index,
+        old.token_ids + new.token_ids,
+        old.text + new.text,
+        logprobs,
+        new.finish_reason or old.finish_reason,
+        old.stop_reason if new.stop_reason is None else new.stop_reason,
+    )
+
+
+def merge(old: RequestOutput, new: RequestOutput) -> RequestOutput:
+    """Two consecutive outputs of a request as one."""
+    completions = {c.index: c for c in old.outputs}
+    for c in new.outputs:
+        completions[c.index] = _merge_completions(completions[c.index], c) if c.index in completions else c
+    return dataclasses.replace(
+        new,
+        outputs=[completions[index] for index in sorted(completions)],
+        finished=old.finished or new.finished,
+        prompt_logprobs=old.prompt_logprobs if new.prompt_logprobs is None else new.prompt_logprobs,
+        num_cached_tokens=max(old.num_cached_tokens, new.num_cached_tokens),
+        first_token=new.first_token if old.first_token is None else old.first_token,
+    )

@@ -1,0 +1,224 @@
+"""Load test of the server: 64 streaming clients at once, mixed lengths, random disconnects, for minutes.
+
+    python benchmarks/load.py MODEL [--minutes 10] [--clients 64] [--out FILE] [-- options of `mlaforge serve`]
+    python benchmarks/load.py --url http://127.0.0.1:8000 [--key KEY] ...
+
+With MODEL it starts `mlaforge serve` itself on a free port, watches its memory, and ends it with SIGTERM. Each client
+sends one request after another: prompts of up to 512 words (a third share a prefix), answers of 4 to 256 tokens.
+One request in eight is given up by its client at a random moment. `lost` counts requests that neither were given up nor
+got all their tokens and [DONE]; it must be 0, as must `cache_blocks_used` at the end. RSS is sampled every 5 s; the
+slope over the second half, in MiB per minute, tells a leak from a cache that fills. Prints JSON; exit code 1 where a
+request was lost, a block is held at the end, or the server did not end with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+TEXT = "the of and a to in is was he for it with as his on be at by had not are but from or have an they"
+WORDS = TEXT.split()
+SHARED = [WORDS[i * 7 % len(WORDS)] for i in range(1000)]
+
+
+class Tally:
+    """What the clients saw. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.first: list[float] = []
+        self.between: list[float] = []
+        self.tokens = 0
+
+    def lost(self, why: str) -> None:
+        self.ended["lost"] += 1
+        self.problems.append(why[:300])
+
+
+async def one_request(client: httpx.AsyncClient, dice: random.Random, words: int, tally: Tally) -> None:
+    prompt = dice.choices(WORDS, k=int(words ** dice.uniform(0.3, 1)))
+    if dice.random() < 1 / 3:
+        prompt = SHARED[: words // 2] + prompt[: words // 2]
+    count = int(2 ** dice.uniform(2, 8))
+    # Given up after so many chunks; more than there are is never.
+    leave = dice.randrange(count) if dice.random() < 1 / 8 else None
+    body = {"prompt": " ".join(prompt), "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0.8}
+    body |= {"seed": dice.randrange(2**31), "stream_options": {"include_usage": True}}
+    start = last = time.perf_counter()
+    chunks, usage = 0, None
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            return tally.lost(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
+        if leave == 0:
+            tally.ended["given up"] += 1
+            return None
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                break
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                return tally.lost(line)
+            usage = event.get("usage") or usage
+            now = time.perf_counter()
+            if event.get("choices"):
+                (tally.between if chunks else tally.first).append(now - last)
+                chunks, last = chunks + 1, now
+            if leave is not None and chunks >= leave:
+                tally.ended["given up"] += 1
+                return None
+        else:
+            return tally.lost(f"no [DONE] after {time.perf_counter() - start:.1f} s and {chunks} chunks")
+    if not usage or usage["completion_tokens"] != count:
+        return tally.lost(f"{usage} instead of {count} tokens")
+    tally.tokens += count
+    tally.ended["finished"] += 1
+    return None
+
+
+async def one_client(client: httpx.AsyncClient, seed: int, words: int, until: float, tally: Tally) -> None:
+    dice = random.Random(seed)
+    while time.monotonic() < until:
+        try:
+            await one_request(client, dice, words, tally)
+        except httpx.HTTPError as error:
+            tally.lost(repr(error))
+            await asyncio.sleep(1)
+
+
+def rss_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+async def watch(pid: int, samples: list[tuple[float, float]]) -> None:
+    start = time.monotonic()
+    while True:
+        samples.append((time.monotonic() - start, rss_mib(pid)))
+        await asyncio.sleep(5)
+
+
+async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
+    text = (await client.get("/metrics")).text
+    return {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples if not s.labels}
+
+
+async def settle(client: httpx.AsyncClient) -> dict[str, float]:
+    """The server's metrics once nothing runs, or after 30 s."""
+    for _ in range(60):
+        found = await gauges(client)
+        if not found["mlaforge_requests_running"] and not found["mlaforge_cache_blocks_used"]:
+            break
+        await asyncio.sleep(0.5)
+    return found
+
+
+async def load(asked: argparse.Namespace, pid: int | None) -> dict[str, Any]:
+    """Runs the clients; what they and the server say."""
+    tally, samples = Tally(), []
+    headers = {"authorization": f"Bearer {asked.key}"} if asked.key else {}
+    limits = httpx.Limits(max_connections=asked.clients + 4)
+    async with httpx.AsyncClient(base_url=asked.url, headers=headers, timeout=300, limits=limits) as client:
+        watcher = asyncio.create_task(watch(pid, samples)) if pid else None
+        start = time.monotonic()
+        until = start + 60 * asked.minutes
+        await asyncio.gather(*(one_client(client, seed, asked.words, until, tally) for seed in range(asked.clients)))
+        seconds = time.monotonic() - start
+        if watcher:
+            watcher.cancel()
+        found = await settle(client)
+    return {
+        "clients": asked.clients, "seconds": round(seconds, 1), "requests": sum(tally.ended.values()),
+        "finished": tally.ended["finished"], "given_up": tally.ended["given up"], "lost": tally.ended["lost"],
+        "problems": tally.problems[:10], "tokens_per_second": round(tally.tokens / seconds, 1),
+        "ttft_seconds": percentiles(tally.first), "itl_seconds": percentiles(tally.between),
+        "cache_blocks_used": found["mlaforge_cache_blocks_used"],
+        "preemptions": found["mlaforge_preemptions_total"],
+        "prefix_hit_tokens": found["mlaforge_prefix_cache_hit_tokens_total"], **memory(samples),
+    }  # fmt: skip
+
+
+def percentiles(times: list[float]) -> dict[str, float]:
+    if len(times) < 2:
+        return {}
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
+    return {f"p{at}": round(cuts[at - 1], 4) for at in (50, 90, 99)}
+
+
+def memory(samples: list[tuple[float, float]]) -> dict[str, Any]:
+    """RSS in MiB over time, and its slope over the second half in MiB per minute."""
+    half = samples[len(samples) // 2 :]
+    if len(half) < 2:
+        return {}
+    slope = statistics.linear_regression(*zip(*half, strict=True)).slope * 60
+    shown = samples[:: max(len(samples) // 20, 1)]
+    return {"rss_mib": [[round(at), round(mib, 1)] for at, mib in shown], "rss_slope_mib_per_minute": round(slope, 3)}
+
+
+def start(model: str, options: list[str]) -> tuple[subprocess.Popen[bytes], str]:
+    """`mlaforge serve` on a free port, once it answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlaforge", "serve", model, "--port", str(port), *options]
+    process = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}"
+    while process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return process, url
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise SystemExit(f"the server ended with {process.returncode}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--url")
+    parser.add_argument("--key")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--words", type=int, default=512, help="longest prompt")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--out", type=Path)
+    given = sys.argv[1:]
+    at = given.index("--") if "--" in given else len(given)
+    asked = parser.parse_args(given[:at])
+    if bool(asked.model) == bool(asked.url):
+        parser.error("give MODEL or --url")
+    process = None
+    if asked.model:
+        process, asked.url = start(asked.model, given[at + 1 :])
+    try:
+        pid = process.pid if process else None
+        result = asyncio.run(load(asked, pid))
+        if process:
+            process.send_signal(signal.SIGTERM)
+            result["exit_code"] = process.wait(120)
+    finally:
+        if process:
+            process.kill()
+    print(json.dumps(result, indent=1))
+    if asked.out:
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    raise SystemExit(bool(result["lost"] or result["cache_blocks_used"] or result.get("exit_code")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Chat requests as prompts, and generated text as a chat message: by the model's template, or by harmony."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from mlaforge.engine import harmony
+from mlaforge.engine.harmony import Harmony
+from mlaforge.engine.output import Completion
+from mlaforge.engine.protocol import ChatMessage, ChatRequest
+from mlaforge.engine.wire import ApiError
+from mlaforge.runtime import UserError, log
+
+# What tokenizers take besides the template's variables: a request may not set these through chat_template_kwargs.
+_RESERVED = frozenset({
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "tokenizer", "self",
+})  # fmt: skip
+
+
+class AnswerParser(Protocol):
+    """Reads one choice's answer. `failed`: it was no harmony after all; `calls`: tools called so far."""
+
+    @property
+    def failed(self) -> bool: ...
+    @property
+    def calls(self) -> int: ...
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        """What a completion's news add to the message."""
+
+
+class PlainParser:
+    """Everything is content. Calls of tools stay in the text as the model writes them."""
+
+    failed = False
+    calls = 0
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        return {"content": new.text} if new.text else {}
+
+
+class ChannelParser:
+    """Tokens, not text, are read: harmony's structure is in its special tokens."""
+
+    def __init__(self, spoken: Harmony) -> None:
+        self._parser = spoken.parser()
+
+    @property
+    def failed(self) -> bool:
+        return self._parser.failed
+
+    @property
+    def calls(self) -> int:
+        return self._parser.calls
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        return self._parser.feed(new.token_ids, new.finish_reason is not None)
+
+
+class Chat:
+    """How one model is talked with."""
+
+    def __init__(self, tokenizer: Any, spoken: Harmony | None) -> None:
+        self._tokenizer = tokenizer
+        self.harmony = spoken
+
+    def prompt(self, request: ChatRequest) -> list[int]:
+        """The request's prompt as token ids. Raises ApiError (400)."""
+        if self.harmony is not None:
+            return self.harmony.render(request)
+        return self._render(request)
+
+    def parser(self) -> AnswerParser:
+        return PlainParser() if self.harmony is None else ChannelParser(self.harmony)
+
+    def sampling(self, request: ChatRequest) -> dict[str, Any]:
+        """What talking so changes in the sampling parameters. Raises ApiError (400)."""
+        if self.harmony is None:
+            return {}
+        for name in ("response_format", "regex", "guided_regex", "guided_json", "stop"):
+            given = getattr(request, name)
+            if given and getattr(given, "type", "") != "text":
+                why = f"{name} would bind harmony's channels too; use --no-harmony, or say it in a message"
+                raise ApiError(400, why, name, "unsupported_parameter")
+        stops = () if request.ignore_eos else self.harmony.stop_token_ids
+        return {"stop_token_ids": (*request.stop_token_ids, *stops)}
+
+    def _render(self, request: ChatRequest) -> list[int]:
+        import jinja2
+
+        if not self._tokenizer.chat_template:
+            raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
+        if taken := sorted(_RESERVED & request.chat_template_kwargs.keys()):
+            raise ApiError(400, f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
+        if request.continue_final_message and request.add_generation_prompt:
+            raise ApiError(400, "continue_final_message needs add_generation_prompt = false", "continue_final_message")
+        variables = dict(request.chat_template_kwargs)
+        if request.reasoning_effort is not None:
+            variables["reasoning_effort"] = request.reasoning_effort
+        if request.tools and request.tool_choice == "auto":
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        messages = [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message, **variables,
+            )  # fmt: skip
+        # A template is the model's code run on the client's data: whatever it stumbles over is in the messages.
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            why = " ".join(str(error).split())[:300]
+            raise ApiError(400, f"the model's chat template refuses these messages: {why}", "messages") from error
+        # Templates write the special tokens themselves.
+        return list(self._tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])
+
+
+def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
+    """A message as templates take it: text content, calls' arguments as objects."""
+    made: dict[str, Any] = {"role": message.role, "content": message.text}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            made[name] = value
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, where)},
+            }
+            for call in message.tool_calls
+        ]
+    return made
+
+
+def _arguments(text: str, where: str) -> Any:
+    """A call's arguments, which the API carries as JSON text. Raises ApiError (400)."""
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{where}: a call's arguments are not JSON", f"{where}.tool_calls") from error
+
+
+def choose(tokenizer: Any, wanted: bool) -> Chat:
+    """Harmony where the tokenizer speaks it and it is wanted, else the chat template. Raises UserError."""
+    if not wanted or not harmony.speaks_harmony(tokenizer):
+        return Chat(tokenizer, None)
+    if not harmony.installed():
+        raise UserError("this model speaks harmony: pip install 'mlaforge[harmony]', or use --no-harmony")
+    log("chat: harmony")
+    return Chat(tokenizer, harmony.load(tokenizer))

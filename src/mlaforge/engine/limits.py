@@ -1,0 +1,161 @@
+"""Who may come in, how many, how large, how slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from mlaforge.engine.wire import ApiError, dumps
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+T = TypeVar("T")
+
+
+class Disconnected(Exception):
+    """The client has gone, or has read nothing for too long."""
+
+
+class ApiKey:
+    """ASGI middleware: every path but /health needs `Authorization: Bearer KEY`, compared in constant time."""
+
+    def __init__(self, app: App, key: str) -> None:
+        self._app, self._expected = app, key.encode("utf-8")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        if hmac.compare_digest(key, self._expected) and scheme.lower() == b"bearer":
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "the API key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
+        await send_json(send, 401, error.body(), {"WWW-Authenticate": "Bearer"})
+
+
+async def send_json(send: Send, status: int, value: Any, headers: dict[str, str]) -> None:
+    """A whole JSON response."""
+    body = dumps(value)
+    told = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    raw = [(name.lower().encode("latin-1"), text.encode("latin-1")) for name, text in told.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Doorkeeper:
+    """Lets `seats` requests work at once and `queue` more wait, first come first served; refuses the rest."""
+
+    def __init__(self, seats: int, queue: int) -> None:
+        self._room = seats + queue
+        self._seats = asyncio.Semaphore(seats)
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.inside = 0
+        self.working = 0
+        self.draining = False
+
+    @asynccontextmanager
+    async def visit(self) -> AsyncIterator[None]:
+        """A request's whole stay. Raises ApiError: 503 while draining, 429 where the queue is full."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10", "Connection": "close"})
+        if self.inside >= self._room:
+            raise ApiError(
+                429, f"{self.inside} requests are running or waiting; try again later", code="queue_full",
+                headers={"Retry-After": "1"},
+            )  # fmt: skip
+        self.inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            if not self.inside:
+                self._empty.set()
+
+    @asynccontextmanager
+    async def seat(self) -> AsyncIterator[None]:
+        """A place at the engine; waits for one."""
+        async with self._seats:
+            self.working += 1
+            try:
+                yield
+            finally:
+                self.working -= 1
+
+    async def drain(self, timeout: float) -> bool:
+        """Lets nobody in any more and waits, `timeout` seconds at most; whether everybody had left by then."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+async def read_body(scope: Scope, receive: Receive, most: int, timeout: float) -> bytes:
+    """The request's body. Raises ApiError: 413 above `most` bytes, whether announced or not, 408 where `timeout`
+    seconds pass before its end; raises Disconnected."""
+    announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    too_large = ApiError(
+        413, f"the body is larger than {most} bytes", code="body_too_large", headers={"Connection": "close"}
+    )
+    if int(announced) > most:
+        raise too_large
+    chunks, size, more = [], 0, True
+    try:
+        async with asyncio.timeout(timeout):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                more = message.get("more_body", False)
+                if size > most:
+                    raise too_large
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {timeout:g} s", headers={"Connection": "close"}) from error
+    return b"".join(chunks)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes. Raises Disconnected, and what `work` raises."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Disconnected
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        # Both have ended, cleaned up, before the request is over.
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def patient(send: Send, timeout: float) -> Send:
+    """`send` that raises Disconnected where the client has read nothing for `timeout` seconds."""
+
+    async def sending(message: Message) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await send(message)
+        except TimeoutError as error:
+            raise Disconnected from error
+
+    return sending

@@ -1,0 +1,353 @@
+"""The requests of /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's extras, strictly typed.
+
+A field is one of: declared below; harmless, so accepted and ignored (it changes nothing that a client could see in the
+answer's text); refused by name, because ignoring it would answer another question than the one asked; or unknown.
+null is the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mlaforge.config import nearest
+from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.wire import ApiError
+from mlaforge.runtime import UserError
+
+MAX_LOGPROBS = 20
+MAX_BIASES = 10_000
+_HUGE = 2**31 - 1
+Count = Annotated[int, Field(ge=0, le=_HUGE)]
+TokenId = Annotated[int, Field(ge=0, le=_HUGE)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+
+HARMLESS = frozenset({
+    "user", "store", "metadata", "service_tier", "parallel_tool_calls", "prediction", "prompt_cache_key",
+    "prompt_cache_retention", "safety_identifier", "request_id",
+})  # fmt: skip
+# Field -> (what to do instead, values with which it asks for nothing).
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "suffix": ("text is only continued", ("",)),
+    "use_beam_search": ("there is no beam search", (False,)),
+    "length_penalty": ("there is no beam search", (1, 1.0)),
+    "early_stopping": ("there is no beam search", (False,)),
+    "bad_words": ("use logit_bias", ([],)),
+    "allowed_token_ids": ("use logit_bias or regex", ()),
+    "logits_processors": ("use logit_bias", ([],)),
+    "guided_choice": ("use regex", ()),
+    "guided_grammar": ("use regex or response_format", ()),
+    "truncate_prompt_tokens": ("shorten the prompt", ()),
+    "prompt_embeds": ("send text or token ids", ()),
+    "priority": ("requests are served in order", (0,)),
+    "cache_salt": ("prefixes are shared between requests", ()),
+    "kv_transfer_params": ("there is one engine", ()),
+    "chat_template": ("the model's own template is used", ()),
+    "documents": ("put them into a message", ([],)),
+    "functions": ("use tools", ([],)),
+    "function_call": ("use tool_choice", ("none", "auto")),
+    "modalities": ("answers are text", (["text"],)),
+    "audio": ("answers are text", ()),
+    "web_search_options": ("there is no web search", ()),
+    "verbosity": ("say it in a message", ("medium",)),
+    "mm_processor_kwargs": ("prompts are text", ()),
+}
+
+
+class Strict(BaseModel):
+    """No coercion, no infinite number, no unknown field."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_crowded(cls, given: Any) -> Any:
+        # pydantic writes down every single mistake: a million of them would take gigabytes.
+        if isinstance(given, dict) and len(given) > 100:
+            raise ValueError("an object with more fields than there are")
+        return given
+
+
+class StreamOptions(Strict):
+    """`continuous_usage_stats` is vLLM's: usage so far in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(Strict):
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Generation(Strict):
+    """What both endpoints share."""
+
+    own_refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {}
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=_HUGE)] = 1
+    best_of: int | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count = 0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=_HUGE)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: Literal[True] = True
+    add_special_tokens: bool | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    prompt_logprobs: Logprobs | None = None
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
+    guided_regex: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> Self:
+        """The request in a JSON object. Raises ApiError (400) that names the field."""
+        refused = {**REFUSED, **cls.own_refused}
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if value is None or name in HARMLESS:
+                continue
+            if name in refused:
+                instead, nothing = refused[name]
+                if any(value == other and type(value) is type(other) for other in nothing):
+                    continue
+                raise ApiError(400, f"{name} is not supported: {instead}", name, "unsupported_parameter")
+            if name not in cls.model_fields:
+                hint = nearest(name[:100], cls.model_fields)
+                raise ApiError(400, f"unknown field {name[:100]!r}{hint}", name[:100], "unknown_parameter")
+            values[name] = value
+        biases = values.get("logit_bias")
+        if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+            raise ApiError(400, f"logit_bias names {len(biases)} tokens; at most {MAX_BIASES}", "logit_bias")
+        try:
+            request = cls.model_validate(values)
+        except ValidationError as error:
+            raise _explained(error, values) from error
+        if request.best_of is not None and request.best_of != request.n:
+            raise ApiError(400, "best_of other than n is not supported", "best_of", "unsupported_parameter")
+        if request.stream_options is not None and not request.stream:
+            raise ApiError(400, "stream_options is only for stream = true", "stream_options")
+        return request
+
+    def constraint(self) -> dict[str, Any]:
+        """The json_schema or regex that binds the answer, as SamplingParams takes it."""
+        found: list[tuple[str, str, Any]] = []
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            if self.response_format.type == "json_object":
+                found.append(("response_format", "json_schema", {"type": "object"}))
+            elif schema is None:
+                raise ApiError(400, "response_format json_schema needs its json_schema", "response_format")
+            else:
+                found.append(("response_format", "json_schema", schema.schema_))
+        for name in ("regex", "guided_regex"):
+            if (pattern := getattr(self, name)) is not None:
+                found.append((name, "regex", pattern))
+        if self.guided_json is not None:
+            found.append(("guided_json", "json_schema", self.guided_json))
+        if len(found) > 1:
+            names = " and ".join(name for name, _, _ in found)
+            raise ApiError(400, f"{names} exclude each other", found[1][0])
+        return {kind: value for _, kind, value in found}
+
+    def params(self, vocab_size: int, **changes: Any) -> SamplingParams:
+        """For the engine. Raises ApiError (400)."""
+        values = {
+            name: getattr(self, name)
+            for name in (
+                "n", "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+                "repetition_penalty", "seed", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+                "prompt_logprobs",
+            )
+        }  # fmt: skip
+        values["top_k"] = max(self.top_k, 0)
+        values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        values["stop_token_ids"] = tuple(self.stop_token_ids)
+        values["logit_bias"] = {_token_id(key, vocab_size): bias for key, bias in self.logit_bias.items()}
+        values |= self.constraint() | changes
+        try:
+            return SamplingParams(**values)
+        except UserError as error:
+            raise refusal(error) from error
+
+
+class CompletionRequest(Generation):
+    """/v1/completions. `logprobs` counts the alternatives beside each token."""
+
+    own_refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = dict.fromkeys(
+        ("messages", "tools", "tool_choice"), ("it belongs to /v1/chat/completions", ())
+    )
+
+    # Checked by `prompts`, which stops at the first mistake: a list may hold a million of them.
+    prompt: Any = None
+    echo: bool = False
+    logprobs: Logprobs | None = None
+
+    def prompts(self, most: int, vocab_size: int) -> list[str | list[int]]:
+        """The prompts, each text or token ids; at most `most`. Raises ApiError (400)."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if not isinstance(given, list) or not given:
+            kinds = "a string, a list of strings, a list of token ids or a list of such lists"
+            raise ApiError(400, f"prompt is needed: {kinds}, not empty", "prompt")
+        prompts = [given] if type(given[0]) is int else given
+        if len(prompts) > most:
+            raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most}", "prompt")
+        for prompt in prompts:
+            if type(prompt) is not type(prompts[0]) or not isinstance(prompt, str | list):
+                raise ApiError(400, "prompt must hold strings only, token ids only, or lists of token ids", "prompt")
+            if isinstance(prompt, list):
+                if not prompt:
+                    raise ApiError(400, "prompt holds an empty list of token ids", "prompt")
+                if not all(type(token) is int and 0 <= token < vocab_size for token in prompt):
+                    raise ApiError(400, f"prompt: token ids are whole numbers from 0 to {vocab_size - 1}", "prompt")
+        return prompts
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: FunctionCall
+
+
+class ChatMessage(Strict):
+    """One turn. What an assistant's answer of ours holds may be sent back as it is."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text; parts stand on lines of their own, as in vLLM."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class FunctionSpec(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class ChatRequest(Generation):
+    """/v1/chat/completions. `logprobs` is a switch, `top_logprobs` the number of alternatives."""
+
+    own_refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {
+        "prompt": ("it belongs to /v1/completions", ()),
+        "echo": ("it belongs to /v1/completions", (False,)),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def limit(self) -> int | None:
+        """max_completion_tokens, by whichever name. Raises ApiError (400) where the two differ or are 0."""
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ", "max_completion_tokens")
+        most = next(iter(given), None)
+        if most == 0:
+            raise ApiError(400, "max_completion_tokens must be at least 1", "max_completion_tokens")
+        return most
+
+    def alternatives(self) -> int | None:
+        """How many alternatives to report beside each token; None: no log probabilities at all."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs = true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _token_id(key: str, vocab_size: int) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+        raise ApiError(400, f"logit_bias: {key[:20]!r} is no token id from 0 to {vocab_size - 1}", "logit_bias")
+    return int(key)
+
+
+def refusal(error: UserError) -> ApiError:
+    """The engine's refusal as a client sees it; `param` is the field that its text begins with, if it does."""
+    first = str(error).split(" ", 1)[0].strip(":,'\"")
+    known = first in CompletionRequest.model_fields or first in ChatRequest.model_fields
+    return ApiError(400, str(error), first if known else None)
+
+
+def _explained(error: ValidationError, given: Any) -> ApiError:
+    """One of pydantic's complaints, with the path to what it complains about as the client wrote it: the deepest path,
+    because where alternatives were tried, the one that came furthest is the one that was meant."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[:100]
+    paths = [_path(each["loc"], each["type"] == "missing", given) for each in found]
+    path, told = max(zip(paths, found, strict=True), key=lambda pair: len(pair[0]))
+    param = ".".join(path) or None
+    return ApiError(400, f"{param}: {told['msg']}" if param else told["msg"], param)
+
+
+def _path(location: tuple[int | str, ...], missing: bool, given: Any) -> list[str]:
+    """The steps of an error's location that exist in the request: names of a union's arms stand in it too."""
+    path: list[str] = []
+    for step in location:
+        if isinstance(given, dict) and (step in given or missing):
+            path.append(str(step)[:100])
+            given = given.get(step)
+        elif isinstance(given, list) and isinstance(step, int) and step < len(given):
+            path.append(str(step))
+            given = given[step]
+    return path

@@ -1,0 +1,81 @@
+"""`mlaforge serve`: the application on a socket, from the first signal to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from types import FrameType
+
+import uvicorn
+
+from mlaforge import runtime
+from mlaforge.engine.async_engine import AsyncEngine, SyncEngine
+from mlaforge.engine.server import Service, create_app
+from mlaforge.options import ServeConfig
+from mlaforge.runtime import UserError
+
+# After draining, seconds in which slow readers may still fetch what is finished.
+LAST_BYTES = 5
+
+
+class DrainingServer(uvicorn.Server):
+    """On SIGTERM or SIGINT it goes on listening, so that new requests read a 503, until the running ones are done or
+    the time for that is over; then it ends with exit code 0. A second signal ends it at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._signals = 0
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)  # type: ignore[arg-type]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1 or self._loop is None:
+            self.should_exit = self.force_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        runtime.log(f"draining: {self._service.door.inside} requests")
+        self._draining = asyncio.create_task(self._service.drain())
+        self._draining.add_done_callback(lambda _: setattr(self, "should_exit", True))
+
+
+def check(config: ServeConfig) -> ServeConfig:
+    """The configuration with the environment's API key. Raises UserError."""
+    for name in ("max_concurrent", "max_body", "max_n", "max_prompts"):
+        if (value := getattr(config, name)) < 1:
+            raise UserError(f"{name} = {value} must be at least 1")
+    for name in ("max_queue", "drain_timeout"):
+        if (value := getattr(config, name)) < 0:
+            raise UserError(f"{name} = {value} must not be negative")
+    if not 0 <= config.port <= 65535:
+        raise UserError(f"port = {config.port} must be from 0 to 65535")
+    if config.client_timeout <= 0:
+        raise UserError(f"client_timeout = {config.client_timeout} must be above 0")
+    return dataclasses.replace(config, api_key=config.api_key or runtime.api_key())
+
+
+def run(engine: SyncEngine, config: ServeConfig) -> None:
+    """Serves until a signal ends it. Raises UserError, also where the address cannot be had."""
+    config = check(config)
+    app = create_app(AsyncEngine(engine), config)
+    service: Service = app.state.service
+    settings = uvicorn.Config(
+        app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=LAST_BYTES,
+    )  # fmt: skip
+    try:
+        socket = settings.bind_socket()
+    except SystemExit as error:
+        raise UserError(f"{config.host}:{config.port} cannot be listened on: is it taken?") from error
+    host, port = socket.getsockname()[:2]
+    runtime.log(f"serving {service.model} on http://{host}:{port}/v1")
+    if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
+        runtime.log("anybody who reaches this address may use it: there is no API key")
+    DrainingServer(settings, service).run(sockets=[socket])

@@ -1,0 +1,291 @@
+"""The HTTP application: OpenAI's endpoints over one AsyncEngine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from mlaforge import runtime
+from mlaforge.engine import chat, wire
+from mlaforge.engine.async_engine import AsyncEngine, EngineUnavailable, Stream
+from mlaforge.engine.limits import (
+    ApiKey,
+    Disconnected,
+    Doorkeeper,
+    Receive,
+    Scope,
+    Send,
+    patient,
+    read_body,
+    send_json,
+    while_connected,
+)
+from mlaforge.engine.metrics import Metrics
+from mlaforge.engine.protocol import ChatRequest, CompletionRequest, Generation, refusal
+from mlaforge.engine.reply import ChatForm, Form, Prompt, Reply, TextForm
+from mlaforge.engine.token_text import TokenText
+from mlaforge.engine.wire import ApiError
+from mlaforge.options import ServeConfig
+from mlaforge.runtime import UserError
+
+# A client that went before its answer; nobody reads it, it is for the metrics (nginx's number).
+CLIENT_WENT = 499
+
+
+class Service:
+    """What the endpoints share: the engine, its limits and metrics, and requests turned into forms."""
+
+    def __init__(self, engine: AsyncEngine, config: ServeConfig) -> None:
+        inner = engine.engine
+        self.engine, self.config = engine, config
+        self.model = config.served_model_name or inner.model_name
+        self.created = int(time.time())
+        self.door = Doorkeeper(config.max_concurrent, config.max_queue)
+        self.metrics = Metrics(engine, self.door)
+        self.tokens = TokenText(inner.tokenizer)
+        self.chat = chat.choose(inner.tokenizer, config.harmony)
+        # Tokenizing a long prompt must not hold up everybody's tokens; one thread, because tokenizers want no two.
+        self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="mlaforge-tokenize")
+
+    async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, work, *arguments)
+
+    def text_form(self, given: dict[str, Any]) -> tuple[CompletionRequest, Form]:
+        """A completion request, tokenized. Raises ApiError."""
+        inner, request = self.engine.engine, CompletionRequest.read(given)
+        self._check(request)
+        if request.max_tokens == 0 and not request.echo:
+            raise ApiError(400, "max_tokens must be at least 1, or echo true", "max_tokens")
+        prompts = []
+        for prompt in request.prompts(self.config.max_prompts, inner.vocab_size):
+            if isinstance(prompt, str):
+                special = request.add_special_tokens is not False
+                ids = list(inner.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+                prompts.append(Prompt(ids, prompt))
+            else:
+                told = request.echo and inner.tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens)
+                prompts.append(Prompt(prompt, told or ""))
+        scoring_only = request.max_tokens == 0
+        most = 16 if request.max_tokens is None else max(request.max_tokens, 1)
+        changes: dict[str, Any] = {"max_tokens": most, "logprobs": request.logprobs}
+        if request.echo and request.prompt_logprobs is None:
+            changes["prompt_logprobs"] = request.logprobs
+        params = request.params(inner.vocab_size, **changes)
+        self._check_lengths(prompts, request.max_tokens)
+        wants = request.prompt_logprobs is not None
+        form = TextForm(
+            self.model, prompts, params, self.tokens, request.logprobs, wants,
+            echo=request.echo, scoring_only=scoring_only,
+        )  # fmt: skip
+        return request, form
+
+    def chat_form(self, given: dict[str, Any]) -> tuple[ChatRequest, Form]:
+        """A chat request, tokenized. Raises ApiError."""
+        request = ChatRequest.read(given)
+        self._check(request)
+        limit, alternatives = request.limit(), request.alternatives()
+        changes = {"max_tokens": limit, "logprobs": alternatives, **self.chat.sampling(request)}
+        params = request.params(self.engine.engine.vocab_size, **changes)
+        prompts = [Prompt(self.chat.prompt(request))]
+        self._check_lengths(prompts, limit)
+        wants = request.prompt_logprobs is not None
+        return request, ChatForm(self.model, prompts, params, self.tokens, alternatives, wants, chat=self.chat)
+
+    def _check(self, request: Generation) -> None:
+        if request.model is not None and request.model != self.model:
+            message = f"there is no model {request.model[:200]!r} here; it is {self.model!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        if request.n > self.config.max_n:
+            raise ApiError(400, f"n = {request.n} is too large; at most {self.config.max_n}", "n")
+
+    def _check_lengths(self, prompts: list[Prompt], max_tokens: int | None) -> None:
+        most = self.engine.engine.max_model_len
+        for prompt in prompts:
+            length = len(prompt.token_ids)
+            if not length:
+                raise ApiError(400, "the prompt is empty", "prompt")
+            if length + (max_tokens or 1) > most:
+                asked = f" and max_tokens = {max_tokens}" if max_tokens else ""
+                message = f"the prompt's {length} tokens{asked} do not fit the context of {most} tokens"
+                raise ApiError(400, message, "prompt", "context_length_exceeded")
+
+    async def drain(self) -> None:
+        """New requests get 503; waits for the running ones as long as the configuration says, then ends them."""
+        start = time.perf_counter()
+        await self.door.drain(self.config.drain_timeout)
+        await self.engine.drain(max(self.config.drain_timeout - (time.perf_counter() - start), 0))
+
+    def close(self) -> None:
+        self.engine.close()
+        self.tokenizing.shutdown(cancel_futures=True)
+
+
+class Answer(Response):
+    """One request from its body to the last byte of its answer; whatever ends it, its blocks and seat come back."""
+
+    def __init__(
+        self, service: Service, endpoint: str, read: Callable[[dict[str, Any]], tuple[Generation, Form]]
+    ) -> None:
+        super().__init__()
+        self._service, self._endpoint, self._read = service, endpoint, read
+        self._arrived = time.perf_counter()
+        self._reply: Reply | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 500
+        try:
+            async with self._service.door.visit():
+                await self._visit(scope, receive, patient(send, self._service.config.client_timeout))
+            status = 200
+        except Disconnected:
+            status = CLIENT_WENT
+        except ApiError as error:
+            status = error.status
+            await send_json(send, status, error.body(), error.headers)
+        finally:
+            reply = self._reply
+            ids, n = (list(reply.request_ids), reply.form.params.n) if reply else ([], 0)
+            self._service.metrics.ended(self._endpoint, status, self._arrived, ids, n)
+
+    async def _visit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        media = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+        # Also keeps web pages out: a browser asks first before it sends this type to another origin.
+        if media.split(b";")[0].strip().lower() != b"application/json":
+            raise ApiError(415, "Content-Type must be application/json")
+        body = await read_body(scope, receive, service.config.max_body, service.config.client_timeout)
+        await while_connected(receive, self._answer(body, send))
+
+    def _parse(self, body: bytes) -> tuple[Generation, Form]:
+        return self._read(wire.parse_object(body))
+
+    async def _answer(self, body: bytes, send: Send) -> None:
+        service = self._service
+        request, form = await service.in_thread(self._parse, body)
+        reply = self._reply = Reply(form)
+        given = {
+            request_id: (form.prompts[i].token_ids, form.params) for request_id, i in reply.request_ids.items()
+        }  # fmt: skip
+        async with service.door.seat():
+            try:
+                async with service.engine.open(given, self._arrived) as stream:
+                    await stream.accepted()
+                    if request.stream:
+                        await _stream(reply, request, stream, send)
+                        return
+                    outputs = await stream.complete()
+            except UserError as error:
+                raise refusal(error) from error
+            except EngineUnavailable as error:
+                raise _unavailable(error) from error
+        await send_json(send, 200, reply.whole(outputs), {})
+
+
+def _unavailable(error: EngineUnavailable) -> ApiError:
+    return ApiError(503, str(error), headers={"Retry-After": "10"})
+
+
+async def _stream(reply: Reply, request: Generation, stream: Stream, send: Send) -> None:
+    """Server-sent events; an error on the way is the last of them, as OpenAI sends it."""
+    options = request.stream_options
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    end = b""
+    try:
+        async for output in stream:
+            chunks = reply.chunks(output)
+            if options is not None and options.continuous_usage_stats:
+                chunks = [{**chunk, "usage": reply.usage.as_dict()} for chunk in chunks]
+            if chunks:
+                body = b"".join(map(wire.event, chunks))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        if options is not None and options.include_usage:
+            end = wire.event(reply.usage_chunk())
+        end += wire.DONE
+    except EngineUnavailable as error:
+        end = wire.event(_unavailable(error).body())
+    await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
+    """The application; `app.state.service` is its Service. Raises UserError where the model's chat format lacks its
+    package. The engine is started with the application and closed with it."""
+    service = Service(engine, config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        service.close()
+
+    # No documentation pages: they would load scripts from elsewhere. No CORS: pages of others stay out.
+    app = FastAPI(
+        title="mlaforge", version=runtime.version(), lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    app.state.service = service
+    if config.api_key:
+        app.add_middleware(ApiKey, key=config.api_key)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _our_error)
+
+    @app.post("/v1/completions")
+    async def completions() -> Response:
+        return Answer(service, "completions", service.text_form)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions() -> Response:
+        return Answer(service, "chat", service.chat_form)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.model:
+            error = ApiError(404, f"there is no model {name[:200]!r} here", "model", "model_not_found")
+            return JSONResponse(error.body(), error.status)
+        return JSONResponse(_model(service))
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.door.draining or engine.unavailable is not None:
+            why = str(engine.unavailable or "the server is shutting down")
+            return JSONResponse(ApiError(503, why).body(), 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": runtime.version()})
+
+    return app
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model, "object": "model", "created": service.created, "owned_by": "mlaforge",
+        "max_model_len": service.engine.engine.max_model_len,
+    }  # fmt: skip
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    return JSONResponse(told.body(), told.status, headers=error.headers)
+
+
+async def _our_error(request: Request, error: Exception) -> Response:
+    """Starlette raises it again afterwards, so that its traceback is in the server's log and only there."""
+    return JSONResponse(ApiError(500, "an error of the server's own; see its log").body(), 500)

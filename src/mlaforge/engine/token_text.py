@@ -1,0 +1,77 @@
+"""Single tokens as text and bytes, as log probabilities report them."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from typing import Any
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: character -> byte."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenText:
+    """Bytes and text of token ids of one tokenizer; ids outside the vocabulary are empty."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids)
+        self._added = set(tokenizer.get_added_vocab().values())
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = (json.loads(backend.to_str()).get("decoder") or {}) if backend is not None else {}
+        kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ())) if "type" in part}
+        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._cache: dict[int, bytes] = {}
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's share of the text, in UTF-8 where it is not a part of a character."""
+        found = self._cache.get(token_id)
+        if found is None:
+            found = self._cache[token_id] = self._find(token_id)
+        return found
+
+    def _find(self, token_id: int) -> bytes:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return str(token).encode("utf-8", errors="replace")
+        if self._alphabet is not None and all(c in self._alphabet for c in token):
+            return bytes(self._alphabet[c] for c in token)
+        if byte := _BYTE.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return str(token).replace("▁", " ").encode("utf-8", errors="replace")
+
+    def text(self, token_id: int) -> str:
+        """The token as text; OpenAI's `bytes:\\xe2\\x82` where it is only a part of a character."""
+        raw = self.raw(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class Offsets:
+    """Where tokens begin in the text that they make together, in characters."""
+
+    def __init__(self, tokens: TokenText, skip_special_tokens: bool) -> None:
+        self._tokens, self._skip = tokens, skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+
+    def place(self, token_id: int) -> int:
+        """The offset of the next token, which is `token_id`."""
+        at = self._at
+        if not (self._skip and self._tokens.is_special(token_id)):
+            self._at += len(self._decoder.decode(self._tokens.raw(token_id)))
+        return at

@@ -1,0 +1,95 @@
+"""Bytes in, bytes out: JSON as requests carry it, and errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Far deeper than any request or JSON schema that a person wrote, far less than Python's recursion limit.
+MAX_DEPTH = 100
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# Line ends to Python's splitlines, by which some clients cut a stream of events into lines; JSON has escapes for them.
+_LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
+_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
+    503: "service_unavailable_error",
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """What a client is told: HTTP status, and message, param and code in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def dumps(value: Any) -> bytes:
+    """Compact JSON in UTF-8. Half a surrogate pair, should one ever come, becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_LINE_ENDS).encode("utf-8", errors="replace")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return number
+
+
+def depth(value: Any) -> int:
+    """How deep lists and objects are nested in a JSON value; 0 for a plain one."""
+    deepest, level = 0, [value]
+    while level := [child for child in level if isinstance(child, dict | list)]:
+        deepest += 1
+        level = [c for node in level for c in (node.values() if isinstance(node, dict) else node)]
+    return deepest
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request's body. Raises ApiError (400) for everything else."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start}") from error
+    except RecursionError as error:
+        raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
+        raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels")
+    if _SURROGATE.search(body):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ApiError(400, "the body holds half a surrogate pair (\\ud800 to \\udfff)") from error
+    return value
