@@ -91,7 +91,7 @@ def _int8(weight_MK: Tensor) -> Packed:
     codes = torch.round(weight_MK.float() / scale.float()[:, None]).clamp(-127, 127).to(torch.int8)
 
     def few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-        return _plus(_plus(torch._weight_int8pack_mm(x_NK, codes, scale), bias), plus_NM)
+        return _plus(_plus(torch._weight_int8pack_mm(x_NK.contiguous(), codes, scale), bias), plus_NM)
 
     return few, lambda: codes.float().mul_(scale.float()[:, None])
 
@@ -112,7 +112,9 @@ def _int4(weight_MK: Tensor) -> Packed:
     pairs = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
 
     def few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-        return _plus(_plus(torch._weight_int4pack_mm_for_cpu(x_NK, packed, INT4_GROUP, scales), bias), plus_NM)
+        return _plus(
+            _plus(torch._weight_int4pack_mm_for_cpu(x_NK.contiguous(), packed, INT4_GROUP, scales), bias), plus_NM
+        )
 
     def unpacked() -> Tensor:
         values = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(M, -1, INT4_GROUP).float()
