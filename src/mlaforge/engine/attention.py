@@ -22,6 +22,7 @@ from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import paged_attention
 
 
@@ -74,6 +75,8 @@ class PagedGroupedQueryAttention:
         self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
+        native = kernels() if rows.device.type == "cpu" and rows.dtype == torch.bfloat16 else None
+        self.turn_and_store = native.turn_and_store.default if native is not None else None
 
     def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
@@ -84,10 +87,13 @@ class PagedGroupedQueryAttention:
         if self.norms:
             for norm, part in zip(self.norms, qk_NHD.split([H, G], dim=1), strict=True):
                 part.copy_(norm(part))
-        turned = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.turn_N1P
-        # In place: what follows the queries is then the row to cache.
-        qk_NHD.copy_(torch.view_as_real(turned).view(N, H + G, D))
-        self.rows_LW.index_copy_(0, view.slots_N, qkv[:, H * D :])
+        if self.turn_and_store is not None:
+            self.turn_and_store(qkv, step.turn_N1P, self.rows_LW, view.slots_N, H + G, D)
+        else:
+            turned = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.turn_N1P
+            # In place: what follows the queries is then the row to cache.
+            qk_NHD.copy_(torch.view_as_real(turned).view(N, H + G, D))
+            self.rows_LW.index_copy_(0, view.slots_N, qkv[:, H * D :])
         out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)

@@ -19,6 +19,7 @@ from mlaforge import checkpoint
 from mlaforge.engine.attention import PagedAttention, Step
 from mlaforge.engine.linear import QUANTIZED, PackedLinear, fastest_format
 from mlaforge.engine.mlp import Mlp, rewritten
+from mlaforge.ops.native import kernels
 from mlaforge.runtime import log, progress, resolve_dtype
 from mlaforge.spec import ModelSpec
 from mlaforge.stream import LayerStream
@@ -42,20 +43,23 @@ def choose_format(name: str, directory: Path, spec: ModelSpec, device: torch.dev
 
 
 class RmsNorm:
-    """RMS norm as one layer norm: that of [x, -x], whose mean is zero, so its variance is the mean square of x.
-
-    On a CPU torch has a kernel for the one and six for the other; the statistics are in fp32 in both.
-    """
+    """RMS norm on a CPU: our own kernel for bf16, else the layer norm of [x, -x], whose mean is zero, so that its
+    variance is the mean square of x: one of torch's kernels instead of six. Statistics are in fp32."""
 
     def __init__(self, norm: Any):
-        weight = norm.weight.detach()
+        self.weight = norm.weight.detach()
         self.eps = norm.variance_epsilon
-        self.weight = torch.cat((weight, torch.zeros_like(weight)))
-        self.bias = torch.zeros_like(self.weight)
+        self.twice = torch.cat((self.weight, torch.zeros_like(self.weight)))
+        self.bias = torch.zeros_like(self.twice)
+        native = kernels() if self.weight.dtype == torch.bfloat16 else None
+        self.native = None if native is None else native.rms_norm.default
 
     def __call__(self, x_NC: Tensor) -> Tensor:
+        if self.native is not None:
+            normed: Tensor = self.native(x_NC, self.weight, self.eps)
+            return normed
         C = x_NC.shape[-1]
-        return F.layer_norm(torch.cat((x_NC, -x_NC), dim=-1), (2 * C,), self.weight, self.bias, self.eps)[..., :C]
+        return F.layer_norm(torch.cat((x_NC, -x_NC), dim=-1), (2 * C,), self.twice, self.bias, self.eps)[..., :C]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.linear import PackedLinear, fused
+from mlaforge.ops.native import kernels
 
 
 class GatedMlp:
@@ -21,9 +22,16 @@ class GatedMlp:
         self.gate_up = fused([mlp.gate_proj, mlp.up_proj], format)
         self.down = fused([mlp.down_proj], format)
         self.act = mlp.act_fn
+        native = kernels() if mlp.gate_proj.weight.device.type == "cpu" else None
+        # transformers' module where it is not torch's.
+        silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
+        self.silu_mul = native.silu_mul.default if native is not None and silu else None
 
     def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
-        gate, up = self.gate_up(normed_NC).chunk(2, dim=-1)
+        both = self.gate_up(normed_NC)
+        if self.silu_mul is not None and both.dtype == torch.bfloat16:
+            return self.down(self.silu_mul(both), plus_NC)
+        gate, up = both.chunk(2, dim=-1)
         return self.down(self.act(gate).mul_(up), plus_NC)
 
 

@@ -25,13 +25,15 @@ Run = Callable[..., tuple[Tensor, ...]]
 class Implementation:
     """`supports` and `run` take the op's arguments; `supports` answers True or the reason why not, in a few words.
 
-    It is chosen unasked only on the type of device it is `made_for`; there, passing it over is logged with the reason.
+    It is chosen unasked only on the type of device it is `made_for`; there, passing it over is logged with the reason,
+    unless it is `quiet`, being made for some inputs only.
     """
 
     name: str
     run: Run
     supports: Supports
     made_for: str
+    quiet: bool = False
 
 
 class Op:
@@ -43,9 +45,9 @@ class Op:
         self.implementations: dict[str, Implementation] = {}
         self._logged: set[tuple[str, str]] = set()
 
-    def register(self, name: str, run: Run, supports: Supports, made_for: str) -> None:
+    def register(self, name: str, run: Run, supports: Supports, made_for: str, quiet: bool = False) -> None:
         assert name not in self.names and name != "check", name
-        self.implementations[name] = Implementation(name, run, supports, made_for)
+        self.implementations[name] = Implementation(name, run, supports, made_for, quiet)
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +83,7 @@ class Op:
             reason = candidate.supports(*inputs)
             if reason is True:
                 return name, candidate.run
-            if (name, reason) not in self._logged:
+            if not candidate.quiet and (name, reason) not in self._logged:
                 self._logged.add((name, reason))
                 runtime.log(f"{self.name}: not {name}: {reason}")
         return "reference", self.reference

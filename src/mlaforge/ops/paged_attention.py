@@ -20,6 +20,7 @@ from mlaforge import runtime
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import load
 from mlaforge.ops.dispatch import Op
+from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention_cpu import paged_attention_runs
 
 
@@ -94,7 +95,28 @@ def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView,
     return True
 
 
+def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+    native = kernels()
+    assert native is not None
+    table, window = (view.block_table_SB, view.seq_lens_S, view.first_S), view.window or 0
+    out, lse = native.decode(q_NHD, k_LGD, v_LGV, *table, view.block_size, window, scale)
+    return out, lse
+
+
+def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
+    if view.max_query > 1:
+        return "it is for one query token per sequence"
+    if q_NHD.dtype != torch.bfloat16 or k_LGD.dtype != torch.bfloat16:
+        return f"it is for bfloat16, these are {q_NHD.dtype}"
+    if k_LGD.stride(2) != 1 or v_LGV.stride(2) != 1 or k_LGD.stride(0) != v_LGV.stride(0):
+        return "keys and values are not parts of one row"
+    if k_LGD.untyped_storage().data_ptr() != v_LGV.untyped_storage().data_ptr():
+        return "keys and values are not parts of one row"
+    return True if kernels() is not None else "it is not compiled"
+
+
 OP = Op("paged_attention", reference)
+OP.register("native", _native, _native_supports, made_for="cpu", quiet=True)
 OP.register("runs", paged_attention_runs, _runs_supports, made_for="cpu")
 OP.register("triton", _triton, _triton_supports, made_for="cuda")
 

@@ -1,0 +1,332 @@
+// Decoding on a CPU with AVX-512 BF16: few rows times a weight matrix, and attention of one query token per sequence
+// over the paged cache. Both are limited by reading memory once; torch's own paths read slower and cost 30 us a call.
+// Compiled on first use by ops/native.py, which holds the reference beside it. Threads are torch's own.
+//
+// Legend: N rows, K input width, M output width; S sequences, H query heads, G key heads, J = H / G, D key and V value
+// dimensions, L slots, W numbers of a cached row.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <immintrin.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace {
+
+using bf16 = at::BFloat16;
+constexpr int64_t LANES = 32;       // bf16 numbers of a vector
+constexpr int64_t TILE = 8;         // rows of x that share one pass over a block of weights
+constexpr int64_t CHUNK = 256;      // cached tokens of one task
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+inline __m512bh load(const bf16* from, __mmask32 mask) {
+  return (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
+}
+
+inline __m512 widened(const bf16* from, __mmask16 mask) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
+}
+
+inline __mmask32 tail32(int64_t left) { return left >= LANES ? ~__mmask32(0) : (__mmask32(1) << left) - 1; }
+inline __mmask16 tail16(int64_t left) { return left >= 16 ? ~__mmask16(0) : __mmask16((1u << left) - 1); }
+
+// A block of 16 outputs for N rows of x. Weights are packed [M / 16, K / 2, 16, 2]: one vector holds two inputs of 16
+// outputs, so a block is one stretch of memory read in order, and no sum runs across lanes. With few rows several sums
+// run side by side, because one that waits for itself is slower than memory.
+template <int N>
+void block(const bf16* w, const float* x, int64_t K, float* out) {
+  // The processor multiplies bf16 pairs at half the rate of fp32, so weights are widened: a shift and a mask.
+  constexpr int U = N <= 2 ? 4 : N <= 4 ? 2 : 1;
+  __m512 acc[U][N];
+  for (int u = 0; u < U; ++u)
+    for (int n = 0; n < N; ++n) acc[u][n] = _mm512_setzero_ps();
+  const __m512i high = _mm512_set1_epi32(0xffff0000);
+  const int64_t pairs = K / 2;
+  auto pair = [&](int64_t k, __m512* sum) {
+    const __m512i row = _mm512_loadu_si512(w + k * LANES);
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(row, 16));
+    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(row, high));
+    for (int n = 0; n < N; ++n) {
+      sum[n] = _mm512_fmadd_ps(even, _mm512_set1_ps(x[n * K + 2 * k]), sum[n]);
+      sum[n] = _mm512_fmadd_ps(odd, _mm512_set1_ps(x[n * K + 2 * k + 1]), sum[n]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + U <= pairs; k += U)
+    for (int u = 0; u < U; ++u) pair(k + u, acc[u]);
+  for (; k < pairs; ++k) pair(k, acc[0]);
+  for (int n = 0; n < N; ++n) {
+    for (int u = 1; u < U; ++u) acc[0][n] = _mm512_add_ps(acc[0][n], acc[u][n]);
+    _mm512_storeu_ps(out + n * 16, acc[0][n]);
+  }
+}
+
+using Block = void (*)(const bf16*, const float*, int64_t, float*);
+constexpr Block BLOCKS[TILE] = {block<1>, block<2>, block<3>, block<4>, block<5>, block<6>, block<7>, block<8>};
+
+at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M, const std::optional<at::Tensor>& bias_M,
+                  const std::optional<at::Tensor>& plus_NM) {
+  const at::Tensor x = x_NK.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
+  const int64_t N = x.size(0), K = x.size(1);
+  const at::Tensor plus = plus_NM ? plus_NM->contiguous() : at::Tensor();
+  at::Tensor out = at::empty({N, M}, x_NK.options());
+  const float* xs = x.const_data_ptr<float>();
+  const bf16* ws = w_packed.const_data_ptr<bf16>();
+  const bf16* bias = bias_M ? bias_M->const_data_ptr<bf16>() : nullptr;
+  const bf16* more = plus_NM ? plus.const_data_ptr<bf16>() : nullptr;
+  bf16* ys = out.mutable_data_ptr<bf16>();
+  at::parallel_for(0, w_packed.size(0), 1, [&](int64_t begin, int64_t end) {
+    float found[TILE * 16];
+    for (int64_t b = begin; b < end; ++b)
+      for (int64_t n = 0; n < N; n += TILE) {
+        const int64_t rows = std::min(TILE, N - n);
+        const int64_t m = b * 16;
+        const __mmask16 mask = tail16(M - m);
+        BLOCKS[rows - 1](ws + b * 16 * K, xs + n * K, K, found);
+        for (int64_t r = 0; r < rows; ++r) {
+          __m512 y = _mm512_loadu_ps(found + r * 16);
+          if (bias) y = _mm512_add_ps(y, widened(bias + m, mask));
+          if (more) y = _mm512_add_ps(y, widened(more + (n + r) * M + m, mask));
+          _mm256_mask_storeu_epi16(ys + (n + r) * M + m, mask, (__m256i)_mm512_cvtneps_pbh(y));
+        }
+      }
+  });
+  return out;
+}
+
+// e^x for x <= 0 to 2e-7: x = (i + f) ln 2, a polynomial in f on [-1/2, 1/2], the exponent by scaling.
+inline __m512 exponential(__m512 x) {
+  const __m512 t = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-104.0f)), _mm512_set1_ps(1.44269504088896341f));
+  const __m512 i = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(t, i);
+  __m512 y = _mm512_set1_ps(1.5403530e-4f);
+  for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(y, i);
+}
+
+// x / rms(x) * weight, row by row.
+at::Tensor rms_norm(const at::Tensor& x_NC, const at::Tensor& weight_C, double eps) {
+  const at::Tensor x = x_NC.contiguous();
+  const int64_t N = x.size(0), C = x.size(1);
+  at::Tensor out = at::empty_like(x);
+  const bf16 *xs = x.const_data_ptr<bf16>(), *ws = weight_C.const_data_ptr<bf16>();
+  bf16* ys = out.mutable_data_ptr<bf16>();
+  at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t c = 0; c < C; c += 16) {
+        const __m512 v = widened(xs + n * C + c, tail16(C - c));
+        sum = _mm512_fmadd_ps(v, v, sum);
+      }
+      const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / C + float(eps)));
+      for (int64_t c = 0; c < C; c += 16) {
+        const __mmask16 mask = tail16(C - c);
+        const __m512 y = _mm512_mul_ps(_mm512_mul_ps(widened(xs + n * C + c, mask), scale), widened(ws + c, mask));
+        _mm256_mask_storeu_epi16(ys + n * C + c, mask, (__m256i)_mm512_cvtneps_pbh(y));
+      }
+    }
+  });
+  return out;
+}
+
+// silu(gate) * up of rows [gate, up].
+at::Tensor silu_mul(const at::Tensor& gate_up) {
+  const at::Tensor x = gate_up.contiguous();
+  const int64_t N = x.size(0), I = x.size(1) / 2;
+  at::Tensor out = at::empty({N, I}, x.options());
+  const bf16* xs = x.const_data_ptr<bf16>();
+  bf16* ys = out.mutable_data_ptr<bf16>();
+  at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    for (int64_t n = begin; n < end; ++n)
+      for (int64_t i = 0; i < I; i += 16) {
+        const __mmask16 mask = tail16(I - i);
+        const __m512 gate = widened(xs + 2 * n * I + i, mask), up = widened(xs + (2 * n + 1) * I + i, mask);
+        // 1 / (1 + e^-g), with e^-|g| so that nothing overflows.
+        const __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(gate)));
+        const __mmask16 positive = _mm512_cmp_ps_mask(gate, _mm512_setzero_ps(), _CMP_GE_OQ);
+        const __m512 share = _mm512_div_ps(_mm512_mask_blend_ps(positive, e, one), _mm512_add_ps(one, e));
+        const __m512 y = _mm512_mul_ps(_mm512_mul_ps(gate, share), up);
+        _mm256_mask_storeu_epi16(ys + n * I + i, mask, (__m256i)_mm512_cvtneps_pbh(y));
+      }
+  });
+  return out;
+}
+
+// Turns queries and keys of rows [q, k, v] in place, rotary pairs being neighbours, and writes [k, v] to its slot.
+void turn_and_store(at::Tensor& qkv_NW, const at::Tensor& turn_N1P, at::Tensor& rows_LW, const at::Tensor& slots_N,
+                    int64_t heads, int64_t head_dim) {
+  const int64_t N = qkv_NW.size(0), W = qkv_NW.size(1), width = rows_LW.size(1), P = head_dim / 2;
+  bf16 *xs = qkv_NW.mutable_data_ptr<bf16>(), *rows = rows_LW.mutable_data_ptr<bf16>();
+  const auto* turns = turn_N1P.const_data_ptr<c10::complex<float>>();
+  const int64_t* slots = slots_N.const_data_ptr<int64_t>();
+  at::parallel_for(0, N, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      bf16* x = xs + n * W;
+      const auto* turn = turns + n * P;
+      for (int64_t h = 0; h < heads; ++h, x += head_dim)
+        for (int64_t p = 0; p < P; ++p) {
+          const float a = x[2 * p], b = x[2 * p + 1], cos = turn[p].real(), sin = turn[p].imag();
+          x[2 * p] = a * cos - b * sin;
+          x[2 * p + 1] = b * cos + a * sin;
+        }
+      std::copy_n(xs + (n + 1) * W - width, width, rows + slots[n] * width);
+    }
+  });
+}
+
+// Where the cached rows of a sequence lie.
+struct Table {
+  const int32_t* blocks;
+  int64_t block_size, width;
+  const bf16* rows;
+  const bf16* row(int64_t index) const {
+    return rows + (int64_t(blocks[index / block_size]) * block_size + index % block_size) * width;
+  }
+};
+
+template <int J>
+void scores(const bf16* q, int64_t D, const bf16* const* keys, int64_t count, int64_t offset, float scale, float* out) {
+  for (int64_t t = 0; t < count; ++t) {
+    __m512 acc[J];
+    for (int j = 0; j < J; ++j) acc[j] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < D; d += LANES) {
+      const __mmask32 mask = tail32(D - d);
+      const __m512bh key = load(keys[t] + offset + d, mask);
+      for (int j = 0; j < J; ++j) acc[j] = _mm512_dpbf16_ps(acc[j], load(q + j * D + d, mask), key);
+    }
+    for (int j = 0; j < J; ++j) out[j * CHUNK + t] = _mm512_reduce_add_ps(acc[j]) * scale;
+  }
+}
+
+template <int J>
+void weigh(const float* weights, const bf16* const* values, int64_t count, int64_t offset, int64_t V, float* out) {
+  for (int64_t v = 0; v < V; v += 16) {
+    const __mmask16 mask = tail16(V - v);
+    __m512 acc[J];
+    for (int j = 0; j < J; ++j) acc[j] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < count; ++t) {
+      const __m512 value = widened(values[t] + offset + v, mask);
+      for (int j = 0; j < J; ++j) acc[j] = _mm512_fmadd_ps(_mm512_set1_ps(weights[j * CHUNK + t]), value, acc[j]);
+    }
+    for (int j = 0; j < J; ++j) _mm512_mask_storeu_ps(out + j * V + v, mask, acc[j]);
+  }
+}
+
+// Calls f<1>, ..., f<8> for all heads of a group, at most eight at a time: f(first head, J as a type).
+template <typename F>
+void by_heads(int64_t heads, F&& f) {
+  for (int64_t j = 0; j < heads; j += 8) switch (std::min<int64_t>(8, heads - j)) {
+      case 1: f(j, std::integral_constant<int, 1>()); break;
+      case 2: f(j, std::integral_constant<int, 2>()); break;
+      case 3: f(j, std::integral_constant<int, 3>()); break;
+      case 4: f(j, std::integral_constant<int, 4>()); break;
+      case 5: f(j, std::integral_constant<int, 5>()); break;
+      case 6: f(j, std::integral_constant<int, 6>()); break;
+      case 7: f(j, std::integral_constant<int, 7>()); break;
+      default: f(j, std::integral_constant<int, 8>());
+    }
+}
+
+// Softmax weights of `count` scores in place (not yet divided by their sum); returns the largest score and the sum.
+std::pair<float, float> soften(float* score, int64_t count) {
+  __m512 most = _mm512_set1_ps(-INF), sum = _mm512_setzero_ps();
+  for (int64_t t = 0; t < count; t += 16)
+    most = _mm512_mask_max_ps(most, tail16(count - t), most, _mm512_maskz_loadu_ps(tail16(count - t), score + t));
+  const float top = _mm512_reduce_max_ps(most);
+  for (int64_t t = 0; t < count; t += 16) {
+    const __mmask16 mask = tail16(count - t);
+    const __m512 e = exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, score + t), _mm512_set1_ps(top)));
+    _mm512_mask_storeu_ps(score + t, mask, e);
+    sum = _mm512_mask_add_ps(sum, mask, sum, e);
+  }
+  return {top, _mm512_reduce_add_ps(sum)};
+}
+
+std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_SHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,
+                                          const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
+                                          const at::Tensor& first_S, int64_t block_size, int64_t window, double scale) {
+  const at::Tensor q = q_SHD.contiguous();
+  const int64_t S = q.size(0), H = q.size(1), D = q.size(2), G = k_LGD.size(1), V = v_LGV.size(2), J = H / G;
+  const int64_t width = k_LGD.stride(0), k_head = k_LGD.stride(1), v_head = v_LGV.stride(1);
+  const bf16* keys = k_LGD.const_data_ptr<bf16>();
+  const int64_t v_offset = v_LGV.const_data_ptr<bf16>() - keys;
+  const int32_t* lens = seq_lens_S.const_data_ptr<int32_t>();
+  const int32_t* firsts = first_S.const_data_ptr<int32_t>();
+  const bf16* qs = q.const_data_ptr<bf16>();
+
+  struct Task { int64_t sequence, begin, end; };
+  std::vector<Task> tasks;
+  std::vector<int64_t> starts(S + 1);
+  for (int64_t s = 0; s < S; ++s) {
+    starts[s] = tasks.size();
+    const int64_t rows = lens[s] - firsts[s];
+    const int64_t begin = window > 0 ? std::max<int64_t>(0, rows - window) : 0;
+    for (int64_t t = begin; t < rows; t += CHUNK) tasks.push_back({s, t, std::min(t + CHUNK, rows)});
+  }
+  starts[S] = tasks.size();
+
+  std::vector<float> partial(tasks.size() * H * V), most(tasks.size() * H), sums(tasks.size() * H);
+  at::parallel_for(0, tasks.size(), 1, [&](int64_t from, int64_t to) {
+    std::vector<float> score(H * CHUNK);
+    const bf16* row[CHUNK];
+    for (int64_t i = from; i < to; ++i) {
+      const auto [s, begin, end] = tasks[i];
+      const Table table{table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1), block_size, width, keys};
+      const int64_t count = end - begin;
+      for (int64_t t = 0; t < count; ++t) row[t] = table.row(begin + t);
+      for (int64_t g = 0; g < G; ++g)
+        by_heads(J, [&](int64_t j, auto n) {
+          scores<n>(qs + (s * H + g * J + j) * D, D, row, count, g * k_head, scale, score.data() + (g * J + j) * CHUNK);
+        });
+      for (int64_t h = 0; h < H; ++h)
+        std::tie(most[i * H + h], sums[i * H + h]) = soften(score.data() + h * CHUNK, count);
+      for (int64_t g = 0; g < G; ++g)
+        by_heads(J, [&](int64_t j, auto n) {
+          weigh<n>(score.data() + (g * J + j) * CHUNK, row, count, v_offset + g * v_head, V,
+                   partial.data() + (i * H + g * J + j) * V);
+        });
+    }
+  });
+
+  at::Tensor out = at::empty({S, H, V}, q.options()), lse = at::empty({S, H}, q.options().dtype(at::kFloat));
+  bf16* outs = out.mutable_data_ptr<bf16>();
+  float* lses = lse.mutable_data_ptr<float>();
+  std::vector<float> total(V);
+  for (int64_t s = 0; s < S; ++s)
+    for (int64_t h = 0; h < H; ++h) {
+      float top = -INF, sum = 0;
+      for (int64_t i = starts[s]; i < starts[s + 1]; ++i) top = std::max(top, most[i * H + h]);
+      std::fill(total.begin(), total.end(), 0.0f);
+      for (int64_t i = starts[s]; i < starts[s + 1]; ++i) {
+        const float share = std::exp(most[i * H + h] - top);
+        sum += share * sums[i * H + h];
+        const float* part = partial.data() + (i * H + h) * V;
+        for (int64_t v = 0; v < V; ++v) total[v] += share * part[v];
+      }
+      lses[s * H + h] = sum > 0 ? top + std::log(sum) : -INF;
+      for (int64_t v = 0; v < V; ++v) outs[(s * H + h) * V + v] = bf16(sum > 0 ? total[v] / sum : 0.0f);
+    }
+  return {out, lse};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(mlaforge_native, m) {
+  m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("silu_mul(Tensor gate_up) -> Tensor");
+  m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor slots, int heads, int head_dim) -> ()");
+  m.def("decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, int block_size, int window, float scale) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {
+  m.impl("linear", linear);
+  m.impl("rms_norm", rms_norm);
+  m.impl("silu_mul", silu_mul);
+  m.impl("turn_and_store", turn_and_store);
+  m.impl("decode", decode);
+}
