@@ -80,8 +80,8 @@ def size_groups(
 
 
 class Cache:
-    """`rows[layer]` is [num_blocks * block_size, width]. Zero at first, so that nothing ever read is NaN by chance;
-    on a CPU the system gives memory only where a block is written."""
+    """`rows[layer]` is [num_blocks * block_size, width]. Not cleared: what no sequence has written is never read, and on
+    a CPU the system gives memory only where a block is written."""
 
     def __init__(
         self, layers: Sequence[LayerCache], groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype,
@@ -89,7 +89,7 @@ class Cache:
     ):  # fmt: skip
         self.layers, self.groups, self.block_size = layers, groups, block_size
         self.rows = [
-            torch.zeros(groups[layer.group].num_blocks * block_size, layer.width, dtype=dtype, device=device)
+            torch.empty(groups[layer.group].num_blocks * block_size, layer.width, dtype=dtype, device=device)
             for layer in layers
         ]
 
