@@ -118,7 +118,7 @@ def renew(
     engine.config = dataclasses.replace(
         engine.config, block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_step
     )
-    slots = [group.num_blocks * engine.cache.block_size for group in engine.cache.groups]
+    slots = {layer.group: len(rows) for layer, rows in zip(engine.cache.layers, engine.cache.rows, strict=True)}
     probe = BlockTables(engine.tables.groups, block_size)
     groups = []
     for index, group in enumerate(engine.tables.groups):
