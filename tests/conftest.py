@@ -162,6 +162,18 @@ def biased_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("biased") / "llama", "llama", 3, attention_bias=True)
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The demo's real model; skips where it cannot be had."""
+    from mlaforge import demo_model
+    from mlaforge.runtime import UserError
+
+    try:
+        return demo_model.fetch()
+    except UserError as error:
+        pytest.skip(f"the demo's model cannot be had here: {error}")
+
+
 def _text(tmp_path_factory: pytest.TempPathFactory, name: str, keys: list[str]) -> Path:
     path = tmp_path_factory.mktemp("text") / f"{name}.txt"
     path.write_text("\n\n".join(topics[key] for key in keys)[:12000], encoding="utf-8")

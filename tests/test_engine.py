@@ -336,6 +336,26 @@ def test_leaving_a_stream_frees_what_it_held(llama, oracle):
     oracle.check(PROMPT, llm.generate([PROMPT], greedy(9))[0].outputs[0].token_ids, 9)
 
 
+def test_streams_beside_each_other_lose_nothing(llama, oracle):
+    """What one reader's steps make for another waits for that one, also for one who comes back when all is done."""
+    llm = watched(llama)
+    first, second = llm.stream([PROMPT, OTHER], greedy(9)), llm.stream([LONG], greedy(20))
+    got = {name: [next(stream)] for name, stream in (("first", first), ("second", second))}
+    oracle.check(PROMPT, texts(llm.generate([PROMPT], greedy(12))[0])[0], 12)
+    # Nobody works for others longer than for oneself.
+    assert llm.engine.has_work
+    got["second"] += second
+    got["first"] += first
+    assert not llm.engine.has_work
+    for name, prompts, count in (("first", [PROMPT, OTHER], 9), ("second", [LONG], 20)):
+        assert sum(output.finished for output in got[name]) == len(prompts)
+        for prompt in prompts:
+            mine = [output for output in got[name] if output.prompt_token_ids == prompt]
+            oracle.check(prompt, [token for output in mine for token in output.outputs[0].token_ids], count)
+    assert not llm._unread
+    idle(llm.engine)
+
+
 def test_a_chat_ends_where_the_model_begins(llama):
     llm = watched(llama)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]

@@ -116,6 +116,12 @@ def test_one_wrong_prompt_takes_back_the_others(llm):
     idle(llm.engine)
 
 
+def test_a_token_among_prompts(llm):
+    told = "token 5 stands among whole prompts; a prompt is a text or a list of token ids"
+    refused(told, llm.generate, ["a", 5])
+    refused(told, llm.generate, [5, [6, 7]])
+
+
 def test_what_just_fits_runs(llm, llama):
     """The whole cache by one sequence, and all of the context by a prompt alone."""
     (output,) = llm.generate([[1] * 440], greedy(9))
