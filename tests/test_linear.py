@@ -163,15 +163,28 @@ def test_fused_is_one_after_another(biases, format):
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("rows", [1, 9, 40])
 def test_a_rewritten_mlp_is_the_sources(family, rows, tiny_models):
-    """Dense, and a mixture of which some experts get no token."""
+    """Dense, and a mixture of which some experts get no token; added to what went before."""
     layer = load_original(tiny_models[family]).model.layers[0]
-    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+    x, plus = torch.randn(2, rows, 64, generator=torch.Generator().manual_seed(rows))
     with torch.no_grad():
         expected = layer.mlp(x[None])
-        got = rewritten(layer.mlp, "float32", torch.device("cpu"))(x)
+        before = plus.clone()
+        got = rewritten(layer.mlp, "float32", torch.device("cpu"))(x, plus)
     if family == "gpt_oss":
-        expected, got = expected[0], got[0]
-    torch.testing.assert_close(got, expected[0], rtol=1e-4, atol=1e-5)
+        expected = expected[0]
+    torch.testing.assert_close(got, expected[0] + plus, rtol=1e-4, atol=1e-5)
+    assert torch.equal(plus, before)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_rewritten_mlp_in_bf16(family, tiny_models):
+    layer = load_original(tiny_models[family]).model.layers[0].bfloat16()
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        expected = layer.mlp.float()(x[None].float())
+        got = rewritten(layer.mlp.bfloat16(), "bfloat16", torch.device("cpu"))(x, torch.zeros_like(x))
+    expected = (expected[0] if family == "gpt_oss" else expected)[0]
+    torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
 
 
 def test_rms_norm_as_a_layer_norm(tiny_models):

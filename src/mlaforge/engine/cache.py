@@ -85,8 +85,8 @@ def size_groups(
 
 
 class Cache:
-    """`rows[layer]` is [num_blocks * block_size, width]. Not cleared: what no sequence has written is never read, and on
-    a CPU the system gives memory only where a block is written."""
+    """`rows[layer]` is [num_blocks * block_size, width]. Not cleared: what no sequence has written is never read, and
+    on a CPU the system gives memory only where a block is written."""
 
     def __init__(
         self, layers: Sequence[LayerCache], groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype,
