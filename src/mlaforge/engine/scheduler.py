@@ -71,7 +71,7 @@ class Scheduler:
                     budget -= upto - sequence.computed
         while self.waiting and budget and not preempted:
             sequence = self.waiting[0]
-            if len(self.running) + sequence.request.unfinished > max(self.max_num_seqs, sequence.request.unfinished):
+            if sum(map(_places, self.running)) + _places(sequence) > self.max_num_seqs:
                 break
             found = self.tables.start(sequence.number, sequence.token_ids, sequence.reuse)
             upto = min(len(sequence.token_ids), found + budget)
@@ -97,3 +97,8 @@ class Scheduler:
         sequence.computed = 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1
+
+
+def _places(sequence: Sequence) -> int:
+    """How many sequences this one is, or becomes when its prompt is computed."""
+    return 1 if sequence.prefilled else sequence.request.params.n

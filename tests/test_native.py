@@ -1,0 +1,119 @@
+"""The compiled CPU kernels against torch in fp64, and what happens where they cannot be had."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from mlaforge import runtime
+from mlaforge.ops import native
+from mlaforge.ops.native import kernels, pack, unpack
+
+# bf16 keeps 8 bits: half a unit in the last place of the result.
+ROUNDED = 2**-8
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    if (reason := native._why_not()) is not None:
+        pytest.skip(reason)
+    found = kernels()
+    assert found is not None, "the compiler failed"
+    return found
+
+
+def near(found, wanted, scale):
+    """Within rounding of the result, where fp32 sums of terms as large as `scale` went before."""
+    error = (found.double() - wanted).abs()
+    assert bool((error <= ROUNDED * wanted.abs() + 1e-5 * scale).all()), float(error.max())
+
+
+@given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 9))
+def test_linear(compiled, N, M, half, with_bias, with_plus, seed):
+    torch.manual_seed(seed)
+    x, w, b, plus = (torch.randn(*s).bfloat16() for s in ((N, 2 * half), (M, 2 * half), (M,), (N, M)))
+    packed = pack(w)
+    assert torch.equal(unpack(packed, M), w)
+    found = compiled.linear(x, packed, M, b if with_bias else None, plus if with_plus else None)
+    wanted = x.double() @ w.double().T + (b.double() if with_bias else 0) + (plus.double() if with_plus else 0)
+    assert found.dtype == torch.bfloat16
+    near(found, wanted, 2 * half)
+
+
+def test_linear_takes_rows_that_are_parts_of_wider_ones(compiled):
+    torch.manual_seed(0)
+    wide, w, plus = torch.randn(5, 96).bfloat16(), torch.randn(33, 64).bfloat16(), torch.randn(33, 5).bfloat16().T
+    found = compiled.linear(wide[:, 16:80], pack(w), 33, None, plus)
+    near(found, wide[:, 16:80].double() @ w.double().T + plus.double(), 64)
+
+
+@given(st.integers(1, 20), st.integers(1, 100), st.floats(1e-3, 1e3), st.integers(0, 9))
+def test_rms_norm(compiled, N, C, size, seed):
+    torch.manual_seed(seed)
+    x, w = (size * torch.randn(N, C)).bfloat16(), torch.randn(C).bfloat16()
+    near(compiled.rms_norm(x, w, 1e-5), F.rms_norm(x.double(), (C,), w.double(), 1e-5), 1)
+
+
+@given(st.integers(1, 20), st.integers(1, 100), st.sampled_from([0.1, 1.0, 30.0, 1e4]), st.integers(0, 9))
+def test_silu_mul(compiled, N, width, size, seed):
+    torch.manual_seed(seed)
+    x = (size * torch.randn(N, 2 * width)).bfloat16()
+    gate, up = x.double().chunk(2, dim=-1)
+    near(compiled.silu_mul(x), F.silu(gate) * up, size * size)
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4), st.sampled_from([2, 6, 64]), st.integers(0, 9))
+def test_turn_and_store(compiled, N, heads, kv_heads, head_dim, seed):
+    torch.manual_seed(seed)
+    width = 2 * kv_heads * head_dim
+    x = torch.randn(N, heads * head_dim + width).bfloat16()
+    angles = torch.rand(N, 1, head_dim // 2) * 7
+    turn = torch.complex(angles.cos(), angles.sin())
+    slots = torch.randperm(50)[:N]
+    rows = torch.full((50, width), torch.nan).bfloat16()
+    turned = (heads + kv_heads) * head_dim
+    pairs = torch.view_as_complex(x[:, :turned].double().view(N, heads + kv_heads, -1, 2)) * turn.to(torch.complex128)
+    wanted = torch.cat((torch.view_as_real(pairs).view(N, -1), x[:, turned:].double()), dim=1)
+    compiled.turn_and_store(x, turn, rows, slots, heads + kv_heads, head_dim)
+    near(x, wanted, 1)
+    assert torch.equal(rows[slots], x[:, -width:])
+    others = torch.ones(50, dtype=torch.bool).index_fill(0, slots, False)
+    assert bool(rows[others].isnan().all())
+
+
+def test_without_a_compiler_it_says_so_and_the_engine_has_torch(monkeypatch, capsys):
+    kernels.cache_clear()
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    try:
+        assert kernels() is None
+    finally:
+        kernels.cache_clear()
+    assert "no C++ compiler" in capsys.readouterr().err
+
+
+def test_a_failing_compiler_leaves_nothing_behind(monkeypatch, capsys, tmp_path):
+    kernels.cache_clear()
+    broken = tmp_path / "broken-g++"
+    broken.write_text("#!/bin/sh\necho 'error: out of paper' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    try:
+        assert kernels() is None
+    finally:
+        kernels.cache_clear()
+    assert "out of paper" in capsys.readouterr().err
+    assert list((runtime.cache_home() / "native").iterdir()) == []
+
+
+def test_they_can_be_turned_off(monkeypatch, capsys):
+    kernels.cache_clear()
+    monkeypatch.setenv("MLAFORGE_NATIVE", "0")
+    try:
+        assert kernels() is None
+    finally:
+        kernels.cache_clear()
+    assert "MLAFORGE_NATIVE is 0" in capsys.readouterr().err
