@@ -116,9 +116,9 @@ def test_make_targets_exist():
 PATHS = set(re.findall(r"(?:docs|src|tests|benchmarks)/[\w*/-]+(?:\.\w+)*", README + ENGINE))
 
 
-@pytest.mark.parametrize("path", sorted(path for path in PATHS if "*" not in path))
+@pytest.mark.parametrize("path", sorted(PATHS))
 def test_named_paths_exist(path):
-    assert (ROOT / path).exists()
+    assert any(ROOT.glob(path))
 
 
 def test_the_tree_names_every_module():
