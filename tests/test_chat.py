@@ -149,7 +149,7 @@ def test_generate_with_the_chat_template(llama, llm, cli):
         (("--temperature", -1), "temperature = -1.0 must be a finite number of at least 0"),
         (("--top-p", 0), "top_p = 0.0 must be above 0 and at most 1"),
         (("--max-new-tokens", 0), "max_new_tokens = 0 must be at least 1"),
-        (("--max-new-tokens", 512), "need 32 cache blocks of full, but there are 31"),
+        (("--cache-bytes", 2 * 16 * 768, "--prompt", "x" * 32), "leaves room for 31"),
         (("--cache-bytes", 9), "cache_bytes = 9 does not hold one short sequence"),
         (("--max-num-seqs", 1000), "max_num_batched_tokens = 512 must be at least max_num_seqs = 1000"),
         (("--prompt", ""), "the prompt is empty"),

@@ -1,6 +1,8 @@
 """What the engine does not do: every refusal is one line that names the value and what would be right, and it leaves
 the engine as it was."""
 
+import dataclasses
+
 import pytest
 from engine_driver import Oracle, greedy, idle, random_prompts, watched
 
@@ -18,7 +20,7 @@ def llama(tiny_models):
 
 @pytest.fixture(scope="module")
 def llm(llama):
-    """512 tokens of context, 28 blocks of 16, 8 sequences."""
+    """28 blocks of 16, by which the 512 tokens of context are cut to 448; 8 sequences."""
     return watched(llama, cache_bytes=28 * 16 * 768, max_num_seqs=8)
 
 
@@ -84,20 +86,13 @@ def test_a_model_that_is_not_there(tmp_path):
             "the prompt has token 260, but the model's vocabulary has 260: it comes from another model's tokenizer",
         ),
         ([-1], greedy(1), "the prompt has token -1, but the model's vocabulary has 260: .*"),
-        ([1] * 512, greedy(1), "the prompt has 512 tokens; this model's context leaves room for 511"),
+        ([1] * 448, greedy(1), "the prompt has 448 tokens; this model's context leaves room for 447"),
         (
-            [1] * 513,
+            [1] * 449,
             SamplingParams(max_tokens=0, prompt_logprobs=0),
-            "the prompt has 513 tokens; this model's context leaves room for 512",
+            "the prompt has 449 tokens; this model's context leaves room for 448",
         ),
         (PROMPT, greedy(1, n=9), "n = 9 is more than max_num_seqs = 8"),
-        (
-            [1] * 440,
-            greedy(10),
-            r"450 tokens \(prompt and max_tokens\) need 29 cache blocks of full, but there are 28; ask for fewer "
-            "tokens, or give the cache more with cache_bytes",
-        ),
-        (PROMPT, SamplingParams(max_tokens=None), r"512 tokens \(prompt and max_tokens\) need 32 cache blocks .*"),
         (PROMPT, greedy(1, stop_token_ids=(260,)), "stop_token_ids names token 260, but the vocabulary has 260"),
         (PROMPT, greedy(1, logit_bias={999: 1.0}), "logit_bias names token 999, but the vocabulary has 260"),
     ],
@@ -122,13 +117,21 @@ def test_a_token_among_prompts(llm):
     refused(told, llm.generate, [5, [6, 7]])
 
 
-def test_what_just_fits_runs(llm, llama):
-    """The whole cache by one sequence, and all of the context by a prompt alone."""
-    (output,) = llm.generate([[1] * 440], greedy(9))
-    assert len(output.outputs[0].token_ids) == 9
-    idle(llm.engine)
+def test_a_sequence_ends_with_the_cache(llama, llm, capsys):
+    """The context is cut to what the cache holds, which is said; a sequence ends there and other lengths are not
+    refused."""
+    said = "context cut to 448 tokens, which is what the cache holds; see --cache-bytes"
+    again = watched(llama, cache_bytes=28 * 16 * 768, max_num_seqs=8)
+    assert said in capsys.readouterr().err and again.engine.max_model_len == llm.engine.max_model_len == 448
+    for wanted in (9, None):
+        (output,) = llm.generate([[1] * 440], dataclasses.replace(greedy(1), max_tokens=wanted))
+        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (8, "length")
+        idle(llm.engine)
+    (output,) = llm.generate([[1] * 448], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert len(output.prompt_logprobs) == 448
     (output,) = watched(llama).generate([[1] * 512], SamplingParams(max_tokens=0, prompt_logprobs=0))
     assert len(output.prompt_logprobs) == 512
+    assert "context cut" not in capsys.readouterr().err
 
 
 def test_a_request_id_is_taken_until_its_end(llm):

@@ -68,16 +68,27 @@ def bound(x, weight, bias, format, out):
     inputs=st.sampled_from([1, 31, 32, 64, 96, 100, 160]),
     outputs=st.sampled_from([1, 5, 16, 48, 64, 100]),
     bias=st.booleans(),
+    plus=st.booleans(),
+    gaps=st.booleans(),
     format=st.sampled_from(FORMATS),
 )
-def test_a_packed_product_is_the_product(rows, inputs, outputs, bias, format):
+def test_a_packed_product_is_the_product(rows, inputs, outputs, bias, plus, gaps, format):
+    """Also of rows with gaps between them, and added to something, which stays as it is."""
     x, weight, b = problem(rows, inputs, outputs, bias, format)
     layer = PackedLinear(weight, b, format)
     assert (layer.out_features, layer.in_features) == (outputs, inputs)
-    got = layer(x)
+    added = torch.linspace(-3, 3, rows * outputs).view(rows, outputs).to(x.dtype) if plus else None
+    before = None if added is None else added.clone()
+    got = layer(torch.cat((x, torch.full_like(x, torch.nan)), dim=1)[:, :inputs] if gaps else x, added)
     assert got.shape == (rows, outputs) and got.dtype == x.dtype
     want = F.linear(x.double(), weight.double(), None if b is None else b.double())
-    error = (got.double() - want).abs() - bound(x, weight, b, format, want)
+    allowed = bound(x, weight, b, format, want)
+    if added is not None:
+        assert torch.equal(added, before)
+        want = want + added.double()
+        # The sum is rounded once more.
+        allowed = allowed + (BF16 if format != "float32" else 1e-6) * (want.abs() + added.double().abs())
+    error = (got.double() - want).abs() - allowed
     assert error.max() <= 0, f"{float(error.max())} beyond the bound"
 
 
