@@ -23,7 +23,7 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels
-from mlaforge.ops.paged_attention import paged_attention
+from mlaforge.ops.paged_attention import capturable, paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,11 @@ class PagedGroupedQueryAttention:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
         return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
 
+    def capturable(self, view: CacheView) -> bool:
+        """Whether a CUDA graph can hold a step of this layer."""
+        q_NHD = self.k_LGD.new_empty(0, self.num_heads, self.head_dim)
+        return capturable(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
+
 
 class PagedLatentAttention:
     """Multi-head latent attention. `attention` is the converted layer's own module, which does the mathematics; its
@@ -135,11 +140,21 @@ class PagedLatentAttention:
             q_NHD = latent.q_norm(q_NHD)
         self.rows_LW.index_copy_(0, view.slots_N, row_NW)
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
-        if latent.rope_dim and latent.cheaper_absorbed(view.max_query):
+        if self._absorbs(view):
             out_NHV = self._absorbed(q_NHD, view)
         else:
             out_NHV = self._by_sequence(q_NHD, view)
         return self.o_proj(out_NHV.to(normed_NC.dtype).reshape(N, -1), plus_NC)
+
+    def _absorbs(self, view: CacheView) -> bool:
+        return bool(self.latent.rope_dim) and self.latent.cheaper_absorbed(view.max_query)
+
+    def capturable(self, view: CacheView) -> bool:
+        """Whether a CUDA graph can hold a step of this layer: not what goes sequence by sequence."""
+        rows_L1W = self.rows_LW[:, None]
+        q_NHW = rows_L1W.new_empty(0, self.latent.num_heads, rows_L1W.shape[2])
+        values = rows_L1W[..., : self.latent.rank]
+        return self._absorbs(view) and capturable(q_NHW, rows_L1W, values, view, self.latent.scaling)
 
     def _absorbed(self, q_NHD: Tensor, view: CacheView) -> Tensor:
         """latent_rope: one cached row is key and value of all heads."""

@@ -86,15 +86,19 @@ def size_groups(
 
 class Cache:
     """`rows[layer]` is [num_blocks * block_size, width]. Not cleared: what no sequence has written is never read, and
-    on a CPU the system gives memory only where a block is written."""
+    on a CPU the system gives memory only where a block is written.
+
+    `spare` more blocks per group than `groups` says stand behind those that the pools hand out: `scratch` is the first.
+    """
 
     def __init__(
         self, layers: Sequence[LayerCache], groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, spare: int = 0,
     ):  # fmt: skip
         self.layers, self.groups, self.block_size = layers, groups, block_size
+        self.scratch = tuple(group.num_blocks for group in groups)
         self.rows = [
-            torch.empty(groups[layer.group].num_blocks * block_size, layer.width, dtype=dtype, device=device)
+            torch.empty((groups[layer.group].num_blocks + spare) * block_size, layer.width, dtype=dtype, device=device)
             for layer in layers
         ]
 

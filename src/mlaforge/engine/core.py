@@ -18,11 +18,12 @@ from mlaforge.engine.block_tables import BlockTables
 from mlaforge.engine.cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.constraint import Constraint
 from mlaforge.engine.loading import EngineModel, choose_format
+from mlaforge.engine.nvtx import span
 from mlaforge.engine.output import Completion, RequestOutput
 from mlaforge.engine.params import SamplingParams
 from mlaforge.engine.runner import Runner
 from mlaforge.engine.sampler import Sampler, logprobs_of
-from mlaforge.engine.sampling_state import SamplingState
+from mlaforge.engine.sampling_state import SamplingState, on_device
 from mlaforge.engine.scheduler import Scheduler
 from mlaforge.engine.sequence import Request, Sequence
 from mlaforge.engine.stats import EngineStats
@@ -58,7 +59,9 @@ class Engine:
             config.block_size, self.model.dtype.itemsize, max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len, max_step=config.max_num_batched_tokens,
         )  # fmt: skip
-        self.cache = Cache(layers, groups, config.block_size, self.model.dtype, self.device)
+        # Graphs write what fills up a batch to a block beyond the budget.
+        spare = 1 if self.device.type == "cuda" else 0
+        self.cache = Cache(layers, groups, config.block_size, self.model.dtype, self.device, spare)
         self._block_bytes = [self.cache.bytes_per_block(group) for group in range(len(groups))]
         self.tables = BlockTables(groups, config.block_size, config.prefix_caching)
         self.model.load(
@@ -71,7 +74,7 @@ class Engine:
         if full and min(full) * config.block_size < self.max_model_len:
             self.max_model_len = min(full) * config.block_size
             log(f"context cut to {self.max_model_len} tokens, which is what the cache holds; see --cache-bytes")
-        self.runner = Runner(self.model)
+        self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
         self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = Sampler()
         self._numbers = itertools.count()
@@ -178,11 +181,12 @@ class Engine:
         self, hidden_NC: Tensor, last_S: Tensor, rows: list[int], sequences: list[Sequence]
     ) -> dict[str, RequestOutput]:
         if rows != list(range(len(last_S))):
-            hidden_SC = hidden_NC[last_S[torch.tensor(rows, device=last_S.device)]]
+            hidden_SC = hidden_NC[last_S[on_device(rows, torch.int64, self.device)]]
         else:
             # Where every sequence has one token, their rows are all there are.
             hidden_SC = hidden_NC if len(last_S) == len(hidden_NC) else hidden_NC[last_S]
-        sampled = self.sampler(self.model.logits(hidden_SC), [s.state for s in sequences])
+        with span("SAMPLE", self.device):
+            sampled = self.sampler(self.model.logits(hidden_SC), [s.state for s in sequences])
         logprobs = sampled.logprobs()
         outputs: dict[str, RequestOutput] = {}
         # The one place where the host waits for the device.

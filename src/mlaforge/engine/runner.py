@@ -1,22 +1,47 @@
-"""Runs the model on a batch; on CUDA the decoding steps as graphs, captured by bucket."""
+"""Runs the model on a batch; on CUDA uniform steps as graphs, captured by bucket (engine/graphs.py)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from mlaforge.engine.attention import Step
 from mlaforge.engine.batch import Batch
+from mlaforge.engine.graphs import CudaCapture, Graphs
 from mlaforge.engine.loading import EngineModel
+from mlaforge.engine.nvtx import span
 
 
 class Runner:
-    """A batch in, hidden states before the final norm out."""
+    """A batch in, hidden states before the final norm out.
 
-    def __init__(self, model: EngineModel):
+    `scratch` is the scratch block of every cache group (Cache.scratch), `max_num_seqs` bounds the sequences of a batch;
+    both are for graphs only.
+    """
+
+    def __init__(self, model: EngineModel, scratch: Sequence[int], max_num_seqs: int):
         self.model = model
         self.head_dim = model.spec.layers[0].head_dim
+        self.graphs: Graphs | None = None
+        if model.device.type == "cuda":
+            self.graphs = Graphs(self.eager, self.capturable, scratch, max_num_seqs, CudaCapture(model.device))
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, C]"""
+        """[N, C], valid until the next call."""
+        if self.graphs is None:
+            return self.eager(batch)
+        decodes = len(batch.token_ids_N) == len(batch.last_S)
+        with span("BASE_DECODE_STEP" if decodes else "BASE_PREFILL_STEP", self.model.device):
+            hidden_NC = self.graphs(batch)
+            return self.eager(batch) if hidden_NC is None else hidden_NC
+
+    def eager(self, batch: Batch) -> Tensor:
+        """[N, C], kernel after kernel."""
         step = Step.make(batch, self.model.rotary, self.head_dim, self.model.dtype)
         return self.model.hidden(batch.token_ids_N, step)
+
+    def capturable(self, batch: Batch) -> bool:
+        """Whether all layers attend through ops that launch from host numbers only."""
+        attentions = (layer.attention for layer in self.model.layers)
+        return all(attention.capturable(batch.views[attention.group]) for attention in attentions)

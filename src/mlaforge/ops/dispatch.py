@@ -26,7 +26,8 @@ class Implementation:
     """`supports` and `run` take the op's arguments; `supports` answers True or the reason why not, in a few words.
 
     It is chosen unasked only on the type of device it is `made_for`; there, passing it over is logged with the reason,
-    unless it is `quiet`, being made for some inputs only.
+    unless it is `quiet`, being made for some inputs only. `capturable`: it launches from host numbers alone, so that a
+    CUDA graph can hold it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Implementation:
     supports: Supports
     made_for: str
     quiet: bool = False
+    capturable: bool = False
 
 
 class Op:
@@ -45,9 +47,11 @@ class Op:
         self.implementations: dict[str, Implementation] = {}
         self._logged: set[tuple[str, str]] = set()
 
-    def register(self, name: str, run: Run, supports: Supports, made_for: str, quiet: bool = False) -> None:
+    def register(
+        self, name: str, run: Run, supports: Supports, made_for: str, quiet: bool = False, capturable: bool = False
+    ) -> None:
         assert name not in self.names and name != "check", name
-        self.implementations[name] = Implementation(name, run, supports, made_for, quiet)
+        self.implementations[name] = Implementation(name, run, supports, made_for, quiet, capturable)
 
     @property
     def names(self) -> list[str]:
@@ -87,6 +91,12 @@ class Op:
                 self._logged.add((name, reason))
                 runtime.log(f"{self.name}: not {name}: {reason}")
         return "reference", self.reference
+
+    def capturable(self, *inputs: Any) -> bool:
+        """Whether a CUDA graph can hold what calling with `inputs` would run; raises as calling does."""
+        wanted, checked = self._from_environment()
+        name, _ = self.choose(*inputs, implementation=wanted)
+        return not checked and name in self.implementations and self.implementations[name].capturable
 
     def _from_environment(self) -> tuple[str | None, bool]:
         """The implementation that $MLAFORGE_OPS names for this op, if any, and whether to check it."""

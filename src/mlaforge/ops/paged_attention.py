@@ -38,6 +38,11 @@ def paged_attention(
     return out, lse
 
 
+def capturable(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> bool:
+    """Whether a CUDA graph can hold what `paged_attention` would run on queries like these; their number is free."""
+    return OP.capturable(q_NHD, k_LGD, v_LGV, view, scale)
+
+
 def reference(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
     """In fp32, sequence by sequence; reads the lengths from the device."""
     (N, H, _), G, V = q_NHD.shape, k_LGD.shape[1], v_LGV.shape[2]
@@ -118,7 +123,7 @@ def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
 OP = Op("paged_attention", reference)
 OP.register("native", _native, _native_supports, made_for="cpu", quiet=True)
 OP.register("runs", paged_attention_runs, _runs_supports, made_for="cpu")
-OP.register("triton", _triton, _triton_supports, made_for="cuda")
+OP.register("triton", _triton, _triton_supports, made_for="cuda", capturable=True)
 
 
 def replay(path: Path, implementation: str | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:

@@ -1,0 +1,90 @@
+"""CUDA graphs of uniform steps, captured by bucket when one is first met. Not measured on a GPU yet (docs/ops.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mlaforge.engine.batch import Batch
+from mlaforge.engine.bucket import Bucket, blank, fill
+
+Run = Callable[[], Tensor]
+# Captures a function; returns what replays it, and the tensor that a replay overwrites with the function's result.
+Capture = Callable[[Run], tuple[Callable[[], None], Tensor]]
+
+
+class CudaCapture:
+    """Captures into graphs that share one memory pool, so that they must be replayed one at a time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], Tensor]:
+        """`run` is called twice. What it computes must not change when it is computed again."""
+        current = torch.cuda.current_stream(self.device)
+        # Not yet captured: Triton compiles, cuBLAS allocates.
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            run()
+        current.wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a server's) may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            out = run()
+        return graph.replay, out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    static: Batch
+    replay: Callable[[], None]
+    out_NC: Tensor
+
+
+class Graphs:
+    """The graphs of `run`, by bucket.
+
+    run           from a batch to hidden states [N, C], on the device
+    capturable    whether a step is launched from host numbers alone; asked once per bucket
+    scratch       the scratch block of every cache group
+    max_num_seqs  the most sequences of a batch
+    """
+
+    def __init__(
+        self, run: Callable[[Batch], Tensor], capturable: Callable[[Batch], bool], scratch: Sequence[int],
+        max_num_seqs: int, capture: Capture,
+    ):  # fmt: skip
+        self._run, self._capturable, self._capture = run, capturable, capture
+        self._scratch, self._max_num_seqs = tuple(scratch), max_num_seqs
+        self._graphs: dict[Bucket, _Graph | None] = {}
+
+    @property
+    def captured(self) -> list[Bucket]:
+        """The buckets that have a graph, in the order of their capture."""
+        return [bucket for bucket, graph in self._graphs.items() if graph is not None]
+
+    def __call__(self, batch: Batch) -> Tensor | None:
+        """Hidden states [N, C] of the batch, valid until the next call; None where it must run without a graph."""
+        bucket = Bucket.of(batch, self._max_num_seqs)
+        if bucket is None:
+            return None
+        if bucket not in self._graphs:
+            self._graphs[bucket] = self._captured(bucket, batch) if self._capturable(batch) else None
+        graph = self._graphs[bucket]
+        if graph is None:
+            return None
+        fill(graph.static, batch, self._scratch)
+        graph.replay()
+        return graph.out_NC[: len(batch.token_ids_N)]
+
+    def _captured(self, bucket: Bucket, batch: Batch) -> _Graph:
+        static = blank(bucket, batch)
+        # The run before the capture computes this very step.
+        fill(static, batch, self._scratch)
+        replay, out_NC = self._capture(lambda: self._run(static))
+        return _Graph(static, replay, out_NC)
