@@ -116,13 +116,11 @@ def test_lm_eval_measures_what_transformers_measures(served, tokenized, tmp_path
     )  # fmt: skip
     oracle = Oracle(directory)
     docs = [json.loads(line) for line in (TASKS / "gsm8k_six.jsonl").read_text().splitlines()]
-    samples = {
-        task: sorted((json.loads(line) for line in _only(tmp_path, f"samples_{task}_*.jsonl")), key=lambda s: s["doc_id"])
-        for task in ("six_choice", "six_generated", "six_rolling")
-    }  # fmt: skip
-    assert [len(found) for found in samples.values()] == [len(docs)] * 3
+    tasks = ("six_choice", "six_generated", "six_rolling")
+    samples = [sorted(_samples(tmp_path / "out", task), key=lambda sample: sample["doc_id"]) for task in tasks]
+    assert [len(found) for found in samples] == [len(docs)] * 3
     worst = 0.0
-    for doc, choice, generated, rolling in zip(docs, *samples.values(), strict=True):
+    for doc, choice, generated, rolling in zip(docs, *samples, strict=True):
         prompt = f"Question: {doc['question']}\nAnswer:"
         for text, (found, greedy) in zip(doc["choices"], (resps[0] for resps in choice["resps"]), strict=True):
             expected, is_greedy = oracle.score(oracle.ids(f"{prompt} {text}"), len(oracle.ids(prompt)))
@@ -137,9 +135,9 @@ def test_lm_eval_measures_what_transformers_measures(served, tokenized, tmp_path
     assert worst < 1e-3
 
 
-def _only(tmp_path, pattern):
-    [path] = (tmp_path / "out").rglob(pattern)
-    return path.read_text(encoding="utf-8").splitlines()
+def _samples(folder, task):
+    [path] = folder.rglob(f"samples_{task}_*.jsonl")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(
