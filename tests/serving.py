@@ -60,6 +60,13 @@ def until(holds: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def serving(engine: Any, **options: Any) -> Iterator[Served]:
     """A server of `engine` with these options of ServeConfig, in a thread."""

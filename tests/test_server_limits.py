@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
-from serving import serving, until
+from serving import free_port, serving, until
 
 from mlaforge.engine import serve
 from mlaforge.options import ServeConfig
@@ -198,9 +198,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer):
 
 def _start(delay, drain):
     """A server in a process of its own; (process, url) once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = Path(__file__).with_name("scripted_engine.py")
     paths = os.pathsep.join([str(script.parent), str(script.parent.parent / "src")])
     process = subprocess.Popen(
