@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-memory clean
+.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-memory bench-engine bench-load bench-kernels clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,18 @@ bench-gpt-oss: $(VENV)/.ready
 
 bench-memory: $(VENV)/.ready
 	$(BIN)/python benchmarks/memory.py
+
+bench-engine: $(VENV)/.ready
+	$(BIN)/python benchmarks/engine.py --data ../shared/data
+
+# MODEL: what is served; by default the demo's.
+bench-load: $(VENV)/.ready
+	model='$(MODEL)'; $(BIN)/python benchmarks/load.py \
+	  "$${model:-$$($(BIN)/python -c 'from mlaforge import demo_model; print(demo_model.fetch())')}" --minutes 10
+
+# Needs a GPU.
+bench-kernels: $(VENV)/.ready
+	$(BIN)/python benchmarks/kernels.py --out benchmarks/kernels.json
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

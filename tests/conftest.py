@@ -55,7 +55,7 @@ NORMED = ("qwen3",)
 # Every family with every layout that it can take.
 CASES = [(f, layout) for f in FAMILIES for layout in ("latent", "latent_rope") if layout == "latent" or f not in NORMED]
 # What a stage may say on stderr before it fails; on a slow machine there are progress bars too.
-PROGRESS = re.compile(r"(Original|Partial RoPE|MLA) ppl: |dequantising |dtype auto: |[\w .-]+: +\d+%\|")
+PROGRESS = re.compile(r"(Original|Partial RoPE|MLA) ppl: |context cut to |dequantising |dtype auto: |[\w .-]+: +\d+%\|")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -162,6 +162,18 @@ def biased_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("biased") / "llama", "llama", 3, attention_bias=True)
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The demo's real model; skips where it cannot be had."""
+    from mlaforge import demo_model
+    from mlaforge.runtime import UserError
+
+    try:
+        return demo_model.fetch()
+    except UserError as error:
+        pytest.skip(f"the demo's model cannot be had here: {error}")
+
+
 def _text(tmp_path_factory: pytest.TempPathFactory, name: str, keys: list[str]) -> Path:
     path = tmp_path_factory.mktemp("text") / f"{name}.txt"
     path.write_text("\n\n".join(topics[key] for key in keys)[:12000], encoding="utf-8")
@@ -176,6 +188,33 @@ def calibration_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def evaluation_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _text(tmp_path_factory, "evaluation", sorted(topics)[-20:])
+
+
+@pytest.fixture(scope="session")
+def converted(
+    tiny_models: dict[str, Path], biased_llama: Path, calibration_file: Path, evaluation_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Path]:  # fmt: skip
+    """(family, layout, **options) -> the converted directory, made once."""
+    from mlaforge import convert
+    from mlaforge.options import ConvertConfig
+
+    sources = {**tiny_models, "biased_llama": biased_llama}
+    made: dict[str, Path] = {}
+
+    def get(family: str, layout: str, **options: Any) -> Path:
+        key = json.dumps([family, layout, options], sort_keys=True)
+        if key not in made:
+            out = tmp_path_factory.mktemp("converted") / "model"
+            settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
+            config = ConvertConfig(
+                layout=layout, calibration=str(calibration_file), evaluation=str(evaluation_file), **settings
+            )
+            convert.run(str(sources[family]), out, config)
+            made[key] = out
+        return made[key]
+
+    return get
 
 
 @pytest.fixture
@@ -198,7 +237,7 @@ def short(calibration_file: Path, evaluation_file: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def cli() -> Callable[..., Any]:
-    """cli("convert", MODEL, OUT, ...) -> exit_code, stdout and stderr of the command, run in this process.
+    """cli("convert", MODEL, OUT, ..., stdin=None) -> exit_code, stdout and stderr of the command, run in this process.
 
     What would be a traceback is appended to stderr, as Python would print it.
     """
@@ -214,7 +253,7 @@ def cli() -> Callable[..., Any]:
             if result.exception is not None and not isinstance(result.exception, SystemExit):
                 self.stderr += "".join(traceback.format_exception(result.exception))
 
-    return lambda *arguments: Done(CliRunner().invoke(app, [str(a) for a in arguments]))
+    return lambda *arguments, stdin=None: Done(CliRunner().invoke(app, [str(a) for a in arguments], input=stdin))
 
 
 @pytest.fixture(scope="session")

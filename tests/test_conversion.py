@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,26 +18,6 @@ from mlaforge.runtime import UserError
 
 LAYOUTS = ["latent", "latent_rope"]
 FULL = {"budget": 1.0}
-
-
-@pytest.fixture(scope="session")
-def converted(tiny_models, calibration_file, evaluation_file, tmp_path_factory):
-    """(family, layout, **options) -> the converted directory, made once."""
-    made: dict[str, Path] = {}
-
-    def get(family: str, layout: str, **options) -> Path:
-        key = json.dumps([family, layout, options], sort_keys=True)
-        if key not in made:
-            out = tmp_path_factory.mktemp("converted") / "model"
-            settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
-            config = ConvertConfig(
-                layout=layout, calibration=str(calibration_file), evaluation=str(evaluation_file), **settings
-            )
-            convert.run(str(tiny_models[family]), out, config)
-            made[key] = out
-        return made[key]
-
-    return get
 
 
 def original(tiny_models, family):

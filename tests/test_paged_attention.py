@@ -135,6 +135,15 @@ def make_step(
     return Step(q, k, v, view, slots)
 
 
+def attention(step: Step, implementation: str) -> tuple[Tensor, Tensor]:
+    """By this implementation; skips what those that are made for some inputs only do not take."""
+    if implementation in ("native", "runs"):
+        reason = OP.implementations[implementation].supports(*step.inputs)
+        if reason is not True:
+            pytest.skip(reason)
+    return paged_attention(*step.inputs, implementation=implementation)
+
+
 def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
     """(start, length) of the stretches of consecutive slots."""
     for _, group in itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0]):
@@ -208,7 +217,7 @@ def test_triton_against_dense_attention(step, splits):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_shape(shape, window, implementation):
     step = make_step(shape, [(1, 1), (83, 1), (30, 4)], window=window)
-    assert_right(step, paged_attention(*step.inputs, implementation=implementation))
+    assert_right(step, attention(step, implementation))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -216,13 +225,49 @@ def test_every_shape(shape, window, implementation):
 def test_prefill_beside_decode(window, implementation):
     """Chunks of very different lengths in one step; 60 rows of one sequence, 3 of the others."""
     step = make_step(SHAPES["group-3"], [(40, 1), (90, 60), (12, 12), (25, 1), (3, 2), (5, 1)], window=window)
-    assert_right(step, paged_attention(*step.inputs, implementation=implementation))
+    assert_right(step, attention(step, implementation))
+
+
+def cached_rows(shape: Shape, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values as the engine keeps them: parts of one bf16 row per slot, NaN all over."""
+    width = shape.key if shape.aliased else shape.key_heads * (shape.key + shape.value)
+    rows = torch.full((blocks * block_size, width), torch.nan, dtype=torch.bfloat16)
+    if shape.aliased:
+        return rows[:, None], rows[:, None, : shape.value]
+    keys, values = rows.split([shape.key_heads * shape.key, shape.key_heads * shape.value], dim=1)
+    return keys.view(-1, shape.key_heads, shape.key), values.view(-1, shape.key_heads, shape.value)
+
+
+DECODING = {
+    "smollm2": Shape(9, 3, 64, 64),
+    "gpt-oss": Shape(16, 2, 64, 64),
+    "nine-per-head": Shape(9, 1, 80, 48, aliased=True),
+    "no-whole-vector": Shape(6, 2, 20, 20),
+    "wider-value": Shape(4, 4, 8, 40),
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="implementations of the CPU")
+@pytest.mark.parametrize("implementation", ["native", "runs"])
+@pytest.mark.parametrize("window", [None, 7, 300], ids=["all", "narrow", "wide"])
+@pytest.mark.parametrize("shape", DECODING.values(), ids=DECODING)
+@pytest.mark.parametrize("lengths", [(1,), (5, 300, 700), (1100,)], ids=str)
+def test_decoding_from_the_engines_rows(lengths, shape, window, implementation):
+    """More tokens than one task takes, several sequences, rows in which keys and values lie side by side."""
+    step = make_step(shape, [(length, 1) for length in lengths], block_size=8, window=window, dtype=torch.bfloat16)
+    k, v = cached_rows(shape, len(step.k) // 8, 8)
+    for slots in step.slots:
+        if not shape.aliased:
+            v[slots] = step.v[slots]
+        k[slots] = step.k[slots]
+    step = dataclasses.replace(step, k=k, v=v)
+    assert_right(step, attention(step, implementation), tolerance=1e-2)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_half_precision(implementation):
     step = make_step(SHAPES["mla"], [(70, 2), (9, 1)], dtype=torch.float16)
-    assert_right(step, paged_attention(*step.inputs, implementation=implementation), tolerance=3e-3)
+    assert_right(step, attention(step, implementation), tolerance=3e-3)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -230,7 +275,7 @@ def test_half_precision(implementation):
 def test_a_row_that_sees_nothing(lengths, implementation):
     """Sequences that only fill up a graph's batch have length 0."""
     step = make_step(SHAPES["group-3"], lengths)
-    out, lse = paged_attention(*step.inputs, implementation=implementation)
+    out, lse = attention(step, implementation)
     assert_right(step, (out, lse))
     assert not out[0].any() and (lse[0] == -torch.inf).all()
 

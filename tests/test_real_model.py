@@ -5,20 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlaforge import checkpoint, convert, demo_model
+from mlaforge import checkpoint, convert
 from mlaforge.options import ConvertConfig
-from mlaforge.runtime import UserError
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    try:
-        directory = demo_model.fetch()
-    except UserError as error:
-        pytest.skip(f"the demo's model cannot be had here: {error}")
-    return directory
 
 
 @pytest.fixture(scope="module")

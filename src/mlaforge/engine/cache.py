@@ -43,8 +43,9 @@ def size_groups(
     layers: Sequence[LayerCache], windows: Sequence[int | None], budget: int, block_size: int, itemsize: int,
     *, max_num_seqs: int, max_model_len: int, max_step: int,
 ) -> list[CacheGroup]:  # fmt: skip
-    """Blocks per group that fit `budget` bytes. Windows get what all sequences can use at once, twice that where the
-    budget has room (prefixes of finished requests), and never more than half of it; the rest is for full attention.
+    """Blocks per group that fit `budget` bytes. Every group gets what one short sequence needs. Of the rest windows get
+    up to twice what all sequences can use at once (the other half for prefixes of finished requests), and no more than
+    half where there is full attention, which gets what is left.
 
     Raises UserError where the budget does not hold one short sequence.
     """
@@ -52,27 +53,31 @@ def size_groups(
         sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(windows))
     ]
     most = max_num_seqs * -(-max_model_len // block_size) + 1
-    wanted = [
-        min(most, max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size) + 2) if window else 0
+    # What one sequence holds while a step is computed (BlockTables.most_blocks).
+    leasts = [
+        min(-(-max_model_len // block_size), 2 if window is None else (window + max_step) // block_size + 2)
         for window in windows
     ]
-    for_windows = sum(n * size for n, size in zip(wanted, bytes_per_block, strict=True))
-    scale = min(2.0, budget / 2 / for_windows) if for_windows and None in windows else budget / max(1, for_windows)
-    counts = [min(most, int(n * scale)) for n in wanted]
+    need = sum(n * size for n, size in zip(leasts, bytes_per_block, strict=True))
+    if budget < need:
+        raise UserError(
+            f"cache_bytes = {budget} does not hold one short sequence in blocks of {block_size} tokens; at least "
+            f"{need} bytes are needed"
+        )
+    # Beyond the least.
+    wanted = [
+        2 * (max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size) + 2) - least if window else 0
+        for window, least in zip(windows, leasts, strict=True)
+    ]
+    for_windows = max(1, sum(n * size for n, size in zip(wanted, bytes_per_block, strict=True)))
+    left = budget - need
+    scale = min(1.0, left / 2 / for_windows) if None in windows else left / for_windows
+    counts = [min(most, least + int(n * scale)) for n, least in zip(wanted, leasts, strict=True)]
     left = budget - sum(n * size for n, size in zip(counts, bytes_per_block, strict=True))
     counts = [
-        min(most, left // size) if window is None else count
+        min(most, count + left // size) if window is None else count
         for window, count, size in zip(windows, counts, bytes_per_block, strict=True)
     ]
-    for window, count in zip(windows, counts, strict=True):
-        # What one sequence holds while a step is computed (BlockTables.most_blocks).
-        least = 2 if window is None else (window + max_step) // block_size + 2
-        if count < (least := min(least, -(-max_model_len // block_size))):
-            need = 2 * least * sum(bytes_per_block)
-            raise UserError(
-                f"cache_bytes = {budget} holds {count} blocks of {block_size} tokens for "
-                f"{'full attention' if window is None else f'windows of {window}'}; at least {need} bytes are needed"
-            )
     return [
         CacheGroup("full" if window is None else f"window {window}", count, window)
         for window, count in zip(windows, counts, strict=True)

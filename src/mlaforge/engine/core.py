@@ -154,15 +154,15 @@ class Engine:
         rows: list[int] = []
         silent = []
         for row, sequence in ready:
-            if sequence.request.params.max_tokens == 0:
-                silent.append(sequence)
-                continue
             for continuation in self._prefilled(sequence):
-                drawing.append(continuation)
-                rows.append(row)
+                if sequence.request.params.max_tokens == 0:
+                    silent.append(continuation)
+                else:
+                    drawing.append(continuation)
+                    rows.append(row)
         outputs = self._draw(hidden_NC, batch.last_S, rows, drawing) if drawing else {}
         for sequence in silent:
-            self._hand_out(outputs, sequence, Completion(0, [], "", None, "length"))
+            self._hand_out(outputs, sequence, Completion(sequence.index, [], "", None, "length"))
         return list(outputs.values())
 
     def _prefilled(self, sequence: Sequence) -> list[Sequence]:
@@ -181,8 +181,10 @@ class Engine:
         self, hidden_NC: Tensor, last_S: Tensor, rows: list[int], sequences: list[Sequence]
     ) -> dict[str, RequestOutput]:
         if rows != list(range(len(last_S))):
-            last_S = last_S[on_device(rows, torch.int64, self.device)]
-        hidden_SC = hidden_NC if len(last_S) == len(hidden_NC) else hidden_NC[last_S]
+            hidden_SC = hidden_NC[last_S[on_device(rows, torch.int64, self.device)]]
+        else:
+            # Where every sequence has one token, their rows are all there are.
+            hidden_SC = hidden_NC if len(last_S) == len(hidden_NC) else hidden_NC[last_S]
         with span("SAMPLE", self.device):
             sampled = self.sampler(self.model.logits(hidden_SC), [s.state for s in sequences])
         logprobs = sampled.logprobs()
@@ -233,6 +235,8 @@ class Engine:
             if request.prompt_logprobs is None or start == 0:
                 request.prompt_logprobs = [None]
             wanted = request.prompt_ids[start + 1 : upto + 1]
+            if not wanted:
+                continue
             for part, ids in zip(hidden[: len(wanted)].split(LOGIT_ROWS), _parts(wanted, LOGIT_ROWS), strict=True):
                 request.prompt_logprobs += logprobs_of(self.model.logits(part), ids, [count] * len(ids))
 

@@ -25,6 +25,8 @@ from mlaforge.runtime import UserError
 QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
 # Rows from which on unpacking to fp32 pays (measured on 2 cores with AVX-512: LOG.md).
 WIDE = {"bfloat16": 128, "int8": 64, "int4": 64}
+# torch's int8 kernel takes widths that are multiples of this; it checks nothing.
+INT8_COLUMNS = 16
 # Input columns that share one scale and zero point in int4.
 INT4_GROUP = 32
 
@@ -52,7 +54,8 @@ class PackedLinear:
         if format in QUANTIZED:
             if not on_cpu:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
-            self._few, self._weight = {"int8": _int8, "int4": _int4}[format](weight_MK)
+            # Experts' weights come transposed, and the kernels read neither them nor rows with gaps between.
+            self._few, self._weight = {"int8": _int8, "int4": _int4}[format](weight_MK.contiguous())
         elif format == "bfloat16" and on_cpu:
             self._few, self._weight = _packed_bf16(weight_MK)
         else:
@@ -99,11 +102,16 @@ def _int8(weight_MK: Tensor) -> Packed:
     # The kernel takes the scale in bf16, so the weights are rounded against that one.
     scale = scale_M.bfloat16()
     codes = torch.round(weight_MK.float() / scale.float()[:, None]).clamp(-127, 127).to(torch.int8)
+    K = weight_MK.shape[1]
+    # The kernel reads whole vectors, beyond the end of other rows.
+    beyond = -K % INT8_COLUMNS
+    codes = F.pad(codes, (0, beyond))
 
     def few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-        return _plus(_plus(torch._weight_int8pack_mm(x_NK.contiguous(), codes, scale), bias), plus_NM)
+        x_NK = F.pad(x_NK, (0, beyond)) if beyond else x_NK.contiguous()
+        return _plus(_plus(torch._weight_int8pack_mm(x_NK, codes, scale), bias), plus_NM)
 
-    return few, lambda: codes.float().mul_(scale.float()[:, None])
+    return few, lambda: codes[:, :K].float().mul_(scale.float()[:, None])
 
 
 def _int4(weight_MK: Tensor) -> Packed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class LLM:
         self.engine = Engine(model, dataclasses.replace(config or EngineConfig(), **options))
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
+        # Of every request that somebody reads what was made while somebody else was reading.
+        self._unread: dict[str, deque[RequestOutput]] = {}
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -69,11 +72,22 @@ class LLM:
                 request_id = f"llm-{next(self._ids)}"
                 self.engine.add(request_id, ids, wanted)
                 order.append(request_id)
-            while self.engine.has_work:
-                yield from self.engine.step()
+                self._unread[request_id] = deque()
+            unfinished = set(order)
+            while unfinished and (self.engine.has_work or any(self._unread[request_id] for request_id in order)):
+                for request_id in order:
+                    while self._unread[request_id]:
+                        output = self._unread[request_id].popleft()
+                        if output.finished:
+                            unfinished.remove(request_id)
+                        yield output
+                for output in self.engine.step() if unfinished else ():
+                    if output.request_id in self._unread:
+                        self._unread[output.request_id].append(output)
         finally:
             for request_id in order:
                 self.engine.abort(request_id)
+                del self._unread[request_id]
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
         """Answers a conversation of {"role", "content"} turns through the model's chat template."""
@@ -99,4 +113,6 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             ids.append(item)
         else:
             several.append(item)
+    if several and ids:
+        raise UserError(f"token {ids[0]} stands among whole prompts; a prompt is a text or a list of token ids")
     return several or [ids]

@@ -31,6 +31,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        # Available blocks with which the head of the queue did not fit; -1 where it has not been tried.
+        self._short = -1
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -42,6 +44,7 @@ class Scheduler:
             self.tables.free(sequence.number)
         else:
             self.waiting.remove(sequence)
+            self._short = -1
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` runs on from what `parent` has computed, sharing its blocks."""
@@ -69,16 +72,19 @@ class Scheduler:
                     plan.chunks.append((sequence, upto))
                     plan.copies += copies
                     budget -= upto - sequence.computed
-        while self.waiting and budget and not preempted:
+        while self.waiting and budget and not preempted and self.tables.available > self._short:
             sequence = self.waiting[0]
-            if len(self.running) + sequence.request.unfinished > max(self.max_num_seqs, sequence.request.unfinished):
+            if sum(map(_places, self.running)) + _places(sequence) > self.max_num_seqs:
                 break
             found = self.tables.start(sequence.number, sequence.token_ids, sequence.reuse)
             upto = min(len(sequence.token_ids), found + budget)
             copies = self.tables.reserve(sequence.number, upto)
             if copies is None:
                 self.tables.free(sequence.number)
+                # Its prompt is not looked up again before blocks have been given back.
+                self._short = self.tables.available
                 break
+            self._short = -1
             sequence.computed = found
             if not sequence.prefilled:
                 sequence.request.num_cached_tokens = found
@@ -96,4 +102,10 @@ class Scheduler:
         self.tables.free(sequence.number)
         sequence.computed = 0
         self.waiting.appendleft(sequence)
+        self._short = -1
         self.preemptions += 1
+
+
+def _places(sequence: Sequence) -> int:
+    """How many sequences this one is, or becomes when its prompt is computed."""
+    return 1 if sequence.prefilled else sequence.request.params.n

@@ -54,7 +54,7 @@ def kernels() -> Any | None:
 def pack(weight_MK: Tensor) -> Tensor:
     """The layout that `linear` reads: bf16 [M / 16, K / 2, 16, 2], outputs filled up with zeros. K must be even."""
     M, K = weight_MK.shape
-    padded = torch.nn.functional.pad(weight_MK.bfloat16(), (0, 0, 0, -M % 16))
+    padded = torch.nn.functional.pad(weight_MK.bfloat16(), (0, 0, 0, -M % 16)).contiguous()
     return padded.view(-1, 16, K // 2, 2).transpose(1, 2).contiguous()
 
 

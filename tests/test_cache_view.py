@@ -1,0 +1,122 @@
+"""What a query sees of the cache, as batch.py lays it out, against a dictionary from position to slot."""
+
+import dataclasses
+
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from mlaforge.engine.batch import Chunk, make_batch
+from mlaforge.engine.block_tables import CacheGroup
+
+NUM_BLOCKS = 12
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass
+class Tables:
+    """As BlockTables, but the blocks are what the test says."""
+
+    block_size: int
+    groups: list[CacheGroup]
+    held: list[tuple[int, list[int]]]
+
+    def table(self, seq, group):
+        first, blocks = self.held[seq]
+        return first * self.block_size, blocks
+
+
+@dataclasses.dataclass
+class Problem:
+    block_size: int
+    window: int | None
+    # Per sequence: number of its first block, its blocks, computed tokens, and those after this step.
+    sequences: list[tuple[int, list[int], int, int]]
+
+    def batch(self):
+        tables = Tables(
+            self.block_size,
+            [CacheGroup("it", NUM_BLOCKS, self.window)],
+            [(first, blocks) for first, blocks, _, _ in self.sequences],
+        )
+        chunks = [Chunk(n, range(1000), start, stop) for n, (_, _, start, stop) in enumerate(self.sequences)]
+        return make_batch(chunks, tables, CPU)
+
+    def slot(self, index, position):
+        first, blocks, _, _ = self.sequences[index]
+        block, offset = divmod(position - first * self.block_size, self.block_size)
+        return blocks[block] * self.block_size + offset
+
+    def seen(self, index, position):
+        """Positions that a query at `position` sees."""
+        return range(0 if self.window is None else max(0, position - self.window + 1), position + 1)
+
+
+@st.composite
+def problems(draw, decode=False):
+    """Sequences of any blocks in any order, the last of them perhaps not needed yet."""
+    size = draw(st.integers(1, 5))
+    window = draw(st.none() | st.integers(1, 9))
+    free = list(draw(st.permutations(range(NUM_BLOCKS))))
+    sequences = []
+    for _ in range(draw(st.integers(1, 3))):
+        stop = draw(st.integers(1, 4 * size if window is None else 40))
+        start = stop - 1 if decode else draw(st.integers(max(0, stop - 7), stop - 1))
+        first = 0 if window is None else max(0, start - window + 1) // size
+        count = -(-stop // size) - first + draw(st.integers(0, 1))
+        if count > len(free):
+            break
+        blocks, free = free[:count], free[count:]
+        sequences.append((first, blocks, start, stop))
+    assume(sequences)
+    return Problem(size, window, sequences)
+
+
+@settings(max_examples=150)
+@given(problems())
+@example(Problem(2, None, [(0, [0, 5, 2], 3, 6)]))
+@example(Problem(2, None, [(0, [0, 2, 1, 3], 7, 8)]))
+@example(Problem(2, 3, [(1, [4, 3, 2], 6, 8)]))
+def test_a_sequence_reads_its_own_rows_in_order_and_masks_what_is_later(problem):
+    batch = problem.batch()
+    (view,) = batch.views
+    row = 0
+    for index, (_, _, start, stop) in enumerate(problem.sequences):
+        T = stop - start
+        assert batch.token_ids_N[row : row + T].tolist() == list(range(start, stop))
+        assert batch.positions_N[row : row + T].tolist() == list(range(start, stop))
+        assert view.slots_N[row : row + T].tolist() == [problem.slot(index, p) for p in range(start, stop)]
+        row += T
+        assert batch.last_S[index] == row - 1
+
+        rows = torch.arange(NUM_BLOCKS * problem.block_size)[:, None]
+        got, mask = view.sequence(index, rows)
+        positions = range(problem.seen(index, start).start, stop)
+        assert got[0, :, 0].tolist() == [problem.slot(index, p) for p in positions]
+        visible = [[p in problem.seen(index, q) for p in positions] for q in range(start, stop)]
+        assert (visible if mask is None else mask[0, 0].tolist()) == visible
+        assert mask is not None or all(map(all, visible))
+
+
+@settings(max_examples=150)
+@given(problems(decode=True))
+def test_decoding_side_by_side_sees_the_same_and_reads_nothing_foreign(problem):
+    (view,) = problem.batch().views
+    slots_SL, mask = view.dense(torch.float32)
+    assert view.dense(torch.float32)[1] is mask
+    for index, (_, blocks, _, stop) in enumerate(problem.sequences):
+        expected = [problem.slot(index, p) for p in problem.seen(index, stop - 1)]
+        seen = mask[index, 0, 0] == 0
+        assert slots_SL[index][seen].tolist() == expected
+        assert (mask[index, 0, 0][~seen] == -torch.inf).all()
+        assert {int(slot) // problem.block_size for slot in slots_SL[index]} <= set(blocks)
+
+
+def test_runs_are_stretches_of_neighbouring_slots():
+    """Whole blocks until the length, merged where blocks follow each other."""
+    problem = Problem(4, None, [(0, [3, 4, 9, 7, 8], 0, 15), (0, [1, 2], 4, 5)])
+    (view,) = problem.batch().views
+    assert view.runs == (((12, 8), (36, 4), (28, 3)), ((4, 5),))
+    assert view.queries == (15, 1)
+    assert view.block_table_SB.tolist() == [[3, 4, 9, 7, 8], [1, 2, 0, 0, 0]]
+    assert (view.max_query, view.max_seq_len) == (15, 15)
