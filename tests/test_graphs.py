@@ -26,6 +26,8 @@ from mlaforge.options import EngineConfig
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CPU = torch.device("cpu")
 MODELS = ("llama", "gpt_oss", "latent_rope")
+# Of the pools that `batch_of` allocates from.
+BLOCKS = 600
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def test_buckets_grow_with_what_they_hold(a, b, most):
 
 def batch_of(*parts: tuple[int, int], windows: tuple[int | None, ...] = (None, 6), block_size: int = 4) -> Batch:
     """Sequences of which `stop` tokens are known and the last `count` computed in this step: (stop, count)."""
-    groups = [CacheGroup(str(window), 400, window) for window in windows]
+    groups = [CacheGroup(str(window), BLOCKS, window) for window in windows]
     tables = BlockTables(groups, block_size, caching=False)
     chunks = []
     for seq, (stop, count) in enumerate(parts):
@@ -118,7 +120,7 @@ def test_a_bucket_holds_every_length_up_to_the_next_power_of_two():
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 3), st.sampled_from([1, 4, 16]))
 def test_rows_that_fill_up_see_nothing_and_own_nothing(lengths, T, block_size):
     batch = batch_of(*((length + T - 1, T) for length in lengths), block_size=block_size)
-    bucket, scratch = Bucket.of(batch, 64), (400, 400)
+    bucket, scratch = Bucket.of(batch, 64), (BLOCKS, BLOCKS)
     assert bucket is not None
     static = padded(batch, bucket, scratch)
     # What the buffers held before does not matter.
@@ -142,9 +144,9 @@ def test_rows_that_fill_up_see_nothing_and_own_nothing(lengths, T, block_size):
         assert torch.equal(view.first_S[:S], before.first_S)
         assert torch.equal(view.slots_N[:N], before.slots_N)
         assert view.query_start_S1.tolist() == [T * s for s in range(bucket.sequences + 1)]
-        # A block that the pool of 400 does not have.
-        assert (view.slots_N[N:] == 400 * block_size).all()
-        assert before.slots_N.max() < 400 * block_size
+        # A block that pools of BLOCKS do not have.
+        assert (view.slots_N[N:] == BLOCKS * block_size).all()
+        assert before.slots_N.max() < BLOCKS * block_size
 
 
 @pytest.mark.usefixtures("roomy")
@@ -238,7 +240,7 @@ def test_the_keeper_captures_once_per_bucket_and_copies_inputs():
         asked.append(batch)
         return batch.views[0].max_query < 3
 
-    graphs = Graphs(run, capturable, (400, 400), 12, capture)
+    graphs = Graphs(run, capturable, (BLOCKS, BLOCKS), 12, capture)
     four = Bucket(4, 1, 256, (64, 4))
     for count, parts in enumerate([[(9, 1), (5, 1), (30, 1)], [(7, 1)] * 4, [(8, 1), (200, 1), (6, 1)]], start=1):
         batch = batch_of(*parts)
