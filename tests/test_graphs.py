@@ -1,0 +1,328 @@
+"""Steps filled up to buckets, the keeper of graphs, and where there is a GPU the graphs themselves.
+
+Without a GPU a graph is a closure over its static batch: what is copied where, and what the rows that fill up may
+touch, is then the same.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlaforge.engine import core
+from mlaforge.engine.batch import Batch, Chunk, make_batch
+from mlaforge.engine.block_tables import BlockTables, CacheGroup
+from mlaforge.engine.bucket import MOST_QUERIES, Bucket, bucket_of, fill, padded
+from mlaforge.engine.cache import Cache
+from mlaforge.engine.core import Engine
+from mlaforge.engine.graphs import Graphs
+from mlaforge.engine.params import SamplingParams
+from mlaforge.options import EngineConfig
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+CPU = torch.device("cpu")
+MODELS = ("llama", "gpt_oss", "latent_rope")
+# Of the pools that `batch_of` allocates from.
+BLOCKS = 600
+
+
+@pytest.fixture(scope="module")
+def models(tiny_models, tmp_path_factory, cli, short) -> dict[str, Path]:
+    """GQA; windows, sinks and experts; a converted model that caches latents with rotary parts; one without these."""
+    found = dict(tiny_models)
+    for layout, more in {"latent": (), "latent_rope": ("--qk-rope-head-dim", "8")}.items():
+        found[layout] = tmp_path_factory.mktemp("graphs") / layout
+        done = cli("convert", tiny_models["llama"], found[layout], *short, "--layout", layout, *more)
+        assert done.exit_code == 0, done.stderr
+    return found
+
+
+def make_engine(model: Path, **options: Any) -> Engine:
+    told = {"device": "cpu", "dtype": "float32", "cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 12}
+    return Engine(model, EngineConfig(**{**told, "max_model_len": 96, "max_num_batched_tokens": 64, **options}))
+
+
+@pytest.fixture
+def roomy(monkeypatch) -> None:
+    """Engines on the CPU have a scratch block, as those on CUDA do."""
+
+    def cache(*arguments: Any) -> Cache:
+        return Cache(*arguments[:-1], spare=1)
+
+    monkeypatch.setattr(core, "Cache", cache)
+
+
+def tokens(engine: Engine, prompts: list[list[int]], count: int) -> dict[str, list[int]]:
+    """Greedy continuations; later prompts end later, so that the batch shrinks."""
+    for index, prompt in enumerate(prompts):
+        told = {"temperature": 0.0, "max_tokens": count + index, "ignore_eos": True}
+        engine.add(str(index), prompt, SamplingParams(**told))
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+    engine.check_integrity()
+    return found
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+def test_the_first_buckets():
+    assert sorted({bucket_of(n, 44) for n in range(1, 45)}) == [1, 2, 4, 8, 16, 24, 32, 40, 44]
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
+def test_buckets_grow_with_what_they_hold(a, b, most):
+    a, b = sorted((min(a, most), min(b, most)))
+    assert a <= bucket_of(a, most) <= bucket_of(b, most) <= most
+    assert bucket_of(bucket_of(a, most), most) == bucket_of(a, most)
+
+
+def batch_of(*parts: tuple[int, int], windows: tuple[int | None, ...] = (None, 6), block_size: int = 4) -> Batch:
+    """Sequences of which `stop` tokens are known and the last `count` computed in this step: (stop, count)."""
+    groups = [CacheGroup(str(window), BLOCKS, window) for window in windows]
+    tables = BlockTables(groups, block_size, caching=False)
+    chunks = []
+    for seq, (stop, count) in enumerate(parts):
+        ids = [100 * seq + position for position in range(stop)]
+        tables.start(seq, ids)
+        for upto in (stop - count, stop):
+            assert tables.reserve(seq, upto) is not None
+            if upto < stop:
+                tables.commit(seq, ids, upto)
+        chunks.append(Chunk(seq, ids, stop - count, stop))
+    return make_batch(chunks, tables, CPU)
+
+
+@pytest.mark.parametrize("parts", [[(5, 1), (9, 2)], [(20, MOST_QUERIES + 1)], [(5, 1)] * 5])
+def test_what_has_no_bucket(parts):
+    assert Bucket.of(batch_of(*parts), most=4) is None
+
+
+def test_a_bucket_holds_every_length_up_to_the_next_power_of_two():
+    def bucket(length: int) -> Bucket | None:
+        return Bucket.of(batch_of((length, 1), (3, 1), (7, 1)), most=64)
+
+    short, long = bucket(8), bucket(300)
+    assert short == Bucket(4, 1, 256, (64, 4))
+    assert long == Bucket(4, 1, 512, (128, 4))
+    assert {bucket(length) for length in (9, 60, 61, 62, 63, 64, 256)} == {short}
+    assert {bucket(length) for length in (257, 511, 512)} == {long}
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 3), st.sampled_from([1, 4, 16]))
+def test_rows_that_fill_up_see_nothing_and_own_nothing(lengths, T, block_size):
+    batch = batch_of(*((length + T - 1, T) for length in lengths), block_size=block_size)
+    bucket, scratch = Bucket.of(batch, 64), (BLOCKS, BLOCKS)
+    assert bucket is not None
+    static = padded(batch, bucket, scratch)
+    # What the buffers held before does not matter.
+    for tensor in (static.token_ids_N, static.positions_N, static.views[0].seq_lens_S):
+        tensor.fill_(7)
+    for view in static.views:
+        for tensor in (view.block_table_SB, view.first_S, view.slots_N):
+            tensor.fill_(7)
+    fill(static, batch, scratch)
+    S, N = len(lengths), len(lengths) * T
+    assert torch.equal(static.token_ids_N[:N], batch.token_ids_N)
+    assert torch.equal(static.positions_N[:N], batch.positions_N)
+    assert torch.equal(static.last_S[:S], batch.last_S)
+    assert len(static.token_ids_N) == len(static.positions_N) == bucket.sequences * T
+    for view, before in zip(static.views, batch.views, strict=True):
+        assert (view.block_size, view.window, view.max_query) == (before.block_size, before.window, T)
+        assert view.max_seq_len == bucket.longest >= before.max_seq_len
+        width = before.block_table_SB.shape[1]
+        assert torch.equal(view.block_table_SB[:S, :width], before.block_table_SB)
+        assert torch.equal(view.seq_lens_S[:S], before.seq_lens_S) and not view.seq_lens_S[S:].any()
+        assert torch.equal(view.first_S[:S], before.first_S)
+        assert torch.equal(view.slots_N[:N], before.slots_N)
+        assert view.query_start_S1.tolist() == [T * s for s in range(bucket.sequences + 1)]
+        # A block that pools of BLOCKS do not have.
+        assert (view.slots_N[N:] == BLOCKS * block_size).all()
+        assert before.slots_N.max() < BLOCKS * block_size
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("op", ["reference", "triton"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, op, monkeypatch):
+    """Every uniform step of a run, from NaN in every row that was not written: the same hidden states, the same cache
+    but for one slot of the scratch block."""
+    if op == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op}")
+    engine = make_engine(models[name])
+    cache, eager, met = engine.cache, engine.runner.eager, set()
+    for rows in cache.rows:
+        rows.fill_(torch.nan)
+
+    def both(batch: Batch) -> torch.Tensor:
+        before = [rows.clone() for rows in cache.rows]
+        want_NC = eager(batch)
+        bucket = Bucket.of(batch, engine.config.max_num_seqs)
+        if bucket is None:
+            return want_NC
+        met.add((bucket.queries, bucket.sequences > len(batch.last_S)))
+        wrote = [rows.clone() for rows in cache.rows]
+        for rows, old in zip(cache.rows, before, strict=True):
+            rows.copy_(old)
+        got_NC = eager(padded(batch, bucket, cache.scratch))
+        # A product of more rows may sum in another order: an expert's here, any on another machine.
+        torch.testing.assert_close(got_NC[: len(want_NC)], want_NC, rtol=1e-4, atol=1e-5)
+        for rows, want, layer in zip(cache.rows, wrote, cache.layers, strict=True):
+            own = cache.scratch[layer.group] * cache.block_size
+            torch.testing.assert_close(rows[:own], want[:own], rtol=1e-4, atol=1e-5, equal_nan=True)
+            assert torch.isnan(rows[own + 1 :]).all()
+        return want_NC
+
+    monkeypatch.setattr(engine, "runner", both)
+    if op == "triton":
+        # An interpreter is slow.
+        tokens(engine, prompts_of(5, 5, 5), 2)
+    else:
+        tokens(engine, prompts_of(*[5] * 6), 9)
+        tokens(engine, prompts_of(*range(20, 38, 3)), 9)
+    # One query token each and several, with rows that fill up.
+    assert met >= {(1, True), (5, True)}
+
+
+@pytest.mark.parametrize("name", ["llama", "latent_rope", "latent"])
+def test_which_steps_a_graph_can_hold(models, name, monkeypatch):
+    pytest.importorskip("triton")
+    engine, batch = make_engine(models[name]), batch_of((9, 1), windows=(None,))
+    for choice, holds in {
+        "triton": name != "latent",
+        "reference": False,
+        "check,paged_attention=triton": False,
+    }.items():
+        monkeypatch.setenv("MLAFORGE_OPS", choice)
+        assert engine.runner.capturable(batch) is holds
+
+
+def test_a_cpu_has_no_graphs_and_no_scratch(tiny_models):
+    engine = make_engine(tiny_models["llama"])
+    assert engine.runner.graphs is None
+    assert {len(rows) for rows in engine.cache.rows} == {engine.tables.num_blocks * engine.cache.block_size}
+
+
+class FakeCapture:
+    """A graph is a closure: replaying runs it and overwrites the result of its capture."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, run):
+        self.captures += 1
+        out = run()
+
+        def replay() -> None:
+            self.replays += 1
+            out.copy_(run())
+
+        return replay, out
+
+
+def test_the_keeper_captures_once_per_bucket_and_copies_inputs():
+    capture, ran, asked = FakeCapture(), [], []
+
+    def run(batch: Batch) -> torch.Tensor:
+        ran.append(batch)
+        return torch.stack((batch.token_ids_N, batch.positions_N, batch.views[1].slots_N), dim=1).clone()
+
+    def capturable(batch: Batch) -> bool:
+        asked.append(batch)
+        return batch.views[0].max_query < 3
+
+    graphs = Graphs(run, capturable, (BLOCKS, BLOCKS), 12, capture)
+    four = Bucket(4, 1, 256, (64, 4))
+    for count, parts in enumerate([[(9, 1), (5, 1), (30, 1)], [(7, 1)] * 4, [(8, 1), (200, 1), (6, 1)]], start=1):
+        batch = batch_of(*parts)
+        out = graphs(batch)
+        assert torch.equal(out, torch.stack((batch.token_ids_N, batch.positions_N, batch.views[1].slots_N), dim=1))
+        assert (graphs.captured, capture.captures, capture.replays, len(asked)) == ([four], 1, count, 1)
+    # Always on the same tensors.
+    assert {id(batch) for batch in ran} == {id(ran[0])}
+
+    batch = batch_of((9, 2), (5, 2))
+    assert torch.equal(graphs(batch)[:, 0], batch.token_ids_N)
+    assert graphs.captured == [four, Bucket(2, 2, 256, (64, 4))]
+    captures = capture.captures
+    for _ in range(2):
+        # What cannot be captured, asked once; what has no bucket, never.
+        assert graphs(batch_of((9, 3))) is None
+        assert graphs(batch_of((9, 1), (9, 2))) is None
+        assert graphs(batch_of(*[(9, 1)] * 13)) is None
+    assert (len(asked), capture.captures) == (3, captures)
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_through_the_keeper_are_the_engines(models, name, monkeypatch):
+    monkeypatch.setenv("MLAFORGE_OPS", "paged_attention=reference")
+    prompts = prompts_of(5, 17, 40, 9, 9)
+    want = tokens(make_engine(models[name]), prompts, 12)
+    engine, capture = make_engine(models[name]), FakeCapture()
+    runner = engine.runner
+    runner.graphs = Graphs(runner.eager, lambda batch: True, engine.cache.scratch, engine.config.max_num_seqs, capture)
+    assert tokens(engine, prompts, 12) == want
+    assert capture.replays > 12 > capture.captures
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["llama", "latent_rope"])
+def test_tokens_of_graphs_are_those_without(models, name):
+    prompts = prompts_of(5, 17, 40, 9, 9)
+    told = {"device": "cuda", "max_model_len": 256, "cache_bytes": 2**22}
+    engine, plain = make_engine(models[name], **told), make_engine(models[name], **told)
+    plain.runner.graphs = None
+    assert tokens(engine, prompts, 64) == tokens(plain, prompts, 64)
+    assert engine.runner.graphs.captured
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["llama", "latent_rope"])
+def test_decoding_waits_for_nothing_but_its_tokens(models, name, monkeypatch):
+    engine = make_engine(models[name], device="cuda", max_model_len=256, cache_bytes=2**22)
+    waits = []
+
+    @dataclasses.dataclass
+    class Read:
+        """The tokens of a step, for whom alone the host may wait."""
+
+        token_ids: torch.Tensor
+
+        def tolist(self) -> list[int]:
+            waits.append(len(self.token_ids))
+            torch.cuda.set_sync_debug_mode("default")
+            found = self.token_ids.tolist()
+            torch.cuda.set_sync_debug_mode("error")
+            return found
+
+    sampler = engine.sampler
+
+    def draw(*arguments: Any) -> Any:
+        sampled = sampler(*arguments)
+        return dataclasses.replace(sampled, token_ids=Read(sampled.token_ids))
+
+    for index, prompt in enumerate(prompts_of(9, 20, 31)):
+        engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+    # The prompts, and the capture of the bucket that all later steps have.
+    for _ in range(4):
+        engine.step()
+    monkeypatch.setattr(engine, "sampler", draw)
+    captured = list(engine.runner.graphs.captured)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == [3] * 40
+    assert captured and engine.runner.graphs.captured == captured
