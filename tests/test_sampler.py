@@ -269,7 +269,7 @@ def test_logprobs_are_of_the_raw_logits():
 
 
 def test_logprobs_of_a_large_vocabulary_do_not_drift():
-    """fp32 log_softmax over 49,152 logits is off by 1e-5, always upwards, which a text of 100 tokens adds up to 1e-3."""
+    """fp32 log_softmax over 49,152 logits is off by 1e-5, always upwards: 100 tokens add it up to 1e-3."""
     logits = 3 * torch.randn(64, 49152, generator=torch.Generator().manual_seed(0))
     found = logprobs_of(logits, [7] * 64, [0] * 64)
     drift = sum(f.logprob for f in found) - logits.double().log_softmax(-1)[:, 7].sum().item()
