@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlaforge.config import nearest
+from mlaforge.config import resolve
 from mlaforge.engine.core import Engine
 from mlaforge.engine.output import RequestOutput, merge
 from mlaforge.engine.params import SamplingParams
@@ -26,16 +25,13 @@ class LLM:
         for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=8)):
             print(output.outputs[0].text)
 
-    Options are those of EngineConfig, by name or as one `config`. A prompt is a text or a list of token ids. Raises
-    UserError for a model that cannot be loaded, an unknown option, and a prompt that does not fit.
+    Options are those of EngineConfig, by name or (not and) as one `config`. A prompt is a text or a list of token ids.
+    Raises UserError for a model that cannot be loaded, an unknown option, and a prompt that does not fit.
     """
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None, **options: Any):
-        known = [field.name for field in dataclasses.fields(EngineConfig)]
-        for name in options:
-            if name not in known:
-                raise UserError(f"LLM has no option {name!r}; it has {', '.join(known)}{nearest(name, known)}")
-        self.engine = Engine(model, dataclasses.replace(config or EngineConfig(), **options))
+        assert config is None or not options
+        self.engine = Engine(model, config or resolve(EngineConfig, **options))
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         # Of every request that somebody reads what was made while somebody else was reading.
@@ -115,4 +111,4 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             several.append(item)
     if several and ids:
         raise UserError(f"token {ids[0]} stands among whole prompts; a prompt is a text or a list of token ids")
-    return several or [ids]
+    return several or ([ids] if ids else [])
