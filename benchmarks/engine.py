@@ -180,6 +180,10 @@ def main() -> None:
     peers |= {f"mlaforge {dtype}": Ours(directory, dtype) for dtype in ("auto", "int8", "int4")}
     spec = peers["mlaforge auto"].llm.engine.model.spec
     rows: list[dict[str, Any]] = []
+    made: dict[str, Any] = {
+        "command": "python benchmarks/engine.py", "memory_gb_per_second": speed / 1e9, "rows": rows, "perplexity": {},
+        "chosen": peers["mlaforge auto"].llm.engine.model.format, "environment": environment(),
+    }  # fmt: skip
     for case, (context, batch) in cases.items():
         found = measure(peers, prompts[case], options.rounds, options.steps)
         median = {name: statistics.median(step for steps in f["steps"] for step in steps) for name, f in found.items()}
@@ -199,14 +203,11 @@ def main() -> None:
                 f"{case:8} {name:22} {1e3 * median[name]:7.1f} ms  {batch / median[name]:6.1f} tok/s  {told}",
                 flush=True,
             )
-    perplexity = {name: peer.perplexity(windows[:4]) for name, peer in peers.items() if isinstance(peer, Ours)}
-    for name, ppl in perplexity.items():
-        print(f"{name}: perplexity {ppl:.3f}", flush=True)
-    made = {
-        "command": "python benchmarks/engine.py", "memory_gb_per_second": speed / 1e9, "rows": rows,
-        "perplexity": perplexity, "chosen": peers["mlaforge auto"].llm.engine.model.format,
-        "environment": environment(),
-    }  # fmt: skip
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
+    for name, peer in peers.items():
+        if isinstance(peer, Ours):
+            made["perplexity"][name] = peer.perplexity(windows[:4])
+            print(f"{name}: perplexity {made['perplexity'][name]:.3f}", flush=True)
     if options.vllm:
         del peers
         made["vllm"] = beside_vllm(options, directory, {c: prompts[c] for c in cases if cases[c][0] <= 2048})
