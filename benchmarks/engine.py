@@ -38,7 +38,9 @@ ROUNDED_BARS = {(128, 1): 2.5, (2048, 1): 2.5}
 VLLM_BAR = 1.1
 # What the vLLM process runs: argv is a JSON file of prompts, the model, and the number of steps.
 VLLM = """
-import json, sys, time
+import json, os, sys, time
+# Else it starts processes anew from a file, which this text is not in.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 prompts, model, steps = json.load(open(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 from vllm import LLM, SamplingParams
 longest = max(len(ids) for case in prompts for ids in case) + steps + 8
