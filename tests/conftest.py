@@ -55,7 +55,10 @@ NORMED = ("qwen3",)
 # Every family with every layout that it can take.
 CASES = [(f, layout) for f in FAMILIES for layout in ("latent", "latent_rope") if layout == "latent" or f not in NORMED]
 # What a stage may say on stderr before it fails; on a slow machine there are progress bars too.
-PROGRESS = re.compile(r"(Original|Partial RoPE|MLA) ppl: |context cut to |dequantising |dtype auto: |[\w .-]+: +\d+%\|")
+PROGRESS = re.compile(
+    r"(Original|Partial RoPE|MLA) ppl: |context cut to |dequantising |dtype auto: |compil(ing|ed) CPU kernels|"
+    r"[\w .-]+: +\d+%\|"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
