@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -87,9 +88,9 @@ def test_a_failure_half_way_loses_nothing(
     else:
         assert done.exit_code == 2 and line.startswith("mlaforge: the disk is full (")
     assert "Traceback" not in done.stderr
-    partial = out.parent / ".out.partial"
-    assert partial.exists() == (at != "os.replace")
-    assert ("the same command goes on" in line) == partial.exists()
+    begun = out.parent / ".out.partial"
+    assert begun.exists() == (at != "os.replace")
+    assert ("the same command goes on" in line) == begun.exists()
     converts(source, out, "--budget", 0.75, "--overwrite")
     assert files(tree, out) == whole
     assert [path.name for path in out.parent.iterdir()] == ["out"]
@@ -128,9 +129,11 @@ def test_a_disk_that_may_not_be_written(where, tiny_models, refused, short, smal
 
 
 def started(source: Path, out: Path, options: list[str]) -> subprocess.Popen[str]:
-    """A conversion in a process of its own that has begun."""
+    """A conversion in a process of its own that has begun; Ctrl-C reaches it as from a terminal, also where the tests
+    run in the background of a shell, whose children ignore it."""
     command = [sys.executable, "-m", "mlaforge", "convert", str(source), str(out), *options]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe, heed = subprocess.PIPE, partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, preexec_fn=heed)
     deadline = time.monotonic() + 60
     while not (out.parent / f".{out.name}.partial" / "work" / "begun").is_file() and child.poll() is None:
         assert time.monotonic() < deadline
@@ -151,7 +154,8 @@ def test_a_real_ctrl_c(tiny_models, tree, lengthy, tmp_path):
     child = started(tiny_models["gpt_oss"], out, lengthy)
     child.send_signal(signal.SIGINT)
     stdout, stderr = child.communicate(timeout=30)
-    assert child.returncode == 130
+    # Python kills itself with the signal where it came within an exec(); a shell shows 130 for both.
+    assert child.returncode in (130, -signal.SIGINT)
     assert stdout == "" and "Traceback" not in stderr
     line = stderr.splitlines()[-1]
     assert line.startswith("mlaforge: interrupted; the same command goes on from what") and ".out.partial" in line
