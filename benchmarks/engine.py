@@ -44,7 +44,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 prompts, model, steps = json.load(open(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 from vllm import LLM, SamplingParams
 longest = max(len(ids) for case in prompts for ids in case) + steps + 8
-llm = LLM(model, dtype="bfloat16", max_model_len=longest, max_num_seqs=8, enable_prefix_caching=True)
+# A quarter of the memory: by itself it wants nearly all, and ends where others hold some.
+llm = LLM(model, dtype="bfloat16", max_model_len=longest, max_num_seqs=8, enable_prefix_caching=True,
+          gpu_memory_utilization=0.25)
 for case in prompts:
     asked = [{"prompt_token_ids": ids} for ids in case]
     def seconds(n):
@@ -210,10 +212,11 @@ def main() -> None:
         if isinstance(peer, Ours):
             made["perplexity"][name] = peer.perplexity(windows[:4])
             print(f"{name}: perplexity {made['perplexity'][name]:.3f}", flush=True)
-    if options.vllm:
-        del peers
-        made["vllm"] = beside_vllm(options, directory, {c: prompts[c] for c in cases if cases[c][0] <= 2048})
     options.out.write_text(json.dumps(made, indent=1) + "\n")
+    if options.vllm:
+        del peers, peer
+        made["vllm"] = beside_vllm(options, directory, {c: prompts[c] for c in cases if cases[c][0] <= 2048})
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
 def beside_vllm(
@@ -234,8 +237,10 @@ def beside_vllm(
     rows: list[dict[str, Any]] = []
     before = own()
     command = [str(options.vllm), "-c", VLLM, str(scratch), str(directory), str(options.steps)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    theirs = [float(line.split()[1]) for line in output.splitlines() if line.startswith("STEP")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"vLLM's process failed:\n{done.stderr[-2000:]}")
+    theirs = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
     after = own()
     scratch.unlink()
     for case, step in zip(prompts, theirs, strict=True):

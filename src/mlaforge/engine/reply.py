@@ -4,6 +4,7 @@ not streaming cannot disagree.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import time
 import uuid
@@ -169,7 +170,7 @@ class ChatChoice:
 
 
 @dataclasses.dataclass
-class Form:
+class Form(abc.ABC):
     """How one endpoint answers one request."""
 
     model: str
@@ -183,12 +184,13 @@ class Form:
     whole_object = ""
     chunk_object = ""
 
+    @abc.abstractmethod
     def choice(self, prompt: Prompt) -> Choice:
-        raise NotImplementedError
+        """A new continuation of `prompt`."""
 
+    @abc.abstractmethod
     def whole(self, said: dict[str, Any]) -> dict[str, Any]:
         """A chunk's choice that holds everything, as the choice of a whole answer."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -19,11 +20,8 @@ using bf16 = at::BFloat16;
 constexpr int64_t LANES = 32;       // bf16 numbers of a vector
 constexpr int64_t TILE = 8;         // rows of x that share one pass over a block of weights
 constexpr int64_t CHUNK = 256;      // cached tokens of one task
+constexpr int64_t AHEAD = 16;       // cached tokens that are fetched before they are needed
 constexpr float INF = std::numeric_limits<float>::infinity();
-
-inline __m512bh load(const bf16* from, __mmask32 mask) {
-  return (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
-}
 
 inline __m512 widened(const bf16* from, __mmask16 mask) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
@@ -46,6 +44,8 @@ void block(const bf16* w, const float* x, int64_t K, float* out) {
   const int64_t pairs = K / 2;
   auto pair = [&](int64_t k, __m512* sum) {
     const __m512i row = _mm512_loadu_si512(w + k * LANES);
+    // The processor's own prefetcher stops at the end of a page.
+    _mm_prefetch((const char*)(w + (k + 32) * LANES), _MM_HINT_T0);
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(row, 16));
     const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(row, high));
     for (int n = 0; n < N; ++n) {
@@ -178,41 +178,81 @@ void turn_and_store(at::Tensor& qkv_NW, const at::Tensor& turn_N1P, at::Tensor& 
   });
 }
 
-// Where the cached rows of a sequence lie.
-struct Table {
-  const int32_t* blocks;
-  int64_t block_size, width;
-  const bf16* rows;
-  const bf16* row(int64_t index) const {
-    return rows + (int64_t(blocks[index / block_size]) * block_size + index % block_size) * width;
-  }
-};
-
-template <int J>
-void scores(const bf16* q, int64_t D, const bf16* const* keys, int64_t count, int64_t offset, float scale, float* out) {
-  for (int64_t t = 0; t < count; ++t) {
-    __m512 acc[J];
-    for (int j = 0; j < J; ++j) acc[j] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < D; d += LANES) {
-      const __mmask32 mask = tail32(D - d);
-      const __m512bh key = load(keys[t] + offset + d, mask);
-      for (int j = 0; j < J; ++j) acc[j] = _mm512_dpbf16_ps(acc[j], load(q + j * D + d, mask), key);
+// Keys of 16 tokens, numbers [0, D) from `offset` on, widened: out[d] holds number d of all 16; D rounded up to 8.
+void transpose(const bf16* const* keys, int64_t D, int64_t offset, __m512* out) {
+  const __m512i high = _mm512_set1_epi32(0xffff0000);
+  auto columns = [&](int64_t d, auto piece) {
+    __m512i row[4];
+    for (int t = 0; t < 4; ++t) {
+      row[t] = _mm512_inserti32x4(_mm512_castsi128_si512(piece(keys[t] + offset + d)), piece(keys[t + 4] + offset + d), 1);
+      row[t] = _mm512_inserti32x4(row[t], piece(keys[t + 8] + offset + d), 2);
+      row[t] = _mm512_inserti32x4(row[t], piece(keys[t + 12] + offset + d), 3);
     }
-    for (int j = 0; j < J; ++j) out[j * CHUNK + t] = _mm512_reduce_add_ps(acc[j]) * scale;
+    const __m512i low01 = _mm512_unpacklo_epi32(row[0], row[1]), high01 = _mm512_unpackhi_epi32(row[0], row[1]);
+    const __m512i low23 = _mm512_unpacklo_epi32(row[2], row[3]), high23 = _mm512_unpackhi_epi32(row[2], row[3]);
+    const __m512i pairs[4] = {_mm512_unpacklo_epi64(low01, low23), _mm512_unpackhi_epi64(low01, low23),
+                              _mm512_unpacklo_epi64(high01, high23), _mm512_unpackhi_epi64(high01, high23)};
+    for (int p = 0; p < 4; ++p) {
+      out[d + 2 * p] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs[p], 16));
+      out[d + 2 * p + 1] = _mm512_castsi512_ps(_mm512_and_si512(pairs[p], high));
+    }
+  };
+  int64_t d = 0;
+  for (; d + 8 <= D; d += 8) columns(d, [](const bf16* at) { return _mm_loadu_si128((const __m128i*)at); });
+  const auto mask = __mmask8((1u << (D - d)) - 1);
+  if (d < D) columns(d, [mask](const bf16* at) { return _mm_maskz_loadu_epi16(mask, at); });
+}
+
+// Scores of 16 tokens, lane by lane, so that no sum runs across lanes. `keys` is transposed.
+template <int J>
+void scores(const float* q, int64_t D, const __m512* keys, float scale, float* out) {
+  constexpr int U = J <= 2 ? 4 : 2;
+  __m512 acc[U][J];
+  for (int u = 0; u < U; ++u)
+    for (int j = 0; j < J; ++j) acc[u][j] = _mm512_setzero_ps();
+  auto add = [&](int64_t d, __m512* sum) {
+    for (int j = 0; j < J; ++j) sum[j] = _mm512_fmadd_ps(_mm512_set1_ps(q[j * D + d]), keys[d], sum[j]);
+  };
+  int64_t d = 0;
+  for (; d + U <= D; d += U)
+    for (int u = 0; u < U; ++u) add(d + u, acc[u]);
+  for (; d < D; ++d) add(d, acc[0]);
+  for (int j = 0; j < J; ++j) {
+    for (int u = 1; u < U; ++u) acc[0][j] = _mm512_add_ps(acc[0][j], acc[u][j]);
+    _mm512_storeu_ps(out + j * CHUNK, _mm512_mul_ps(acc[0][j], _mm512_set1_ps(scale)));
   }
 }
 
 template <int J>
 void weigh(const float* weights, const bf16* const* values, int64_t count, int64_t offset, int64_t V, float* out) {
-  for (int64_t v = 0; v < V; v += 16) {
-    const __mmask16 mask = tail16(V - v);
-    __m512 acc[J];
-    for (int j = 0; j < J; ++j) acc[j] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < count; ++t) {
-      const __m512 value = widened(values[t] + offset + v, mask);
-      for (int j = 0; j < J; ++j) acc[j] = _mm512_fmadd_ps(_mm512_set1_ps(weights[j * CHUNK + t]), value, acc[j]);
-    }
-    for (int j = 0; j < J; ++j) _mm512_mask_storeu_ps(out + j * V + v, mask, acc[j]);
+  constexpr int C = J <= 6 ? 2 : 1;  // vectors of a row at once: even and odd numbers of them fill the registers
+  const __m512i high = _mm512_set1_epi32(0xffff0000);
+  const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  for (int64_t v = 0; v < V; v += C * LANES) {
+    __m512 even[C][J], odd[C][J];
+    for (int c = 0; c < C; ++c)
+      for (int j = 0; j < J; ++j) even[c][j] = odd[c][j] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < count; ++t)
+      for (int c = 0; c < C; ++c) {
+        const int64_t at = v + c * LANES;
+        const __m512i value = _mm512_maskz_loadu_epi16(tail32(std::max<int64_t>(0, V - at)), values[t] + offset + at);
+        const __m512 lower = _mm512_castsi512_ps(_mm512_slli_epi32(value, 16));
+        const __m512 upper = _mm512_castsi512_ps(_mm512_and_si512(value, high));
+        for (int j = 0; j < J; ++j) {
+          const __m512 weight = _mm512_set1_ps(weights[j * CHUNK + t]);
+          even[c][j] = _mm512_fmadd_ps(weight, lower, even[c][j]);
+          odd[c][j] = _mm512_fmadd_ps(weight, upper, odd[c][j]);
+        }
+      }
+    for (int c = 0; c < C; ++c)
+      for (int j = 0; j < J; ++j) {
+        const int64_t at = v + c * LANES;
+        const __mmask32 mask = tail32(std::max<int64_t>(0, V - at));
+        float* to = out + j * V + at;
+        _mm512_mask_storeu_ps(to, __mmask16(mask), _mm512_permutex2var_ps(even[c][j], first, odd[c][j]));
+        _mm512_mask_storeu_ps(to + 16, __mmask16(mask >> 16), _mm512_permutex2var_ps(even[c][j], second, odd[c][j]));
+      }
   }
 }
 
@@ -249,14 +289,14 @@ std::pair<float, float> soften(float* score, int64_t count) {
 std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_SHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,
                                           const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
                                           const at::Tensor& first_S, int64_t block_size, int64_t window, double scale) {
-  const at::Tensor q = q_SHD.contiguous();
+  const at::Tensor q = q_SHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
   const int64_t S = q.size(0), H = q.size(1), D = q.size(2), G = k_LGD.size(1), V = v_LGV.size(2), J = H / G;
   const int64_t width = k_LGD.stride(0), k_head = k_LGD.stride(1), v_head = v_LGV.stride(1);
   const bf16* keys = k_LGD.const_data_ptr<bf16>();
   const int64_t v_offset = v_LGV.const_data_ptr<bf16>() - keys;
   const int32_t* lens = seq_lens_S.const_data_ptr<int32_t>();
   const int32_t* firsts = first_S.const_data_ptr<int32_t>();
-  const bf16* qs = q.const_data_ptr<bf16>();
+  const float* qs = q.const_data_ptr<float>();
 
   struct Task { int64_t sequence, begin, end; };
   std::vector<Task> tasks;
@@ -272,16 +312,30 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_SHD, const at::Ten
   std::vector<float> partial(tasks.size() * H * V), most(tasks.size() * H), sums(tasks.size() * H);
   at::parallel_for(0, tasks.size(), 1, [&](int64_t from, int64_t to) {
     std::vector<float> score(H * CHUNK);
-    const bf16* row[CHUNK];
+    std::vector<__m512> tile((D + 7) / 8 * 8);
+    const bf16* row[CHUNK + 2 * AHEAD];
     for (int64_t i = from; i < to; ++i) {
       const auto [s, begin, end] = tasks[i];
-      const Table table{table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1), block_size, width, keys};
+      const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
       const int64_t count = end - begin;
-      for (int64_t t = 0; t < count; ++t) row[t] = table.row(begin + t);
-      for (int64_t g = 0; g < G; ++g)
-        by_heads(J, [&](int64_t j, auto n) {
-          scores<n>(qs + (s * H + g * J + j) * D, D, row, count, g * k_head, scale, score.data() + (g * J + j) * CHUNK);
-        });
+      const int64_t reach = std::min(CHUNK + 2 * AHEAD, lens[s] - firsts[s] - begin);
+      for (int64_t t = 0, b = begin / block_size, slot = begin % block_size; t < reach; ++t) {
+        row[t] = keys + (blocks[b] * block_size + slot) * width;
+        if (++slot == block_size) ++b, slot = 0;
+      }
+      // The last tile is filled up with its own last row.
+      if (reach < CHUNK) std::fill(row + reach, row + CHUNK, row[reach - 1]);
+      for (int64_t t = 0; t < count; t += 16) {
+        for (int64_t ahead = t + AHEAD; ahead < std::min(t + AHEAD + 16, reach); ++ahead)
+          for (int64_t w = 0; w < width; w += 32) _mm_prefetch((const char*)(row[ahead] + w), _MM_HINT_T0);
+        for (int64_t g = 0; g < G; ++g) {
+          transpose(row + t, D, g * k_head, tile.data());
+          by_heads(J, [&](int64_t j, auto n) {
+            float* to = score.data() + (g * J + j) * CHUNK + t;
+            scores<n>(qs + (s * H + g * J + j) * D, D, tile.data(), scale, to);
+          });
+        }
+      }
       for (int64_t h = 0; h < H; ++h)
         std::tie(most[i * H + h], sums[i * H + h]) = soften(score.data() + h * CHUNK, count);
       for (int64_t g = 0; g < G; ++g)
@@ -292,7 +346,7 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_SHD, const at::Ten
     }
   });
 
-  at::Tensor out = at::empty({S, H, V}, q.options()), lse = at::empty({S, H}, q.options().dtype(at::kFloat));
+  at::Tensor out = at::empty({S, H, V}, q_SHD.options()), lse = at::empty({S, H}, q.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
   float* lses = lse.mutable_data_ptr<float>();
   std::vector<float> total(V);
