@@ -18,8 +18,10 @@ import argparse
 import itertools
 import json
 import math
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -185,7 +187,7 @@ def main() -> None:
     spec = peers["mlaforge auto"].llm.engine.model.spec
     rows: list[dict[str, Any]] = []
     made: dict[str, Any] = {
-        "command": "python benchmarks/engine.py", "memory_gb_per_second": speed / 1e9, "rows": rows, "perplexity": {},
+        "command": shlex.join(["python", *sys.argv]), "memory_gb_per_second": speed / 1e9, "rows": rows, "perplexity": {},
         "chosen": peers["mlaforge auto"].llm.engine.model.format, "environment": environment(),
     }  # fmt: skip
     for case, (context, batch) in cases.items():

@@ -66,8 +66,8 @@ void block(const bf16* w, const float* x, int64_t K, float* out) {
 using Block = void (*)(const bf16*, const float*, int64_t, float*);
 constexpr Block BLOCKS[TILE] = {block<1>, block<2>, block<3>, block<4>, block<5>, block<6>, block<7>, block<8>};
 
-at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M, const std::optional<at::Tensor>& bias_M,
-                  const std::optional<at::Tensor>& plus_NM) {
+at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M,
+                  const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM) {
   const at::Tensor x = x_NK.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
   const int64_t N = x.size(0), K = x.size(1);
   const at::Tensor plus = plus_NM ? plus_NM->contiguous() : at::Tensor();
@@ -184,9 +184,9 @@ void transpose(const bf16* const* keys, int64_t D, int64_t offset, __m512* out) 
   auto columns = [&](int64_t d, auto piece) {
     __m512i row[4];
     for (int t = 0; t < 4; ++t) {
-      row[t] = _mm512_inserti32x4(_mm512_castsi128_si512(piece(keys[t] + offset + d)), piece(keys[t + 4] + offset + d), 1);
-      row[t] = _mm512_inserti32x4(row[t], piece(keys[t + 8] + offset + d), 2);
-      row[t] = _mm512_inserti32x4(row[t], piece(keys[t + 12] + offset + d), 3);
+      auto quarter = [&](int q) { return piece(keys[t + 4 * q] + offset + d); };
+      row[t] = _mm512_inserti32x4(_mm512_castsi128_si512(quarter(0)), quarter(1), 1);
+      row[t] = _mm512_inserti32x4(_mm512_inserti32x4(row[t], quarter(2), 2), quarter(3), 3);
     }
     const __m512i low01 = _mm512_unpacklo_epi32(row[0], row[1]), high01 = _mm512_unpackhi_epi32(row[0], row[1]);
     const __m512i low23 = _mm512_unpacklo_epi32(row[2], row[3]), high23 = _mm512_unpackhi_epi32(row[2], row[3]);
@@ -374,7 +374,9 @@ TORCH_LIBRARY(mlaforge_native, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor slots, int heads, int head_dim) -> ()");
-  m.def("decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, int block_size, int window, float scale) -> (Tensor, Tensor)");
+  m.def(
+      "decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, int block_size, int window, "
+      "float scale) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {
