@@ -187,8 +187,8 @@ def main() -> None:
     spec = peers["mlaforge auto"].llm.engine.model.spec
     rows: list[dict[str, Any]] = []
     made: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]), "memory_gb_per_second": speed / 1e9, "rows": rows, "perplexity": {},
-        "chosen": peers["mlaforge auto"].llm.engine.model.format, "environment": environment(),
+        "command": shlex.join(["python", *sys.argv]), "memory_gb_per_second": speed / 1e9, "rows": rows,
+        "perplexity": {}, "chosen": peers["mlaforge auto"].llm.engine.model.format, "environment": environment(),
     }  # fmt: skip
     for case, (context, batch) in cases.items():
         found = measure(peers, prompts[case], options.rounds, options.steps)
