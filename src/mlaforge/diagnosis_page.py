@@ -35,18 +35,20 @@ def draw(folder: Path, diagnosis: dict[str, Any]) -> None:
 
 
 def _picture(path: Path, figures: list[dict[str, Any]]) -> None:
-    """All drawings on one sheet."""
+    """All heat maps on one sheet, for where no browser is."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    rows = math.ceil(len(figures) / 3)
+    maps = [figure for figure in figures if figure["draw"] is _heat]
+    rows = math.ceil(len(maps) / 3)
     with rc_context(PLOT_STYLE):
         sheet = Figure(figsize=(16.5, 3.3 * rows), dpi=110, layout="constrained")
         axes = sheet.subplots(rows, 3, squeeze=False).flatten()
-        for ax, figure in zip(axes, figures, strict=False):
-            figure["draw"](ax, figure["what"])
+        for ax, figure in zip(axes, maps, strict=False):
+            _heat(ax, figure["what"])
             ax.set_title(figure["title"], loc="left", fontsize=10)
-        for ax in axes[len(figures) :]:
+            ax.locator_params(axis="x", integer=True)
+        for ax in axes[len(maps) :]:
             ax.set_axis_off()
         sheet.savefig(path, metadata={"Software": None})
 

@@ -177,8 +177,8 @@ def plan(layers: list[dict[str, Any]], suggested: Plan) -> dict[str, Any]:
     return {
         "verdict": "fit" if loss <= CHEAP else "needs healing" if loss <= COSTLY else "unfit at this budget",
         "text": f"{planned[0]['layout']}, ranks {min(ranks)} to {max(ranks)} in {len(planned)} of {len(layers)} "
-        f"layers, {suggested.converted_fraction:.1%} of their cache: predicted loss {loss:.4f} nats per token, "
-        f"{uniform:.4f} with uniform ranks",
+        f"layers, {suggested.converted_fraction:.1%} of their cache: predicted loss {loss:.3g} nats per token, "
+        f"{uniform:.3g} with uniform ranks",
         "thresholds": [CHEAP, COSTLY],
         "predicted_loss": loss,
         "uniform_loss": uniform,
