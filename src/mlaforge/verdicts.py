@@ -73,7 +73,7 @@ def sinks(layers: list[dict[str, Any]]) -> dict[str, Any]:
     text = f"{len(resting)} of {heads} heads put at least {SINK:.0%} of their attention on the first token or a sink"
     return {
         "verdict": "strong sinks" if share >= 0.5 else "some sinks" if resting else "no sinks",
-        "text": text + (f"; {len(collapsed)} have collapsed" if collapsed else "; none has collapsed"),
+        "text": text + f"; collapsed: {len(collapsed) or 'none'}",
         "threshold": SINK,
         "heads": heads,
         "sink_heads": resting,
