@@ -42,7 +42,8 @@ def qkv(model, spec, layer, tokens):
     model(tokens[None])
     for hook in hooks:
         hook.remove()
-    shaped = [seen[n][0].view(T, -1, spec.layers[layer].head_dim).transpose(0, 1).detach().double() for n in "qkv"]
+    shape = len(tokens), -1, spec.layers[layer].head_dim
+    shaped = [seen[n][0].view(shape).transpose(0, 1).detach().double() for n in "qkv"]
     return seen["x"][0].detach().double(), *shaped
 
 

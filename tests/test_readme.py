@@ -17,6 +17,7 @@ ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
 # What a tiny model and text need beside the words of the text.
 FEW = ["--dtype", "float32", "--cache-bytes", "1000000"]
 MORE = {
+    "diagnose": ["--seqlen", "64"],
     "convert": ["--seqlen", "64", "--eval-windows", "0"],
     "eval": ["--seqlen", "64"],
     "generate": ["--max-new-tokens", "8", *FEW],
@@ -86,7 +87,7 @@ def shown(run):
 
 
 def test_commands_run(shown, run):
-    assert shown == ["plan", "convert", "eval", "generate", "chat", "serve", "report", "env"]
+    assert shown == ["plan", "diagnose", "convert", "eval", "generate", "chat", "serve", "report", "env"]
     assert (run.folder / "report.html").stat().st_size > 5000
 
 

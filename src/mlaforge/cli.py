@@ -22,6 +22,7 @@ from mlaforge.options import (
     ChatConfig,
     ConvertConfig,
     DemoConfig,
+    DiagnoseConfig,
     EvalConfig,
     ExportConfig,
     GenerateConfig,
@@ -107,6 +108,20 @@ def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
 
     report = plan_report.run_plan(locate.find_config(model), config)
     print(json.dumps(report.as_dict(), indent=1) if json_output else report.render())
+
+
+@verb(DiagnoseConfig)
+def diagnose(model: Model, config: DiagnoseConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
+    """What MODEL's attention does on a text, and what converting it would cost; OUT gets numbers, drawings, a plan."""
+    from mlaforge import diagnose as stage
+    from mlaforge import verdicts
+
+    _quiet()
+    print(verdicts.table(stage.run(model, out, config, overwrite).metrics))
+    if out is not None:
+        print(
+            f"{out}: plan.json for `mlaforge convert --plan`" + ("; diagnosis.html to look at" if config.report else "")
+        )
 
 
 @verb(ConvertConfig)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint, corpus, locate
+from mlaforge import checkpoint, corpus, locate, plan_file
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.export import write_checkpoint
@@ -30,9 +30,23 @@ from mlaforge.spec import ModelSpec
 from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
 
+# What a plan decides, so that options may not.
+PLANNED = ("budget", "layout", "kv_lora_rank", "qk_rope_head_dim", "layers", "ranks", "qk_mqa_dim", "collapse",
+           "freqfold", "deepseek_style")  # fmt: skip
 
-def choose(spec: ModelSpec, config: ConvertConfig) -> Choices:
-    """Resolves the options against the model. Raises UserError for what contradicts or does not fit."""
+
+def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) -> Choices:
+    """Resolves the options against the model; `planned` is what config.plan holds. Raises UserError for what
+    contradicts or does not fit."""
+    if planned is not None:
+        for name in PLANNED:
+            if (given := getattr(config, name)) != getattr(ConvertConfig, name):
+                raise UserError(f"{name} = {given} is for the plan to say; leave it out, or leave out the plan")
+        rotary = any(layer.layout == "latent_rope" for layer in planned.layers)
+        refit = config.refit == "on" or (config.refit == "auto" and rotary)
+        return Choices(
+            planned, allocated=False, fold=1, one_per_pair=False, refit=refit, q_lora_rank=config.q_lora_rank
+        )
     head_dim = spec.layers[0].head_dim
     rope_dim, layout = config.qk_rope_head_dim, config.layout
     theirs = (config.qk_mqa_dim, config.collapse, config.freqfold, config.deepseek_style or None)
@@ -104,7 +118,8 @@ def run(
     if checkpoint.is_converted(raw):
         raise UserError(f"{source} is already converted ({raw['model_type']}); convert the original")
     spec = family_of(raw).read_spec(raw)
-    choices = choose(spec, config)
+    planned = plan_file.read(config.plan, spec) if config.plan else None
+    choices = choose(spec, config, planned.plan if planned else None)
     if config.q_lora_rank is not None and config.q_lora_rank > spec.hidden_size:
         raise UserError(f"q_lora_rank = {config.q_lora_rank} is above the hidden size {spec.hidden_size}")
     device = resolve_device(config.device)
@@ -115,16 +130,20 @@ def run(
     if config.eval_windows:
         judged = corpus.windows(tokenizer, config.evaluation, config.eval_windows, config.seqlen, judged=True)
         judged = corpus.refuse_overlap(judged, corpus.passages(tuned), tuned.source)
+        if planned:
+            judged = corpus.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
     checkpoint.check_tokens(source, *(text.ids for text in (tuned, judged) if text))
+    left = ("device", "plan", *(PLANNED if planned else ()))
     # A hub id's local directory is named by a hash.
     name = source.resolve().name if Path(model).expanduser().exists() else model
     manifest = Manifest(
         "convert",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in left},
         inputs={
             "model": {"path": name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
             "calibration": tuned.describe(),
             "evaluation": judged.describe() if judged else None,
+            **({"plan": {"sha256": planned.sha256}} if planned else {}),
         },
     )
     if done := finished(out, manifest, overwrite):
@@ -133,15 +152,16 @@ def run(
     # Calibration runs in fp32 on a CPU (half precision is slower there) and in the stored dtype on a GPU.
     dtype = torch.float32 if device.type == "cpu" else checkpoint.stored_dtype(raw)
     with writing(out, manifest, resumable=True) as partial, LayerStream(source, dtype, device) as stream:
-        _convert(stream, raw, choices, config, tuned, judged, manifest, partial, calibrated)
+        burnt = sorted({*corpus.passages(tuned), *(planned.passages if planned else ())})
+        _convert(stream, raw, choices, config, tuned, judged, manifest, partial, calibrated, burnt)
     return manifest
 
 
 def _convert(
     stream: LayerStream, raw: dict[str, Any], choices: Choices, config: ConvertConfig, tuned: corpus.Windows,
-    judged: corpus.Windows | None, manifest: Manifest, partial: Path, calibrated: Path | None,
+    judged: corpus.Windows | None, manifest: Manifest, partial: Path, calibrated: Path | None, burnt: list[int],
 ) -> None:  # fmt: skip
-    """The work itself: fills `partial` and the manifest's metrics."""
+    """The work itself: fills `partial` and the manifest's metrics. burnt: passages that nothing may be judged on."""
     seconds, metrics = manifest.seconds, manifest.metrics
     out_dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(raw))
     work = Spill(partial / WORK)
@@ -179,7 +199,7 @@ def _convert(
         with timed(seconds, "write"):
             settings = rebuild.settings(rebuild.plan, raw)
             write_checkpoint(stream.directory, partial, settings, stream.spec, converted, rebuild.weights, out_dtype)
-            (partial / corpus.PASSAGES).write_text(json.dumps(corpus.passages(tuned)), encoding="utf-8")
+            (partial / corpus.PASSAGES).write_text(json.dumps(burnt), encoding="utf-8")
         work["written"] = {}
 
     # What was written is read again, so that the number is that of the files.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +216,21 @@ def _seeded(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
-def collect(stream: LayerStream, wanted: Collection[int], windows: Sequence[Tensor], spill: Spill, seed: int) -> None:
+class Observer(Protocol):
+    """What else looks at the model while calibration has a part of it loaded. It keeps what it learns on disk by
+    itself: a run that goes on later does not show again what it has shown."""
+
+    def head(self, window: int, norm: Any, head: Tensor, hidden_BTC: Tensor) -> None:
+        """The last layer's output on a window, and what makes logits of it."""
+
+    def layer(self, index: int, layer: Any) -> AbstractContextManager[Callable[[dict[str, Any]], None]]:
+        """Gives what takes each window's q_proj, k_proj, v_proj, x and rope (see `_capture`), in order."""
+
+
+def collect(
+    stream: LayerStream, wanted: Collection[int], windows: Sequence[Tensor], spill: Spill, seed: int,
+    observer: Observer | None = None,
+) -> None:  # fmt: skip
     """Moments of the layers `wanted`, left in `spill` for `load`.
 
     windows: token ids [B, T] each. A forward pass layer by layer keeps every layer's inputs in the spill; the
@@ -226,19 +240,19 @@ def collect(stream: LayerStream, wanted: Collection[int], windows: Sequence[Tens
     first, last = min(wanted), stream.num_layers
     if not any(_done(i) in spill for i in range(first, last)):
         _forward(stream, windows, spill, first)
-        _top(stream, windows, spill, seed)
+        _top(stream, windows, spill, seed, observer)
     for index in progress(range(last - 1, first - 1, -1), "calibrate, backward"):
         if _done(index) not in spill:
-            _backward(stream, index, len(windows), spill, index in wanted, seed)
+            _backward(stream, index, len(windows), spill, index in wanted, seed, observer)
             spill[_done(index)] = {}
         for done in (f"input-{index:03d}-", f"input-{index + 1:03d}-", f"gradient-{index + 1:03d}-"):
             spill.drop(done)
     spill.drop("gradient-")
 
 
-def load(spill: Spill, index: int) -> LayerMoments:
-    """What `collect` left of one layer."""
-    return LayerMoments.from_tensors(spill[f"moments-{index:03d}"])
+def load(spill: Spill, index: int, device: torch.device | str = "cpu") -> LayerMoments:
+    """What `collect` left of one layer, on `device`."""
+    return LayerMoments.from_tensors({name: t.to(device) for name, t in spill[f"moments-{index:03d}"].items()})
 
 
 def _done(index: int) -> str:
@@ -269,7 +283,7 @@ def _forward(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, first
 
 
 @torch.enable_grad()
-def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int) -> None:
+def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int, observer: Observer | None) -> None:
     """The gradient of the sampled loss by the last layer's output, through the final norm."""
     last = stream.num_layers
     with stream.head() as (norm, head):
@@ -277,6 +291,8 @@ def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int
             if _at("gradient", last, n) in spill:
                 continue
             hidden = spill[_at("input", last, n)]["x"].to(stream.device).requires_grad_(True)
+            if observer is not None:
+                observer.head(n, norm, head, hidden.detach())
             out = norm(hidden)
             with torch.no_grad():
                 gradient = _sampled_gradient(out.detach().flatten(0, 1), head, _seeded(seed, n))
@@ -286,11 +302,13 @@ def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int
 
 
 @torch.enable_grad()
-def _backward(stream: LayerStream, index: int, windows: int, spill: Spill, wanted: bool, seed: int) -> None:
+def _backward(
+    stream: LayerStream, index: int, windows: int, spill: Spill, wanted: bool, seed: int, observer: Observer | None
+) -> None:
     """Recomputes one layer from its inputs and takes the gradient through it: its moments and gradient-<index>."""
     spec = stream.spec.layers[index]
     moments = LayerMoments.empty(spec, stream.spec.hidden_size, stream.device)
-    with stream.layer(index) as layer:
+    with stream.layer(index) as layer, observer.layer(index, layer) if observer else nullcontext() as see:
         attention = layer.self_attn
         for n in range(windows):
             hidden = spill[_at("input", index, n)]["x"].to(stream.device).requires_grad_(True)
@@ -300,6 +318,8 @@ def _backward(stream: LayerStream, index: int, windows: int, spill: Spill, wante
             out.backward(spill[_at("gradient", index + 1, n)]["g"].to(stream.device))
             assert hidden.grad is not None
             spill[_at("gradient", index, n)] = {"g": hidden.grad}
+            if see is not None:
+                see(store)
             if wanted:
                 _accumulate(moments, spec, store, attention, stream.spec.softmax_scale, _seeded(seed, index, n))
     if wanted:

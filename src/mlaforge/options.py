@@ -30,6 +30,10 @@ class ConvertConfig:
     ranks: str = option(
         "allocated", "ranks over layers: by predicted loss, or the same for all", choices=("allocated", "uniform")
     )
+    plan: str | None = option(
+        None, "ranks of every layer as `mlaforge diagnose` suggests them: its folder, or a plan.json; decides layout, "
+        "layers and budget too",
+    )  # fmt: skip
     calibration: str = option("embedded", "calibration text: a file, a folder, or embedded (English and Python)")
     nsamples: int = option(16, "calibration windows", "windows")
     seqlen: int = option(2048, "length of calibration and evaluation windows", "tokens")
@@ -48,6 +52,21 @@ class ConvertConfig:
     deepseek_style: bool = option(
         False, "TransMLA: only what DeepSeek's format can express: latent_rope, uniform ranks, its frequencies"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagnoseConfig:
+    """Options of `diagnose`. Budget, layout and layers are those of the plan that it suggests."""
+
+    text: str = option("embedded", "text to look at: a file, a folder, or embedded (English and Python)")
+    windows: int = option(16, "windows, a random choice of the text", "windows")
+    seqlen: int = option(2048, "length of a window", "tokens")
+    budget: float = option(0.5, "cache that the suggested plan keeps, as a share of the converted layers'", "fraction")
+    layout: str = option("latent", "what a token caches in the suggested plan", choices=("latent", "latent_rope"))
+    layers: str = option("auto", "layers that the suggested plan converts, as in `convert`")
+    report: bool = option(True, "draw the heat maps and the page, if OUT is given")
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of every random choice")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ What is finished of a layer waits in a spill, so that a killed run goes on with 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from mlaforge import factorize, moments
 from mlaforge.evaluate import head_losses, perplexity
 from mlaforge.export import LayerWeights, attention_module, mla_config
 from mlaforge.factorize import Projections, RopeSplit, Spectrum
-from mlaforge.plan import LayerPlan, Plan, rank_limit
+from mlaforge.plan import Plan, rank_limit
 from mlaforge.refit import TOKENS, refit_o_proj
-from mlaforge.runtime import UserError, progress
+from mlaforge.runtime import progress
+from mlaforge.spectra import allocate_ranks, at_every_rank, check_moments, projections, spectrum, with_ranks
 from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
 
@@ -40,22 +40,6 @@ class Choices:
         return self.refit and not self.one_per_pair
 
 
-def projections(attention: dict[str, Tensor]) -> Projections:
-    """A GQA module's tensors as fp64 projections on their device."""
-
-    def weight(name: str) -> Tensor:
-        return attention[f"{name}.weight"].double()
-
-    def bias(name: str) -> Tensor:
-        found = attention.get(f"{name}.bias")
-        return weight(name).new_zeros(len(weight(name))) if found is None else found.double()
-
-    return Projections(
-        weight("q_proj"), weight("k_proj"), weight("v_proj"), weight("o_proj"),
-        bias("q_proj"), bias("k_proj"), bias("v_proj"),
-    )  # fmt: skip
-
-
 class Rebuild:
     """One conversion in progress. `calibration` holds the moments, `work` what this conversion has finished."""
 
@@ -71,29 +55,20 @@ class Rebuild:
         name = f"spectrum-{index:03d}"
         if name not in self.work:
             part = self._part(index, projections(self.stream.attention(index)))
-            self.work[name] = {"values": (part if isinstance(part, Spectrum) else part.spectrum).values}
+            self.work[name] = {"values": spectrum(part).values}
         return self.work[name]["values"]
 
     def _part(self, index: int, own: Projections) -> Spectrum | RopeSplit:
         """What is true of a layer at every rank."""
-        m, layer = moments.load(self.calibration, index), self.stream.spec.layers[index]
-        if not math.isfinite(float(m.g_outer.sum() + m.x_outer.sum() + m.key_outer.sum())):
-            raise UserError(
-                f"calibration gave NaN or infinity in layer {index}: the model overflows in {self.stream.dtype}; "
-                "float32 (--device cpu) reaches furthest"
-            )
-        if self.choices.plan.layers[index].layout == "latent":
-            return factorize.latent_spectrum(own, m, layer)
-        found = factorize.channels(own, m, layer, self.choices.fold)
-        pairs = self.choices.plan.layers[index].qk_rope_head_dim // 2
-        chosen = found.one_per_pair(pairs) if self.choices.one_per_pair else found.best(pairs)
-        scaling, centred = self.stream.spec.rope.attention_scaling, not self.choices.one_per_pair
-        return factorize.split_rope(own, m, layer, found, chosen, scaling, centred)
+        m = moments.load(self.calibration, index, self.stream.device)
+        check_moments(m, index, self.stream.dtype)
+        chosen, c = self.choices.plan.layers[index], self.choices
+        return at_every_rank(own, m, self.stream.spec, index, chosen, c.fold, c.one_per_pair)
 
     def _solved(self, index: int, plans: tuple[Plan, ...]) -> list[tuple[LayerWeights, float]]:
         """Weights and predicted loss of one layer at the rank that each plan gives it."""
         attention = self.stream.attention(index)
-        own, m = projections(attention), moments.load(self.calibration, index)
+        own, m = projections(attention), moments.load(self.calibration, index, self.stream.device)
         part, layer = self._part(index, own), self.stream.spec.layers[index]
         solved = []
         for plan in plans:
@@ -180,20 +155,3 @@ class Rebuild:
             }
             for i, (chosen, layer) in enumerate(zip(self.plan.layers, self.stream.spec.layers, strict=True))
         ]
-
-
-def with_ranks(plan: Plan, ranks: dict[int, int]) -> Plan:
-    """`plan` with other latent ranks for some layers."""
-    layers: list[LayerPlan] = [
-        dataclasses.replace(layer, kv_lora_rank=ranks.get(i, layer.kv_lora_rank)) for i, layer in enumerate(plan.layers)
-    ]
-    return Plan(plan.spec, tuple(layers))
-
-
-def allocate_ranks(plan: Plan, spectra: dict[int, Tensor]) -> Plan:
-    """The same total of ranks, handed out by predicted loss; a third of the uniform rank is every layer's minimum."""
-    total = sum(plan.layers[i].kv_lora_rank for i in spectra)
-    minimum = min(plan.layers[i].kv_lora_rank for i in spectra) // 3 // 8 * 8
-    limits = {i: rank_limit(plan.spec, plan.spec.layers[i], plan.layers[i].layout) for i in spectra}
-    usable = {i: values[: limits[i]] for i, values in spectra.items()}
-    return with_ranks(plan, factorize.allocate(usable, total, max(8, minimum)))

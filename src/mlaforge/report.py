@@ -137,6 +137,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "missing": {stage: command for stage, command in COMMANDS.items() if not found[stage]},
         "cards": _cards(groups),
         "conversions": conversions,
+        "diagnoses": [r for r in records if r["stage"] == "diagnose"],
         "evaluations": found["eval"],
         "generations": [{**record, "shared": _shared(record)} for record in found["generate"]],
         "artifacts": [{k: r[k] for k in ("name", "stage", "total_seconds", "fingerprint")} for r in records],
@@ -253,7 +254,7 @@ def _shared(record: dict[str, Any]) -> int:
     return len(common) if all(text == common for text in texts) else common.rfind(" ") + 1
 
 
-def _plot(key: str, draw: Callable[[Any, Any], None], what: Any, height: float = 2.9) -> str:
+def drawing(key: str, draw: Callable[[Any, Any], None], what: Any, height: float = 2.9) -> str:
     """`draw(axes, what)` as inline SVG: its colours are the page's variables, its ids start with `key`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -281,8 +282,8 @@ def _figures(conversions: list[dict[str, Any]]) -> dict[str, Any]:
     held = [c for c in conversions if None not in (_number(c, *AT_128K, "gqa"), _number(c, *AT_128K, "mla"))]
     height = max(2.9, 1.2 + 0.42 * len(held))
     figures: dict[str, Any] = {
-        "tradeoff": _plot("tradeoff", _draw_tradeoff, points) if points else "",
-        "memory": _plot("memory", _draw_memory, held, height) if held else "",
+        "tradeoff": drawing("tradeoff", _draw_tradeoff, points) if points else "",
+        "memory": drawing("memory", _draw_memory, held, height) if held else "",
         "own": [],
     }
     for i, c in enumerate(conversions):
@@ -292,7 +293,7 @@ def _figures(conversions: list[dict[str, Any]]) -> dict[str, Any]:
             ("loss", _draw_loss, c["predicted_loss"] is not None),
             ("seconds", _draw_seconds, c["total_seconds"] is not None),
         )
-        figures["own"].append({name: _plot(f"{name}{i}", draw, c) for name, draw, there in drawings if there})
+        figures["own"].append({name: drawing(f"{name}{i}", draw, c) for name, draw, there in drawings if there})
     return figures
 
 
@@ -389,11 +390,16 @@ def _draw_seconds(ax: Any, conversion: dict[str, Any]) -> None:
     ax.grid(axis="y", visible=False)
 
 
-def _render(report: dict[str, Any]) -> str:
+def jinja_page(name: str) -> Any:
+    """A template that stands beside this file, with this page's look at hand; everything it prints is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.loader = FileSystemLoader(Path(__file__).parent)
     jinja.filters["shown"] = shown
-    page = jinja.get_template("report.html.jinja")
+    return jinja.get_template(name)
+
+
+def _render(report: dict[str, Any]) -> str:
+    page = jinja_page("report.html.jinja")
     return page.render(report, figures=_figures(report["conversions"]), at=_at, said=_verdict)

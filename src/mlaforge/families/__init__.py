@@ -21,6 +21,8 @@ class Family:
     projections q_proj, k_proj, v_proj and o_proj.
     `computed_by` is the model_type whose transformers classes compute the model, where they are not its own.
     `left_out` are prefixes of tensors that its logits do not depend on: they are neither read nor written.
+    `router` is the module below a decoder layer that scores the experts: its output, or the first of several, are their
+    logits.
     """
 
     model_type: str
@@ -28,6 +30,7 @@ class Family:
     attention: str = "model.layers.{layer}.self_attn."
     computed_by: str | None = None
     left_out: tuple[str, ...] = ()
+    router: str | None = None
 
 
 _MERGED = "transformers merges its experts' tensors while loading, which the strict check of names does not follow"

@@ -53,4 +53,4 @@ def read_spec(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("gpt_oss", read_spec)
+FAMILY = Family("gpt_oss", read_spec, router="mlp.router")

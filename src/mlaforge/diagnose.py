@@ -1,0 +1,268 @@
+"""`diagnose`: what a model's attention does on a text, and what converting it would cost, before anything is converted.
+
+The forward and backward pass of calibration (moments.py) is watched layer by layer: where attention looks
+(attention_stats.py), how experts are routed (routing.py), the shape of keys and values (geometry.py). The moments give
+the predicted loss of every layer by budget and layout, and from it a plan for `convert --plan`. docs/diagnose.md says
+what each number means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from mlaforge import checkpoint, corpus, locate, moments, plan_file, spectra, verdicts
+from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.attention_stats import AttentionStats
+from mlaforge.families import family_of
+from mlaforge.geometry import Geometry, effective_rank
+from mlaforge.modeling.rope_mla import pairs, rotate
+from mlaforge.options import DiagnoseConfig
+from mlaforge.plan import LATENT_LAYOUTS, Plan, make_plan
+from mlaforge.routing import RoutingStats
+from mlaforge.runtime import UserError, progress, resolve_device, timed
+from mlaforge.spill import Spill
+from mlaforge.stream import LayerStream, losses
+
+DIAGNOSIS = "diagnosis.json"
+# Shares of a layer's cache at which its loss is predicted.
+BUDGETS = (0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
+
+
+class Watch:
+    """A `moments.Observer`: what it sees of the head and of each layer waits in a spill. ids: [N, T]."""
+
+    def __init__(self, stream: LayerStream, ids: Tensor, spill: Spill, router: str | None, stored: torch.dtype):
+        self.stream, self.ids, self.spill, self.router, self.stored = stream, ids, spill, router, stored
+
+    def head(self, window: int, norm: Any, head: Tensor, hidden_BTC: Tensor) -> None:
+        found = losses(norm, head, hidden_BTC[0], self.ids[window])
+        self.spill[f"losses-{window:04d}"] = {"mean": found.double().mean()}
+
+    @contextmanager
+    def layer(self, index: int, layer: Any) -> Iterator[Callable[[dict[str, Any]], None]]:
+        stream, own = self.stream, self.stream.spec.layers[index]
+        attention = AttentionStats.empty(own, self.ids.shape[1], stream.device)
+        geometry = Geometry.empty(own, stream.spec.hidden_size, stream.device)
+        routing = RoutingStats.empty(own.moe, stream.device) if own.moe else None
+        sinks = layer.self_attn.sinks.float() if own.sinks else None
+        allocated: list[int] = []
+
+        @torch.no_grad()
+        def see(seen: dict[str, Any]) -> None:
+            x = seen["x"][0].float()
+            cos, sin = (pairs(table[0], own.head_dim // 2).float() for table in seen["rope"])
+            q, k, v = (
+                seen[name][0].detach().float().view(len(x), -1, own.head_dim).transpose(0, 1)
+                for name in ("q_proj", "k_proj", "v_proj")
+            )
+            norms = (layer.self_attn.q_norm, layer.self_attn.k_norm) if own.qk_norm else None
+            normed = (norms[0](q), norms[1](k)) if norms else (q, k)
+            rotated = rotate(normed[0], cos, sin), rotate(normed[1], cos, sin)
+            attention.add(*rotated, own, stream.spec.softmax_scale, sinks)
+            geometry.add(x, (q, k, v), normed, rotated)
+            if not allocated:
+                rows = rotated[1][None].to(self.stored), v[None].to(self.stored)
+                allocated.append(allocated_bytes(stream.config, index, *rows))
+
+        with contextlib.ExitStack() as hooks:
+            if own.moe and routing:
+                assert self.router is not None, "a family with experts says where its router is"
+                hooks.callback(_listen(layer.get_submodule(self.router), routing, own.moe.top_k).remove)
+            yield see
+        parts = {"attention": attention, "geometry": geometry, **({"routing": routing} if routing else {})}
+        found = {f"{part}.{name}": value for part, stats in parts.items() for name, value in vars(stats).items()}
+        self.spill[_seen(index)] = {**found, "cache.allocated": torch.tensor(allocated[0])}
+
+
+def _seen(index: int) -> str:
+    return f"seen-{index:03d}"
+
+
+def _listen(router: Any, routing: RoutingStats, top_k: int) -> Any:
+    def hear(_: Any, __: Any, out: Any) -> None:
+        routing.add(out[0] if isinstance(out, tuple) else out, top_k)
+
+    return router.register_forward_hook(hear)
+
+
+def allocated_bytes(config: Any, index: int, keys: Tensor, values: Tensor) -> int:
+    """Bytes that transformers' cache really holds of one layer, after a prompt and one more token.
+
+    keys, values: [1, heads, T, D] as they are cached. Counted are whole storages: what a slice keeps alive is held.
+    """
+    cache = DynamicCache(config=config)
+    for part in (slice(None, -1), slice(-1, None)):
+        cache.update(keys[:, :, part], values[:, :, part], index)
+    layer = cache.layers[index]
+    held = {s.data_ptr(): s.nbytes() for s in (layer.keys.untyped_storage(), layer.values.untyped_storage())}
+    return sum(held.values())
+
+
+def check_options(config: DiagnoseConfig) -> None:
+    """Raises UserError for numbers that no model could make right."""
+    if config.windows < 1 or config.seqlen < corpus.SHINGLE:
+        least = f"1 and {corpus.SHINGLE}"
+        raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
+
+
+def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = False) -> Manifest:
+    """Diagnoses a model; writes an artifact (numbers, plan, drawings) if `out` is given.
+
+    The metrics are a summary with verdicts. The same again returns the finished result, or goes on where a killed run
+    stopped. Raises UserError for the user's mistakes; `out` is either complete or untouched.
+    """
+    check_options(config)
+    source = locate.locate(model)
+    raw = checkpoint.read_config(source)
+    if checkpoint.is_converted(raw):
+        raise UserError(f"{source} is already converted ({raw['model_type']}); diagnose the original")
+    family = family_of(raw)
+    plan = make_plan(family.read_spec(raw), config.budget, config.layout, config.layers)
+    device = resolve_device(config.device)
+    tokenizer = checkpoint.load_tokenizer(source)
+    text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
+    checkpoint.check_tokens(source, text.ids)
+    name = source.resolve().name if Path(model).expanduser().exists() else model
+    told = {"path": name, "model_type": plan.spec.model_type, "sha256": checkpoint.fingerprint(source)}
+    manifest = Manifest(
+        "diagnose",
+        config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
+        inputs={"model": told, "text": text.describe()},
+    )
+    if out is not None and (done := finished(out, manifest, overwrite)):
+        return done
+    stored = checkpoint.stored_dtype(raw)
+    with contextlib.ExitStack() as opened:
+        if out is None:
+            folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            folder = opened.enter_context(writing(out, manifest, resumable=True))
+        # As `convert` calibrates: fp32 on a CPU, where half precision is slower, the stored dtype on a GPU.
+        dtype = torch.float32 if device.type == "cpu" else stored
+        stream = opened.enter_context(LayerStream(source, dtype, device))
+        work = Spill(folder / WORK)
+        with timed(manifest.seconds, "check"):
+            stream.check()
+        with timed(manifest.seconds, "watch"):
+            watch = Watch(stream, text.ids, work, family.router, stored)
+            moments.collect(stream, range(stream.num_layers), text.ids.split(1), work, config.seed, watch)
+        with timed(manifest.seconds, "predict"):
+            records, suggested = _records(stream, work, plan, stored, config.seqlen)
+        mean = float(torch.stack([work[f"losses-{n:04d}"]["mean"] for n in range(len(text.ids))]).mean())
+        manifest.metrics = verdicts.summary(records, mean, text.ids.shape, suggested, stored)
+        if out is not None:
+            _write(folder, manifest, records, suggested, corpus.passages(text), config.report)
+    return manifest
+
+
+def _records(
+    stream: LayerStream, work: Spill, plan: Plan, stored: torch.dtype, length: int
+) -> tuple[list[dict[str, Any]], Plan]:
+    """Everything about each layer as plain numbers, and `plan` with ranks by predicted loss."""
+    found = {i: _predicted(stream, work, plan, i) for i in progress(range(stream.num_layers), "predict")}
+    suggested = spectra.allocate_ranks(plan, {i: found[i]["values"] for i in plan.converted})
+    records = []
+    for i, (own, chosen) in enumerate(zip(stream.spec.layers, suggested.layers, strict=True)):
+        seen = work[_seen(i)]
+
+        def stats(kind: Any, part: str, seen: dict[str, Tensor] = seen) -> dict[str, Any]:
+            return kind(**{n.split(".")[1]: t for n, t in seen.items() if n.startswith(f"{part}.")}).describe()
+
+        values, lost = found[i]["values"], float(found[i]["lost"])
+        eigenvalues = {name.split(".")[1]: v for name, v in found[i].items() if name.startswith("spectrum.")}
+        rows = torch.zeros(1, 1, length, chosen.cached(own), dtype=stored)
+        converted = chosen.layout != "gqa"
+        gqa = int(seen["cache.allocated"])
+        records.append({
+            "layer": i,
+            "window": own.window,
+            "num_heads": own.num_heads,
+            "num_kv_heads": own.num_kv_heads,
+            "gqa_cached": own.cached,
+            "attention": stats(AttentionStats, "attention"),
+            "geometry": stats(Geometry, "geometry"),
+            "routing": stats(RoutingStats, "routing") if own.moe else None,
+            "spectra": {name: v.tolist() for name, v in eigenvalues.items()},
+            "effective_rank": {name: effective_rank(v) for name, v in eigenvalues.items()},
+            "predicted_loss": {
+                layout: {str(b): None if math.isnan(v) else v for b, v in zip(BUDGETS, row, strict=True)}
+                for layout, row in zip(LATENT_LAYOUTS, found[i]["loss"].tolist(), strict=True)
+            },
+            "plan": {
+                **dataclasses.asdict(chosen),
+                "predicted_loss": float(values[chosen.kv_lora_rank :].sum()) / 2 + lost if converted else None,
+                "uniform_rank": plan.layers[i].kv_lora_rank,
+                "uniform_loss": float(values[plan.layers[i].kv_lora_rank :].sum()) / 2 + lost if converted else None,
+            },
+            "cache_bytes": {
+                "gqa": gqa,
+                "plan": allocated_bytes(stream.config, i, rows, rows[..., :0]) if converted else gqa,
+            },
+        })  # fmt: skip
+    return records, suggested
+
+
+def _predicted(stream: LayerStream, work: Spill, plan: Plan, index: int) -> dict[str, Tensor]:
+    """Of one layer: predicted loss [layouts, BUDGETS] (NaN where it does not fit), spectra, and as `plan` has it the
+    spectrum by loss (`values`) and what the rotary split loses (`lost`)."""
+    name = f"predicted-{index:03d}"
+    if name in work:
+        return work[name]
+    m, spec = moments.load(work, index, stream.device), stream.spec
+    spectra.check_moments(m, index, stream.dtype)
+    own = spectra.projections(stream.attention(index))
+    parts: dict[tuple[str, int], Any] = {}
+
+    def part(chosen: Any) -> Any:
+        key = chosen.layout, chosen.qk_rope_head_dim
+        if key not in parts:
+            parts[key] = spectra.at_every_rank(own, m, spec, index, chosen)
+        return parts[key]
+
+    table = torch.full((len(LATENT_LAYOUTS), len(BUDGETS)), torch.nan, dtype=torch.float64)
+    for row, layout in enumerate(LATENT_LAYOUTS):
+        for column, budget in enumerate(BUDGETS):
+            # Too small for one block of ranks, or a layout that the layer's norms rule out.
+            with contextlib.suppress(UserError):
+                chosen = make_plan(spec, budget, layout, str(index)).layers[index]
+                table[row, column] = spectra.loss(part(chosen), chosen.kv_lora_rank)
+    seen = {n.split(".")[1]: t.to(stream.device) for n, t in work[_seen(index)].items() if n.startswith("geometry.")}
+    found = {f"spectrum.{n}": v for n, v in Geometry(**seen).spectra(own, m, spec.layers[index]).items()}
+    found["spectrum.loss"] = spectra.spectrum(part(plan.layers[plan.converted[0]])).values
+    if index in plan.converted:
+        chosen = plan.layers[index]
+        found["values"] = spectra.spectrum(part(chosen)).values.clone()
+        found["lost"] = torch.tensor(spectra.loss(part(chosen), len(found["values"])), dtype=torch.float64)
+    else:
+        found["values"], found["lost"] = torch.zeros(0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    work[name] = {**found, "loss": table}
+    return work[name]
+
+
+def _write(
+    folder: Path, manifest: Manifest, records: list[dict[str, Any]], suggested: Plan, passages: list[int], report: bool
+) -> None:
+    inputs, metrics = manifest.inputs, manifest.metrics
+    told = {"model": inputs["model"], "text": inputs["text"], "summary": metrics, "budgets": BUDGETS, "layers": records}
+    diagnosis = json.loads(json.dumps(told), parse_float=lambda text: float(f"{float(text):.6g}"))
+    (folder / DIAGNOSIS).write_text(json.dumps(diagnosis, allow_nan=False) + "\n", encoding="utf-8")
+    predicted = [record["plan"]["predicted_loss"] for record in records]
+    plan_file.write(
+        folder / plan_file.PLAN, suggested, {"model": inputs["model"], "text": inputs["text"]}, predicted, passages
+    )
+    if report:
+        from mlaforge.diagnosis_page import draw
+
+        draw(folder, diagnosis)

@@ -1,0 +1,108 @@
+"""plan.json: what each layer is to become, as `diagnose` suggests it and `convert --plan` takes it. A person may
+write one too: `model` and `layers` are needed, the rest tells where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from mlaforge.config import nearest
+from mlaforge.plan import LATENT_LAYOUTS, LayerPlan, Plan, make_plan
+from mlaforge.runtime import UserError
+from mlaforge.spec import ModelSpec
+
+PLAN = "plan.json"
+KEYS = ("kv_lora_rank", "qk_rope_head_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFile:
+    """A plan that was read. `passages` are those of the text it was made from: nothing may be judged on it.
+    `model_sha256` is the model that was diagnosed, None where the file does not say."""
+
+    plan: Plan
+    sha256: str
+    passages: list[int]
+    model_sha256: str | None
+
+
+def shape(spec: ModelSpec) -> dict[str, Any]:
+    """What a model must have in common with the one that a plan is for."""
+    numbers = {"model_type": spec.model_type, "hidden_size": spec.hidden_size, "num_layers": spec.num_layers}
+    return {**numbers, "cached": [layer.cached for layer in spec.layers]}
+
+
+def write(path: Path, plan: Plan, told: dict[str, Any], losses: list[float | None], passages: list[int]) -> None:
+    """One line per layer. told: what else to say, `model` among it; losses: predicted, nats per token."""
+    body = {**told, "model": {**told.get("model", {}), **shape(plan.spec)}}
+    lines = [f' "{key}": {json.dumps(value)},' for key, value in body.items()]
+    layers = [
+        json.dumps({"layer": i, **dataclasses.asdict(chosen), "predicted_loss": loss})
+        for i, (chosen, loss) in enumerate(zip(plan.layers, losses, strict=True))
+    ]
+    rows = ",\n  ".join(layers)
+    text = "\n".join(["{", *lines, f' "layers": [\n  {rows}\n ],', f' "passages": {json.dumps(passages)}', "}", ""])
+    path.write_text(text, encoding="utf-8")
+
+
+def read(given: str, spec: ModelSpec) -> PlanFile:
+    """The plan of a file, or of a directory that `diagnose` wrote, for the model of `spec`.
+
+    Raises UserError, one line, where it is none, is for another model, or asks for what a layer cannot hold.
+    """
+    path = Path(given).expanduser()
+    path = path / PLAN if path.is_dir() else path
+    try:
+        raw = path.read_bytes()
+        body = json.loads(raw)
+    except OSError as error:
+        raise UserError(f"plan {path} cannot be read ({error.strerror}); give plan.json or a folder that "
+                        "`mlaforge diagnose` wrote") from error  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"plan {path} is not JSON: {' '.join(str(error).split())}") from error
+    try:
+        layers, model, passages = body["layers"], body["model"], body.get("passages", [])
+        kinds = (isinstance(layers, list), isinstance(model, dict), all(isinstance(p, int) for p in passages))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"plan {path} needs the keys 'model' and 'layers', as `mlaforge diagnose` writes them"
+        ) from error
+    if not all(kinds):
+        raise UserError(f"plan {path}: 'layers' must be a list, 'model' an object, 'passages' a list of whole numbers")
+    for key, own in shape(spec).items():
+        if key in model and model[key] != own:
+            raise UserError(f"plan {path} is for another model: its {key} is {model[key]}, this one's {own}")
+    if len(layers) != spec.num_layers:
+        raise UserError(f"plan {path} has {len(layers)} layers, the model {spec.num_layers}; it needs one for each")
+    try:
+        plan = Plan(spec, tuple(_layer(spec, i, layer) for i, layer in enumerate(layers)))
+    except UserError as error:
+        raise UserError(f"plan {path}: {error}") from error
+    kept = {(layer.layout, layer.qk_rope_head_dim) for layer in plan.layers if layer.layout != "gqa"}
+    if len(kept) != 1:
+        what = "several layouts or rotary key sizes; all converted layers need the same" if kept else "no layer"
+        raise UserError(f"plan {path} converts {what}")
+    digest = hashlib.sha256(json.dumps([[vars(layer) for layer in plan.layers], passages]).encode()).hexdigest()
+    return PlanFile(plan, digest, passages, model.get("sha256"))
+
+
+def _layer(spec: ModelSpec, index: int, given: Any) -> LayerPlan:
+    """One entry, checked as an option of `convert` would be."""
+    if not isinstance(given, dict) or given.get("layer", index) != index:
+        raise UserError(f"entry {index} of 'layers' must be an object whose 'layer' is {index}")
+    layout, known = given.get("layout"), ("gqa", *LATENT_LAYOUTS)
+    if layout not in known:
+        raise UserError(
+            f"layer {index}: layout {layout!r} must be one of {', '.join(known)}{nearest(str(layout), known)}"
+        )
+    rank, rope = (given.get(key, 0) for key in KEYS)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (rank, rope)):
+        raise UserError(f"layer {index}: kv_lora_rank and qk_rope_head_dim must be whole numbers")
+    if layout == "gqa":
+        return LayerPlan("gqa")
+    if layout == "latent_rope" and not rope:
+        raise UserError(f"layer {index}: layout latent_rope needs a qk_rope_head_dim")
+    return make_plan(spec, 0.5, layout, str(index), rank, rope or None).layers[index]

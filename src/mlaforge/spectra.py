@@ -1,0 +1,88 @@
+"""What is true of a layer at every rank: its spectrum in either layout; and from all layers' spectra, their ranks.
+
+Conversion solves layers from it, diagnosis predicts what they would lose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from mlaforge import factorize
+from mlaforge.factorize import Projections, RopeSplit, Spectrum
+from mlaforge.moments import LayerMoments
+from mlaforge.plan import LayerPlan, Plan, rank_limit
+from mlaforge.runtime import UserError
+from mlaforge.spec import ModelSpec
+
+
+def projections(attention: dict[str, Tensor]) -> Projections:
+    """A GQA module's tensors as fp64 projections on their device."""
+
+    def weight(name: str) -> Tensor:
+        return attention[f"{name}.weight"].double()
+
+    def bias(name: str) -> Tensor:
+        found = attention.get(f"{name}.bias")
+        return weight(name).new_zeros(len(weight(name))) if found is None else found.double()
+
+    return Projections(
+        weight("q_proj"), weight("k_proj"), weight("v_proj"), weight("o_proj"),
+        bias("q_proj"), bias("k_proj"), bias("v_proj"),
+    )  # fmt: skip
+
+
+def check_moments(m: LayerMoments, index: int, dtype: torch.dtype) -> None:
+    """Raises UserError where calibration in `dtype` gave NaN or infinity."""
+    if not math.isfinite(float(m.g_outer.sum() + m.x_outer.sum() + m.key_outer.sum())):
+        raise UserError(
+            f"calibration gave NaN or infinity in layer {index}: the model overflows in {dtype}; "
+            "float32 (--device cpu) reaches furthest"
+        )
+
+
+def at_every_rank(
+    own: Projections, m: LayerMoments, spec: ModelSpec, index: int, chosen: LayerPlan, fold: int = 1,
+    one_per_pair: bool = False,
+) -> Spectrum | RopeSplit:  # fmt: skip
+    """Layer `index` in the layout, and with the rotary dimensions, of `chosen`; its rank is not looked at.
+
+    fold, one_per_pair: how rotary channels are found and chosen (docs/conversion.md, "Two variants").
+    """
+    layer = spec.layers[index]
+    if chosen.layout == "latent":
+        return factorize.latent_spectrum(own, m, layer)
+    found = factorize.channels(own, m, layer, fold)
+    pairs = chosen.qk_rope_head_dim // 2
+    kept = found.one_per_pair(pairs) if one_per_pair else found.best(pairs)
+    return factorize.split_rope(own, m, layer, found, kept, spec.rope.attention_scaling, centred=not one_per_pair)
+
+
+def spectrum(part: Spectrum | RopeSplit) -> Spectrum:
+    """What the rank is cut from."""
+    return part if isinstance(part, Spectrum) else part.spectrum
+
+
+def loss(part: Spectrum | RopeSplit, rank: int) -> float:
+    """Predicted loss at a rank, nats per token; in latent_rope with that of the channels that lose RoPE."""
+    return spectrum(part).loss(rank) + (0.0 if isinstance(part, Spectrum) else part.lost / 2)
+
+
+def with_ranks(plan: Plan, ranks: dict[int, int]) -> Plan:
+    """`plan` with other latent ranks for some layers."""
+    layers: list[LayerPlan] = [
+        dataclasses.replace(layer, kv_lora_rank=ranks.get(i, layer.kv_lora_rank)) for i, layer in enumerate(plan.layers)
+    ]
+    return Plan(plan.spec, tuple(layers))
+
+
+def allocate_ranks(plan: Plan, spectra: dict[int, Tensor]) -> Plan:
+    """The same total of ranks, handed out by predicted loss; a third of the uniform rank is every layer's minimum."""
+    total = sum(plan.layers[i].kv_lora_rank for i in spectra)
+    minimum = min(plan.layers[i].kv_lora_rank for i in spectra) // 3 // 8 * 8
+    limits = {i: rank_limit(plan.spec, plan.spec.layers[i], plan.layers[i].layout) for i in spectra}
+    usable = {i: values[: limits[i]] for i, values in spectra.items()}
+    return with_ranks(plan, factorize.allocate(usable, total, max(8, minimum)))
