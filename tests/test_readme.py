@@ -17,6 +17,7 @@ ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
 # What a tiny model and text need beside the words of the text.
 FEW = ["--dtype", "float32", "--cache-bytes", "1000000"]
 MORE = {
+    "calibrate": ["--window", "200", "--clusters", "4"],
     "convert": ["--seqlen", "64", "--eval-windows", "0"],
     "eval": ["--seqlen", "64"],
     "generate": ["--max-new-tokens", "8", *FEW],
@@ -54,6 +55,7 @@ def run(tiny_models, calibration_file, evaluation_file, tmp_path_factory):
         "OUT": str(folder / "results" / "out"),
         "OTHER_TEXT": str(evaluation_file),
         "TEXT": str(calibration_file),
+        "GOLDEN": str(folder / "golden"),
         "FOLDER": str(folder / "results"),
     }
 
@@ -86,7 +88,7 @@ def shown(run):
 
 
 def test_commands_run(shown, run):
-    assert shown == ["plan", "convert", "eval", "generate", "chat", "serve", "report", "env"]
+    assert shown == ["plan", "calibrate", "convert", "eval", "generate", "chat", "serve", "report", "env"]
     assert (run.folder / "report.html").stat().st_size > 5000
 
 

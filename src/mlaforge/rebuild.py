@@ -57,9 +57,9 @@ def projections(attention: dict[str, Tensor]) -> Projections:
 
 
 class Rebuild:
-    """One conversion in progress. `calibration` holds the moments, `work` what this conversion has finished."""
+    """One conversion in progress. `calibration` holds each layer's moments, `work` what it has finished."""
 
-    def __init__(self, stream: LayerStream, choices: Choices, calibration: Spill, work: Spill):
+    def __init__(self, stream: LayerStream, choices: Choices, calibration: dict[int, Spill], work: Spill):
         self.stream, self.choices = stream, choices
         self.calibration, self.work = calibration, work
         self.spectra = {i: self._spectrum(i) for i in progress(choices.plan.converted, "spectra")}
@@ -76,7 +76,7 @@ class Rebuild:
 
     def _part(self, index: int, own: Projections) -> Spectrum | RopeSplit:
         """What is true of a layer at every rank."""
-        m, layer = moments.load(self.calibration, index), self.stream.spec.layers[index]
+        m, layer = moments.load(self.calibration[index], index), self.stream.spec.layers[index]
         if not math.isfinite(float(m.g_outer.sum() + m.x_outer.sum() + m.key_outer.sum())):
             raise UserError(
                 f"calibration gave NaN or infinity in layer {index}: the model overflows in {self.stream.dtype}; "
@@ -93,7 +93,7 @@ class Rebuild:
     def _solved(self, index: int, plans: tuple[Plan, ...]) -> list[tuple[LayerWeights, float]]:
         """Weights and predicted loss of one layer at the rank that each plan gives it."""
         attention = self.stream.attention(index)
-        own, m = projections(attention), moments.load(self.calibration, index)
+        own, m = projections(attention), moments.load(self.calibration[index], index)
         part, layer = self._part(index, own), self.stream.spec.layers[index]
         solved = []
         for plan in plans:
