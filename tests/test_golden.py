@@ -159,14 +159,14 @@ def alone(directory, text):
 
 
 def test_texts_of_any_length(minilm, offline_embedder):
-    word = "latent "
+    word = "theory "
     texts = ["A short text about attention.", word * 600, "Another, on cheese."]
     found = minilm(texts)
     assert found.shape == (3, 384) and np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
     for i in (0, 2):
         assert np.allclose(found[i], alone(offline_embedder, texts[i]), atol=1e-4)
     assert minilm.holds(texts[0]) and not minilm.holds(texts[1])
-    # `latent` is one token: the parts are as many words as there is room for, and the rest.
+    # `theory` is one token: the parts are as many words as there is room for, and the rest.
     sizes = [minilm.room] * (600 // minilm.room) + [600 % minilm.room]
     parts = sum(size * alone(offline_embedder, word * size) for size in sizes)
     assert np.allclose(found[1], embedder.unit(parts), atol=1e-4)
