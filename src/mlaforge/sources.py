@@ -63,7 +63,7 @@ class Notes:
             log(f"warning: {where}: {what}")
 
     def describe(self) -> dict[str, Any]:
-        return {what: {"count": n, "examples": self.examples[what]} for what, n in sorted(self.counts.items())}
+        return {what: {"count": n, "examples": self.examples.get(what, [])} for what, n in sorted(self.counts.items())}
 
 
 @dataclasses.dataclass(frozen=True)
