@@ -73,7 +73,8 @@ def convert_one(way: str, seed: int, windows: int, data: Path, scratch: Path, mo
     text = scratch / "pool.txt"
     if way == "golden":
         text = scratch / f"golden-{seed}"
-        calibrate.run(text, CalibrateConfig(source=pool(data), seed=seed, tokenizer=str(model), device="cpu"))
+        wanted = CalibrateConfig(source=pool(data), seed=seed, tokenizer=str(model), device="cpu")
+        calibrate.run(text, wanted, embedded=scratch / "embedded")
     elif way == "first":
         # Convert draws windows at random where there are more than it takes: it is given no more.
         tokenizer = checkpoint.load_tokenizer(model)

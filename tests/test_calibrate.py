@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on_with_the_shards_that_it_had(golden, sourced, cli, 
     command = [str(part) for part in ("calibrate", *sourced, "--out", out)]
     killed = subprocess.run([sys.executable, "-c", KILLED, *command], capture_output=True, text=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not out.exists() and len(list((tmp_path / ".out.partial" / "work").glob("vectors-*.safetensors"))) == 2
+    assert not out.exists() and len(list((tmp_path / ".out.partial" / "work").rglob("vectors-*.safetensors"))) == 2
     embedded, embed = [], Shards.embed
     monkeypatch.setattr(Shards, "embed", lambda self, n, *rest: (embedded.append(n), embed(self, n, *rest)))
     monkeypatch.setattr(calibrate, "passages", None)  # nothing is cut again

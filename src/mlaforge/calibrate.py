@@ -35,9 +35,10 @@ def check_options(config: CalibrateConfig) -> None:
             raise UserError(f"{name} = {given} is too small; give at least {least}")
 
 
-def run(out: Path, config: CalibrateConfig, overwrite: bool = False) -> Manifest:
+def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: Path | None = None) -> Manifest:
     """Writes the golden sets of the sources into the new directory `out` and returns its manifest.
 
+    Several runs over one text that are given the same folder `embedded` embed it once.
     The same sources, embedder and options again return the finished result, or go on where a killed run stopped.
     Raises UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
     """
@@ -65,7 +66,7 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False) -> Manifest
         return done
     embed = embedder.Embedder(own, device, config.trust_remote_code)
     with writing(out, manifest, resumable=True) as unfinished:
-        _calibrate(sources, embed, tokenizer, config, manifest, unfinished)
+        _calibrate(sources, embed, tokenizer, config, manifest, unfinished, embedded)
     return manifest
 
 
@@ -75,10 +76,13 @@ def _hash(tokenizer: Any) -> str:
 
 def _calibrate(
     sources: list[Source], embed: embedder.Embedder, tokenizer: Any, config: CalibrateConfig, manifest: Manifest,
-    unfinished: Path,
+    unfinished: Path, embedded: Path | None,
 ) -> None:  # fmt: skip
     """The work itself: fills `unfinished` and the manifest's metrics."""
-    shards, seconds = Shards(unfinished / WORK), manifest.seconds
+    seconds, inputs = manifest.seconds, manifest.inputs
+    key = str([inputs["sources"], inputs["embedder"]["sha256"], config.window, config.passage])
+    folder = embedded or unfinished / WORK / "embedded"
+    shards = Shards(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
     with timed(seconds, "cut"):
         notes = _cut(sources, shards, config)
     with timed(seconds, "embed"):
@@ -96,7 +100,7 @@ def _calibrate(
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             (unfinished / corpus.GOLDEN[name]).write_text(text, encoding="utf-8")
         facts = {
-            **manifest.inputs, "options": manifest.config, "files": corpus.GOLDEN, "counts": metrics,
+            **inputs, "options": manifest.config, "files": corpus.GOLDEN, "counts": metrics,
             "measures": _measures(config, embed), "notes": notes,
         }  # fmt: skip
         datasheet.write(unfinished, facts, sets)
