@@ -1,6 +1,6 @@
 """Does it help to calibrate on golden sets? SmolLM2 converted with golden, random and first-N text of one pool.
 
-    python benchmarks/calibration.py --data ../shared/data [--windows 8] [--out benchmarks/calibration.json]
+    python benchmarks/calibration.py --data ../shared/data [--windows 8] [--seqlen 2048] [--folder runs/calibration]
 
 The pool is the embedded text (less what is held out) and WikiText-2's validation text, in that order. Each way takes
 the same number of tokens from it: `golden` the full set of `mlaforge calibrate` (SmolLM2 has no sliding windows),
@@ -16,7 +16,6 @@ import argparse
 import json
 import shutil
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from mlaforge.runtime import environment, log
 from mlaforge.sources import Notes, Source
 from mlaforge.stream import LayerStream
 
-SEQLEN, SEEDS = 2048, (0, 1, 2)
+SEEDS = (0, 1, 2)
 WAYS = ("golden", "random", "first")
 # Judged text -> whether the pool holds text of its kind.
 JUDGED = {"maths": False, "chat": False, "wiki": True, "code": True}
@@ -40,7 +39,7 @@ def pool(data: Path) -> tuple[str, ...]:
     return corpus.EMBEDDED, str(data / "wikitext-2" / "wiki.valid.tokens")
 
 
-def judged_texts(tokenizer: Any, data: Path, windows: int, scratch: Path) -> dict[str, corpus.Windows]:
+def judged_texts(tokenizer: Any, data: Path, windows: int, seqlen: int, scratch: Path) -> dict[str, corpus.Windows]:
     """The judged texts by name, at most `windows` of each."""
 
     def lines(name: str) -> Iterator[str]:
@@ -58,7 +57,7 @@ def judged_texts(tokenizer: Any, data: Path, windows: int, scratch: Path) -> dic
     found = {}
     for name, parts in texts.items():
         (path := scratch / f"{name}.txt").write_text("\n\n".join(parts), encoding="utf-8")
-        found[name] = corpus.windows(tokenizer, str(path), windows, SEQLEN)
+        found[name] = corpus.windows(tokenizer, str(path), windows, seqlen)
     return found
 
 
@@ -67,66 +66,72 @@ def perplexities(directory: Path, judged: dict[str, corpus.Windows], what: str) 
         return {name: perplexity(window_losses(stream, w.ids, f"{what} on {name}")) for name, w in judged.items()}
 
 
-def convert_one(way: str, seed: int, windows: int, data: Path, scratch: Path, model: Path) -> Path:
+def convert_one(way: str, seed: int, given: argparse.Namespace, model: Path) -> Path:
     """SmolLM2 calibrated in one way; the windows of `first` are handed over as a text of just that length."""
-    config = {"layout": "latent", "budget": 0.5, "nsamples": windows, "seqlen": SEQLEN, "eval_windows": 0, "seed": seed}
+    scratch, seqlen = given.folder, given.seqlen
     text = scratch / "pool.txt"
     if way == "golden":
         text = scratch / f"golden-{seed}"
-        wanted = CalibrateConfig(source=pool(data), seed=seed, tokenizer=str(model), device="cpu")
+        wanted = CalibrateConfig(source=pool(given.data), seed=seed, tokenizer=str(model), device="cpu")
         calibrate.run(text, wanted, embedded=scratch / "embedded")
     elif way == "first":
         # Convert draws windows at random where there are more than it takes: it is given no more.
         tokenizer = checkpoint.load_tokenizer(model)
-        first = corpus.windows(tokenizer, str(text), windows, SEQLEN)
+        first = corpus.windows(tokenizer, str(text), given.windows, seqlen)
         text = scratch / "first.txt"
         # A few tokens more, because the last one may be cut otherwise.
         text.write_text(tokenizer.decode(first.ids.flatten().tolist()) + " the" * 64, encoding="utf-8")
-    out = scratch / f"{way}-{seed}"
-    convert.run(str(model), out, ConvertConfig(calibration=str(text), device="cpu", **config))
+    out = scratch / f"converted-{way}-{seed}"
+    config = ConvertConfig(
+        layout="latent", budget=0.5, calibration=str(text), nsamples=given.windows, seqlen=seqlen, eval_windows=0,
+        seed=seed, device="cpu",
+    )  # fmt: skip
+    convert.run(str(model), out, config)
     return out
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
-    arguments.add_argument("--windows", type=int, default=8, help="calibration windows of 2048 tokens")
+    arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
+    arguments.add_argument("--seqlen", type=int, default=2048, help="tokens of a window")
     arguments.add_argument("--judged-windows", type=int, default=4, help="windows of each judged text")
+    arguments.add_argument("--folder", type=Path, default=Path("runs/calibration"), help="what is made on the way")
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/calibration.json"))
     given = arguments.parse_args()
     model = demo_model.fetch()
     tokenizer = checkpoint.load_tokenizer(model)
     # What a run that was cut off had measured is not measured again.
     result = json.loads(given.out.read_text()) if given.out.exists() else {"rows": [], "environment": environment()}
-    result["calibration_tokens"] = given.windows * SEQLEN
-    with tempfile.TemporaryDirectory(dir=given.out.parent) as folder:
-        scratch = Path(folder)
-        documents = [d for s in pool(given.data) for d in Source.of(s).documents(Notes())]
-        (scratch / "pool.txt").write_text("\n\n".join("\n".join(d.parts) for d in documents), encoding="utf-8")
-        # Nothing is judged that any of the ways could be tuned on.
-        everything = corpus.passages(corpus.windows(tokenizer, str(scratch / "pool.txt"), 10**6, SEQLEN))
-        judged = judged_texts(tokenizer, given.data, given.judged_windows, scratch)
-        for name, windows in judged.items():
-            shared = corpus.overlapping(windows, everything)
-            keep = [i for i in range(len(windows.ids)) if i not in shared]
-            judged[name] = corpus.Windows(windows.ids[keep], windows.source)
-            log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat text of the pool")
-        result["tokens"] = {name: w.ids.numel() for name, w in judged.items()}
-        if "original" not in result:
-            result["original"] = perplexities(model, judged, "original")
-        for seed in SEEDS:
-            for way in WAYS:
-                if any((row["way"], row["seed"]) == (way, seed) for row in result["rows"]):
-                    continue
-                out = convert_one(way, seed, given.windows, given.data, scratch, model)
-                taken = json.loads((out / "manifest.json").read_text())["inputs"]["calibration"]["tokens"]
-                assert taken == result["calibration_tokens"], (way, taken)
-                found = perplexities(out, judged, f"{way} {seed}")
-                shutil.rmtree(out)
-                ratio = {name: found[name] / result["original"][name] for name in judged}
-                result["rows"].append({"way": way, "seed": seed, "ppl": found, "ratio": ratio})
-                log(json.dumps(result["rows"][-1]))
-                given.out.write_text(json.dumps(result, indent=1) + "\n")
+    result["calibration_tokens"] = given.windows * given.seqlen
+    (scratch := given.folder).mkdir(parents=True, exist_ok=True)
+    documents = [d for s in pool(given.data) for d in Source.of(s).documents(Notes())]
+    (scratch / "pool.txt").write_text("\n\n".join("\n".join(d.parts) for d in documents), encoding="utf-8")
+    # Nothing is judged that any of the ways could be tuned on.
+    everything = corpus.passages(corpus.windows(tokenizer, str(scratch / "pool.txt"), 10**6, given.seqlen))
+    judged = judged_texts(tokenizer, given.data, given.judged_windows, given.seqlen, scratch)
+    for name, windows in judged.items():
+        shared = corpus.overlapping(windows, everything)
+        keep = [i for i in range(len(windows.ids)) if i not in shared]
+        judged[name] = corpus.Windows(windows.ids[keep], windows.source)
+        log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat text of the pool")
+    result["tokens"] = {name: w.ids.numel() for name, w in judged.items()}
+    if "original" not in result:
+        result["original"] = perplexities(model, judged, "original")
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    for seed in SEEDS:
+        for way in WAYS:
+            if any((row["way"], row["seed"]) == (way, seed) for row in result["rows"]):
+                continue
+            out = convert_one(way, seed, given, model)
+            taken = json.loads((out / "manifest.json").read_text())["inputs"]["calibration"]["tokens"]
+            assert taken == result["calibration_tokens"], (way, taken)
+            found = perplexities(out, judged, f"{way} {seed}")
+            shutil.rmtree(out)
+            ratio = {name: found[name] / result["original"][name] for name in judged}
+            result["rows"].append({"way": way, "seed": seed, "ppl": found, "ratio": ratio})
+            log(json.dumps(result["rows"][-1]))
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 
