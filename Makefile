@@ -3,7 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-memory bench-engine bench-load bench-kernels clean
+.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine bench-load \
+  bench-kernels clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +31,9 @@ bench-conversion: $(VENV)/.ready
 
 bench-gpt-oss: $(VENV)/.ready
 	$(BIN)/python benchmarks/gpt_oss.py --data ../shared/data
+
+bench-calibration: $(VENV)/.ready
+	$(BIN)/python benchmarks/calibration.py --data ../shared/data
 
 bench-memory: $(VENV)/.ready
 	$(BIN)/python benchmarks/memory.py

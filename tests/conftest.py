@@ -177,6 +177,19 @@ def smollm2() -> Path:
         pytest.skip(f"the demo's model cannot be had here: {error}")
 
 
+@pytest.fixture(scope="session")
+def offline_embedder() -> Path:
+    """The directory of the default embedder; skips where the extra is absent."""
+    pytest.importorskip("sentence_transformers", reason="the extra mlaforge[calibrate] is not installed")
+    from mlaforge import embedder
+    from mlaforge.runtime import UserError
+
+    try:
+        return embedder.directory(embedder.OFFLINE)
+    except UserError as error:
+        pytest.skip(f"the offline embedder cannot be had here: {error}")
+
+
 def _text(tmp_path_factory: pytest.TempPathFactory, name: str, keys: list[str]) -> Path:
     path = tmp_path_factory.mktemp("text") / f"{name}.txt"
     path.write_text("\n\n".join(topics[key] for key in keys)[:12000], encoding="utf-8")

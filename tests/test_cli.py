@@ -21,7 +21,7 @@ VERBS = {
     command.callback.__name__.replace("_", "-"): typing.get_type_hints(inspect.unwrap(command.callback)).get("config")
     for command in app.registered_commands
 }
-HEAVY = {"torch", "transformers", "triton", "datasets", "vllm", "fastapi", "matplotlib"}
+HEAVY = {"torch", "transformers", "triton", "datasets", "vllm", "fastapi", "matplotlib", "sklearn"}
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlaforge import options
-from mlaforge.config import field_types, resolve
+from mlaforge.config import MANY, field_types, resolve
 from mlaforge.options import ConvertConfig
 from mlaforge.plan_report import PlanConfig
 from mlaforge.runtime import UserError
@@ -21,6 +21,8 @@ PLAIN = {
     bool: st.booleans(),
     # Control characters and halves of characters cannot stand in YAML at all.
     str: st.text(string.printable[:95] + "äöü→\u3000🙂\n\t"),
+    # An option that was not given is an empty list.
+    MANY: st.lists(st.text(string.ascii_letters + "/:=", min_size=1), min_size=1).map(tuple),
 }
 
 

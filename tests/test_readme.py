@@ -18,6 +18,7 @@ ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
 FEW = ["--dtype", "float32", "--cache-bytes", "1000000"]
 MORE = {
     "diagnose": ["--seqlen", "64"],
+    "calibrate": ["--window", "200", "--clusters", "4"],
     "convert": ["--seqlen", "64", "--eval-windows", "0"],
     "eval": ["--seqlen", "64"],
     "generate": ["--max-new-tokens", "8", *FEW],
@@ -55,6 +56,7 @@ def run(tiny_models, calibration_file, evaluation_file, tmp_path_factory):
         "OUT": str(folder / "results" / "out"),
         "OTHER_TEXT": str(evaluation_file),
         "TEXT": str(calibration_file),
+        "GOLDEN": str(folder / "golden"),
         "FOLDER": str(folder / "results"),
     }
 
@@ -87,7 +89,8 @@ def shown(run):
 
 
 def test_commands_run(shown, run):
-    assert shown == ["plan", "diagnose", "convert", "eval", "generate", "chat", "serve", "report", "env"]
+    verbs = ["plan", "diagnose", "calibrate", "convert", "eval", "generate", "chat", "serve", "report", "env"]
+    assert shown == verbs
     assert (run.folder / "report.html").stat().st_size > 5000
 
 

@@ -19,6 +19,7 @@ import typer
 from mlaforge import config as configuration
 from mlaforge.options import (
     EXPORTS,
+    CalibrateConfig,
     ChatConfig,
     ConvertConfig,
     DemoConfig,
@@ -54,6 +55,9 @@ def _option(field: dataclasses.Field[Any], kind: type) -> Any:
     unit = f" [{told['unit']}]" if told["unit"] else ""
     shown = "" if field.default is None else f" (default: {field.default})"
     flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    if kind == configuration.MANY:
+        told_once = f"{told['help']}{unit} (may be given several times)"
+        return Annotated[list[str] | None, typer.Option(flag, metavar="TEXT", help=told_once)]
     metavar = None if kind is bool else "|".join(told["choices"]) or kind.__name__.upper().replace("STR", "TEXT")
     return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=told["help"] + unit + shown)]
 
@@ -122,6 +126,22 @@ def diagnose(model: Model, config: DiagnoseConfig, out: OptionalOut = None, over
         print(
             f"{out}: plan.json for `mlaforge convert --plan`" + ("; diagnosis.html to look at" if config.report else "")
         )
+
+
+@verb(CalibrateConfig)
+def calibrate(
+    out: Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory for the sets and their datasheet")],
+    config: CalibrateConfig,
+    overwrite: Overwrite = False,
+) -> None:
+    """Golden calibration sets from text: of every cluster its typical and its hard passages, for `convert`."""
+    from mlaforge import calibrate as stage
+    from mlaforge.corpus import GOLDEN
+
+    _quiet()
+    for name, counts in stage.run(out, config, overwrite).metrics["sets"].items():
+        row = f"{counts['texts']} texts, {counts['tokens']} tokens, {counts['clusters']} clusters"
+        print(f"{out / GOLDEN[name]}: {row}")
 
 
 @verb(ConvertConfig)

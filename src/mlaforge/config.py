@@ -39,8 +39,12 @@ def field_types(cls: type) -> dict[str, type]:
     return plain
 
 
+# Text that an option or a recipe may give several times.
+MANY = tuple[str, ...]
 # How a person calls what a field holds.
-WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+WORDS: dict[Any, str] = {
+    float: "a number", int: "a whole number", bool: "true or false", str: "text", MANY: "text, or a list of it",
+}  # fmt: skip
 
 
 def _checked(cls: type, name: str, value: Any, where: str) -> Any:
@@ -51,6 +55,11 @@ def _checked(cls: type, name: str, value: Any, where: str) -> Any:
         if field.default is None:
             return None
         raise UserError(f"{where}: {name} needs {WORDS[kind]}, not nothing")
+    if kind == MANY:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+            raise UserError(f"{where}: {name} = {value!r} must be {WORDS[kind]}")
+        return tuple(items)
     choices = field.metadata.get("choices", ())
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         with suppress(ValueError):  # 1 is an integer to YAML, 1e-4 is text
@@ -95,7 +104,7 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
     values: dict[str, Any] = {}
     for where, given in (
         (f"recipe {recipe}", read_recipe(recipe) if recipe else {}),
-        ("option", {k: v for k, v in overrides.items() if v is not None}),
+        ("option", {k: v for k, v in overrides.items() if v not in (None, [])}),
     ):
         for key, value in given.items():
             # Fields whose name is a word of Python's end in an underscore; a recipe's key need not.

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,34 @@ def check_options(config: ConvertConfig) -> None:
         raise UserError(f"q_lora_rank = {config.q_lora_rank} must be at least 1")
 
 
+def calibration_windows(
+    tokenizer: Any, spec: ModelSpec, converted: Sequence[int], config: ConvertConfig
+) -> dict[tuple[int, ...], corpus.Windows]:
+    """Layers -> the windows that they are calibrated on.
+
+    Of golden sets, layers with a sliding window take the one of short texts, all others that of long passages.
+    """
+    texts = {config.calibration: tuple(converted)}
+    if sets := corpus.golden_sets(config.calibration):
+        sliding = tuple(i for i in converted if spec.layers[i].window is not None)
+        texts = {sets["full"]: tuple(i for i in converted if i not in sliding), sets["swa"]: sliding}
+    return {
+        layers: corpus.windows(tokenizer, text, config.nsamples, config.seqlen, seed=config.seed)
+        for text, layers in texts.items() if layers
+    }  # fmt: skip
+
+
+def passages(tuned: dict[tuple[int, ...], corpus.Windows]) -> list[int]:
+    """What to remember of all windows that any layer is calibrated on."""
+    return sorted({passage for windows in tuned.values() for passage in corpus.passages(windows)})
+
+
+def described(tuned: dict[tuple[int, ...], corpus.Windows]) -> dict[str, Any]:
+    """What the manifest records of the calibration text; of two sets, each by its name."""
+    told = {Path(windows.source).stem: windows.describe() for windows in tuned.values()}
+    return told if len(told) > 1 else next(iter(told.values()))
+
+
 def run(
     model: str, out: Path, config: ConvertConfig, overwrite: bool = False, calibrated: Path | None = None
 ) -> Manifest:
@@ -125,14 +154,14 @@ def run(
     device = resolve_device(config.device)
 
     tokenizer = checkpoint.load_tokenizer(source)
-    tuned = corpus.windows(tokenizer, config.calibration, config.nsamples, config.seqlen, seed=config.seed)
+    tuned = calibration_windows(tokenizer, spec, choices.plan.converted, config)
     judged = None
     if config.eval_windows:
         judged = corpus.windows(tokenizer, config.evaluation, config.eval_windows, config.seqlen, judged=True)
-        judged = corpus.refuse_overlap(judged, corpus.passages(tuned), tuned.source)
+        judged = corpus.refuse_overlap(judged, passages(tuned), config.calibration)
         if planned:
             judged = corpus.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
-    checkpoint.check_tokens(source, *(text.ids for text in (tuned, judged) if text))
+    checkpoint.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
     left = ("device", "plan", *(PLANNED if planned else ()))
     # A hub id's local directory is named by a hash.
     name = source.resolve().name if Path(model).expanduser().exists() else model
@@ -141,7 +170,7 @@ def run(
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in left},
         inputs={
             "model": {"path": name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
-            "calibration": tuned.describe(),
+            "calibration": described(tuned),
             "evaluation": judged.describe() if judged else None,
             **({"plan": {"sha256": planned.sha256}} if planned else {}),
         },
@@ -152,14 +181,15 @@ def run(
     # Calibration runs in fp32 on a CPU (half precision is slower there) and in the stored dtype on a GPU.
     dtype = torch.float32 if device.type == "cpu" else checkpoint.stored_dtype(raw)
     with writing(out, manifest, resumable=True) as partial, LayerStream(source, dtype, device) as stream:
-        burnt = sorted({*corpus.passages(tuned), *(planned.passages if planned else ())})
+        burnt = sorted({*passages(tuned), *(planned.passages if planned else ())})
         _convert(stream, raw, choices, config, tuned, judged, manifest, partial, calibrated, burnt)
     return manifest
 
 
 def _convert(
-    stream: LayerStream, raw: dict[str, Any], choices: Choices, config: ConvertConfig, tuned: corpus.Windows,
-    judged: corpus.Windows | None, manifest: Manifest, partial: Path, calibrated: Path | None, burnt: list[int],
+    stream: LayerStream, raw: dict[str, Any], choices: Choices, config: ConvertConfig,
+    tuned: dict[tuple[int, ...], corpus.Windows], judged: corpus.Windows | None, manifest: Manifest, partial: Path,
+    calibrated: Path | None, burnt: list[int],
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics. burnt: passages that nothing may be judged on."""
     seconds, metrics = manifest.seconds, manifest.metrics
@@ -186,13 +216,15 @@ def _convert(
     measure("Original ppl", "original_ppl", stream)
     with timed(seconds, "moments"):
         inputs, converted = manifest.inputs, choices.plan.converted
-        key = str([inputs["model"]["sha256"], tuned.sha256, config.seed, config.batch_size, converted])
-        folder = calibrated or work.folder / "calibration"
-        calibration = Spill(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
-        collect(stream, converted, tuned.ids.split(config.batch_size), calibration, config.seed)
+        folder, calibration = calibrated or work.folder / "calibration", {}
+        for layers, text in tuned.items():
+            key = str([inputs["model"]["sha256"], text.sha256, config.seed, config.batch_size, layers])
+            moments = Spill(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
+            collect(stream, layers, text.ids.split(config.batch_size), moments, config.seed)
+            calibration.update(dict.fromkeys(layers, moments))
     with timed(seconds, "layers"):
         rebuild = Rebuild(stream, choices, calibration, work)
-        partial_rope = rebuild.run(raw, tuned.ids, judged.ids if judged else None)
+        partial_rope = rebuild.run(raw, next(iter(tuned.values())).ids, judged.ids if judged else None)
     if partial_rope is not None:
         record("Partial RoPE ppl", "partial_rope_ppl", partial_rope)
     if "written" not in work:

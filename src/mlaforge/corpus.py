@@ -1,7 +1,7 @@
 """Text in, token windows out; and the promise that nothing is judged on what it was tuned on.
 
-A source is a file (.txt and the like, or .jsonl with a `text` field), a folder of such files, or `embedded`:
-English and Python that the Python installation itself carries, so that everything runs offline.
+A source is a file (.txt and the like, or .jsonl with a `text` field), a folder of such files, what `calibrate` wrote,
+or `embedded`: English and Python that the Python installation itself carries, so that everything runs offline.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mlaforge.artifact import Manifest
 from mlaforge.runtime import UserError
 
 EMBEDDED = "embedded"
+# The sets of a directory that `calibrate` wrote: for layers with a sliding window, for those without, and both.
+GOLDEN = {name: f"calib_{name}_golden.jsonl" for name in ("swa", "full", "mixed")}
 # The file of a converted model that holds the `passages` of its calibration text.
 PASSAGES = "calibration_passages.json"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens", ".py", ".jsonl")
@@ -79,9 +82,19 @@ def _read(path: Path) -> str:
     return "\n\n".join(documents)
 
 
+def golden_sets(source: str) -> dict[str, str]:
+    """Name of GOLDEN -> file, of a directory that `calibrate` wrote; nothing of any other source."""
+    folder = Path(source).expanduser()
+    found = Manifest.load(folder) if source != EMBEDDED and folder.is_dir() else None
+    return {n: str(folder / file) for n, file in GOLDEN.items()} if found and found.stage == "calibrate" else {}
+
+
 def read_text(source: str) -> str:
-    """The text of a file or folder (its files in order of name). Raises UserError where there is none."""
-    path = Path(source).expanduser()
+    """The text of a file or folder (its files in order of name); of what `calibrate` wrote, its mixed set.
+
+    Raises UserError where there is none.
+    """
+    path = Path(golden_sets(source).get("mixed", source)).expanduser()
     if not path.exists():
         raise UserError(f"text {source!r} does not exist; give a file, a folder or {EMBEDDED!r}")
     files = [path]

