@@ -17,6 +17,7 @@ from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.block_tables import BlockTables
 from mlaforge.engine.cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.constraint import Constraint
+from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.loading import EngineModel, choose_format
 from mlaforge.engine.nvtx import span
 from mlaforge.engine.output import Completion, RequestOutput
@@ -26,8 +27,10 @@ from mlaforge.engine.sampler import Sampler, logprobs_of
 from mlaforge.engine.sampling_state import SamplingState, on_device
 from mlaforge.engine.scheduler import Scheduler
 from mlaforge.engine.sequence import Request, Sequence
+from mlaforge.engine.speculation import Speculation
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.stopping import Stopping
+from mlaforge.engine.verification import verify
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, log, resolve_device
 
@@ -77,9 +80,20 @@ class Engine:
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
         self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = Sampler()
+        self.speculation: Speculation | None = None
+        if config.speculative == "ngram":
+            self.speculate(NgramDrafter())
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
+
+    def speculate(self, drafter: Drafter) -> None:
+        """Lets `drafter` propose tokens from the next step on."""
+        config = self.config
+        self.model.boundaries = drafter.boundaries
+        self.speculation = Speculation(
+            drafter, config.num_speculative_tokens, config.adaptive_speculation, self.max_model_len
+        )
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError where it can never run; nothing is kept of it then."""
@@ -135,35 +149,68 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Computes what fits into one step and returns what is new, per request."""
-        plan = self.scheduler.schedule()
+        speculation = self.speculation
+        plan = self.scheduler.schedule(*([speculation.counts(self.scheduler.running)] if speculation else []))
         if not plan.chunks:
             return []
         self.cache.copy(plan.copies)
-        chunks = [Chunk(s.number, s.token_ids, s.computed, upto) for s, upto in plan.chunks]
+        ran = speculation.propose(plan.chunks) if speculation else plan.chunks
+        decoding = [sequence for sequence, _ in ran if sequence.decoding]
+        chunks = [Chunk(s.number, s.token_ids + s.drafted if s.draft else s.token_ids, s.computed, u) for s, u in ran]
         batch = make_batch(chunks, self.tables, self.device)
-        hidden_NC = self.runner(batch)
+        both_NC = self.runner(batch)
+        hidden_NC = both_NC[:, : self.model.spec.hidden_size]
         self._stats.steps += 1
         self._stats.computed_tokens += len(hidden_NC)
-        self._prompt_logprobs(plan.chunks, hidden_NC)
-        for sequence, upto in plan.chunks:
-            self.tables.commit(sequence.number, sequence.token_ids, upto)
-            sequence.computed = upto
+        self._prompt_logprobs(ran, hidden_NC)
+        for sequence, upto in ran:
+            self._commit(sequence, min(upto, len(sequence.token_ids)))
 
-        ready = [(row, s) for row, (s, upto) in enumerate(plan.chunks) if upto == len(s.token_ids)]
         drawing: list[Sequence] = []
-        rows: list[int] = []
-        silent = []
-        for row, sequence in ready:
+        last_rows: list[int] = []
+        completions: list[tuple[Sequence, Completion]] = []
+        for last, (sequence, upto) in zip(itertools.accumulate(c.stop - c.start for c in chunks), ran, strict=True):
+            if upto < len(sequence.token_ids):
+                continue
             for continuation in self._prefilled(sequence):
                 if sequence.request.params.max_tokens == 0:
-                    silent.append(continuation)
+                    completions.append((continuation, Completion(continuation.index, [], "", None, "length")))
                 else:
                     drawing.append(continuation)
-                    rows.append(row)
-        outputs = self._draw(hidden_NC, batch.last_S, rows, drawing) if drawing else {}
-        for sequence in silent:
-            self._hand_out(outputs, sequence, Completion(sequence.index, [], "", None, "length"))
+                    last_rows.append(last - 1)
+        if drawing:
+            completions = self._draw(hidden_NC, last_rows, drawing) + completions
+        if speculation is not None:
+            self._settle(speculation, chunks, ran, decoding, dict(completions), both_NC)
+        outputs: dict[str, RequestOutput] = {}
+        for sequence, completion in completions:
+            self._hand_out(outputs, sequence, completion)
         return list(outputs.values())
+
+    def _commit(self, sequence: Sequence, computed: int) -> None:
+        self.tables.commit(sequence.number, sequence.token_ids, computed)
+        sequence.computed = computed
+
+    def _settle(
+        self, speculation: Speculation, chunks: list[Chunk], ran: list[tuple[Sequence, int]],
+        decoding: list[Sequence], completions: dict[Sequence, Completion], both_NC: Tensor,
+    ) -> None:  # fmt: skip
+        """Counts what became of the drafts, keeps what the cache holds of accepted tokens, and shows the drafter the
+        step."""
+        speculation.verified([(sequence, completions[sequence].token_ids) for sequence in decoding])
+        for sequence in decoding:
+            self._commit(sequence, len(sequence.token_ids) - 1)
+            # Room that was reserved for drafted tokens, refused or never proposed.
+            self.tables.rewind(sequence.number, sequence.computed)
+            sequence.draft = None
+        if speculation.drafter.boundaries:
+            states_NS = both_NC[:, self.model.spec.hidden_size :]
+            parts = states_NS.split([chunk.stop - chunk.start for chunk in chunks])
+            kept = [part[: s.computed - c.start] for part, c, (s, _) in zip(parts, chunks, ran, strict=True)]
+            speculation.drafter.observe([(s, c.start) for c, (s, _) in zip(chunks, ran, strict=True)], torch.cat(kept))
+        alone = len(decoding) == len(ran)
+        speculating = sum(sequence.request.params.speculate for sequence in decoding)
+        speculation.ended(len(decoding), speculating, len(both_NC) if alone else None)
 
     def _prefilled(self, sequence: Sequence) -> list[Sequence]:
         """All continuations that draw from this row: the request's others begin where the first has its prompt."""
@@ -178,29 +225,21 @@ class Engine:
         return [sequence, *others]
 
     def _draw(
-        self, hidden_NC: Tensor, last_S: Tensor, rows: list[int], sequences: list[Sequence]
-    ) -> dict[str, RequestOutput]:
-        if rows != list(range(len(last_S))):
-            hidden_SC = hidden_NC[last_S[on_device(rows, torch.int64, self.device)]]
-        else:
-            # Where every sequence has one token, their rows are all there are.
-            hidden_SC = hidden_NC if len(last_S) == len(hidden_NC) else hidden_NC[last_S]
+        self, hidden_NC: Tensor, last_rows: list[int], sequences: list[Sequence]
+    ) -> list[tuple[Sequence, Completion]]:
+        """The next tokens of each sequence, whose newest token has the row that its drafted ones come after."""
+        rows: list[int] = []
+        firsts: list[int] = []
+        for last, sequence in zip(last_rows, sequences, strict=True):
+            firsts.append(len(rows))
+            rows += range(last - len(sequence.drafted), last + 1)
+        # Where every row is one that somebody draws from, they are all there are.
+        if rows != list(range(len(hidden_NC))):
+            hidden_NC = hidden_NC[on_device(rows, torch.int64, self.device)]
         with span("SAMPLE", self.device):
-            sampled = self.sampler(self.model.logits(hidden_SC), [s.state for s in sequences])
-        logprobs = sampled.logprobs()
-        outputs: dict[str, RequestOutput] = {}
-        # The one place where the host waits for the device.
-        for sequence, token, found in zip(sequences, sampled.token_ids.tolist(), logprobs, strict=True):
-            text, kept, finish, stop = sequence.stopping.append([token])
-            assert kept == 1
-            sequence.token_ids.append(token)
-            sequence.state.append([token])
-            self._stats.generated_tokens += 1
-            completion = Completion(
-                sequence.index, [token], text, None if found is None else [found], finish, stop
-            )  # fmt: skip
-            self._hand_out(outputs, sequence, completion)
-        return outputs
+            found = verify(self.sampler, self.model.logits(hidden_NC), sequences, firsts)
+        self._stats.generated_tokens += sum(len(completion.token_ids) for completion in found)
+        return list(zip(sequences, found, strict=True))
 
     def _hand_out(self, outputs: dict[str, RequestOutput], sequence: Sequence, completion: Completion) -> None:
         request = sequence.request
@@ -245,6 +284,7 @@ class Engine:
         self._stats.running, self._stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._stats.preemptions = self.scheduler.preemptions
         self._stats.cache_blocks_used = self.tables.used
+        self._stats.speculation = None if self.speculation is None else self.speculation.stats.copy()
         self._stats.cache_bytes_used = sum(map(operator.mul, self.tables.used_by_group, self._block_bytes))
         return dataclasses.replace(self._stats)
 
@@ -255,6 +295,7 @@ class Engine:
         assert self.tables.sequences == numbers, f"{self.tables.sequences} are in the cache, {numbers} are running"
 
 
+MOST_DRAFTED = 8
 # Rows of a prompt whose logits are held at once.
 LOGIT_ROWS = 128
 
@@ -286,6 +327,10 @@ def _check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise UserError(f"{name} = {value} must be at least 1")
+    if not 1 <= config.num_speculative_tokens <= MOST_DRAFTED:
+        raise UserError(
+            f"num_speculative_tokens = {config.num_speculative_tokens} must be between 1 and {MOST_DRAFTED}"
+        )
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise UserError(
             f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "
