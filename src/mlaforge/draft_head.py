@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from mlaforge.checkpoint import SINGLE, Reader, read_config
@@ -60,7 +61,7 @@ def read_head_config(directory: Path, num_layers: int) -> Eagle3Config:
             given.get("sliding_window"), own_embedding=own_embedding,
             **{name: bool(eagle.get(name, False)) for name in SWITCHES},
         )  # fmt: skip
-    except (TypeError, ValueError, AttributeError) as error:
+    except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{directory}: config.json makes no EAGLE-3 head: {' '.join(str(error).split())}") from error
     if not boundaries or not all(0 <= boundary <= num_layers for boundary in boundaries):
         raise UserError(f"{directory} captures at boundaries {list(boundaries)}; the target's are 0 to {num_layers}")

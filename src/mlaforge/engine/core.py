@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from mlaforge import checkpoint, locate
+from mlaforge.draft_head import read_head
 from mlaforge.engine.attention import paged
 from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.block_tables import BlockTables
 from mlaforge.engine.cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.constraint import Constraint
 from mlaforge.engine.drafter import Drafter, NgramDrafter
+from mlaforge.engine.eagle3 import EagleDrafter, check_head, head_cache
 from mlaforge.engine.loading import EngineModel, choose_format
 from mlaforge.engine.nvtx import span
 from mlaforge.engine.output import Completion, RequestOutput
@@ -31,8 +33,10 @@ from mlaforge.engine.speculation import Speculation
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.stopping import Stopping
 from mlaforge.engine.verification import verify
+from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, log, resolve_device
+from mlaforge.spec import ModelSpec
 
 
 class Engine:
@@ -56,12 +60,18 @@ class Engine:
         self.max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
         self.eos_token_ids = _ends_of_text(directory, self.tokenizer)
 
+        head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
         layers, windows = layer_caches(spec, self.model.config)
+        if head is not None:
+            layers.append(head_cache(head.config, len(windows)))
+            windows.append(head.config.sliding_window)
         groups = size_groups(
             layers, windows, config.cache_bytes or int(config.cache_fraction * free_bytes(self.device)),
             config.block_size, self.model.dtype.itemsize, max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len, max_step=config.max_num_batched_tokens,
         )  # fmt: skip
+        if head is not None:
+            groups[-1] = dataclasses.replace(groups[-1], name="draft")
         # Graphs write what fills up a batch to a block beyond the budget.
         spare = 1 if self.device.type == "cuda" else 0
         self.cache = Cache(layers, groups, config.block_size, self.model.dtype, self.device, spare)
@@ -81,11 +91,27 @@ class Engine:
         self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = Sampler()
         self.speculation: Speculation | None = None
-        if config.speculative == "ngram":
+        if head is not None:
+            group = len(groups) - 1
+            self.speculate(EagleDrafter(
+                head, self.model, layers[-1], self.cache.rows[-1],
+                lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
+            ))  # fmt: skip
+        elif config.speculative == "ngram":
             self.speculate(NgramDrafter())
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
+
+    def _read_head(self, spec: ModelSpec) -> Eagle3Head:
+        directory = Path(self.config.speculative)
+        if not directory.is_dir():
+            raise UserError(
+                f"speculative = {self.config.speculative!r} must be none, ngram, or the directory of an EAGLE-3 head"
+            )
+        head = read_head(directory, spec.num_layers)
+        check_head(head.config, spec.hidden_size, spec.vocab_size)
+        return head
 
     def speculate(self, drafter: Drafter) -> None:
         """Lets `drafter` propose tokens from the next step on."""
@@ -163,16 +189,17 @@ class Engine:
         self._stats.steps += 1
         self._stats.computed_tokens += len(hidden_NC)
         self._prompt_logprobs(ran, hidden_NC)
-        for sequence, upto in ran:
-            self._commit(sequence, min(upto, len(sequence.token_ids)))
 
         drawing: list[Sequence] = []
         last_rows: list[int] = []
         completions: list[tuple[Sequence, Completion]] = []
+        forks: list[tuple[Sequence, Sequence]] = []
         for last, (sequence, upto) in zip(itertools.accumulate(c.stop - c.start for c in chunks), ran, strict=True):
             if upto < len(sequence.token_ids):
                 continue
-            for continuation in self._prefilled(sequence):
+            others = self._prefilled(sequence)
+            forks += [(sequence, other) for other in others]
+            for continuation in (sequence, *others):
                 if sequence.request.params.max_tokens == 0:
                     completions.append((continuation, Completion(continuation.index, [], "", None, "length")))
                 else:
@@ -180,28 +207,38 @@ class Engine:
                     last_rows.append(last - 1)
         if drawing:
             completions = self._draw(hidden_NC, last_rows, drawing) + completions
+        for sequence, upto in ran:
+            sequence.computed = len(sequence.token_ids) - 1 if sequence in decoding else upto
         if speculation is not None:
-            self._settle(speculation, chunks, ran, decoding, dict(completions), both_NC)
+            self._observe(speculation, chunks, ran, decoding, dict(completions), both_NC)
+        for sequence, _ in ran:
+            self.tables.commit(sequence.number, sequence.token_ids, sequence.computed)
+            if speculation is not None:
+                # Room that was reserved for drafted tokens, refused or never proposed.
+                self.tables.rewind(sequence.number, sequence.computed)
+        for parent, child in forks:
+            self.scheduler.fork(parent, child)
         outputs: dict[str, RequestOutput] = {}
         for sequence, completion in completions:
             self._hand_out(outputs, sequence, completion)
         return list(outputs.values())
 
-    def _commit(self, sequence: Sequence, computed: int) -> None:
-        self.tables.commit(sequence.number, sequence.token_ids, computed)
-        sequence.computed = computed
+    def _prefilled(self, sequence: Sequence) -> list[Sequence]:
+        """Those of the request's continuations that begin where this one has just computed the prompt."""
+        if sequence.prefilled:
+            return []
+        for each in sequence.request.sequences:
+            each.prefilled = True
+        self._stats.cached_prompt_tokens += sequence.request.num_cached_tokens
+        return sequence.request.sequences[1:]
 
-    def _settle(
+    def _observe(
         self, speculation: Speculation, chunks: list[Chunk], ran: list[tuple[Sequence, int]],
         decoding: list[Sequence], completions: dict[Sequence, Completion], both_NC: Tensor,
     ) -> None:  # fmt: skip
-        """Counts what became of the drafts, keeps what the cache holds of accepted tokens, and shows the drafter the
-        step."""
+        """Counts what became of the drafts, and shows the drafter the step while all of its blocks are held."""
         speculation.verified([(sequence, completions[sequence].token_ids) for sequence in decoding])
         for sequence in decoding:
-            self._commit(sequence, len(sequence.token_ids) - 1)
-            # Room that was reserved for drafted tokens, refused or never proposed.
-            self.tables.rewind(sequence.number, sequence.computed)
             sequence.draft = None
         if speculation.drafter.boundaries:
             states_NS = both_NC[:, self.model.spec.hidden_size :]
@@ -211,18 +248,6 @@ class Engine:
         alone = len(decoding) == len(ran)
         speculating = sum(sequence.request.params.speculate for sequence in decoding)
         speculation.ended(len(decoding), speculating, len(both_NC) if alone else None)
-
-    def _prefilled(self, sequence: Sequence) -> list[Sequence]:
-        """All continuations that draw from this row: the request's others begin where the first has its prompt."""
-        if sequence.prefilled:
-            return [sequence]
-        others = sequence.request.sequences[1:]
-        for child in others:
-            self.scheduler.fork(sequence, child)
-        for each in (sequence, *others):
-            each.prefilled = True
-        self._stats.cached_prompt_tokens += sequence.request.num_cached_tokens
-        return [sequence, *others]
 
     def _draw(
         self, hidden_NC: Tensor, last_rows: list[int], sequences: list[Sequence]
