@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-memory bench-engine bench-load bench-kernels clean
+.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-memory bench-engine bench-speculation bench-load bench-kernels clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,9 @@ bench-memory: $(VENV)/.ready
 
 bench-engine: $(VENV)/.ready
 	$(BIN)/python benchmarks/engine.py --data ../shared/data
+
+bench-speculation: $(VENV)/.ready
+	$(BIN)/python benchmarks/speculation.py --data ../shared/data
 
 # MODEL: what is served; by default the demo's.
 bench-load: $(VENV)/.ready
