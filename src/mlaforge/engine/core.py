@@ -114,7 +114,8 @@ class Engine:
         return head
 
     def speculate(self, drafter: Drafter) -> None:
-        """Lets `drafter` propose tokens from the next step on."""
+        """Lets `drafter` propose tokens. One that reads captured states must be there before the first request: what
+        was computed without it is unknown to it."""
         config = self.config
         self.model.boundaries = drafter.boundaries
         self.speculation = Speculation(
