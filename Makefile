@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine bench-load \
-  bench-kernels clean
+  bench-kernels bench-speculation clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,9 @@ bench-memory: $(VENV)/.ready
 
 bench-engine: $(VENV)/.ready
 	$(BIN)/python benchmarks/engine.py --data ../shared/data
+
+bench-speculation: $(VENV)/.ready
+	$(BIN)/python benchmarks/speculation.py --data ../shared/data
 
 # MODEL: what is served; by default the demo's.
 bench-load: $(VENV)/.ready

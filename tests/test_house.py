@@ -28,6 +28,7 @@ NOUNS = BOTTOM | {
     "options",
     "spill",
     "stream",
+    "draft_head",
 }
 # What `calibrate` is made of.
 GOLDEN = {"sources", "rfc", "embedder", "shards", "golden", "datasheet"}
@@ -57,6 +58,7 @@ ALLOWED = {
     "golden": {"embedder", "runtime"},
     "datasheet": set(),
     "calibrate": NOUNS | GOLDEN,
+    "draft_head": BOTTOM | {"checkpoint", "modeling"},
     "moments": NOUNS,
     "factorize": {"spec", "moments"},
     "spectra": {"runtime", "spec", "plan", "moments", "factorize"},

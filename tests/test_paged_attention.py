@@ -251,10 +251,13 @@ DECODING = {
 @pytest.mark.parametrize("implementation", ["native", "runs"])
 @pytest.mark.parametrize("window", [None, 7, 300], ids=["all", "narrow", "wide"])
 @pytest.mark.parametrize("shape", DECODING.values(), ids=DECODING)
-@pytest.mark.parametrize("lengths", [(1,), (5, 300, 700), (1100,)], ids=str)
-def test_decoding_from_the_engines_rows(lengths, shape, window, implementation):
-    """More tokens than one task takes, several sequences, rows in which keys and values lie side by side."""
-    step = make_step(shape, [(length, 1) for length in lengths], block_size=8, window=window, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "sequences", [[(1, 1)], [(5, 1), (300, 1), (700, 1)], [(1100, 1)], [(300, 4), (5, 5), (9, 1), (700, 9)]], ids=str
+)
+def test_decoding_from_the_engines_rows(sequences, shape, window, implementation):
+    """More tokens than one task takes, several sequences, some of several query tokens (verification), rows in which
+    keys and values lie side by side."""
+    step = make_step(shape, sequences, block_size=8, window=window, dtype=torch.bfloat16)
     k, v = cached_rows(shape, len(step.k) // 8, 8)
     for slots in step.slots:
         if not shape.aliased:

@@ -92,3 +92,21 @@ def test_many_clients_some_of_which_leave(served):
     served.settles()
     served.engine.check_integrity()
     assert served.service.engine.stats.preemptions > 0
+
+
+def test_metrics_of_speculation(tiny_models):
+    """Counters agree with each other and with the engine; per request it can be left out."""
+    config = EngineConfig(device="cpu", dtype="float32", cache_bytes=2**20, speculative="ngram")
+    with serving(Engine(tiny_models["llama"], config)) as served:
+        asked = {"prompt": [1, 2, 3, 4] * 9, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        plain = served.post("/v1/completions", json={**asked, "speculate": False}).json()
+        assert "mlaforge_speculation_steps_total 0.0" in served.http.get("/metrics").text
+        assert served.post("/v1/completions", json=asked).json()["choices"] == plain["choices"]
+        lines = dict(line.rsplit(" ", 1) for line in served.http.get("/metrics").text.splitlines() if line[0] != "#")
+        found = {name[21:]: float(value) for name, value in lines.items() if name.startswith("mlaforge_speculation_")}
+        stats = served.engine.stats().speculation
+        assert found["steps_total"] == stats.steps > 0 and found["tokens_total"] == stats.tokens == 59
+        assert found["drafted_tokens_total"] == stats.drafted >= found["accepted_tokens_total"] == stats.accepted
+        per_position = [v for name, v in found.items() if name.startswith("accepted_tokens_per_position")]
+        assert sum(per_position) == stats.accepted
+        assert found["draft_seconds_total"] + found["verify_seconds_total"] <= found["step_seconds_total"]

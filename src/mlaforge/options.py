@@ -98,6 +98,14 @@ class EngineConfig:
     max_num_batched_tokens: int = option(512, "tokens per step; longer prompts are computed in chunks", "tokens")
     max_model_len: int | None = option(None, "longest prompt and answer together (the model's own limit)", "tokens")
     prefix_caching: bool = option(True, "keep what was computed of a prompt for later prompts that begin alike")
+    speculative: str = option(
+        "none", "who drafts tokens that one step then verifies: none, ngram (what followed the same words earlier in "
+        "the text), or the directory of an EAGLE-3 head",
+    )  # fmt: skip
+    num_speculative_tokens: int = option(3, "drafted tokens per step and sequence, 1 to 8", "tokens")
+    adaptive_speculation: bool = option(
+        True, "draft fewer tokens, or none, where measurement says that it does not pay"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

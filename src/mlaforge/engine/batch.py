@@ -36,8 +36,10 @@ class Batch:
     views: tuple[CacheView, ...]
 
 
-def make_batch(chunks: Sequence[Chunk], tables: BlockTables, device: torch.device) -> Batch:
-    """The chunks' tokens, positions, and what they see of every cache group."""
+def make_batch(
+    chunks: Sequence[Chunk], tables: BlockTables, device: torch.device, groups: Sequence[int] | None = None
+) -> Batch:
+    """The chunks' tokens, positions, and what they see of every cache group, or of those named only."""
     token_ids: list[int] = []
     positions: list[int] = []
     starts = [0]
@@ -54,7 +56,7 @@ def make_batch(chunks: Sequence[Chunk], tables: BlockTables, device: torch.devic
         "max_seq_len": max(lengths),
         "queries": tuple(chunk.stop - chunk.start for chunk in chunks),
     }
-    views = tuple(_view(group, chunks, tables, shared, device) for group in range(len(tables.groups)))
+    views = tuple(_view(group, chunks, tables, shared, device) for group in groups or range(len(tables.groups)))
     return Batch(
         _tensor(token_ids, torch.int64, device),
         _tensor(positions, torch.int64, device),

@@ -74,9 +74,11 @@ def size_groups(
     scale = min(1.0, left / 2 / for_windows) if None in windows else left / for_windows
     counts = [min(most, least + int(n * scale)) for n, least in zip(wanted, leasts, strict=True)]
     left = budget - sum(n * size for n, size in zip(counts, bytes_per_block, strict=True))
+    # Every position is in all groups that see everything.
+    full = max(1, sum(size for window, size in zip(windows, bytes_per_block, strict=True) if window is None))
     counts = [
-        min(most, count + left // size) if window is None else count
-        for window, count, size in zip(windows, counts, bytes_per_block, strict=True)
+        min(most, count + left // full) if window is None else count
+        for window, count in zip(windows, counts, strict=True)
     ]
     return [
         CacheGroup("full" if window is None else f"window {window}", count, window)

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from mlaforge import checkpoint, locate
+from mlaforge.draft_head import read_head
 from mlaforge.engine.attention import paged
 from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.block_tables import BlockTables
 from mlaforge.engine.cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.constraint import Constraint
+from mlaforge.engine.drafter import Drafter, NgramDrafter
+from mlaforge.engine.eagle3 import EagleDrafter, check_head, head_cache
 from mlaforge.engine.loading import EngineModel, choose_format
 from mlaforge.engine.nvtx import span
 from mlaforge.engine.output import Completion, RequestOutput
@@ -26,10 +29,14 @@ from mlaforge.engine.sampler import Sampler, logprobs_of
 from mlaforge.engine.sampling_state import SamplingState, on_device
 from mlaforge.engine.scheduler import Scheduler
 from mlaforge.engine.sequence import Request, Sequence
+from mlaforge.engine.speculation import Speculation
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.stopping import Stopping
+from mlaforge.engine.verification import verify
+from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, log, resolve_device
+from mlaforge.spec import ModelSpec
 
 
 class Engine:
@@ -53,12 +60,18 @@ class Engine:
         self.max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
         self.eos_token_ids = _ends_of_text(directory, self.tokenizer)
 
+        head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
         layers, windows = layer_caches(spec, self.model.config)
+        if head is not None:
+            layers.append(head_cache(head.config, len(windows)))
+            windows.append(head.config.sliding_window)
         groups = size_groups(
             layers, windows, config.cache_bytes or int(config.cache_fraction * free_bytes(self.device)),
             config.block_size, self.model.dtype.itemsize, max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len, max_step=config.max_num_batched_tokens,
         )  # fmt: skip
+        if head is not None:
+            groups[-1] = dataclasses.replace(groups[-1], name="draft")
         # Graphs write what fills up a batch to a block beyond the budget.
         spare = 1 if self.device.type == "cuda" else 0
         self.cache = Cache(layers, groups, config.block_size, self.model.dtype, self.device, spare)
@@ -77,9 +90,37 @@ class Engine:
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
         self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = Sampler()
+        self.speculation: Speculation | None = None
+        if head is not None:
+            group = len(groups) - 1
+            self.speculate(EagleDrafter(
+                head, self.model, layers[-1], self.cache.rows[-1],
+                lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
+            ))  # fmt: skip
+        elif config.speculative == "ngram":
+            self.speculate(NgramDrafter())
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
+
+    def _read_head(self, spec: ModelSpec) -> Eagle3Head:
+        directory = Path(self.config.speculative)
+        if not directory.is_dir():
+            raise UserError(
+                f"speculative = {self.config.speculative!r} must be none, ngram, or the directory of an EAGLE-3 head"
+            )
+        head = read_head(directory, spec.num_layers)
+        check_head(head.config, spec.hidden_size, spec.vocab_size)
+        return head
+
+    def speculate(self, drafter: Drafter) -> None:
+        """Lets `drafter` propose tokens. One that reads captured states must be there before the first request: what
+        was computed without it is unknown to it."""
+        config = self.config
+        self.model.boundaries = drafter.boundaries
+        self.speculation = Speculation(
+            drafter, config.num_speculative_tokens, config.adaptive_speculation, self.max_model_len
+        )
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError where it can never run; nothing is kept of it then."""
@@ -135,72 +176,96 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Computes what fits into one step and returns what is new, per request."""
-        plan = self.scheduler.schedule()
+        speculation = self.speculation
+        plan = self.scheduler.schedule(*([speculation.counts(self.scheduler.running)] if speculation else []))
         if not plan.chunks:
             return []
         self.cache.copy(plan.copies)
-        chunks = [Chunk(s.number, s.token_ids, s.computed, upto) for s, upto in plan.chunks]
+        ran = speculation.propose(plan.chunks) if speculation else plan.chunks
+        decoding = [sequence for sequence, _ in ran if sequence.decoding]
+        chunks = [Chunk(s.number, s.token_ids + s.drafted if s.draft else s.token_ids, s.computed, u) for s, u in ran]
         batch = make_batch(chunks, self.tables, self.device)
-        hidden_NC = self.runner(batch)
+        both_NC = self.runner(batch)
+        hidden_NC = both_NC[:, : self.model.spec.hidden_size]
         self._stats.steps += 1
         self._stats.computed_tokens += len(hidden_NC)
-        self._prompt_logprobs(plan.chunks, hidden_NC)
-        for sequence, upto in plan.chunks:
-            self.tables.commit(sequence.number, sequence.token_ids, upto)
-            sequence.computed = upto
+        self._prompt_logprobs(ran, hidden_NC)
 
-        ready = [(row, s) for row, (s, upto) in enumerate(plan.chunks) if upto == len(s.token_ids)]
         drawing: list[Sequence] = []
-        rows: list[int] = []
-        silent = []
-        for row, sequence in ready:
-            for continuation in self._prefilled(sequence):
+        last_rows: list[int] = []
+        completions: list[tuple[Sequence, Completion]] = []
+        forks: list[tuple[Sequence, Sequence]] = []
+        for last, (sequence, upto) in zip(itertools.accumulate(c.stop - c.start for c in chunks), ran, strict=True):
+            if upto < len(sequence.token_ids):
+                continue
+            others = self._prefilled(sequence)
+            forks += [(sequence, other) for other in others]
+            for continuation in (sequence, *others):
                 if sequence.request.params.max_tokens == 0:
-                    silent.append(continuation)
+                    completions.append((continuation, Completion(continuation.index, [], "", None, "length")))
                 else:
                     drawing.append(continuation)
-                    rows.append(row)
-        outputs = self._draw(hidden_NC, batch.last_S, rows, drawing) if drawing else {}
-        for sequence in silent:
-            self._hand_out(outputs, sequence, Completion(sequence.index, [], "", None, "length"))
+                    last_rows.append(last - 1)
+        if drawing:
+            completions = self._draw(hidden_NC, last_rows, drawing) + completions
+        for sequence, upto in ran:
+            sequence.computed = len(sequence.token_ids) - 1 if sequence in decoding else upto
+        if speculation is not None:
+            self._observe(speculation, chunks, ran, decoding, dict(completions), both_NC)
+        for sequence, _ in ran:
+            self.tables.commit(sequence.number, sequence.token_ids, sequence.computed)
+            if speculation is not None:
+                # Room that was reserved for drafted tokens, refused or never proposed.
+                self.tables.rewind(sequence.number, sequence.computed)
+        for parent, child in forks:
+            self.scheduler.fork(parent, child)
+        outputs: dict[str, RequestOutput] = {}
+        for sequence, completion in completions:
+            self._hand_out(outputs, sequence, completion)
         return list(outputs.values())
 
     def _prefilled(self, sequence: Sequence) -> list[Sequence]:
-        """All continuations that draw from this row: the request's others begin where the first has its prompt."""
+        """Those of the request's continuations that begin where this one has just computed the prompt."""
         if sequence.prefilled:
-            return [sequence]
-        others = sequence.request.sequences[1:]
-        for child in others:
-            self.scheduler.fork(sequence, child)
-        for each in (sequence, *others):
+            return []
+        for each in sequence.request.sequences:
             each.prefilled = True
         self._stats.cached_prompt_tokens += sequence.request.num_cached_tokens
-        return [sequence, *others]
+        return sequence.request.sequences[1:]
+
+    def _observe(
+        self, speculation: Speculation, chunks: list[Chunk], ran: list[tuple[Sequence, int]],
+        decoding: list[Sequence], completions: dict[Sequence, Completion], both_NC: Tensor,
+    ) -> None:  # fmt: skip
+        """Counts what became of the drafts, and shows the drafter the step while all of its blocks are held."""
+        speculation.verified([(sequence, completions[sequence].token_ids) for sequence in decoding])
+        for sequence in decoding:
+            sequence.draft = None
+        if speculation.drafter.boundaries:
+            states_NS = both_NC[:, self.model.spec.hidden_size :]
+            parts = states_NS.split([chunk.stop - chunk.start for chunk in chunks])
+            kept = [part[: s.computed - c.start] for part, c, (s, _) in zip(parts, chunks, ran, strict=True)]
+            speculation.drafter.observe([(s, c.start) for c, (s, _) in zip(chunks, ran, strict=True)], torch.cat(kept))
+        alone = len(decoding) == len(ran)
+        speculating = sum(sequence.request.params.speculate for sequence in decoding)
+        speculation.ended(len(decoding), speculating, len(both_NC) if alone else None)
 
     def _draw(
-        self, hidden_NC: Tensor, last_S: Tensor, rows: list[int], sequences: list[Sequence]
-    ) -> dict[str, RequestOutput]:
-        if rows != list(range(len(last_S))):
-            hidden_SC = hidden_NC[last_S[on_device(rows, torch.int64, self.device)]]
-        else:
-            # Where every sequence has one token, their rows are all there are.
-            hidden_SC = hidden_NC if len(last_S) == len(hidden_NC) else hidden_NC[last_S]
+        self, hidden_NC: Tensor, last_rows: list[int], sequences: list[Sequence]
+    ) -> list[tuple[Sequence, Completion]]:
+        """The next tokens of each sequence, whose newest token has the row that its drafted ones come after."""
+        rows: list[int] = []
+        firsts: list[int] = []
+        for last, sequence in zip(last_rows, sequences, strict=True):
+            firsts.append(len(rows))
+            rows += range(last - len(sequence.drafted), last + 1)
+        # Where every row is one that somebody draws from, they are all there are.
+        if rows != list(range(len(hidden_NC))):
+            hidden_NC = hidden_NC[on_device(rows, torch.int64, self.device)]
         with span("SAMPLE", self.device):
-            sampled = self.sampler(self.model.logits(hidden_SC), [s.state for s in sequences])
-        logprobs = sampled.logprobs()
-        outputs: dict[str, RequestOutput] = {}
-        # The one place where the host waits for the device.
-        for sequence, token, found in zip(sequences, sampled.token_ids.tolist(), logprobs, strict=True):
-            text, kept, finish, stop = sequence.stopping.append([token])
-            assert kept == 1
-            sequence.token_ids.append(token)
-            sequence.state.append([token])
-            self._stats.generated_tokens += 1
-            completion = Completion(
-                sequence.index, [token], text, None if found is None else [found], finish, stop
-            )  # fmt: skip
-            self._hand_out(outputs, sequence, completion)
-        return outputs
+            found = verify(self.sampler, self.model.logits(hidden_NC), sequences, firsts)
+        self._stats.generated_tokens += sum(len(completion.token_ids) for completion in found)
+        return list(zip(sequences, found, strict=True))
 
     def _hand_out(self, outputs: dict[str, RequestOutput], sequence: Sequence, completion: Completion) -> None:
         request = sequence.request
@@ -245,6 +310,7 @@ class Engine:
         self._stats.running, self._stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._stats.preemptions = self.scheduler.preemptions
         self._stats.cache_blocks_used = self.tables.used
+        self._stats.speculation = None if self.speculation is None else self.speculation.stats.copy()
         self._stats.cache_bytes_used = sum(map(operator.mul, self.tables.used_by_group, self._block_bytes))
         return dataclasses.replace(self._stats)
 
@@ -255,6 +321,7 @@ class Engine:
         assert self.tables.sequences == numbers, f"{self.tables.sequences} are in the cache, {numbers} are running"
 
 
+MOST_DRAFTED = 8
 # Rows of a prompt whose logits are held at once.
 LOGIT_ROWS = 128
 
@@ -286,6 +353,10 @@ def _check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise UserError(f"{name} = {value} must be at least 1")
+    if not 1 <= config.num_speculative_tokens <= MOST_DRAFTED:
+        raise UserError(
+            f"num_speculative_tokens = {config.num_speculative_tokens} must be between 1 and {MOST_DRAFTED}"
+        )
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise UserError(
             f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "

@@ -92,6 +92,8 @@ class EngineModel:
         # transformers' experts without a loop over them that the host would have to wait for.
         self.config._experts_implementation = "grouped_mm"
         self.layers: list[Layer] = []
+        # Where `hidden` captures the residual stream: boundary b is the input of layer b.
+        self.boundaries: tuple[int, ...] = ()
 
     @torch.inference_mode()
     def load(self, paged_attention: Callable[[int, Any], PagedAttention]) -> None:
@@ -129,11 +131,17 @@ class EngineModel:
         return RmsNorm(norm) if self.device.type == "cpu" else norm
 
     def hidden(self, token_ids_N: Tensor, step: Step) -> Tensor:
-        """Hidden states before the final norm, [N, C]."""
+        """Hidden states before the final norm, [N, C]; beside them, C columns each, those at the boundaries."""
         hidden_NC = F.embedding(token_ids_N, self.embedding)
-        for layer in self.layers:
+        captured = {}
+        for index, layer in enumerate(self.layers):
+            if index in self.boundaries:
+                captured[index] = hidden_NC
             hidden_NC = layer(hidden_NC, step)
-        return hidden_NC
+        if not self.boundaries:
+            return hidden_NC
+        captured[len(self.layers)] = hidden_NC
+        return torch.cat([hidden_NC, *(captured[boundary] for boundary in self.boundaries)], dim=-1)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """[N, vocabulary] in the model's dtype."""

@@ -25,6 +25,16 @@ COUNTERS = {
     "mlaforge_requests_finished": ("finished_requests", "requests that the engine finished"),
     "mlaforge_requests_aborted": ("aborted_requests", "requests that were aborted"),
 }
+# Name -> (field of SpeculationStats, what it counts); only where the engine drafts.
+SPECULATION = {
+    "mlaforge_speculation_steps": ("steps", "steps of decoding sequences that may be drafted for"),
+    "mlaforge_speculation_drafted_tokens": ("drafted", "tokens drafted"),
+    "mlaforge_speculation_accepted_tokens": ("accepted", "drafted tokens that were accepted"),
+    "mlaforge_speculation_tokens": ("tokens", "tokens of those steps, the model's own among them"),
+    "mlaforge_speculation_draft_seconds": ("draft_seconds", "time spent on drafting"),
+    "mlaforge_speculation_verify_seconds": ("verify_seconds", "time spent on forward passes and verification"),
+    "mlaforge_speculation_step_seconds": ("seconds", "time of the steps as a whole"),
+}
 GAUGES = {
     "mlaforge_requests_running": ("running", "requests in the engine's batch"),
     "mlaforge_requests_waiting": ("waiting", "requests that wait inside the engine"),
@@ -44,6 +54,17 @@ class _Gauges:
         stats = self._engine.stats
         for name, (field, told) in COUNTERS.items():
             yield CounterMetricFamily(name, told, getattr(stats, field))
+        if stats.speculation is not None:
+            for name, (field, told) in SPECULATION.items():
+                yield CounterMetricFamily(name, told, getattr(stats.speculation, field))
+            positions = CounterMetricFamily(
+                "mlaforge_speculation_accepted_tokens_per_position",
+                "accepted by place in the draft",
+                labels=("position",),
+            )
+            for position, count in enumerate(stats.speculation.accepted_at):
+                positions.add_metric((str(position),), count)
+            yield positions
         for name, (field, told) in GAUGES.items():
             yield GaugeMetricFamily(name, told, getattr(stats, field))
         usage = stats.cache_blocks_used / stats.cache_blocks if stats.cache_blocks else 0.0

@@ -79,6 +79,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
+    # False: this request's tokens are not drafted, whatever the engine's drafter.
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -137,7 +139,7 @@ class SamplingParams:
         for token in ids:
             _whole("stop_token_ids", token, 0, "token ids: whole numbers of at least 0")
         self._set("stop_token_ids", ids)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "true or false")
 

@@ -115,6 +115,7 @@ class Generation(Strict):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    speculate: bool = True
     spaces_between_special_tokens: Literal[True] = True
     add_special_tokens: bool | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
@@ -182,7 +183,7 @@ class Generation(Strict):
             for name in (
                 "n", "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
                 "repetition_penalty", "seed", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-                "prompt_logprobs",
+                "prompt_logprobs", "speculate",
             )
         }  # fmt: skip
         values["top_k"] = max(self.top_k, 0)

@@ -174,12 +174,46 @@ def _race(probabilities_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
     return times_NV.log_().neg_().div_(probabilities_NV).argmin(-1)
 
 
+def _kept_or_replaced(
+    p_NV: Tensor, states: Sequence[SamplingState], drawn: Sequence[tuple[int, Tensor] | None]
+) -> Tensor:
+    """int64 [N]: each row's drawn token with probability min(1, p / q), else one of max(0, p - q) (lossless rejection,
+    Leviathan et al. 2023)."""
+    kept: dict[int, int] = {}
+    p_NV = p_NV.clone()
+    for n, (state, draft) in enumerate(zip(states, drawn, strict=True)):
+        if draft is None:
+            continue
+        token, q_V = draft
+        luck = torch.rand((), generator=state.generator, dtype=torch.float64, device=p_NV.device)
+        if bool(luck * q_V[token] < p_NV[n, token]):
+            kept[n] = token
+            continue
+        left_V = (p_NV[n] - q_V).clamp_min_(0)
+        # Nothing is left where the two are equal but for rounding.
+        if bool(left_V.any()):
+            p_NV[n] = left_V / left_V.sum()
+    token_ids = _race(p_NV, states)
+    for n, token in kept.items():
+        token_ids[n] = token
+    return token_ids
+
+
 class Sampler:
     """Draws one token per row. Row n belongs to states[n]; nothing is kept from call to call."""
 
-    def __call__(self, logits_NV: Tensor, states: Sequence[SamplingState]) -> Sampled:
-        """Greedy rows: the argmax, of equal logits the lowest id. `logits_NV` is any float dtype and stays as it is."""
+    def __call__(
+        self, logits_NV: Tensor, states: Sequence[SamplingState],
+        drawn: Sequence[tuple[int, Tensor] | None] = (),
+    ) -> Sampled:  # fmt: skip
+        """Greedy rows: the argmax, of equal logits the lowest id. `logits_NV` is any float dtype and stays as it is.
+
+        `drawn`: of each row a token that was drawn from q [V] for its place, or None. It is kept with probability
+        min(1, p / q), so that the row's token has the distribution p all the same.
+        """
         counts = [state.params.logprobs for state in states]
+        if any(drawn):
+            return Sampled(_kept_or_replaced(self.probabilities(logits_NV, states), states, drawn), logits_NV, counts)
         if all(state.plain for state in states):
             return Sampled(logits_NV.argmax(-1), logits_NV, counts)
         adjusted_NV = self.adjust(logits_NV, states)
@@ -190,8 +224,8 @@ class Sampler:
         token_ids = adjusted_NV.argmax(-1)
         if rows:
             index = on_device(rows, torch.int64, logits_NV.device)
-            drawn = _race(_distribution(adjusted_NV.index_select(0, index), drawing), drawing)
-            token_ids.index_copy_(0, index, drawn)
+            raced = _race(_distribution(adjusted_NV.index_select(0, index), drawing), drawing)
+            token_ids.index_copy_(0, index, raced)
         return Sampled(token_ids, logits_NV, counts)
 
     def adjust(self, logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:

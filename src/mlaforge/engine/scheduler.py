@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 
 from mlaforge.engine.block_tables import BlockTables, Copy
 from mlaforge.engine.sequence import Sequence
@@ -16,7 +17,8 @@ from mlaforge.engine.sequence import Sequence
 
 @dataclasses.dataclass
 class Plan:
-    """A step: each sequence with the position up to which it is computed, and blocks to copy before."""
+    """A step: each sequence with the position up to which it is computed, and blocks to copy before. Positions beyond
+    a sequence's tokens are for a draft."""
 
     chunks: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
     copies: list[Copy] = dataclasses.field(default_factory=list)
@@ -52,15 +54,23 @@ class Scheduler:
         child.computed = parent.computed
         self.running.append(child)
 
-    def schedule(self) -> Plan:
-        """The next step, with room for it reserved; empty when there is nothing to do."""
+    def schedule(self, drafts: Callable[[Sequence], int] = lambda sequence: 0) -> Plan:
+        """The next step, with room for it reserved; empty when there is nothing to do.
+
+        `drafts` says how many drafted tokens a decoding sequence is to verify. It gets fewer where that would take a
+        turn from sequences that run, and none where blocks are short: nobody is preempted for a draft.
+        """
         plan = Plan()
         budget = self.max_num_batched_tokens
         preempted = False
-        for sequence in list(self.running):
+        for others, sequence in zip(reversed(range(len(self.running))), list(self.running), strict=True):
             if budget and sequence in self.running:
                 upto = min(len(sequence.token_ids), sequence.computed + budget)
-                copies = self.tables.reserve(sequence.number, upto)
+                count = max(0, min(drafts(sequence), budget - 1 - others)) if sequence.decoding else 0
+                copies = self.tables.reserve(sequence.number, upto + count)
+                if copies is None and count:
+                    count, copies = 0, self.tables.reserve(sequence.number, upto)
+                upto += count
                 while copies is None:
                     preempted = True
                     last = self.running[-1]

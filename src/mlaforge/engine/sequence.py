@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from mlaforge.engine.drafter import Draft
 from mlaforge.engine.output import Logprobs
 from mlaforge.engine.params import SamplingParams
 from mlaforge.engine.sampling_state import SamplingState
@@ -39,8 +40,19 @@ class Sequence:
     computed: int = 0
     # Whether a full prompt pass was ever finished: what comes after it is recomputation.
     prefilled: bool = False
+    # What the step under way verifies beyond `token_ids`.
+    draft: Draft | None = None
 
     @property
     def reuse(self) -> bool:
         """Whether cached blocks may stand for its first tokens: not while the prompt's own logits are wanted."""
         return self.prefilled or self.request.params.prompt_logprobs is None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all but the newest token is in the cache."""
+        return self.prefilled and self.computed == len(self.token_ids) - 1
+
+    @property
+    def drafted(self) -> list[int]:
+        return self.draft.token_ids if self.draft is not None else []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from mlaforge.engine.speculation import SpeculationStats
+
 
 @dataclasses.dataclass
 class EngineStats:
@@ -27,3 +29,5 @@ class EngineStats:
     cache_blocks_used: int = 0
     cache_bytes: int = 0
     cache_bytes_used: int = 0
+    # What speculation came to; None where nothing drafts.
+    speculation: SpeculationStats | None = None

@@ -1,4 +1,4 @@
-// Decoding on a CPU with AVX-512 BF16: few rows times a weight matrix, and attention of one query token per sequence
+// Decoding on a CPU with AVX-512 BF16: few rows times a weight matrix, and attention of a few query tokens per sequence
 // over the paged cache. Both are limited by reading memory once; torch's own paths read slower and cost 30 us a call.
 // Compiled on first use by ops/native.py, which holds the reference beside it. Threads are torch's own.
 //
@@ -286,36 +286,45 @@ std::pair<float, float> soften(float* score, int64_t count) {
   return {top, _mm512_reduce_add_ps(sum)};
 }
 
-std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_SHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,
+// The last T query tokens of each sequence, T being few: one pass over the cache serves all of them.
+std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,
                                           const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
-                                          const at::Tensor& first_S, int64_t block_size, int64_t window, double scale) {
-  const at::Tensor q = q_SHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
-  const int64_t S = q.size(0), H = q.size(1), D = q.size(2), G = k_LGD.size(1), V = v_LGV.size(2), J = H / G;
+                                          const at::Tensor& first_S, const at::Tensor& query_start_S1,
+                                          int64_t block_size, int64_t window, double scale) {
+  const at::Tensor q = q_NHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
+  const int64_t N = q.size(0), H = q.size(1), D = q.size(2), G = k_LGD.size(1), V = v_LGV.size(2), J = H / G;
+  const int64_t S = seq_lens_S.size(0);
   const int64_t width = k_LGD.stride(0), k_head = k_LGD.stride(1), v_head = v_LGV.stride(1);
   const bf16* keys = k_LGD.const_data_ptr<bf16>();
   const int64_t v_offset = v_LGV.const_data_ptr<bf16>() - keys;
   const int32_t* lens = seq_lens_S.const_data_ptr<int32_t>();
   const int32_t* firsts = first_S.const_data_ptr<int32_t>();
+  const int32_t* query = query_start_S1.const_data_ptr<int32_t>();
   const float* qs = q.const_data_ptr<float>();
 
-  struct Task { int64_t sequence, begin, end; };
+  // `at` is the first of its T * H places among the partial results.
+  struct Task { int64_t sequence, begin, end, at; };
   std::vector<Task> tasks;
   std::vector<int64_t> starts(S + 1);
+  int64_t places = 0, most_queries = 0;
   for (int64_t s = 0; s < S; ++s) {
     starts[s] = tasks.size();
-    const int64_t rows = lens[s] - firsts[s];
-    const int64_t begin = window > 0 ? std::max<int64_t>(0, rows - window) : 0;
-    for (int64_t t = begin; t < rows; t += CHUNK) tasks.push_back({s, t, std::min(t + CHUNK, rows)});
+    const int64_t rows = lens[s] - firsts[s], T = query[s + 1] - query[s];
+    const int64_t begin = window > 0 ? std::max<int64_t>(0, rows - T + 1 - window) : 0;
+    for (int64_t r = begin; r < rows; r += CHUNK, places += T * H)
+      tasks.push_back({s, r, std::min(r + CHUNK, rows), places});
+    most_queries = std::max(most_queries, T);
   }
   starts[S] = tasks.size();
 
-  std::vector<float> partial(tasks.size() * H * V), most(tasks.size() * H), sums(tasks.size() * H);
+  std::vector<float> partial(places * V), most(places), sums(places);
   at::parallel_for(0, tasks.size(), 1, [&](int64_t from, int64_t to) {
-    std::vector<float> score(H * CHUNK);
+    std::vector<float> score(most_queries * H * CHUNK);
     std::vector<__m512> tile((D + 7) / 8 * 8);
     const bf16* row[CHUNK + 2 * AHEAD];
     for (int64_t i = from; i < to; ++i) {
-      const auto [s, begin, end] = tasks[i];
+      const auto [s, begin, end, at] = tasks[i];
+      const int64_t T = query[s + 1] - query[s];
       const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
       const int64_t count = end - begin;
       const int64_t reach = std::min(CHUNK + 2 * AHEAD, lens[s] - firsts[s] - begin);
@@ -330,39 +339,59 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_SHD, const at::Ten
           for (int64_t w = 0; w < width; w += 32) _mm_prefetch((const char*)(row[ahead] + w), _MM_HINT_T0);
         for (int64_t g = 0; g < G; ++g) {
           transpose(row + t, D, g * k_head, tile.data());
-          by_heads(J, [&](int64_t j, auto n) {
-            float* to = score.data() + (g * J + j) * CHUNK + t;
-            scores<n>(qs + (s * H + g * J + j) * D, D, tile.data(), scale, to);
-          });
+          for (int64_t m = 0; m < T; ++m)
+            by_heads(J, [&](int64_t j, auto n) {
+              const int64_t h = g * J + j;
+              float* to = score.data() + (m * H + h) * CHUNK + t;
+              scores<n>(qs + ((query[s] + m) * H + h) * D, D, tile.data(), scale, to);
+            });
         }
       }
-      for (int64_t h = 0; h < H; ++h)
-        std::tie(most[i * H + h], sums[i * H + h]) = soften(score.data() + h * CHUNK, count);
-      for (int64_t g = 0; g < G; ++g)
-        by_heads(J, [&](int64_t j, auto n) {
-          weigh<n>(score.data() + (g * J + j) * CHUNK, row, count, v_offset + g * v_head, V,
-                   partial.data() + (i * H + g * J + j) * V);
-        });
+      for (int64_t m = 0; m < T; ++m) {
+        // Query token m sees the rows low to high of this chunk.
+        const int64_t seen = lens[s] - firsts[s] - T + m + 1 - begin;
+        const int64_t high = std::min(count, seen), low = window > 0 ? std::max<int64_t>(0, seen - window) : 0;
+        const int64_t place = at + m * H;
+        if (low >= high) {
+          std::fill_n(most.data() + place, H, -INF);
+          continue;
+        }
+        for (int64_t h = 0; h < H; ++h) {
+          float* own = score.data() + (m * H + h) * CHUNK;
+          std::fill_n(own, low, -INF);
+          std::tie(most[place + h], sums[place + h]) = soften(own, high);
+          std::fill_n(own, low, 0.0f);
+        }
+        for (int64_t g = 0; g < G; ++g)
+          by_heads(J, [&](int64_t j, auto n) {
+            const int64_t h = g * J + j;
+            weigh<n>(score.data() + (m * H + h) * CHUNK, row, high, v_offset + g * v_head, V,
+                     partial.data() + (place + h) * V);
+          });
+      }
     }
   });
 
-  at::Tensor out = at::empty({S, H, V}, q_SHD.options()), lse = at::empty({S, H}, q.options());
+  at::Tensor out = at::empty({N, H, V}, q_NHD.options()), lse = at::empty({N, H}, q.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
   float* lses = lse.mutable_data_ptr<float>();
   std::vector<float> total(V);
   for (int64_t s = 0; s < S; ++s)
-    for (int64_t h = 0; h < H; ++h) {
+    for (int64_t m = 0; m < (query[s + 1] - query[s]) * H; ++m) {
       float top = -INF, sum = 0;
-      for (int64_t i = starts[s]; i < starts[s + 1]; ++i) top = std::max(top, most[i * H + h]);
+      for (int64_t i = starts[s]; i < starts[s + 1]; ++i) top = std::max(top, most[tasks[i].at + m]);
       std::fill(total.begin(), total.end(), 0.0f);
       for (int64_t i = starts[s]; i < starts[s + 1]; ++i) {
-        const float share = std::exp(most[i * H + h] - top);
-        sum += share * sums[i * H + h];
-        const float* part = partial.data() + (i * H + h) * V;
+        const int64_t place = tasks[i].at + m;
+        if (most[place] == -INF) continue;
+        const float share = std::exp(most[place] - top);
+        sum += share * sums[place];
+        const float* part = partial.data() + place * V;
         for (int64_t v = 0; v < V; ++v) total[v] += share * part[v];
       }
-      lses[s * H + h] = sum > 0 ? top + std::log(sum) : -INF;
-      for (int64_t v = 0; v < V; ++v) outs[(s * H + h) * V + v] = bf16(sum > 0 ? total[v] / sum : 0.0f);
+      const int64_t to = query[s] * H + m;
+      lses[to] = sum > 0 ? top + std::log(sum) : -INF;
+      for (int64_t v = 0; v < V; ++v) outs[to * V + v] = bf16(sum > 0 ? total[v] / sum : 0.0f);
     }
   return {out, lse};
 }
@@ -375,8 +404,8 @@ TORCH_LIBRARY(mlaforge_native, m) {
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor slots, int heads, int head_dim) -> ()");
   m.def(
-      "decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, int block_size, int window, "
-      "float scale) -> (Tensor, Tensor)");
+      "decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
+      "int block_size, int window, float scale) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {

@@ -23,6 +23,9 @@ from mlaforge.ops.dispatch import Op
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention_cpu import paged_attention_runs
 
+# Query tokens per sequence up to which a pass over the cache is limited by reading it: decoding and verification.
+FEW_QUERIES = 16
+
 
 def paged_attention(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, implementation: str | None = None
@@ -103,14 +106,14 @@ def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView,
 def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
     native = kernels()
     assert native is not None
-    table, window = (view.block_table_SB, view.seq_lens_S, view.first_S), view.window or 0
+    table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
     out, lse = native.decode(q_NHD, k_LGD, v_LGV, *table, view.block_size, window, scale)
     return out, lse
 
 
 def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
-    if view.max_query > 1:
-        return "it is for one query token per sequence"
+    if view.max_query > FEW_QUERIES:
+        return f"it is for up to {FEW_QUERIES} query tokens per sequence"
     if q_NHD.dtype != torch.bfloat16 or k_LGD.dtype != torch.bfloat16:
         return f"it is for bfloat16, these are {q_NHD.dtype}"
     if k_LGD.stride(2) != 1 or v_LGV.stride(2) != 1 or k_LGD.stride(0) != v_LGV.stride(0):

@@ -1,0 +1,222 @@
+"""What speculation brings on a CPU: plain decoding, prompt lookup, a draft head if given, and a perfect drafter.
+
+    python benchmarks/speculation.py --data ../shared/data [--draft DIR] [--model MODEL] [--out FILE.json]
+
+SmolLM2-135M-Instruct, greedy, batch 1, the first turns of mt_bench.jsonl through the chat template, --tokens new tokens
+each (past the end of the text). For each prompt every drafter continues it in turn, in one process and on one engine;
+what counts is the time from the first new token to the last, and the median over the prompts of the ratio to plain
+decoding. `adaptive` lets measurement choose how many tokens to draft. The perfect drafter proposes what plain decoding
+gave: no drafter of so many tokens is faster. Its drafting costs nothing. In bf16 several rows are summed in another
+order than one, so that a near tie may fall the other way: `differ` counts answers, `margin` is the largest difference
+of the two tokens' log probabilities where they part.
+Small models repeat themselves under greedy decoding, which flatters every drafter: `distinct` is the share of an
+answer's runs of four tokens that occur once. Prompts of random tokens make a model repeat itself entirely: refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlaforge import demo_model
+from mlaforge.engine.drafter import Draft, Drafter, NgramDrafter
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.params import SamplingParams
+from mlaforge.runtime import UserError, environment, log
+
+# Passes after which the perfect drafter's text is taken as it is.
+PASSES = 6
+# What the issue asks of a trained head.
+BAR = 1.25
+# Share of ln(vocabulary) that a token of a prompt may cost the model on average: text costs a third, random tokens all.
+RANDOM = 0.75
+
+
+class Perfect:
+    """Proposes what is known to come."""
+
+    boundaries: tuple[int, ...] = ()
+
+    def __init__(self, text: list[int]):
+        self.text = text
+
+    def propose(self, asked: Any) -> list[Draft | None]:
+        lengths = [len(sequence.token_ids) for sequence, _ in asked]
+        return [Draft(self.text[n : n + count]) for n, (_, count) in zip(lengths, asked, strict=True)]
+
+    def observe(self, ran: Any, states_NS: Any) -> None:
+        """Nothing."""
+
+
+def refuse_random(llm: LLM, prompts: list[list[int]]) -> None:
+    """UserError for the first prompt that is no text to the model."""
+    most = RANDOM * math.log(llm.engine.vocab_size)
+    asks = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    for number, output in enumerate(llm.generate(prompts, asks)):
+        losses = [-found.logprob for found in output.prompt_logprobs or [] if found is not None]
+        if losses and statistics.mean(losses) > most:
+            raise UserError(
+                f"prompt {number} costs the model {statistics.mean(losses):.1f} nats a token (text: below {most:.1f}): "
+                "on random tokens a model repeats itself, and speculation looks better than it is; give text"
+            )
+
+
+def distinct(token_ids: list[int]) -> float:
+    """Share of the runs of four tokens that are different ones."""
+    runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
+    return len(set(runs)) / len(runs)
+
+
+class Modes:
+    """One engine on which drafters take turns."""
+
+    def __init__(self, options: argparse.Namespace):
+        # Without prefix reuse: what one drafter's turn leaves in the cache has no rows of another's head.
+        self.llm = LLM(
+            options.model or demo_model.fetch(), dtype=options.dtype, device="cpu", cache_bytes=1 << 30, max_num_seqs=8,
+            speculative=str(options.draft or "none"), prefix_caching=False, num_speculative_tokens=options.count,
+        )  # fmt: skip
+        self.head = self.llm.engine.speculation.drafter if self.llm.engine.speculation else None
+        self.count = options.count
+        self.stats: dict[str, Any] = {}
+
+    def use(self, mode: str, drafter: Drafter | None) -> None:
+        """From now on as `mode` says; its counters and its measured pace go on where they stopped."""
+        engine = self.llm.engine
+        engine.speculation, engine.model.boundaries = None, ()
+        if drafter is None:
+            return
+        adaptive = mode.endswith("adaptive")
+        engine.config = dataclasses.replace(engine.config, adaptive_speculation=adaptive)
+        engine.speculate(drafter)
+        assert engine.speculation is not None
+        if mode in self.stats:
+            engine.speculation.stats, engine.speculation.pace = self.stats[mode]
+        self.stats[mode] = engine.speculation.stats, engine.speculation.pace
+
+    def run(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
+        """The continuation, and seconds from its first step's end to its last's."""
+        engine, made, times = self.llm.engine, [], []
+        engine.add("0", prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+        while engine.has_work:
+            for output in engine.step():
+                made += output.outputs[0].token_ids
+                times.append(time.perf_counter())
+        return made, times[-1] - times[0]
+
+    def margin(self, prompt: list[int], made: list[int], plain: list[int]) -> float:
+        """Nats between the two tokens where the texts first differ, by plain decoding: small where they are a tie."""
+        at = next(i for i, (a, b) in enumerate(zip(made, plain, strict=True)) if a != b)
+        self.use("plain", None)
+        asks = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.llm.engine.vocab_size)
+        (output,) = self.llm.generate([prompt + plain[:at]], asks)
+        found = dict((output.outputs[0].logprobs or [])[0].top)
+        return abs(found[made[at]] - found[plain[at]])
+
+    def known(self, prompt: list[int], plain: list[int]) -> list[int]:
+        """What the engine says when it verifies this very text: `plain` but for near ties in bf16."""
+        text = plain
+        for _ in range(PASSES):
+            # Under a name of its own: what it takes to find the text does not count.
+            self.use("search", Perfect(prompt + text))
+            made, _ = self.run(prompt, len(text))
+            if made == text:
+                break
+            text = made
+        return text
+
+
+def read_prompts(path: Path, llm: LLM, most: int) -> list[list[int]]:
+    """The first turns of a .jsonl file of {"turns": [text, ...]}, as conversations. UserError where one is no text."""
+    texts: list[str] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:most], start=1):
+        turns = json.loads(line).get("turns")
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise UserError(f"{path}:{number} has no turns of text; token ids are no benchmark of speculation")
+        texts.append(turns[0])
+    refuse_random(llm, [llm.tokenizer(text)["input_ids"] for text in texts])
+    return [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts]
+
+
+def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Per mode its times and ratios, how often its tokens were not plain decoding's, and the largest margin there."""
+    drafters: dict[str, Any] = {"plain": None, "ngram": NgramDrafter(), "ngram adaptive": NgramDrafter()}
+    if modes.head is not None:
+        drafters |= {"head": modes.head, "head adaptive": modes.head}
+    names = [*drafters, "perfect"]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    margins: dict[str, list[float]] = {name: [] for name in names}
+    shares: list[float] = []
+    for number, prompt in enumerate(prompts):
+        # Plain decoding at both ends, and the mean of the two: the machine gets faster and slower.
+        modes.use("plain", None)
+        plain, first = modes.run(prompt, tokens)
+        known = modes.known(prompt, plain)
+        for name in names[1:]:
+            modes.use(name, Perfect(prompt + known) if name == "perfect" else drafters[name])
+            made, took = modes.run(prompt, tokens)
+            seconds[name].append(took)
+            if made != plain:
+                margins[name].append(modes.margin(prompt, made, plain))
+        modes.use("plain", None)
+        seconds["plain"].append((first + modes.run(prompt, tokens)[1]) / 2)
+        shares.append(distinct(plain))
+        log(f"prompt {number + 1} of {len(prompts)}")
+    rows = {}
+    for name in names:
+        ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[name], strict=True)]
+        rows[name] = {
+            "tokens_per_second": (tokens - 1) * len(prompts) / sum(seconds[name]), "ratio": statistics.median(ratios),
+            "worst_ratio": min(ratios), "bar": BAR if name == "head" else None, "differ": len(margins[name]),
+            "largest_margin": max(margins[name], default=0.0),
+        }  # fmt: skip
+        if name in modes.stats:
+            rows[name]["eagle_speculation"] = modes.stats[name][0].block()
+    return {"rows": rows, "distinct_4_grams": statistics.mean(shares)}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
+    arguments.add_argument("--model", help="by default the demo's")
+    arguments.add_argument("--draft", type=Path, help="directory of an EAGLE-3 head")
+    arguments.add_argument("--dtype", default="auto")
+    arguments.add_argument("--count", type=int, default=3, help="drafted tokens per step")
+    arguments.add_argument("--prompts", type=int, default=80)
+    arguments.add_argument("--tokens", type=int, default=128)
+    arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--out", type=Path, default=Path("benchmarks/speculation.json"))
+    options = arguments.parse_args()
+    torch.set_num_threads(options.threads)
+    modes = Modes(options)
+    prompts = read_prompts(options.data / "prompts" / "mt_bench.jsonl", modes.llm, options.prompts)
+    modes.use("plain", None)
+    modes.run(prompts[0], 8)
+    made = measure(modes, prompts, options.tokens)
+    made |= {
+        "command": "python benchmarks/speculation.py", "num_speculative_tokens": options.count,
+        "tokens": options.tokens,
+        "prompts": len(prompts), "dtype": modes.llm.engine.model.format, "environment": environment(),
+    }  # fmt: skip
+    print(f"{'':15} {'tok/s':>7} {'ratio':>6} {'worst':>6} {'length':>7} {'rate':>6} {'differ':>7} margin")
+    for name, row in made["rows"].items():
+        block = row.get("eagle_speculation")
+        told = (
+            f"{block['mean_acceptance_length']:7.2f} {block['mean_acceptance_rate'] or 0:6.2f}" if block else " " * 14
+        )
+        print(f"{name:15} {row['tokens_per_second']:7.1f} {row['ratio']:6.2f} {row['worst_ratio']:6.2f} {told} "
+              f"{row['differ']:7} {row['largest_margin']:6.3f}")  # fmt: skip
+    print(f"distinct 4-grams: {made['distinct_4_grams']:.2f}")
+    options.out.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""EAGLE-3 heads on disk: config.json and safetensors as `LlamaForCausalLMEagle3` checkpoints have them.
+
+Read strictly: a missing, extra or wrongly shaped tensor, and a d2t that leaves the target's vocabulary, is an error.
+`layers.0.*` is another name of `midlayer.*`. Captured layers are stored as vLLM counts them
+(`eagle_aux_hidden_state_layer_ids`: 0 is the embedding, j the output of layer j - 1) unless
+`eagle_aux_hidden_state_convention` says "output" (j is the output of layer j).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
+from mlaforge.checkpoint import SINGLE, Reader, read_config
+from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.runtime import UserError
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+CONVENTIONS = ("boundary", "output")
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Of the layer's own config, what is written: all that its shapes and angles follow from.
+LAYER_FIELDS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "attention_bias", "vocab_size", "max_position_embeddings", "rope_parameters",
+)  # fmt: skip
+
+
+def read_head_config(directory: Path, num_layers: int) -> Eagle3Config:
+    """The head's config for a target of `num_layers` layers. Raises UserError for one that describes none."""
+    from transformers import LlamaConfig
+
+    given = read_config(directory)
+    if ARCHITECTURE not in (given.get("architectures") or ()):
+        raise UserError(f"{directory} is no EAGLE-3 head: its architectures is not [{ARCHITECTURE!r}]")
+    if given.get("num_hidden_layers", 1) != 1:
+        raise UserError(f"{directory}: num_hidden_layers = {given['num_hidden_layers']}; heads of 1 layer are read")
+    # Some tools write what follows beside the rest, some one level deeper.
+    eagle = {**given, **(given.get("eagle_config") or {})}
+    try:
+        layer = LlamaConfig(
+            **{name: given[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in given}
+        )
+        layer.mlp_bias = False
+        with Reader(directory) as reader:
+            own_embedding = "embed_tokens.weight" in reader
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+        convention = eagle.get("eagle_aux_hidden_state_convention", "boundary")
+        if convention not in CONVENTIONS:
+            raise UserError(
+                f"{directory}: eagle_aux_hidden_state_convention = {convention!r} must be one of {CONVENTIONS}"
+            )
+        boundaries = tuple(int(i) + (convention == "output") for i in ids)
+        config = Eagle3Config(
+            layer, int(given.get("target_hidden_size") or layer.hidden_size),
+            int(given.get("draft_vocab_size") or layer.vocab_size), boundaries,
+            given.get("sliding_window"), own_embedding=own_embedding,
+            **{name: bool(eagle.get(name, False)) for name in SWITCHES},
+        )  # fmt: skip
+    except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{directory}: config.json makes no EAGLE-3 head: {' '.join(str(error).split())}") from error
+    if not boundaries or not all(0 <= boundary <= num_layers for boundary in boundaries):
+        raise UserError(f"{directory} captures at boundaries {list(boundaries)}; the target's are 0 to {num_layers}")
+    return config
+
+
+def read_head(directory: Path, num_layers: int) -> Eagle3Head:
+    """The head in fp32 on the CPU. Raises UserError for config or tensors that are not right."""
+    config = read_head_config(directory, num_layers)
+    with torch.device("meta"):
+        head = Eagle3Head(config)
+    with Reader(directory) as reader:
+        stored = {name: name.replace("layers.0.", "midlayer.", 1) for name in reader}
+        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+        reader.check({old: shapes[new] for old, new in stored.items() if new in shapes}
+                     | {new: shape for new, shape in shapes.items() if new not in stored.values()})  # fmt: skip
+        state = {new: _widened(reader[old]) for old, new in stored.items()}
+    head.load_state_dict(state, assign=True)
+    head.requires_grad_(False).eval()
+    if "d2t" in state:
+        _check_vocabulary(directory, head, state["t2d"])
+    return head
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _check_vocabulary(directory: Path, head: Eagle3Head, t2d: Tensor) -> None:
+    ids, vocabulary = head.target_ids, head.config.layer.vocab_size
+    if not bool(((ids >= 0) & (ids < vocabulary)).all()) or not bool((ids.diff() > 0).all()):
+        raise UserError(
+            f"{directory}: d2t must be offsets (target = draft + d2t[draft]) that give rising token ids below "
+            f"{vocabulary}; absolute ids have to be imported first"
+        )
+    if t2d.nonzero()[:, 0].tolist() != ids.tolist():
+        raise UserError(f"{directory}: t2d does not mark the tokens that d2t names")
+
+
+def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.float16) -> None:
+    """Fills the folder `directory`. Boundaries are written with their convention."""
+    from safetensors.torch import save_file
+
+    config, layer = head.config, head.config.layer.to_dict()
+    told: dict[str, Any] = {
+        "architectures": [ARCHITECTURE], "model_type": head.config.layer.model_type, "num_hidden_layers": 1,
+        **{name: layer[name] for name in LAYER_FIELDS}, "target_hidden_size": config.target_hidden_size,
+        "draft_vocab_size": config.draft_vocab_size, "sliding_window": config.sliding_window,
+        "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
+        "eagle_aux_hidden_state_convention": CONVENTIONS[0], "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."), **{name: getattr(config, name) for name in SWITCHES},
+    }  # fmt: skip
+    state = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    save_file(state, directory / SINGLE, metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,98 @@
+"""Who proposes tokens for the next step to verify: the interface, and prompt lookup, which needs no training.
+
+Whatever a drafter proposes, the tokens that come out are the target's own (engine/verification.py): a bad one costs
+time only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence as Several
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mlaforge.engine.sequence import Sequence
+
+# Prompt lookup: lengths of the token runs that are looked for, the longest first.
+LONGEST_MATCH, SHORTEST_MATCH = 4, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """Proposed tokens that continue a sequence. `q_KV`, fp32 over the target's whole vocabulary, are the distributions
+    that they were drawn from; None where nothing was drawn: all of q is on the token itself."""
+
+    token_ids: list[int]
+    q_KV: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """`observe` is called after every step, `propose` before one. Sequences come and go without notice."""
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Where the target's residual stream is captured for `observe`: boundary b is the input of layer b."""
+        ...
+
+    def propose(self, asked: Several[tuple[Sequence, int]]) -> list[Draft | None]:
+        """Per (sequence, k) at most k tokens that may follow its `token_ids`. There is room in the cache for them."""
+        ...
+
+    def observe(self, ran: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+        """The step computed positions `start` to `computed` of these sequences (sequence, start), none of them of
+        refused tokens; `states_NS` are their captured states side by side, one sequence after another."""
+        ...
+
+
+class NgramDrafter:
+    """Prompt lookup: what followed the last time that the newest tokens stood in the text, prompt or answer."""
+
+    boundaries: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._indices: weakref.WeakKeyDictionary[Sequence, _Index] = weakref.WeakKeyDictionary()
+
+    def propose(self, asked: Several[tuple[Sequence, int]]) -> list[Draft | None]:
+        """As Drafter.propose; None where the newest tokens are new to the text."""
+        drafts: list[Draft | None] = []
+        for sequence, count in asked:
+            index = self._indices.setdefault(sequence, _Index())
+            index.grow(sequence.token_ids)
+            at = index.find(sequence.token_ids)
+            drafts.append(None if at is None else Draft(_copied(sequence.token_ids, at, count)))
+        return drafts
+
+    def observe(self, ran: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+        """Nothing: the text is all that counts."""
+
+
+class _Index:
+    """Where each run of tokens ended the last time that something followed it."""
+
+    def __init__(self) -> None:
+        self._after: list[dict[tuple[int, ...], int]] = [{} for _ in range(SHORTEST_MATCH, LONGEST_MATCH + 1)]
+        self._length = 0
+
+    def grow(self, token_ids: list[int]) -> None:
+        for end in range(max(1, self._length), len(token_ids)):
+            for length, after in enumerate(self._after, start=SHORTEST_MATCH):
+                if end >= length:
+                    after[tuple(token_ids[end - length : end])] = end
+        self._length = len(token_ids)
+
+    def find(self, token_ids: list[int]) -> int | None:
+        for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
+            if (at := self._after[length - SHORTEST_MATCH].get(tuple(token_ids[-length:]))) is not None:
+                return at
+        return None
+
+
+def _copied(token_ids: list[int], at: int, count: int) -> list[int]:
+    """`count` tokens from `at` on. Where the text ends before, it goes on as the copy does: a loop goes round."""
+    found: list[int] = []
+    for position in range(at, at + count):
+        found.append(token_ids[position] if position < len(token_ids) else found[position - len(token_ids)])
+    return found

@@ -1,0 +1,172 @@
+"""Drafting with an EAGLE-3 head on the paged cache.
+
+The head's keys and values are a cache group of their own that shares the sequences' block tables: what is found of a
+prefix, forked, rewound or evicted is so for target and head alike. Its row i is made of the target's states at i and of
+token i + 1. Rows of accepted tokens are made from the target's own states in the step that computed them, before
+anybody can find their blocks; rows of drafted tokens lie in the room that is reserved for verification, and are made
+anew. The last row before a place where texts part (a prefix found at a block's end, the continuations of a request)
+is that of whichever text was first: that one row can cost acceptance, never a wrong token.
+
+Legend: N rows, S sequences, C hidden size of the head, K drafted tokens, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mlaforge.engine.attention import PagedGroupedQueryAttention, Step
+from mlaforge.engine.batch import Batch, Chunk
+from mlaforge.engine.cache import LayerCache
+from mlaforge.engine.drafter import Draft
+from mlaforge.engine.linear import PackedLinear, fused
+from mlaforge.engine.loading import EngineModel, RmsNorm
+from mlaforge.engine.mlp import GatedMlp
+from mlaforge.engine.nvtx import span
+from mlaforge.engine.sampling_state import on_device
+from mlaforge.engine.sequence import Sequence
+from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.runtime import UserError
+
+# Makes the batch of some chunks with the view of the head's cache group alone.
+MakeBatch = Callable[[list[Chunk]], Batch]
+
+
+def head_cache(config: Eagle3Config, group: int) -> LayerCache:
+    """What the head caches per token, as the layer of cache group number `group`."""
+    return LayerCache("gqa", 2 * config.layer.num_key_value_heads * config.layer.head_dim, group)
+
+
+def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
+    """UserError unless the head was made for a target of these sizes."""
+    for name, own, wanted in (
+        ("target_hidden_size", config.target_hidden_size, hidden_size),
+        ("vocab_size", config.layer.vocab_size, vocab_size),
+    ):
+        if own != wanted:
+            raise UserError(f"the head's {name} is {own}, the model's {wanted}: it was trained for another model")
+    if not config.own_embedding and config.layer.hidden_size != hidden_size:
+        raise UserError(f"a head of hidden size {config.layer.hidden_size} needs embed_tokens of its own")
+
+
+class EagleDrafter:
+    """Drafts a chain per sequence: greedily for greedy requests, else by draws from the head's own distribution.
+
+    `rows` is the head's part of the cache; `model` gives format, dtype, device and, where the head has none, the
+    embedding.
+    """
+
+    def __init__(self, head: Eagle3Head, model: EngineModel, cache: LayerCache, rows: Tensor, make_batch: MakeBatch):
+        config = head.config
+        check_head(config, model.spec.hidden_size, model.spec.vocab_size)
+        self.config, self.boundaries, self.model, self._make_batch = config, config.boundaries, model, make_batch
+        self.target_ids = head.target_ids.to(model.device)
+        head = head.to(model.device, model.dtype)
+        layer, on_cpu = head.midlayer, model.device.type == "cpu"
+
+        def norm(module: Any) -> Any:
+            return RmsNorm(module) if on_cpu else module
+
+        self.embedding = head.embed_tokens.weight if config.own_embedding else model.embedding
+        self.state_norms = [norm(each) for each in head.fc_norm] if config.fc_norm else None
+        self.states_norm = norm(head.input_norm) if config.norm_before_fc else None
+        self.fc = fused([head.fc], model.format)
+        self.hidden_norm, self.input_norm = norm(layer.hidden_norm), norm(layer.input_layernorm)
+        self.attention = PagedGroupedQueryAttention(
+            layer.self_attn, LayerCache("gqa", cache.width, 0), rows, False, model.format
+        )
+        self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, model.format)
+        self.norm, self.head = norm(head.norm), PackedLinear(head.lm_head.weight, None, model.format)
+        self.rotary = head.rotary()
+        # Sequence -> how many of its positions are in the head's cache, and the output of the last of them.
+        self._outs: dict[int, tuple[int, Tensor]] = {}
+
+    @torch.inference_mode()
+    def observe(self, ran: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+        """As Drafter.observe."""
+        chunks = [Chunk(s.number, s.token_ids, start, s.computed) for s, start in ran]
+        next_ids: list[int] = []
+        for sequence, start in ran:
+            ids = sequence.token_ids[start + 1 : sequence.computed + 1]
+            # A prompt that is read only has no next token.
+            next_ids += ids if len(ids) == sequence.computed - start else [*ids, sequence.token_ids[-1]]
+        with span("DRAFT_OBSERVE", self.model.device):
+            out_NC = self._layer(self._fused(states_NS), self._ids(next_ids), self._make_batch(chunks))
+        self._outs, row = {}, 0
+        for sequence, start in ran:
+            row += sequence.computed - start
+            self._outs[sequence.number] = sequence.computed, out_NC[row - 1]
+
+    @torch.inference_mode()
+    def propose(self, asked: Several[tuple[Sequence, int]]) -> list[Draft | None]:
+        """As Drafter.propose; None for a sequence whose state is not known: a continuation in its first step."""
+        known = [i for i, (s, _) in enumerate(asked) if self._outs.get(s.number, (0,))[0] == s.computed]
+        drafts: list[Draft | None] = [None] * len(asked)
+        if not known:
+            return drafts
+        going = [asked[i] for i in known]
+        tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in going}
+        qs: dict[Sequence, list[Tensor]] = {sequence: [] for sequence, _ in going}
+        out_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in going])
+        with span("DRAFT", self.model.device):
+            for depth in range(max(count for _, count in going)):
+                if depth:
+                    keep = [i for i, (_, count) in enumerate(going) if count > depth]
+                    going = [going[i] for i in keep]
+                    out_SC = self._chained(out_SC[keep], [(s, tokens[s]) for s, _ in going])
+                for (sequence, _), token, q_V in zip(going, *self._drawn(out_SC, going), strict=True):
+                    tokens[sequence].append(token)
+                    if q_V is not None:
+                        qs[sequence].append(q_V)
+        for i in known:
+            sequence = asked[i][0]
+            drafts[i] = Draft(tokens[sequence], torch.stack(qs[sequence]) if qs[sequence] else None)
+        return drafts
+
+    def _chained(self, out_SC: Tensor, drafted: list[tuple[Sequence, list[int]]]) -> Tensor:
+        """The layer's output after the newest drafted token of each sequence."""
+        chunks = []
+        for sequence, tokens in drafted:
+            # Row i is of token i + 1.
+            position = sequence.computed + len(tokens) - 1
+            chunks.append(Chunk(sequence.number, range(position + 1), position, position + 1))
+        fed_SC = self.norm(out_SC) if self.config.norm_output else out_SC
+        return self._layer(fed_SC, self._ids([tokens[-1] for _, tokens in drafted]), self._make_batch(chunks))
+
+    def _drawn(self, out_SC: Tensor, asked: Several[tuple[Sequence, int]]) -> tuple[list[int], list[Tensor | None]]:
+        """A token of the target's vocabulary for each row, and the distribution where it was drawn from one."""
+        logits_SV = self.head(self.norm(out_SC))
+        tokens = logits_SV.argmax(-1)
+        qs: list[Tensor | None] = [None] * len(asked)
+        for i, (sequence, _) in enumerate(asked):
+            params = sequence.request.params
+            if not params.greedy:
+                some = (logits_SV[i].float() / params.temperature).softmax(-1)
+                tokens[i] = torch.multinomial(some, 1, generator=sequence.state.generator)[0]
+                q_V = some.new_zeros(self.model.spec.vocab_size)
+                qs[i] = q_V.index_copy_(0, self.target_ids, some)
+        return self.target_ids[tokens].tolist(), qs
+
+    def _fused(self, states_NS: Tensor) -> Tensor:
+        if self.states_norm is not None:
+            states_NS = self.states_norm(states_NS)
+        if self.state_norms is not None:
+            parts = states_NS.split(self.config.target_hidden_size, dim=-1)
+            states_NS = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], dim=-1)
+        return self.fc(states_NS)
+
+    def _layer(self, hidden_NC: Tensor, ids_N: Tensor, batch: Batch) -> Tensor:
+        """[N, C] before the final norm, of states and the tokens after them."""
+        step = Step.make(batch, self.rotary, self.attention.head_dim, self.model.dtype)
+        normed_NC = self.hidden_norm(hidden_NC)
+        both = torch.cat((self.input_norm(F.embedding(ids_N, self.embedding)), normed_NC), dim=-1)
+        hidden_NC = self.attention(both, step, normed_NC if self.config.norm_before_residual else hidden_NC)
+        return self.mlp(self.post_attention_norm(hidden_NC), hidden_NC)
+
+    def _ids(self, token_ids: list[int]) -> Tensor:
+        return on_device(token_ids, torch.int64, self.model.device)

@@ -1,0 +1,235 @@
+"""Speculation's bookkeeping: how many tokens are drafted for whom, what became of them, and what that cost in time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import Any
+
+from mlaforge.engine.drafter import Drafter
+from mlaforge.engine.sequence import Sequence
+
+# Weight of a new measurement in a running mean.
+RECENT = 0.1
+# One decision in so many tries a token more than what seems best, and one in so many times that, plain decoding.
+TRY_AGAIN = 64
+# A drafted token is believed to be accepted so often before anything was measured.
+PRIOR = 0.7
+
+DEFINITIONS = {
+    "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
+    "mean_acceptance_rate": "accepted drafts / drafted",
+    "mean_acceptance_length": "tokens per step, the target's own (bonus) included: total_accepted_tokens / steps",
+    "acceptance_per_position": "of the drafts that had a token j, the share whose first j tokens were all accepted",
+    "share_of_length_2_or_more": "share of the steps that made at least 2 tokens",
+    "total_accepted_tokens": "tokens that these steps made: accepted drafts and the target's own",
+    "time_shares": "of the steps with a decoding sequence: drafting, target forward and verification, everything else",
+    "active_slots": "decoding sequences per step of the engine, over the steps with any",
+}
+
+
+@dataclasses.dataclass
+class SpeculationStats:
+    """Counters since the start; `block` derives the rest. `drafted_at[j]` drafts had a token j, `accepted_at[j]` of
+    them were accepted that far."""
+
+    num_speculative_tokens: int
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    long_steps: int = 0
+    drafted_at: list[int] = dataclasses.field(default_factory=list)
+    accepted_at: list[int] = dataclasses.field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    seconds: float = 0.0
+    engine_steps: int = 0
+    active_min: int = 0
+    active_max: int = 0
+
+    def __post_init__(self) -> None:
+        self.drafted_at = self.drafted_at or [0] * self.num_speculative_tokens
+        self.accepted_at = self.accepted_at or [0] * self.num_speculative_tokens
+
+    def copy(self) -> SpeculationStats:
+        return dataclasses.replace(self, drafted_at=self.drafted_at.copy(), accepted_at=self.accepted_at.copy())
+
+    def since(self, before: SpeculationStats) -> SpeculationStats:
+        """What was counted after `before` was copied; the least and most active slots are of the whole time."""
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            now, then = getattr(self, field.name), getattr(before, field.name)
+            if field.name not in ("num_speculative_tokens", "active_min", "active_max"):
+                changes[field.name] = (
+                    [a - b for a, b in zip(now, then, strict=True)] if type(now) is list else now - then
+                )
+        return dataclasses.replace(self, **changes)
+
+    def block(self) -> dict[str, Any]:
+        """`eagle_speculation`, as it is written into results; its `definitions` say what the numbers are."""
+        other = self.seconds - self.draft_seconds - self.verify_seconds
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted_drafts": self.accepted,
+            "total_accepted_tokens": self.tokens,
+            "mean_acceptance_rate": _share(self.accepted, self.drafted),
+            "mean_acceptance_length": _share(self.tokens, self.steps),
+            "acceptance_per_position": list(map(_share, self.accepted_at, self.drafted_at)),
+            "share_of_length_2_or_more": _share(self.long_steps, self.steps),
+            "time_shares": {
+                "draft": _share(self.draft_seconds, self.seconds),
+                "verify": _share(self.verify_seconds, self.seconds),
+                "other": _share(other, self.seconds),
+            },
+            "active_slots": {
+                "average": _share(self.steps, self.engine_steps), "min": self.active_min, "max": self.active_max,
+            },
+            "definitions": DEFINITIONS,
+        }  # fmt: skip
+
+    def count(self, drafted: int, accepted: int, tokens: int) -> None:
+        """One sequence's step."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.tokens += tokens
+        self.long_steps += tokens >= 2
+        for position in range(drafted):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < accepted
+
+    def count_engine_step(self, active: int, seconds: float, draft_seconds: float, verify_seconds: float) -> None:
+        self.active_min = min(self.active_min, active) if self.engine_steps else active
+        self.active_max = max(self.active_max, active)
+        self.engine_steps += 1
+        self.seconds += seconds
+        self.draft_seconds += draft_seconds
+        self.verify_seconds += verify_seconds
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+class Pace:
+    """How many tokens to draft, from the measured time of steps and acceptance: whatever makes most tokens a second.
+
+    A step's time is taken to depend on its rows alone. What was not measured is first taken to cost what fewer rows
+    cost, so that it is tried; plain decoding is measured first, so that there is something to compare with.
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        # Of drafted tokens whose predecessors were accepted, by position: how many are.
+        self.acceptance = [PRIOR] * most
+        self.seconds: dict[int, float] = {}
+        self._decisions = 0
+
+    def choose(self, active: int) -> int:
+        """Tokens to draft for each of `active` decoding sequences."""
+        if active not in self.seconds:
+            return 0
+        self._decisions += 1
+        if self._decisions % TRY_AGAIN**2 == 0:
+            return 0
+        tokens = likely = 1.0
+        best, rate = 0, 1.0 / self.expected(active)
+        for count, accepted in enumerate(self.acceptance, start=1):
+            likely *= accepted
+            tokens += likely
+            if tokens / self.expected(active * (1 + count)) > rate:
+                best, rate = count, tokens / self.expected(active * (1 + count))
+        # Times and acceptance are as of when they were last seen.
+        return best if self._decisions % TRY_AGAIN else min(self.most, best + 1)
+
+    def expected(self, rows: int) -> float:
+        """Seconds of a decoding step of so many rows, between the neighbours that were measured."""
+        if rows in self.seconds:
+            return self.seconds[rows]
+        below = max((r for r in self.seconds if r < rows), default=None)
+        above = min((r for r in self.seconds if r > rows), default=None)
+        if below is None or above is None:
+            return self.seconds[above if below is None else below]  # type: ignore[index]
+        share = (rows - below) / (above - below)
+        return (1 - share) * self.seconds[below] + share * self.seconds[above]
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A step of decoding sequences alone took so long."""
+        known = self.seconds.get(rows)
+        # One step may be slow for reasons of its own.
+        self.seconds[rows] = seconds if known is None else known + RECENT * (min(seconds, 2 * known) - known)
+
+    def saw(self, drafted: int, accepted: int) -> None:
+        """What became of one draft."""
+        for position in range(min(drafted, accepted + 1)):
+            self.acceptance[position] += RECENT * ((position < accepted) - self.acceptance[position])
+
+
+class Speculation:
+    """An engine's drafter and how it is used: `counts` and `propose` before a step, `verified` after it.
+
+    `most` tokens are drafted per sequence and step, fewer where `adaptive` measurement says so.
+    """
+
+    def __init__(self, drafter: Drafter, most: int, adaptive: bool, max_model_len: int):
+        self.drafter, self.most, self.max_model_len = drafter, most, max_model_len
+        self.pace = Pace(most) if adaptive else None
+        self.stats = SpeculationStats(most)
+        # When the step under way began, had its drafts, and had its tokens.
+        self._times: list[float] = []
+
+    def counts(self, running: Several[Sequence]) -> Callable[[Sequence], int]:
+        """How many tokens to draft for each decoding sequence in the step that begins now."""
+        self._times = [time.perf_counter()]
+        active = sum(sequence.decoding for sequence in running)
+        count = self.most if self.pace is None or not active else self.pace.choose(active)
+
+        def of(sequence: Sequence) -> int:
+            params, length = sequence.request.params, len(sequence.token_ids)
+            if not params.speculate:
+                return 0
+            # The target's own token comes on top.
+            room = self.max_model_len - length - 1
+            if params.max_tokens is not None:
+                room = min(room, params.max_tokens - sequence.state.generated - 1)
+            return max(0, min(count, room))
+
+        return of
+
+    def propose(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Fills the positions that were reserved beyond the sequences' tokens; returns the chunks cut to what came."""
+        asked = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
+        if asked:
+            for (sequence, count), draft in zip(asked, self.drafter.propose(asked), strict=True):
+                assert draft is None or 0 < len(draft.token_ids) <= count
+                sequence.draft = draft
+        self._times.append(time.perf_counter())
+        return [(s, min(upto, len(s.token_ids) + len(s.drafted))) for s, upto in chunks]
+
+    def verified(self, decoded: Several[tuple[Sequence, list[int]]]) -> None:
+        """The decoding sequences of the step and the tokens that it made of them."""
+        self._times.append(time.perf_counter())
+        for sequence, tokens in decoded:
+            if sequence.request.params.speculate:
+                drafted = sequence.drafted
+                pairs = zip(drafted, tokens, strict=False)
+                accepted = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(tokens)))
+                self.stats.count(len(drafted), accepted, len(tokens))
+                # Where the text ended among the drafted tokens, the rest was not judged.
+                if self.pace is not None and (accepted == len(drafted) or accepted < len(tokens)):
+                    self.pace.saw(len(drafted), accepted)
+
+    def ended(self, decoding: int, speculating: int, rows: int | None) -> None:
+        """The step is over. `speculating` of the `decoding` sequences may be drafted for; `rows` is None where the step
+        computed anything but decoding sequences."""
+        began, drafted, verified = self._times
+        seconds = time.perf_counter() - began
+        if speculating:
+            self.stats.count_engine_step(speculating, seconds, drafted - began, verified - drafted)
+        if self.pace is not None and rows is not None and decoding == speculating:
+            self.pace.took(rows, seconds)

@@ -1,0 +1,80 @@
+"""From the logits of a step to tokens: each sequence's next one, after as many drafted ones as the target agrees to.
+
+A drafted token that nobody drew (prompt lookup, the likeliest of a draft head) is kept where the target, drawing as it
+would without a draft, draws the same: its greedy and its seeded tokens are those of plain decoding, one by one. A token
+drawn from q is kept with probability min(1, p / q), else replaced by one drawn from max(0, p - q): the target's
+distribution as well, though by other random numbers. p has everything in it that plain decoding has: bias, penalties,
+grammar, min_tokens, temperature, filters, each as of the tokens before.
+
+Legend: R rows of logits, N of them at once, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mlaforge.engine.output import Completion, Logprobs
+from mlaforge.engine.sampler import Sampler, logprobs_of
+from mlaforge.engine.sampling_state import on_device
+from mlaforge.engine.sequence import Sequence
+
+
+def verify(sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], first_rows: list[int]) -> list[Completion]:
+    """What is new of each sequence, already appended to it: drafted tokens up to the first that the target does not
+    draw, then the target's own; fewer where the text ends before.
+
+    Sequence i has the row first_rows[i] after its newest token, and one after each of its drafted tokens.
+    """
+    draw = _Draw(sampler, logits_RV, sequences)
+    found = [Completion(sequence.index, [], "", None) for sequence in sequences]
+    going, depth = list(range(len(sequences))), 0
+    while going:
+        tokens, logprobs = draw([first_rows[i] + depth for i in going], [sequences[i] for i in going], depth)
+        still = []
+        for i, token, logprob in zip(going, tokens, logprobs, strict=True):
+            sequence, completion = sequences[i], found[i]
+            text, _, completion.finish_reason, completion.stop_reason = sequence.stopping.append([token])
+            completion.text += text
+            completion.token_ids.append(token)
+            if logprob is not None:
+                completion.logprobs = [*(completion.logprobs or ()), logprob]
+            sequence.token_ids.append(token)
+            sequence.state.append([token])
+            if completion.finish_reason is None and sequence.drafted[depth : depth + 1] == [token]:
+                still.append(i)
+        going, depth = still, depth + 1
+    return found
+
+
+class _Draw:
+    """Tokens of some rows and their log probabilities where they are asked for."""
+
+    def __init__(self, sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence]):
+        self.sampler, self.logits_RV = sampler, logits_RV
+        self.likeliest: list[int] | None = None
+        if all(sequence.state.plain for sequence in sequences):
+            # Nothing of it depends on the tokens before: all rows at once, and the host waits once.
+            self.likeliest = logits_RV.argmax(-1).tolist()
+
+    def __call__(
+        self, rows: list[int], sequences: list[Sequence], depth: int
+    ) -> tuple[list[int], list[Logprobs | None]]:
+        counts = [sequence.request.params.logprobs for sequence in sequences]
+        if self.likeliest is not None:
+            tokens = [self.likeliest[row] for row in rows]
+            if all(count is None for count in counts):
+                return tokens, [None] * len(rows)
+            return tokens, logprobs_of(self._of(rows), tokens, counts)
+        drafts = [sequence.draft for sequence in sequences]
+        sampled = self.sampler(
+            self._of(rows), [sequence.state for sequence in sequences],
+            [None if draft is None or draft.q_KV is None or depth >= len(draft.token_ids)
+             else (draft.token_ids[depth], draft.q_KV[depth]) for draft in drafts],
+        )  # fmt: skip
+        return sampled.token_ids.tolist(), sampled.logprobs()
+
+    def _of(self, rows: list[int]) -> Tensor:
+        if rows == list(range(len(self.logits_RV))):
+            return self.logits_RV
+        return self.logits_RV.index_select(0, on_device(rows, torch.int64, self.logits_RV.device))

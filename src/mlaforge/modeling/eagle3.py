@@ -1,0 +1,154 @@
+"""The EAGLE-3 draft head: one decoder layer that reads a target's hidden states and proposes its next tokens.
+
+Row i of its input is the target's state at position i and the embedding of token i + 1; its output predicts token
+i + 2. The first state is `fuse` of three of the target's; the states of drafted tokens are the head's own output.
+Names of parameters are those of checkpoints (`LlamaForCausalLMEagle3`). Needs only torch and transformers.
+
+Legend: B sequences, T rows, C hidden size of the head, S the captured states of the target side by side (3 times its
+hidden size), V draft vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from .rope_mla import pairs, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """What a head is. `layer` is a transformers config with sizes, RoPE and norm epsilon of its own layer; its
+    vocab_size is the target's.
+
+    boundaries            where the target's residual stream is captured: boundary b is the input of its layer b
+    sliding_window        tokens that the head's attention sees; None for all
+    norm_before_residual  the normed state, not the state, is what the layer adds to
+    norm_before_fc        one norm over all captured states (`input_norm`)
+    fc_norm               a norm for each captured state
+    norm_output           what is fed back is the normed output
+    own_embedding         it has `embed_tokens`; else the target's is used
+    """
+
+    layer: Any
+    target_hidden_size: int
+    draft_vocab_size: int
+    boundaries: tuple[int, ...]
+    sliding_window: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+
+
+class Eagle3Attention(nn.Module):
+    """Causal attention whose input is twice as wide as its output."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.head_dim: int = layer.head_dim
+        self.scaling = self.head_dim**-0.5
+        heads, kv_heads, bias = layer.num_attention_heads, layer.num_key_value_heads, layer.attention_bias
+        self.q_proj = nn.Linear(2 * layer.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(2 * layer.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(2 * layer.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, layer.hidden_size, bias=bias)
+
+    def forward(self, x_BTI: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """`mask`: boolean, True where a row sees another, broadcast against [B, heads, T, T]."""
+        q, k, v = (
+            proj(x_BTI).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=self.scaling, enable_gqa=True)
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Eagle3Layer(nn.Module):
+    """The head's only layer: of a state and the embedding of the token after it."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        layer = config.layer
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.self_attn = Eagle3Attention(layer)
+        self.post_attention_layernorm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.mlp = LlamaMLP(layer)
+
+    def forward(self, hidden_BTC: Tensor, embedded_BTC: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """[B, T, C], before the final norm."""
+        normed = self.hidden_norm(hidden_BTC)
+        plus = normed if self.norm_before_residual else hidden_BTC
+        both = torch.cat((self.input_layernorm(embedded_BTC), normed), dim=-1)
+        hidden = plus + self.self_attn(both, cos, sin, mask)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class Eagle3Head(nn.Module):
+    """A draft head in plain PyTorch. `d2t` [V]: token of the target = token of the head + d2t[token of the head];
+    `t2d` [vocabulary of the target]: whether the head has the token."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.config = config
+        layer, states = config.layer, len(config.boundaries)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(states * config.target_hidden_size, layer.rms_norm_eps)
+        if config.fc_norm:
+            norms = (LlamaRMSNorm(config.target_hidden_size, layer.rms_norm_eps) for _ in range(states))
+            self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(states * config.target_hidden_size, layer.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
+        if config.draft_vocab_size != layer.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(layer.vocab_size, dtype=torch.bool))
+
+    @property
+    def target_ids(self) -> Tensor:
+        """int64 [V]: the target's token of each of the head's."""
+        own = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        offsets = getattr(self, "d2t", None)
+        return own if offsets is None else own + offsets
+
+    def rotary(self) -> LlamaRotaryEmbedding:
+        """cos and sin by the head's own RoPE."""
+        return LlamaRotaryEmbedding(self.config.layer).to(self.fc.weight.device)
+
+    def fuse(self, states_BTS: Tensor) -> Tensor:
+        """The target's captured states -> the state that the layer reads, [B, T, C]."""
+        if self.config.norm_before_fc:
+            states_BTS = self.input_norm(states_BTS)
+        if self.config.fc_norm:
+            parts = states_BTS.split(self.config.target_hidden_size, dim=-1)
+            states_BTS = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: Tensor = self.fc(states_BTS)
+        return fused
+
+    def forward(self, hidden_BTC: Tensor, embedded_BTC: Tensor, positions_BT: Tensor, mask: Tensor) -> Tensor:
+        """States and the embeddings of the tokens after them -> [B, T, C] before the final norm, which `logits` and
+        `fed_back` go on from. `mask`: boolean, broadcast against [B, heads, T, T]."""
+        half = self.config.layer.head_dim // 2
+        cos, sin = (pairs(table, half) for table in self.rotary()(hidden_BTC, positions_BT))
+        out: Tensor = self.midlayer(hidden_BTC, embedded_BTC, cos, sin, mask)
+        return out
+
+    def fed_back(self, out_BTC: Tensor) -> Tensor:
+        """The state of a drafted token, from the output that proposed it."""
+        return self.norm(out_BTC) if self.config.norm_output else out_BTC
+
+    def logits(self, out_BTC: Tensor) -> Tensor:
+        """[B, T, V] over the draft vocabulary."""
+        logits: Tensor = self.lm_head(self.norm(out_BTC))
+        return logits

@@ -1,0 +1,56 @@
+"""Drafters for tests and benchmarks: ones that know the answer, and ones that draw."""
+
+from __future__ import annotations
+
+import torch
+
+from mlaforge.engine.drafter import Draft
+
+
+class Knowing:
+    """Proposes what a known text says next, each token right with probability `right`, else a random one."""
+
+    boundaries: tuple[int, ...] = ()
+
+    def __init__(self, texts: list[list[int]], right: float = 1.0, vocab_size: int = 256, seed: int = 0):
+        self.texts, self.right, self.vocab_size = texts, right, vocab_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, asked):
+        return [self._draft(sequence.token_ids, count) for sequence, count in asked]
+
+    def _draft(self, token_ids, count):
+        text = next((t for t in self.texts if t[: len(token_ids)] == token_ids), None)
+        if text is None:
+            return None
+        tokens = text[len(token_ids) : len(token_ids) + count]
+        for at in range(len(tokens)):
+            if torch.rand((), generator=self.generator) >= self.right:
+                tokens[at] = int(torch.randint(0, self.vocab_size, (), generator=self.generator))
+        return Draft(tokens) if tokens else None
+
+    def observe(self, ran, states_NS):
+        raise AssertionError("nothing was captured")
+
+
+class Drawing:
+    """Draws each token from a q of its own making, known exactly: a softmax of random numbers over a few tokens."""
+
+    boundaries: tuple[int, ...] = ()
+
+    def __init__(self, tokens: list[int], vocab_size: int, seed: int = 0):
+        self.tokens, self.vocab_size = torch.tensor(tokens), vocab_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, asked):
+        return [self._draft(count) for _, count in asked]
+
+    def _draft(self, count):
+        some = torch.randn(count, len(self.tokens), generator=self.generator).softmax(-1)
+        q_KV = torch.zeros(count, self.vocab_size)
+        q_KV[:, self.tokens] = some
+        drawn = torch.multinomial(some, 1, generator=self.generator)[:, 0]
+        return Draft(self.tokens[drawn].tolist(), q_KV)
+
+    def observe(self, ran, states_NS):
+        raise AssertionError("nothing was captured")

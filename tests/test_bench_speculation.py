@@ -1,0 +1,67 @@
+"""The benchmark of speculation: what it refuses, and that its table is what its runs were."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_model
+
+from mlaforge.engine.llm import LLM
+from mlaforge.runtime import UserError
+
+PATH = Path(__file__).parents[1] / "benchmarks" / "speculation.py"
+spec = importlib.util.spec_from_file_location("bench_speculation", PATH)
+bench = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A tiny model to which only the letters a to e are text."""
+    directory = save_model(tmp_path_factory.mktemp("reader"), "llama", 0)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    letters = LLM(directory, dtype="float32", device="cpu", cache_bytes=1 << 20).tokenizer("abcde")["input_ids"]
+    # Its stream is one direction, which the head's rows of these letters lie along.
+    tensors["model.embed_tokens.weight"][:] = 0.1 * torch.randn(260, 64) + 1
+    tensors["lm_head.weight"][:] = -0.1
+    tensors["lm_head.weight"][letters] = 0.2
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.01)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_random_tokens_are_refused(reader, tmp_path):
+    llm = LLM(reader, dtype="float32", device="cpu", cache_bytes=1 << 20)
+    bench.refuse_random(llm, [llm.tokenizer("abcdeabedcba")["input_ids"]])
+    with pytest.raises(UserError, match=r"prompt 1 costs .* random tokens"):
+        bench.refuse_random(llm, [llm.tokenizer("abcde")["input_ids"], torch.randint(0, 250, (40,)).tolist()])
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"turns": ["abcd", "x"]}) + "\n")
+    # The template around it is not what is judged.
+    (prompt,) = bench.read_prompts(path, llm, 80)
+    assert prompt == llm.chat_prompt([{"role": "user", "content": "abcd"}])
+    path.write_text(json.dumps({"turns": [[1, 2, 3]]}) + "\n")
+    with pytest.raises(UserError, match="token ids are no benchmark"):
+        bench.read_prompts(path, llm, 80)
+
+
+def test_the_table(tiny_models):
+    options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=None, count=3)
+    modes = bench.Modes(options)
+    made = bench.measure(modes, [[1, 2, 3, 4] * 8, [7, 8, 9] * 5], 30)
+    assert set(made["rows"]) == {"plain", "ngram", "ngram adaptive", "perfect"}
+    perfect, plain = made["rows"]["perfect"], made["rows"]["plain"]
+    block = perfect["eagle_speculation"]
+    # 29 tokens after the first: seven steps of four, and one of one, which has room for no draft.
+    assert (block["steps"], block["total_accepted_tokens"], block["mean_acceptance_rate"]) == (16, 58, 1)
+    assert plain["ratio"] == 1 and "eagle_speculation" not in plain
+    assert all(row["differ"] == 0 for row in made["rows"].values())
+    assert 0 < made["distinct_4_grams"] <= 1
+    assert bench.distinct([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
