@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-memory bench-engine bench-load bench-kernels clean
+.PHONY: demo test test-slow lint bench-conversion bench-healing bench-gpt-oss bench-memory bench-engine bench-load bench-kernels clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,9 @@ test-slow: $(VENV)/.ready
 
 bench-conversion: $(VENV)/.ready
 	$(BIN)/python benchmarks/conversion.py --data ../shared/data
+
+bench-healing: $(VENV)/.ready
+	$(BIN)/python benchmarks/healing.py --data ../shared/data
 
 bench-gpt-oss: $(VENV)/.ready
 	$(BIN)/python benchmarks/gpt_oss.py --data ../shared/data

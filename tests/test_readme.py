@@ -19,6 +19,7 @@ FEW = ["--dtype", "float32", "--cache-bytes", "1000000"]
 MORE = {
     "convert": ["--seqlen", "64", "--eval-windows", "0"],
     "eval": ["--seqlen", "64"],
+    "heal": ["--seqlen", "64", "--steps", "2", "--batch-tokens", "128"],
     "generate": ["--max-new-tokens", "8", *FEW],
     "chat": ["--max-new-tokens", "8", *FEW],
     "serve": FEW,
@@ -86,7 +87,7 @@ def shown(run):
 
 
 def test_commands_run(shown, run):
-    assert shown == ["plan", "convert", "eval", "generate", "chat", "serve", "report", "env"]
+    assert shown == ["plan", "convert", "eval", "heal", "generate", "chat", "serve", "list", "report", "env"]
     assert (run.folder / "report.html").stat().st_size > 5000
 
 

@@ -137,6 +137,11 @@ def summarise(folder: Path) -> dict[str, Any]:
         "missing": {stage: command for stage, command in COMMANDS.items() if not found[stage]},
         "cards": _cards(groups),
         "conversions": conversions,
+        "healings": [
+            {**record, "first": (_dicts(record["metrics"].get("curve")) or [{}])[0]}
+            for record in records
+            if record["stage"] == "heal"
+        ],
         "evaluations": found["eval"],
         "generations": [{**record, "shared": _shared(record)} for record in found["generate"]],
         "artifacts": [{k: r[k] for k in ("name", "stage", "total_seconds", "fingerprint")} for r in records],
@@ -296,6 +301,23 @@ def _figures(conversions: list[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
+def _healing(records: list[dict[str, Any]]) -> list[str]:
+    """One drawing for each healing with a measured curve, "" for the others."""
+    curves = [[p for p in _dicts(r["metrics"].get("curve")) if _points(p)] for r in records]
+    return [_plot(f"heal{i}", _draw_healing, curve) if curve else "" for i, curve in enumerate(curves)]
+
+
+def _points(point: dict[str, Any]) -> bool:
+    return None not in [_number(point, key) for key in ("tokens", "ppl", "teacher_ppl", "kl")]
+
+
+def _draw_healing(ax: Any, curve: list[dict[str, Any]]) -> None:
+    seen = [point["tokens"] / 1e6 for point in curve]
+    ax.plot(seen, [p["ppl"] / p["teacher_ppl"] for p in curve], color=PAINT["latent"], marker="o", ms=3, lw=1.2)
+    ax.axhline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
+    ax.set(xlabel="tokens seen (millions)", ylabel="validation perplexity / teacher's")
+
+
 def _column(conversion: dict[str, Any], key: str) -> list[float]:
     layers = conversion["metrics"]["layers"]
     return [math.nan if (number := _number(layer, key)) is None else number for layer in layers]
@@ -396,4 +418,5 @@ def _render(report: dict[str, Any]) -> str:
     jinja.loader = FileSystemLoader(Path(__file__).parent)
     jinja.filters["shown"] = shown
     page = jinja.get_template("report.html.jinja")
-    return page.render(report, figures=_figures(report["conversions"]), at=_at, said=_verdict)
+    return page.render(report, figures=_figures(report["conversions"]), at=_at, said=_verdict,
+                       healed=_healing(report["healings"]))  # fmt: skip
