@@ -92,7 +92,8 @@ def verb(options: type | None = None) -> Callable[[Callable[..., None]], Callabl
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
         # A verb may end in an underscore where its name is a word of Python's.
-        return app.command(command.__name__.rstrip("_").replace("_", "-"))(wrapped)
+        wrapped.__name__ = command.__name__.rstrip("_")
+        return app.command()(wrapped)
 
     return register
 

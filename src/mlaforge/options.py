@@ -71,16 +71,16 @@ class HealConfig:
         "projections,attention moves on when the validation KL has stopped falling",
     )  # fmt: skip
     patience: int = option(3, "evaluations without a gain of 1 % after which the subset grows", "evaluations")
-    temperature: float = option(2.0, "of the softmaxes whose KL is minimised")
+    temperature: float = option(2.0, "temperature of the softmaxes whose KL is minimised")
     kl_weight: float = option(1.0, "weight of the KL divergence from the teacher")
     lm_weight: float = option(0.0, "weight of the text's own cross-entropy")
     hidden_weight: float = option(0.0, "weight of every layer's output matching the teacher's")
     attention_weight: float = option(0.0, "weight of every attention's output matching the teacher's")
-    learning_rate: float = option(1.5e-4, "of matrices, after the warm-up; vectors learn 20/3 times as fast")
+    learning_rate: float = option(1.5e-4, "rate of matrices, after the warm-up; vectors learn 20/3 times as fast")
     warm_up: float = option(
         0.05, "share of the steps over which the rate grows; a cosine takes it back to 0", "fraction"
     )
-    weight_decay: float = option(0.0, "of AdamW")
+    weight_decay: float = option(0.0, "decay of AdamW; none, because the weights start nearly right")
     refit: str = option(
         "auto", "closed-form refits before any step; auto keeps them where the validation KL falls",
         choices=("auto", "on", "off"),
