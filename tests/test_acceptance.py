@@ -188,3 +188,23 @@ def test_the_verdict_is_an_artifact(judge, cli, tiny_models, evaluation_file, tm
     first = acceptance.run(config, tmp_path / "out")
     assert first.stage == "acceptance" and first.metrics["passed"]
     assert acceptance.run(config, tmp_path / "out").seconds == first.seconds
+
+
+def test_a_local_task(judge, tmp_path):
+    """Through lm-eval, which is no part of the development environment."""
+    pytest.importorskip("lm_eval")
+    questions = [{"question": f"{n} and", "choices": [" yes", " no"], "answer": n % 2} for n in range(6)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    task = {
+        "task": "yes_or_no", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "q.jsonl")}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }  # fmt: skip
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
+    done = judge({"measure": "task", "delta": 1, "task": str(tmp_path / "task.yaml")})
+    assert done.exit_code == 0, done.stderr
+    (found,) = Manifest.load(tmp_path / "student").acceptance["criteria"]
+    assert found["documents"] == 6 and 0 <= found["student"] <= 1
+    done = judge({"measure": "task", "delta": 1, "task": str(tmp_path / "task.yaml"), "metric": "f1"})
+    assert done.exit_code == 2 and "has no metric 'f1'" in done.stderr

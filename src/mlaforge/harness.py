@@ -24,10 +24,12 @@ def scores(model: Any, tokenizer: Any, task: str, metric: str, limit: int | None
         raise UserError(f"{error.name} is missing: pip install 'mlaforge[tasks]'") from error
     from mlaforge.config import nearest, read_recipe
 
-    path, name, manager = Path(task).expanduser(), task, TaskManager()
+    path, name = Path(task).expanduser(), task
     if path.suffix in (".yaml", ".yml"):
         name = str(read_recipe(path).get("task"))
         manager = TaskManager(include_path=str(path.parent.absolute()), include_defaults=False)
+    else:
+        manager = TaskManager()
     if name not in manager.all_tasks:
         raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}")
     found = lm_eval.simple_evaluate(
