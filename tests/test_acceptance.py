@@ -196,7 +196,8 @@ def test_a_local_task(judge, tmp_path):
     questions = [{"question": f"{n} and", "choices": [" yes", " no"], "answer": n % 2} for n in range(6)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     task = {
-        "task": "yes_or_no", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "q.jsonl")}},
+        "task": "yes_or_no", "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "q.jsonl")}},
         "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
         "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],

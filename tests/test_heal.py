@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import save_model
 from safetensors.torch import load_file
 
-from mlaforge import checkpoint, corpus, heal
+from mlaforge import checkpoint, convert, corpus, heal
 from mlaforge.artifact import Manifest
 from mlaforge.distill import Distillation, Loss, trainable
 from mlaforge.kl import compare
-from mlaforge.options import HealConfig
+from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.packing import Feed, Phase, pack
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.trainer import NotFinite, Pace, Trainer
@@ -175,6 +176,32 @@ def test_a_cached_teacher(healed, kind):
     torch.testing.assert_close(
         torch.tensor(cached.metrics["losses"]), torch.tensor(own.metrics["losses"]), rtol=2e-3, atol=0
     )
+
+
+def test_a_teacher_in_four_bits(healed, calibration_file, tmp_path):
+    """bitsandbytes is no part of the development environment. Its CPU kernels want widths that 64 divides."""
+    pytest.importorskip("bitsandbytes")
+    teacher = save_model(tmp_path / "teacher", "llama", 0, intermediate_size=128)
+    options = ConvertConfig(calibration=str(calibration_file), nsamples=4, seqlen=64, eval_windows=0, device="cpu")
+    convert.run(str(teacher), tmp_path / "start", options)
+    losses = [
+        healed(name, teacher, tmp_path / "start", teacher_dtype=name, steps=4)[1].metrics["losses"]
+        for name in ("nf4", "float32")
+    ]
+    assert all(map(math.isfinite, losses[0])) and losses[0] != losses[1]
+
+
+def test_logs_for_tensorboard(healed, tmp_path):
+    """TensorBoard is no part of the development environment."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, manifest = healed(tensorboard=str(tmp_path / "logs"))
+    found = EventAccumulator(str(tmp_path / "logs"))
+    found.Reload()
+    assert [e.step for e in found.Scalars("train/loss")] == list(range(1, 9))
+    wanted = [point["kl"] for point in manifest.metrics["curve"]]
+    assert [e.value for e in found.Scalars("validation/kl")] == pytest.approx(wanted)
 
 
 def test_phases_lengths_and_matching(healed, converted, tiny_models, tmp_path):
