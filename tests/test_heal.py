@@ -20,11 +20,11 @@ from mlaforge.kl import compare
 from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.packing import Feed, Phase, pack
 from mlaforge.runtime import Resumable, UserError
-from mlaforge.trainer import NotFinite, Pace, Trainer
+from mlaforge.trainer import NotFinite, Pace, Trainer, unit
 
 FEW = {
     "steps": 8, "batch_tokens": 256, "micro_tokens": 128, "seqlen": "64", "validation_tokens": 512, "evaluate_every": 4,
-    "checkpoint_every": 3, "learning_rate": 3e-4, "refit": "off", "device": "cpu",
+    "checkpoint_every": 3, "learning_rate": 2e-3, "refit": "off", "device": "cpu",
 }  # fmt: skip
 
 
@@ -242,14 +242,43 @@ def test_half_precision_keeps_its_masters_in_full(tiny_models, student):
     names = trainable(ours, "projections")
     rows = pack([torch.arange(512) % 250], 64)
     trainer = Trainer(
-        Distillation(ours, theirs, Loss()), Feed((Phase(rows, 40),), 128, 0), Pace(learning_rate=2e-5, warm_up=0), names
+        Distillation(ours, theirs, Loss()), Feed((Phase(rows, 40),), 128, 0), Pace(learning_rate=1e-4, warm_up=0), names
     )
     before = {name: ours.get_parameter(name).detach().clone() for name in names}
     for _ in range(3):
         trainer.advance()
     assert all(master.dtype == torch.float32 for master in trainer.masters.values())
-    assert all(not torch.equal(trainer.masters[name], before[name].float()) for name in names)
-    assert all(torch.equal(ours.get_parameter(name), trainer.masters[name].bfloat16()) for name in names)
+    weights = trainer.weights()
+    assert all(not torch.equal(weights[name], before[name].float()) for name in names)
+    assert all(torch.equal(ours.get_parameter(name), weights[name].bfloat16()) for name in names)
+
+
+def test_rows_move_in_their_own_units(tiny_models, student):
+    """One coordinate of the latent a thousand times larger, and what reads it as much smaller: the same function, and
+    the same training of it."""
+    results = []
+    for factor in (1.0, 1024.0):
+        ours, theirs = (heal.load(path, "float32", torch.device("cpu")) for path in (student, tiny_models["llama"]))
+        with torch.no_grad():
+            attention = ours.model.layers[0].self_attn
+            attention.kv_a_proj_with_mqa.weight[0] *= factor
+            attention.kv_b_proj.weight[:, 0] /= factor
+        feed, names = Feed((Phase(pack([torch.arange(512) % 250], 64), 4),), 128, 0), ["kv_a_proj_with_mqa.weight"]
+        trainer = Trainer(
+            Distillation(ours, theirs, Loss()), feed, Pace(warm_up=0), [f"model.layers.0.self_attn.{n}" for n in names]
+        )
+        results.append([trainer.advance()["loss"] for _ in range(4)])
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+def test_units_divide_exactly():
+    draw = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 4, 40)[:, None]
+    draw[3] = 0
+    size = unit(draw)
+    assert size.shape == (40, 1) and torch.equal(draw / size * size, draw)
+    assert torch.equal(unit(torch.randn(5)), torch.ones(5))
+    ratio = (draw.square().mean(-1).sqrt() / size[:, 0])[-3:]
+    assert ((ratio > 0.7) & (ratio < 1.42)).all()
 
 
 def test_gradients_do_not_depend_on_the_parts(tiny_models, student):

@@ -109,7 +109,7 @@ class Course:
             memory["stale"] += 1
         if best is None or found["kl"] < best["kl"]:
             memory["best"] = point
-            tensors = {name: sharding.whole(master) for name, master in self.trainer.masters.items()}
+            tensors = {name: sharding.whole(tensor) for name, tensor in self.trainer.weights().items()}
             if self.group.first:
                 self.spill["best"] = tensors
         if memory["stale"] >= self.config.patience and memory["subset"] + 1 < len(self.subsets):
@@ -164,4 +164,4 @@ class Course:
         """The trained tensors by name, fp32: of the best evaluation, or as they are now (every process has to ask)."""
         if best:
             return self.spill["best"]
-        return {name: sharding.whole(master).cpu() for name, master in self.trainer.masters.items()}
+        return {name: sharding.whole(tensor).cpu() for name, tensor in self.trainer.weights().items()}

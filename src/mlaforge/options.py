@@ -76,7 +76,7 @@ class HealConfig:
     lm_weight: float = option(0.0, "weight of the text's own cross-entropy")
     hidden_weight: float = option(0.0, "weight of every layer's output matching the teacher's")
     attention_weight: float = option(0.0, "weight of every attention's output matching the teacher's")
-    learning_rate: float = option(1.5e-4, "rate of matrices, after the warm-up; vectors learn 20/3 times as fast")
+    learning_rate: float = option(1e-3, "after the warm-up; for a matrix's row it is a share of the row's own size")
     warm_up: float = option(
         0.05, "share of the steps over which the rate grows; a cosine takes it back to 0", "fraction"
     )

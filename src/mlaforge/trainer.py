@@ -1,8 +1,11 @@
 """The optimisation: AdamW on chosen parameters of a student, resumable to the bit, sharded or not.
 
-A step reads its rows in parts that fit, sums their gradients in fp32, clips, and steps; parameters in half precision
-have an fp32 master each. All that the next step depends on is in `state`: masters, moments, and the number of the
-step (from which `packing.Feed` knows the data). There is no other randomness, but torch's generator is kept too.
+A step reads its rows in parts that fit, sums their gradients in fp32, clips, and steps on fp32 masters. A master is
+the parameter in units of its own size, row by row: rows of one converted projection differ by factors of thousands in
+size, and AdamW moves every number by about the same.
+
+All that the next step depends on is in `state`: masters, moments, and the number of the step, from which `packing.Feed`
+knows the data. There is no other randomness, but torch's generator is kept too.
 """
 
 from __future__ import annotations
@@ -19,18 +22,18 @@ from mlaforge.distill import TERMS, Distillation
 from mlaforge.kl import Targets
 from mlaforge.packing import Feed, Rows
 
-# Vectors (biases, norms, sinks) may move farther than matrices.
-VECTOR_FACTOR = 20 / 3
+# The unit of a row is at least this share of its matrix's size: a row of zeros may learn.
+LEAST = 0.01
 BETAS = (0.9, 0.98)
 CLIP = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How fast: the learning rate of matrices after `warm_up` (a share of all steps), a cosine down to `floor` of it,
-    and the tokens that go through the models at once."""
+    """How fast: the learning rate after `warm_up` (a share of all steps), a cosine down to `floor` of it, and the
+    tokens at once. A matrix's rate is in units of each row's own size, a vector's is absolute."""
 
-    learning_rate: float = 1.5e-4
+    learning_rate: float = 1e-3
     warm_up: float = 0.05
     floor: float = 0.0
     weight_decay: float = 0.0
@@ -42,6 +45,15 @@ class Pace:
         if step < warm:
             return (step + 1) / warm
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def unit(parameter: Tensor) -> Tensor:
+    """The size of a matrix's rows, [..., rows, 1]: powers of two, so that division by it is exact. 1 for a vector."""
+    if parameter.ndim < 2:
+        return torch.ones_like(parameter)
+    squares = parameter.square().mean(-1, keepdim=True)
+    least = LEAST * squares.mean().sqrt() + torch.finfo(torch.float32).tiny
+    return torch.exp2(torch.maximum(squares.sqrt(), least).log2().round())
 
 
 class NotFinite(ArithmeticError):
@@ -65,11 +77,11 @@ class Trainer:
         self.model, self.feed, self.pace, self.device = model, feed, pace, torch.device(device)
         self.rank, self.world, self.targets, self.windowed = rank, world, targets, windowed
         self.step = 0
-        self.names: list[str] = []
         self.masters: dict[str, nn.Parameter] = {}
+        self.units: dict[str, Tensor] = {}
         # Nothing decays by default: the parameters start where the function is nearly right.
         self.optimizer = torch.optim.AdamW(
-            [{"params": [], "scale": 1.0}], lr=pace.learning_rate, betas=BETAS, weight_decay=pace.weight_decay
+            [{"params": []}], lr=pace.learning_rate, betas=BETAS, weight_decay=pace.weight_decay
         )
         self.train(names)
 
@@ -78,14 +90,11 @@ class Trainer:
         own = dict(self.model.student.named_parameters())
         fresh = [name for name in names if name in own and name not in self.masters]
         for name in fresh:
-            parameter = own[name].requires_grad_(True)
-            full = parameter.dtype == torch.float32
-            self.masters[name] = parameter if full else nn.Parameter(parameter.detach().float())
-        self.names += fresh
-        for vectors in (False, True):
-            chosen = [self.masters[n] for n in fresh if (own[n].ndim < 2) == vectors]
-            if chosen:
-                self.optimizer.add_param_group({"params": chosen, "scale": VECTOR_FACTOR if vectors else 1.0})
+            parameter = own[name].requires_grad_(True).detach().float()
+            self.units[name] = unit(parameter)
+            self.masters[name] = nn.Parameter(parameter / self.units[name])
+        if fresh:
+            self.optimizer.add_param_group({"params": [self.masters[name] for name in fresh]})
 
     def advance(self) -> dict[str, float]:
         """One step: the terms of its loss, and the norm of its gradient before clipping. Raises NotFinite."""
@@ -117,12 +126,12 @@ class Trainer:
         return terms
 
     def _collect(self) -> None:
-        """Adds gradients in half precision to their masters'."""
+        """Adds gradients to their masters'."""
         own = dict(self.model.student.named_parameters())
         for name, master in self.masters.items():
             parameter = own[name]
-            if master is not parameter and parameter.grad is not None:
-                grad = parameter.grad.float()
+            if parameter.grad is not None:
+                grad = parameter.grad.float() * self.units[name]
                 master.grad = grad if master.grad is None else master.grad + grad
                 parameter.grad = None
 
@@ -136,7 +145,7 @@ class Trainer:
     def _apply(self) -> float:
         rate = self.pace.rate(self.step, self.feed.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.pace.learning_rate * rate * group["scale"]
+            group["lr"] = self.pace.learning_rate * rate
         norm: Any = nn.utils.clip_grad_norm_(list(self.masters.values()), CLIP)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.optimizer.step()
@@ -148,9 +157,12 @@ class Trainer:
     def push(self) -> None:
         """Masters -> the student's own parameters."""
         own = dict(self.model.student.named_parameters())
-        for name, master in self.masters.items():
-            if master is not own[name]:
-                own[name].copy_(master)
+        for name, tensor in self.weights().items():
+            own[name].copy_(tensor)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained parameters by name, fp32."""
+        return {name: master.detach() * self.units[name] for name, master in self.masters.items()}
 
     def state(self) -> dict[str, Tensor]:
         """All that the next step depends on, by name; sharded tensors stay sharded."""
