@@ -3,7 +3,7 @@
     python benchmarks/healing.py --data ../shared/data [--folder runs/healing] [--only latent-0.25 ...]
 
 SmolLM2-135M-Instruct in fp32, converted with 65,536 tokens of wiki.valid.tokens and healed by recipes/smollm2-heal.yaml
-on the rest of that text and on the embedded mixture; judged on the first 32,768 tokens of wiki.test.raw in windows of
+on the rest of that text; judged on the first 32,768 tokens of wiki.test.raw in windows of
 2048 (the protocol of benchmarks/conversion.py), which neither has seen. At most two hours of two cores each; a run that
 was cut off goes on.
 """
@@ -63,7 +63,7 @@ def main() -> None:
         )  # fmt: skip
         student, healed = given.folder / name, given.folder / f"{name}-healed"
         convert.run(str(directory), student, config, calibrated=given.folder / "calibration")
-        options = resolve(HealConfig, given.recipe, text=f"{valid},{corpus.EMBEDDED}", device="cpu", steps=given.steps)
+        options = resolve(HealConfig, given.recipe, text=valid, device="cpu", steps=given.steps)
         made = heal.run(str(directory), str(student), healed, options)
         before, after = (judged(path, text, path.name) for path in (student, healed))
         row = {"bar": BARS[name], "ppl": [before, after], "ratio": [p / result["original"] for p in (before, after)]}
