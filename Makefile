@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine bench-load \
-  bench-kernels bench-speculation clean
+  bench-kernels bench-speculation bench-healing clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ test-slow: $(VENV)/.ready
 
 bench-conversion: $(VENV)/.ready
 	$(BIN)/python benchmarks/conversion.py --data ../shared/data
+
+bench-healing: $(VENV)/.ready
+	$(BIN)/python benchmarks/healing.py --data ../shared/data
 
 bench-gpt-oss: $(VENV)/.ready
 	$(BIN)/python benchmarks/gpt_oss.py --data ../shared/data

@@ -21,6 +21,7 @@ MORE = {
     "calibrate": ["--window", "200", "--clusters", "4"],
     "convert": ["--seqlen", "64", "--eval-windows", "0"],
     "eval": ["--seqlen", "64"],
+    "heal": ["--seqlen", "64", "--steps", "2", "--batch-tokens", "128"],
     "generate": ["--max-new-tokens", "8", *FEW],
     "chat": ["--max-new-tokens", "8", *FEW],
     "serve": FEW,
@@ -89,7 +90,20 @@ def shown(run):
 
 
 def test_commands_run(shown, run):
-    verbs = ["plan", "diagnose", "calibrate", "convert", "eval", "generate", "chat", "serve", "report", "env"]
+    verbs = [
+        "plan",
+        "diagnose",
+        "calibrate",
+        "convert",
+        "eval",
+        "heal",
+        "generate",
+        "chat",
+        "serve",
+        "list",
+        "report",
+        "env",
+    ]
     assert shown == verbs
     assert (run.folder / "report.html").stat().st_size > 5000
 

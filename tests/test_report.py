@@ -13,7 +13,8 @@ import pytest
 
 from mlaforge import report
 from mlaforge.artifact import Manifest
-from mlaforge.report import shown, write_report
+from mlaforge.page import shown
+from mlaforge.report import write_report
 from mlaforge.runtime import UserError
 
 MACHINE = {"mlaforge": "0.1.0", "torch": "2.13.0", "device": "test machine"}
@@ -352,3 +353,19 @@ def test_users_mistakes(tmp_path: Path) -> None:
 )
 def test_shown(value: Any, form: str, text: str) -> None:
     assert shown(value, form) == text
+
+
+def test_healings_are_drawn(tmp_path: Path) -> None:
+    points = [
+        {"step": n, "tokens": 4096 * n, "ppl": 24.5 - n, "teacher_ppl": 20.0, "kl": 0.3 / (n + 1)} for n in range(3)
+    ]
+    made = Manifest("heal", {"steps": 2}, {"student": {"path": "here"}}, environment=MACHINE)
+    made.metrics = {"curve": points, "best": points[2], "tokens_per_second": 321.5}
+    save(made, tmp_path / "a" / '"><script>x')
+    save(Manifest("heal", {}, {}, metrics={"curve": ["?", {"kl": "?"}]}, environment=MACHINE), tmp_path / "b")
+    save(Manifest("heal", {}, {}, metrics={"curve": 5}, environment=MACHINE), tmp_path / "c")
+    write_report(tmp_path, tmp_path / "r.html")
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert len(page.paths) == 1 and "script" not in page.tags
+    for text in ("Healing", "24.500", "22.500", "20.000", "321.5", "8,192", "tokens seen (millions)", "steps"):
+        assert text in page.text, text

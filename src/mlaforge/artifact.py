@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mlaforge.runtime import Interrupted, UserError, environment
+from mlaforge.runtime import Interrupted, Resumable, UserError, environment
 
 MANIFEST = "manifest.json"
 # In an unfinished artifact: what a resumable stage has finished, and the fingerprint of what it is making.
@@ -38,6 +38,9 @@ class Manifest:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
     files: list[str] = dataclasses.field(default_factory=list)
+    # Whether it passed its criteria (`mlaforge eval --criteria`), and what was measured then.
+    canonical: bool = False
+    acceptance: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -62,6 +65,15 @@ class Manifest:
             return cls(**{key: value for key, value in body.items() if key in names})
         except (OSError, ValueError, TypeError, AttributeError):
             return None
+
+
+def found_below(folder: Path) -> dict[str, Manifest]:
+    """The finished artifacts below a folder, by name. UserError where there is no such folder."""
+    if not folder.is_dir():
+        raise UserError(f"folder {str(folder)!r} does not exist; give the folder that holds the artifacts")
+    named = {path.parent.relative_to(folder).as_posix(): path.parent for path in sorted(folder.rglob(MANIFEST))}
+    loaded = {n: Manifest.load(path) for n, path in named.items() if ".partial/" not in f"{n}/"}
+    return {name: manifest for name, manifest in loaded.items() if manifest is not None}
 
 
 def sha256(path: Path) -> str:
@@ -160,14 +172,14 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
         system = error if isinstance(error, OSError) else OSError()
         # safetensors hides the number of a full disk in its message.
         full = system.errno in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
-        kept = resumable and begun.is_file() and (full or isinstance(error, KeyboardInterrupt))
+        kept = resumable and begun.is_file() and (full or isinstance(error, KeyboardInterrupt | Resumable))
         for left in (former,) if kept else (partial, former):
             shutil.rmtree(left, ignore_errors=True)
         for parent in () if kept else absent:
             with suppress(OSError):
                 parent.rmdir()
         resume = f"the same command goes on from what {partial} holds; delete it to give that up"
-        if kept and not full:
+        if kept and isinstance(error, KeyboardInterrupt):
             raise Interrupted(resume) from error
         if full:
             free = shutil.disk_usage(next(p for p in out.parents if p.exists())).free

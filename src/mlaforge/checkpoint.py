@@ -235,8 +235,11 @@ def model_class(config: dict[str, Any]) -> tuple[type, type]:
     )
 
 
-def load_model(directory: Path, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
+def load_model(
+    directory: Path, dtype: str = "auto", device: torch.device | str = "cpu", quantization: Any = None
+) -> Any:
     """The causal LM of a model directory, original or converted, in evaluation mode, no code from it run.
+    `quantization`: transformers' config of a library that packs the weights on loading.
 
     Strict: UserError for an unsupported family or any tensor that is missing, extra, wrongly shaped or not finite.
     """
@@ -253,6 +256,7 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
         output_loading_info=True,
         local_files_only=True,
         use_safetensors=True,
+        **({"quantization_config": quantization, "device_map": {"": device}} if quantization else {}),
     )
     unexpected = set(info["unexpected_keys"]) - left_out
     assert not (info["missing_keys"] or unexpected or info["mismatched_keys"]), info
@@ -263,7 +267,7 @@ def load_model(directory: Path, dtype: str = "auto", device: torch.device | str 
                 f"{directory}: {name!r} holds NaN or infinity in {tensor.dtype}; fetch the model again, or give "
                 "another --dtype"
             )
-    return model.eval().to(device)
+    return model.eval() if quantization else model.eval().to(device)
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

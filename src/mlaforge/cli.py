@@ -27,6 +27,7 @@ from mlaforge.options import (
     EvalConfig,
     ExportConfig,
     GenerateConfig,
+    HealConfig,
     MakeGptOssConfig,
     ServeConfig,
 )
@@ -95,6 +96,8 @@ def verb(options: type | None = None) -> Callable[[Callable[..., None]], Callabl
 
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+        # A verb may end in an underscore where its name is a word of Python's.
+        wrapped.__name__ = command.__name__.rstrip("_")
         return app.command()(wrapped)
 
     return register
@@ -153,6 +156,30 @@ def convert(model: Model, out: Out, config: ConvertConfig, overwrite: Overwrite 
     print(conversion_table([stage.run(model, out, config, overwrite)]))
 
 
+@verb(HealConfig)
+def heal(
+    config: HealConfig,
+    teacher: Annotated[str, typer.Option("--teacher", metavar="MODEL", help="the original")],
+    student: Annotated[str, typer.Option("--student", metavar="MODEL", help="what `convert` made of it")],
+    out: Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Distil the original into a converted model; under torchrun over many processes."""
+    from mlaforge import heal as stage
+    from mlaforge import sharding
+
+    _quiet()
+    try:
+        found = stage.run(teacher, student, out, config, overwrite).metrics
+    finally:
+        sharding.leave()
+    first, best = found["curve"][0], found["best"]
+    print(
+        f"validation KL {first['kl']:.5f} -> {best['kl']:.5f}, perplexity {first['ppl']:.4f} -> {best['ppl']:.4f} "
+        f"(teacher {best['teacher_ppl']:.4f}) after {best['tokens']} tokens (step {best['step']})"
+    )
+
+
 @verb(ExportConfig)
 def export(
     format: Annotated[str, typer.Argument(metavar="|".join(EXPORTS), help="what to write SRC as")],
@@ -176,14 +203,44 @@ def export(
 
 
 @verb(EvalConfig)
-def eval(model: Model, config: EvalConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
-    """Perplexity of MODEL, original or converted, on text it was not calibrated on."""
+def eval(
+    config: EvalConfig,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="model directory, .gguf file or hub id")] = None,
+    out: OptionalOut = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Perplexity of MODEL, original or converted, on text it was not calibrated on; or, with --criteria, whether a
+    student may stand for its teacher (exit code 1 where not)."""
+    _quiet()
+    if config.criteria or config.teacher or config.student:
+        from mlaforge import acceptance
+
+        if model is not None and out is not None:
+            raise UserError("--criteria judges --student, not MODEL; give OUT alone")
+        _judged(acceptance.run(config, Path(model) if model else None, overwrite))
+        return
     from mlaforge import evaluate
 
-    _quiet()
+    if model is None:
+        raise UserError("MODEL is missing: mlaforge eval MODEL, or --teacher, --student and --criteria")
     found = evaluate.run(model, out, config, overwrite).metrics
     error = "" if found["nll_stderr"] is None else f" ± {found['ppl'] * found['nll_stderr']:.4f}"
     print(f"ppl {found['ppl']:.4f}{error} (standard error over {found['windows']} windows, {found['tokens']} tokens)")
+
+
+def _judged(manifest: Any) -> None:
+    """One line per criterion; exit code 1 where one fails."""
+    for found in manifest.metrics["criteria"]:
+        spread = "" if found["interval"] is None else " [{:.4g}, {:.4g}]".format(*found["interval"])
+        verdict = "pass" if found["passed"] else "FAIL"
+        print(
+            f"{verdict}  {found['name']}: student {found['student']:.5g}, teacher {found['teacher']:.5g}, worse by "
+            f"{found['worse']:.4g}{spread} ({found['kind']}), at most {found['limit']:g}, {found['documents']} texts"
+        )
+    failed = [found["name"] for found in manifest.metrics["criteria"] if not found["passed"]]
+    print(f"failed: {', '.join(failed)}" if failed else "canonical")
+    if failed:
+        raise typer.Exit(1)
 
 
 @verb(GenerateConfig)
@@ -262,6 +319,25 @@ def demo(
     print(conversion_table(list(made["conversions"].values())))
     print(talk(made["talk"].metrics))
     print(f"report: {made['report']}")
+
+
+@verb()
+def list_(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts, searched through")],
+    json_output: Json = False,
+) -> None:
+    """The artifacts in a folder, and which of them passed their criteria."""
+    from mlaforge.artifact import found_below
+
+    rows = [
+        {"name": name, "stage": m.stage, "canonical": m.canonical, "seconds": round(sum(m.seconds.values()), 1)}
+        for name, m in found_below(folder).items()
+    ]
+    if json_output:
+        print(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        print(f"{row['name']}  {row['stage']}  {row['seconds']:g} s{'  canonical' if row['canonical'] else ''}")
 
 
 @verb()

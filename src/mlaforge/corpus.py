@@ -12,6 +12,7 @@ import hashlib
 import json
 import random
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ DISTINCT = 16
 # a row, this misses one pair in a million. Short windows hold few runs, so all of theirs are remembered.
 KEPT = 8
 LONG = 256
+# Runs that are hashed at once.
+RUNS = 1 << 16
 # Share of the embedded documents that only evaluation sees.
 HELD_OUT = 0.25
 # Tokens before the end of a text that was cut which are not trusted.
@@ -60,7 +63,8 @@ class Windows:
         return {"source": self.source, "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> list[str]:
+    """The documents of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -68,7 +72,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; give another text") from error
     if path.suffix != ".jsonl":
-        return text
+        return [text]
     documents = []
     # Not splitlines: a JSON string may hold the other characters that end a line.
     for number, line in enumerate(text.split("\n"), 1):
@@ -79,7 +83,7 @@ def _read(path: Path) -> str:
             documents[-1].encode()  # fails for what is no text, or holds half a character
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} line {number} is not a JSON object with a 'text' field") from error
-    return "\n\n".join(documents)
+    return documents
 
 
 def golden_sets(source: str) -> dict[str, str]:
@@ -89,10 +93,10 @@ def golden_sets(source: str) -> dict[str, str]:
     return {n: str(folder / file) for n, file in GOLDEN.items()} if found and found.stage == "calibrate" else {}
 
 
-def read_text(source: str) -> str:
-    """The text of a file or folder (its files in order of name); of what `calibrate` wrote, its mixed set.
+def read_documents(source: str) -> list[str]:
+    """The documents of a file or folder (its files in order of name). Raises UserError where there is no text.
 
-    Raises UserError where there is none.
+    A line of a .jsonl file is a document, and so is any other file. Of what `calibrate` wrote it is the mixed set.
     """
     path = Path(golden_sets(source).get("mixed", source)).expanduser()
     if not path.exists():
@@ -102,10 +106,27 @@ def read_text(source: str) -> str:
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not files:
             raise UserError(f"folder {source!r} holds no text file ({', '.join(TEXT_SUFFIXES)})")
-    text = "\n\n".join(map(_read, files))
-    if not text.strip():
+    found = [document for path in files for document in _read(path)]
+    if not any(document.strip() for document in found):
         raise UserError(f"text {source!r} is empty; give a file or folder with text, or {EMBEDDED!r}")
-    return text
+    return found
+
+
+def read_text(source: str) -> str:
+    """`read_documents` as running text."""
+    return "\n\n".join(read_documents(source))
+
+
+def documents(source: str, judged: bool = False) -> list[str]:
+    """The documents of a file or folder, or of one side of the embedded text (`judged`: what only evaluation sees)."""
+    if source != EMBEDDED:
+        return read_documents(source)
+    return [
+        text
+        for kind in embedded_documents().values()
+        for name, text in sorted(kind.items())
+        if held_out(name) == judged
+    ]
 
 
 def _docstrings(tree: ast.Module) -> str:
@@ -146,7 +167,7 @@ def held_out(name: str) -> bool:
     return _draw(name, "split") < HELD_OUT
 
 
-def _tokens(tokenizer: Any, text: str, wanted: int | None = None) -> Tensor:
+def tokens(tokenizer: Any, text: str, wanted: int | None = None) -> Tensor:
     """Token ids of `text`; where only the first `wanted` are, the rest of a long text is not read."""
     size = len(text) if wanted is None else 8 * wanted
     while True:
@@ -170,7 +191,7 @@ def _embedded_windows(tokenizer: Any, count: int, seqlen: int, judged: bool, see
     for kind, documents in embedded_documents().items():
         names = sorted(n for n in documents if held_out(n) == judged)
         random.Random(f"{seed}:{kind}").shuffle(names)
-        per_kind.append(_cut(_tokens(tokenizer, "\n\n".join(documents[n] for n in names), count * seqlen), seqlen))
+        per_kind.append(_cut(tokens(tokenizer, "\n\n".join(documents[n] for n in names), count * seqlen), seqlen))
     rows = [kind[i] for i in range(max(map(len, per_kind))) for kind in per_kind if i < len(kind)]
     return torch.stack(rows[:count]) if rows else torch.empty(0, seqlen, dtype=torch.int64)
 
@@ -187,7 +208,7 @@ def windows(
     if source == EMBEDDED:
         ids = _embedded_windows(tokenizer, count, seqlen, judged, seed or 0)
     else:
-        ids = _cut(_tokens(tokenizer, read_text(source), count * seqlen if seed is None else None), seqlen)
+        ids = _cut(tokens(tokenizer, read_text(source), count * seqlen if seed is None else None), seqlen)
         if seed is not None and len(ids) > count:
             ids = ids[sorted(random.Random(seed).sample(range(len(ids)), count))]
         ids = ids[:count]
@@ -196,26 +217,29 @@ def windows(
     return Windows(ids, source if source == EMBEDDED else str(Path(source).expanduser().absolute()))
 
 
-def _shingles(ids: Tensor, kept: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """(hash, window index) of every run of SHINGLE tokens that is varied enough, thinned to one in `kept` by hash."""
+def _shingles(flat: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Every run of SHINGLE tokens of a text and its hash, [n, SHINGLE] and [n], RUNS runs at a time."""
     # Runs across the border of two windows that are not neighbours in the text match nothing.
-    flat = ids.flatten().numpy()
     if len(flat) < SHINGLE:
-        return np.empty(0, np.uint64), np.empty(0, np.int64)
+        return
     factors = np.random.default_rng(0).integers(1, 2**63, SHINGLE, dtype=np.uint64) | np.uint64(1)
-    runs = np.lib.stride_tricks.sliding_window_view(flat, SHINGLE)
-    with np.errstate(over="ignore"):
-        hashes = (runs.astype(np.uint64) * factors).sum(-1, dtype=np.uint64)
-    # The low bits of a sum of odd multiples are poor; the high ones decide.
-    chosen = (hashes >> np.uint64(40)) % np.uint64(kept) == 0
-    varied = (np.diff(np.sort(runs, axis=-1), axis=-1) != 0).sum(-1) + 1 >= DISTINCT
-    owner = np.arange(len(runs)) // ids.shape[1]
-    return hashes[chosen & varied], owner[chosen & varied]
+    every = np.lib.stride_tricks.sliding_window_view(flat, SHINGLE)
+    for start in range(0, len(every), RUNS):
+        runs = every[start : start + RUNS]
+        with np.errstate(over="ignore"):
+            yield runs, (runs.astype(np.uint64) * factors).sum(-1, dtype=np.uint64)
 
 
 def passages(windows: Windows) -> list[int]:
     """What to remember of a text so that overlap with it can be told later without it: sorted hashes."""
-    return sorted(set(_shingles(windows.ids, KEPT if windows.ids.shape[1] > LONG else 1)[0].tolist()))
+    kept = np.uint64(KEPT if windows.ids.shape[1] > LONG else 1)
+    found: set[int] = set()
+    for runs, hashes in _shingles(windows.ids.flatten().numpy()):
+        # The low bits of a sum of odd multiples are poor; the high ones decide.
+        chosen = (hashes >> np.uint64(40)) % kept == 0
+        varied = (np.diff(np.sort(runs[chosen], axis=-1), axis=-1) != 0).sum(-1) + 1 >= DISTINCT
+        found.update(hashes[chosen][varied].tolist())
+    return sorted(found)
 
 
 def read_passages(path: Path) -> list[int]:
@@ -229,8 +253,22 @@ def read_passages(path: Path) -> list[int]:
 
 def overlapping(judged: Windows, tuned: list[int]) -> set[int]:
     """Windows of `judged` that share a passage with the text whose `passages` are given."""
-    hashes, owner = _shingles(judged.ids)
-    return set(owner[np.isin(hashes, np.array(tuned, dtype=np.uint64))].tolist())
+    return sharing(list(judged.ids), tuned)
+
+
+def sharing(documents: list[Tensor], tuned: list[int]) -> set[int]:
+    """The same of documents (token ids) of any lengths."""
+    if not documents:
+        return set()
+    ends = np.cumsum([len(ids) for ids in documents])
+    known, at = np.array(tuned, dtype=np.uint64), 0
+    found: set[int] = set()
+    # What is remembered was varied, so that what equals it is.
+    for runs, hashes in _shingles(torch.cat(documents).numpy()):
+        places = at + np.flatnonzero(np.isin(hashes, known))
+        found.update(np.searchsorted(ends, places, side="right").tolist())
+        at += len(runs)
+    return found
 
 
 def refuse_overlap(judged: Windows, tuned: list[int], tuned_source: str) -> Windows:

@@ -1,6 +1,6 @@
 """The pictures of a diagnosis: heat maps by layer and head, in one page that needs no other file, and as one PNG.
 
-Everything is drawn from diagnosis.json; nothing is computed here but colours. The page looks as report.py's does.
+Everything is drawn from diagnosis.json; nothing is computed here but colours. The page looks as the report's does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlaforge.report import INK, MUTED, PAINT, PLOT_STYLE, drawing, jinja_page
+from mlaforge.page import INK, MUTED, PAINT, PLOT_STYLE, drawing, jinja_page
 
 PAGE, PICTURE = "diagnosis.html", "diagnosis.png"
 QUESTIONS = {

@@ -1,96 +1,178 @@
-"""A student that has drifted from its teacher, steered back on text: o_proj in closed form, then KL divergence."""
+"""Teacher and student side by side: one forward pass over both that gives the distillation loss of a batch.
+
+Legend: B rows, T tokens, C hidden size.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mlaforge.refit import solve
-from mlaforge.runtime import UserError, progress
-from mlaforge.stream import LayerStream
-
-# Learning rates: vectors (biases, sinks) may move far, matrices hardly.
-VECTOR_RATE, MATRIX_RATE = 1e-3, 1.5e-4
-WARM_UP = 0.05
-CLIP = 1.0
+from mlaforge.kl import NO_LABEL, Hidden, Targets, compare, distillation_loss
+from mlaforge.packing import Rows
 
 
-def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Mean over rows of KL(teacher | student) in nats, for logits [T, V]."""
-    return torch.nn.functional.kl_div(
-        student.float().log_softmax(-1), teacher.float().log_softmax(-1), log_target=True, reduction="batchmean"
-    )
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What is minimised: the sum of these weights times their terms.
 
-
-def fit(student: Any, teacher: Any, names: list[str], windows: Tensor, steps: int) -> list[float]:
-    """Trains the student's parameters `names` in place for `steps` windows [N, T] of text; the loss of every step.
-
-    Both are causal LMs of one vocabulary, in fp32. Steps beyond N start the text again. UserError where it diverges.
+    kl: KL(teacher | student) on logits / temperature, times temperature²; lm: cross-entropy of the text itself;
+    hidden, attention: squared error of every layer's output, and of its attention's, beside the teacher's own size.
     """
-    student.requires_grad_(False)
-    parameters = [student.get_parameter(name).requires_grad_(True) for name in names]
-    groups = [
-        {"params": [p for p in parameters if (p.ndim > 1) == matrices], "lr": rate}
-        for matrices, rate in ((False, VECTOR_RATE), (True, MATRIX_RATE))
-    ]
-    # Nothing decays: the parameters start where the function is nearly right.
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.98), weight_decay=0.0)
-    warm = max(1, int(WARM_UP * steps))
 
-    def rate(step: int) -> float:
-        if step < warm:
-            return (step + 1) / warm
-        return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    losses = []
-    for step in progress(range(steps), "heal", steps):
-        ids = windows[step % len(windows)][None]
-        with torch.no_grad():
-            wanted = teacher(ids, use_cache=False).logits[0]
-        loss = divergence(student(ids, use_cache=False).logits[0], wanted)
-        if not math.isfinite(loss.item()):
-            raise UserError(f"healing diverged at step {step + 1} of {steps}; heal for fewer steps, or give other text")
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    student.requires_grad_(False)
-    return losses
+    temperature: float = 2.0
+    kl: float = 1.0
+    lm: float = 0.0
+    hidden: float = 0.0
+    attention: float = 0.0
 
 
-@torch.no_grad()
-def steer(ours: LayerStream, theirs: LayerStream, windows: Tensor) -> dict[str, Tensor]:
-    """The student's o_proj (weight and bias) solved layer by layer on its own stream, so that after each attention it
-    is where the teacher is: tensors by name. windows: token ids [N, T]."""
-    drifted = [ours.embed(ids[None]) for ids in windows]
-    original = [h.clone() for h in drifted]
-    solved = {}
-    for index in progress(range(ours.num_layers), "steer", ours.num_layers):
-        with ours.layer(index) as own, theirs.layer(index) as their:
-            heads: list[Tensor] = []
-            hook = own.self_attn.o_proj.register_forward_pre_hook(lambda _, given, into=heads: into.append(given[0]))
-            for h in drifted:
-                own.self_attn(own.input_layernorm(h), **ours.arguments(index, h))
-            hook.remove()
-            wanted = [their.self_attn(their.input_layernorm(h), **theirs.arguments(index, h))[0] for h in original]
-            targets = [y + a - b for y, a, b in zip(wanted, original, drifted, strict=True)]
-            o_proj = own.self_attn.o_proj
-            o_proj.weight.data, o_proj.bias.data = o_proj.weight.clone(), o_proj.bias.clone()
-            solve(o_proj, heads, targets)
-            for name, parameter in o_proj.named_parameters():
-                solved[f"model.layers.{index}.self_attn.o_proj.{name}"] = parameter.detach()
-            # What follows the attention, on both streams, without computing it again.
-            for layer, states, outputs in (
-                (own, drifted, [o_proj(z) for z in heads]), (their, original, wanted)
+# The terms of a batch, in the order of `Distillation.forward`'s result.
+TERMS = ("loss", "kl", "lm", "hidden", "attention")
+
+
+class Distillation(nn.Module):
+    """A student (causal LM in training) and its frozen teacher, or None where the targets are given with each batch.
+
+    One module, so that what shards it gathers both heads where the loss is computed.
+    """
+
+    def __init__(self, student: Any, teacher: Any | None, loss: Loss):
+        super().__init__()
+        self.student, self.teacher, self.loss = student, teacher, loss
+        student.requires_grad_(False)
+        if teacher is not None:
+            teacher.requires_grad_(False)
+            teacher.eval()
+        self._seen: dict[tuple[str, str, int], Tensor] = {}
+        for name, model in (("student", student), ("teacher", teacher)):
+            if model is not None:
+                self._watch(name, model)
+
+    def _watch(self, name: str, model: Any) -> None:
+        """Remembers what every layer, and its attention, puts out, where the loss wants to match them."""
+        for index, layer in enumerate(model.model.layers):
+            for kind, module, weight in (
+                ("hidden", layer, self.loss.hidden), ("attention", layer.self_attn, self.loss.attention)
             ):  # fmt: skip
-                for n, y in enumerate(outputs):
-                    h = states[n] + y
-                    mixed = layer.mlp(layer.post_attention_layernorm(h))
-                    states[n] = h + (mixed[0] if isinstance(mixed, tuple) else mixed)
-    return solved
+                if weight:
+
+                    def keep(_: Any, __: Any, out: Any, key: tuple[str, str, int] = (name, kind, index)) -> None:
+                        self._seen[key] = out[0] if isinstance(out, tuple) else out
+
+                    module.register_forward_hook(keep)
+
+    def forward(self, rows: Rows, targets: Targets | None = None) -> Tensor:
+        """The loss of a batch and its terms, [5] as TERMS; only the first carries a gradient."""
+        if targets is None:
+            assert self.teacher is not None
+            with torch.no_grad():
+                targets = Hidden(final_states(self.teacher, rows), self.teacher.lm_head.weight)
+        loss, kl, lm = distillation_loss(
+            final_states(self.student, rows), self.student.lm_head.weight, targets, self.loss.temperature, self.loss.kl,
+            rows.labels.flatten(), self.loss.lm,
+        )  # fmt: skip
+        terms = []
+        for kind, weight in (("hidden", self.loss.hidden), ("attention", self.loss.attention)):
+            term = self._mismatch(kind) if weight else torch.zeros_like(kl)
+            terms.append(term.detach())
+            loss = loss + weight * term
+        self._seen.clear()
+        return torch.stack((loss, kl, lm, *terms))
+
+    @torch.no_grad()
+    def validate(self, rows: Rows, wanted: Hidden) -> Tensor:
+        """Sums over the rows' labelled tokens: the student's loss, the teacher's, KL at temperature 1 (nats), tokens
+        on whose likeliest successor both agree, and tokens; fp64 [5]."""
+        hidden = final_states(self.student, rows)
+        self._seen.clear()
+        labels = rows.labels.flatten()
+        some = labels != NO_LABEL
+        device = hidden.device
+        theirs = wanted.hidden_NC.to(device)[some], wanted.head_VC
+        found = compare((hidden[some], self.student.lm_head.weight), theirs, labels[some])
+        return torch.stack([*(part.double().sum() for part in found), some.sum().double()]).cpu()
+
+    def _mismatch(self, kind: str) -> Tensor:
+        """Mean over layers and tokens of |student - teacher|² / |teacher|²: each token beside its own size, because
+        some are hundreds of times larger than others."""
+        parts = []
+        for (name, of, index), ours in self._seen.items():
+            if name == "student" and of == kind:
+                theirs = self._seen["teacher", kind, index].float()
+                size = theirs.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+                parts.append(((ours.float() - theirs).square().sum(-1) / size).mean())
+        return torch.stack(parts).mean()
+
+
+def masks(config: Any, rows: Rows) -> Any:
+    """transformers' block-diagonal masks of rows, in the form in which the decoders of `config` take them; None where
+    every row is one document: kernels need no mask then, and RoPE sees only differences."""
+    whole = torch.arange(rows.ids.shape[1], device=rows.ids.device)
+    if bool((rows.positions == whole).all()):
+        return None
+    given = {
+        "config": config, "inputs_embeds": rows.ids[..., None].float(), "attention_mask": None, "past_key_values": None,
+        "position_ids": rows.positions,
+    }  # fmt: skip
+    makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    if kinds := getattr(config, "layer_types", None):
+        return {kind: makers[kind](**given) for kind in set(kinds)}
+    return makers["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"](**given)
+
+
+def final_states(model: Any, rows: Rows) -> Tensor:
+    """A causal LM's final, normed hidden states on rows, [B·T, C]."""
+    mask = masks(model.config, rows)
+    positions = None if mask is None else rows.positions
+    out = model.model(input_ids=rows.ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    states: Tensor = out.last_hidden_state
+    return states.flatten(0, 1)
+
+
+def trainable(student: Any, subset: str) -> list[str]:
+    """Names of the parameters that a subset trains. `projections`: the matrices that conversion made, and their
+    biases and norms; `attention`: all of every converted layer's attention; `all`: everything."""
+    if subset == "all":
+        return [name for name, _ in student.named_parameters()]
+    names = []
+    for index, layer in enumerate(student.model.layers):
+        attention = layer.self_attn
+        if not hasattr(attention, "kv_b_proj"):
+            continue
+        made = {"kv_a_proj_with_mqa", "kv_b_proj", "q_norm", "k_norm", "q_a_proj", "q_b_proj"}
+        # In the layout `latent` an unfactored q_proj is the source's own.
+        if attention.layout == "latent_rope":
+            made.add("q_proj")
+        names += [
+            f"model.layers.{index}.self_attn.{name}"
+            for name, _ in attention.named_parameters()
+            if subset == "attention" or name.split(".")[0] in made
+        ]
+    return names
+
+
+class Validation:
+    """Rows that nothing is trained on, and what the teacher computes on them, once."""
+
+    @torch.no_grad()
+    def __init__(self, teacher: Any, rows: Rows, at_once: int):
+        self.rows = [rows.take(part) for part in torch.arange(len(rows)).split(at_once)]
+        device = teacher.device
+        # A copy: the teacher's own may be sharded, or be gone, by the time it is needed.
+        self.head = teacher.lm_head.weight.detach().clone()
+        self.states = [final_states(teacher, part.to(device)).cpu() for part in self.rows]
+
+    def measure(self, model: Distillation) -> dict[str, float]:
+        """The student's perplexity and the teacher's, KL(teacher | student) at temperature 1 in nats per token, and
+        the share of tokens on which both think the same successor likeliest."""
+        sums = torch.zeros(5, dtype=torch.float64)
+        for rows, states in zip(self.rows, self.states, strict=True):
+            sums += model.validate(rows.to(self.head.device), Hidden(states, self.head))
+        ours, theirs, kl, same = (sums[:4] / sums[4]).tolist()
+        return {"ppl": math.exp(min(ours, 700.0)), "teacher_ppl": math.exp(theirs), "kl": kl, "top1": same}

@@ -60,7 +60,7 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     checkpoint.check_tokens(directory, text.ids)
     manifest = Manifest(
         "eval",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k in ("text", "windows", "seqlen", "dtype")},
         inputs={"model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)}, "text": text.describe()},
     )
     if out is not None and (done := finished(out, manifest, overwrite)):

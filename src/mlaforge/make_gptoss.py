@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus, demo_model, distill, locate, mxfp4, sinks, upcycle
+from mlaforge import checkpoint, corpus, demo_model, locate, mxfp4, sinks, upcycle
 from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.distill import Distillation, Loss
 from mlaforge.families import read_rope, read_spec
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import MakeGptOssConfig
+from mlaforge.packing import Feed, Phase, pack
+from mlaforge.refit import steer
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 from mlaforge.spec import ModelSpec
 from mlaforge.stream import LayerStream
+from mlaforge.trainer import NotFinite, Pace, Trainer
 
 WINDOW = 128
 # GPT-OSS clamps gate and up at 7; nothing reaches this.
@@ -194,7 +198,7 @@ def heal(
     write(folder, draft, {})
     device = torch.device("cpu")
     with LayerStream(folder, torch.float32, device) as ours, LayerStream(source, torch.float32, device) as theirs:
-        solved = distill.steer(ours, theirs, fitted(tuned))
+        solved = steer(ours, theirs, fitted(tuned))
     student, teacher = checkpoint.load_model(folder, "float32"), checkpoint.load_model(source, "float32")
     for model in (student, teacher):
         model.requires_grad_(False)
@@ -203,7 +207,14 @@ def heal(
     student.set_attn_implementation(FUSED)
     names = [name for name, _ in student.named_parameters() if ".self_attn." in name]
     halves = tuned.ids.reshape(-1, TOKENS // 2) if tuned.ids.shape[1] == TOKENS else tuned.ids
-    losses = distill.fit(student, teacher, names, halves, steps)
+    feed = Feed((Phase(pack(list(halves), halves.shape[1]), steps),), halves.shape[1], seed=0)
+    trainer = Trainer(Distillation(student, teacher, Loss(temperature=1.0)), feed, Pace(), names)
+    try:
+        losses = [trainer.advance()["kl"] for _ in progress(range(steps), "heal", steps)]
+    except NotFinite as error:
+        raise UserError(
+            f"healing diverged at step {error.step + 1} of {steps}; heal for fewer steps, or give other text"
+        ) from error
     return {name: student.get_parameter(name).detach() for name in names}, losses
 
 

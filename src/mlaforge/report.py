@@ -6,18 +6,16 @@ measured is shown as "not measured". It loads nothing from elsewhere and needs n
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import re
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from mlaforge.artifact import MANIFEST, Manifest
+from mlaforge.page import INK, MARKERS, MUTED, NOT_FINITE, NOT_MEASURED, PAINT, at, drawing, jinja_page, number, shown
 from mlaforge.runtime import UserError
 
 GENERATOR = "mlaforge report"
@@ -29,47 +27,6 @@ COMMANDS = {
 CACHE, RATIO, AT_128K = ("metrics", "cache"), ("metrics", "ratio"), ("context_bytes", "128K")
 FRACTION = (*CACHE, "fraction")
 CONTEXTS = {"8K": 8192, "32K": 32768, "128K": 131072}
-NOT_MEASURED, NOT_FINITE = "not measured", "not finite"
-
-# matplotlib knows no CSS: every role is drawn in its own colour, which the page's variable then replaces.
-INK, MUTED, GRID = "#000001", "#000002", "#000003"
-PAINT = {"latent": "#000011", "latent_rope": "#000012", "mixed": "#000013", "gqa": "#000014"}
-MARKERS = {"latent": "o", "latent_rope": "D", "mixed": "s", "gqa": "^"}
-VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", **{c: n for n, c in PAINT.items()}}
-# Text stays text (the page's font, selectable), and is no mathematics: a folder may be called a$b$c.
-PLOT_STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "mlaforge", "text.parse_math": False, "font.size": 9,
-    "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": MUTED, "xtick.color": MUTED,
-    "ytick.color": MUTED, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 9,
-}  # fmt: skip
-
-
-def _bytes(value: float) -> str:
-    power = min(4, int(math.log2(value) // 10)) if value >= 1 else 0
-    scaled, unit = value / 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{scaled:.0f} {unit}" if scaled >= 999.5 else f"{scaled:.3g} {unit}"
-
-
-FORMATS: dict[str, Callable[[float], str]] = {
-    "percent": lambda v: f"{100 * v:.3g} %",
-    "times": lambda v: f"×{v:.3f}",
-    "decimal": lambda v: f"{v:,.3f}",
-    "small": lambda v: f"{v:.3g}",
-    "rate": lambda v: f"{v:,.1f}",
-    "whole": lambda v: f"{v:,.0f}",
-    "bytes": _bytes,
-    "seconds": lambda v: f"{v:.2f} s" if v < 10 else f"{v:.0f} s" if v < 600 else f"{v / 60:.0f} min",
-}
-
-
-def shown(value: Any, form: str) -> str:
-    """A number as the page shows it: `form` names one of FORMATS; bytes are in units of 1024."""
-    number = _number(value)
-    if number is None:
-        return NOT_FINITE if value == NOT_FINITE else NOT_MEASURED
-    return FORMATS[form](number)
 
 
 def write_report(folder: Path, out: Path) -> dict[str, Any]:
@@ -125,7 +82,7 @@ def summarise(folder: Path) -> dict[str, Any]:
             records.append(_record(folder.resolve().name if name == "." else name, manifest))
     found = {stage: [record for record in records if record["stage"] == stage] for stage in COMMANDS}
     conversions = [_conversion(record) for record in found["convert"]]
-    conversions.sort(key=lambda c: (list(PAINT).index(c["layout"]), -(_number(c, *FRACTION) or 0)))
+    conversions.sort(key=lambda c: (list(PAINT).index(c["layout"]), -(number(c, *FRACTION) or 0)))
     layouts = dict.fromkeys(c["layout"] for c in conversions)
     groups = {layout: [c for c in conversions if c["layout"] == layout] for layout in layouts}
     verdicts = [f"{layout}: " * (len(groups) > 1) + _verdict(part) for layout, part in groups.items()]
@@ -138,6 +95,11 @@ def summarise(folder: Path) -> dict[str, Any]:
         "cards": _cards(groups),
         "conversions": conversions,
         "diagnoses": [r for r in records if r["stage"] == "diagnose"],
+        "healings": [
+            {**record, "first": (_dicts(record["metrics"].get("curve")) or [{}])[0]}
+            for record in records
+            if record["stage"] == "heal"
+        ],
         "evaluations": found["eval"],
         "generations": [{**record, "shared": _shared(record)} for record in found["generate"]],
         "artifacts": [{k: r[k] for k in ("name", "stage", "total_seconds", "fingerprint")} for r in records],
@@ -151,25 +113,11 @@ def _record(name: str, manifest: Manifest) -> dict[str, Any]:
     for section in sections:
         if not isinstance(getattr(manifest, section), dict):
             setattr(manifest, section, {})
-    spent = [s for s in map(_number, manifest.seconds.values()) if s is not None]
+    spent = [s for s in map(number, manifest.seconds.values()) if s is not None]
     told: dict[str, Any] = {"name": name, "stage": str(manifest.stage), "fingerprint": manifest.fingerprint}
     told["total_seconds"] = sum(spent) if spent else None
     told |= {section: getattr(manifest, section) for section in sections}
     return json.loads(json.dumps(told), parse_constant=lambda _: NOT_FINITE)
-
-
-def _at(record: Any, *keys: str) -> Any:
-    """The value below nested dictionaries, None where one of them is missing or no dictionary."""
-    for key in keys:
-        record = record.get(key) if isinstance(record, dict) else None
-    return record
-
-
-def _number(record: Any, *keys: str) -> float | None:
-    """The number below nested dictionaries (or `record` itself without keys), None unless it is finite."""
-    value = _at(record, *keys)
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if usable else None
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
@@ -183,14 +131,14 @@ def _conversion(record: dict[str, Any]) -> dict[str, Any]:
     # The options may ask for latent_rope by another name (TransMLA's), so what was made decides.
     made = {str(layer.get("layout")) for layer in layers} - {"gqa"} or {str(record["config"].get("layout"))}
     layout = made.pop() if len(made) == 1 else "mixed"
-    losses = [loss for layer in layers if (loss := _number(layer, "predicted_loss")) is not None]
-    ratio = _number(metrics, "ratio")
+    losses = [loss for layer in layers if (loss := number(layer, "predicted_loss")) is not None]
+    ratio = number(metrics, "ratio")
     model = record["inputs"].get("model")
-    kind, digest = (str(_at(model, key) or "") for key in ("model_type", "sha256"))
+    kind, digest = (str(at(model, key) or "") for key in ("model_type", "sha256"))
     return {
         **record,
         "layout": layout if layout in PAINT else "mixed",
-        "model": Path(str(_at(model, "path") or f"{kind} {digest[:8]}")).name.strip() or "model",
+        "model": Path(str(at(model, "path") or f"{kind} {digest[:8]}")).name.strip() or "model",
         "context_bytes": {
             label: {side: _context_bytes(metrics, side, tokens) for side in ("gqa", "mla")}
             for label, tokens in CONTEXTS.items()
@@ -202,10 +150,10 @@ def _conversion(record: dict[str, Any]) -> dict[str, Any]:
 
 def _context_bytes(metrics: dict[str, Any], side: str, tokens: int) -> int | None:
     """Bytes that one sequence of `tokens` caches; a layer with a sliding window holds at most its window."""
-    numbers, size = (_number(metrics, "cache", f"{side}_{what}") for what in ("per_token", "bytes_per_token"))
+    numbers, size = (number(metrics, "cache", f"{side}_{what}") for what in ("per_token", "bytes_per_token"))
     held = 0.0
     for layer in metrics["layers"]:
-        cached, window = _number(layer, "gqa_cached" if side == "gqa" else "cached"), _number(layer, "window")
+        cached, window = number(layer, "gqa_cached" if side == "gqa" else "cached"), number(layer, "window")
         if cached is None:
             return None
         held += cached * (tokens if window is None else min(tokens, window))
@@ -214,8 +162,8 @@ def _context_bytes(metrics: dict[str, Any], side: str, tokens: int) -> int | Non
 
 def _span(records: list[dict[str, Any]], form: str, *keys: str) -> str:
     """The value at `keys` of one record, or the least and the greatest of several."""
-    seen = [_at(record, *keys) for record in records]
-    finite = sorted(x for x in map(_number, seen) if x is not None)
+    seen = [at(record, *keys) for record in records]
+    finite = sorted(x for x in map(number, seen) if x is not None)
     if not finite:
         return NOT_FINITE if NOT_FINITE in seen else NOT_MEASURED
     least, greatest = shown(finite[0], form), shown(finite[-1], form)
@@ -254,32 +202,10 @@ def _shared(record: dict[str, Any]) -> int:
     return len(common) if all(text == common for text in texts) else common.rfind(" ") + 1
 
 
-def drawing(key: str, draw: Callable[[Any, Any], None], what: Any, height: float = 2.9) -> str:
-    """`draw(axes, what)` as inline SVG: its colours are the page's variables, its ids start with `key`."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    buffer = io.StringIO()
-    with rc_context(PLOT_STYLE):
-        # 5 inches are 360 units: a phone shows them 1:1, so 9 pt text is still readable there.
-        figure = Figure(figsize=(5.0, height), dpi=144, layout="constrained")
-        axes = figure.add_subplot()
-        draw(axes, what)
-        if axes.get_xlabel() == "layer":
-            axes.locator_params(axis="x", integer=True)
-        figure.savefig(buffer, format="svg", transparent=True)
-    svg = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "", buffer.getvalue())
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| (width|height)="[\d.]+pt"', "", svg).replace("xlink:href", "href")
-    svg = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{key}-", svg)
-    for colour, name in VARIABLES.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    return svg
-
-
 def _figures(conversions: list[dict[str, Any]]) -> dict[str, Any]:
     """The page's drawings: two of all conversions, and in `own` those of each; only of measured numbers."""
-    points = [c for c in conversions if None not in (_number(c, *RATIO), _number(c, *FRACTION))]
-    held = [c for c in conversions if None not in (_number(c, *AT_128K, "gqa"), _number(c, *AT_128K, "mla"))]
+    points = [c for c in conversions if None not in (number(c, *RATIO), number(c, *FRACTION))]
+    held = [c for c in conversions if None not in (number(c, *AT_128K, "gqa"), number(c, *AT_128K, "mla"))]
     height = max(2.9, 1.2 + 0.42 * len(held))
     figures: dict[str, Any] = {
         "tradeoff": drawing("tradeoff", _draw_tradeoff, points) if points else "",
@@ -297,14 +223,31 @@ def _figures(conversions: list[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
+def _healing(records: list[dict[str, Any]]) -> list[str]:
+    """One drawing for each healing with a measured curve, "" for the others."""
+    curves = [[p for p in _dicts(r["metrics"].get("curve")) if _points(p)] for r in records]
+    return [drawing(f"heal{i}", _draw_healing, curve) if curve else "" for i, curve in enumerate(curves)]
+
+
+def _points(point: dict[str, Any]) -> bool:
+    return None not in [number(point, key) for key in ("tokens", "ppl", "teacher_ppl", "kl")]
+
+
+def _draw_healing(ax: Any, curve: list[dict[str, Any]]) -> None:
+    seen = [point["tokens"] / 1e6 for point in curve]
+    ax.plot(seen, [p["ppl"] / p["teacher_ppl"] for p in curve], color=PAINT["latent"], marker="o", ms=3, lw=1.2)
+    ax.axhline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
+    ax.set(xlabel="tokens seen (millions)", ylabel="validation perplexity / teacher's")
+
+
 def _column(conversion: dict[str, Any], key: str) -> list[float]:
     layers = conversion["metrics"]["layers"]
-    return [math.nan if (number := _number(layer, key)) is None else number for layer in layers]
+    return [math.nan if (found := number(layer, key)) is None else found for layer in layers]
 
 
 def _spectrum(layer: dict[str, Any]) -> list[float]:
     values = layer.get("spectrum")
-    return [_number(v) or 0.0 for v in values] if isinstance(values, list) else []
+    return [number(v) or 0.0 for v in values] if isinstance(values, list) else []
 
 
 def _draw_tradeoff(ax: Any, conversions: list[dict[str, Any]]) -> None:
@@ -381,7 +324,7 @@ def _draw_loss(ax: Any, conversion: dict[str, Any]) -> None:
 
 
 def _draw_seconds(ax: Any, conversion: dict[str, Any]) -> None:
-    spent = {name: s for name, value in conversion["seconds"].items() if (s := _number(value)) is not None}
+    spent = {name: s for name, value in conversion["seconds"].items() if (s := number(value)) is not None}
     bars = ax.barh(list(spent), list(spent.values()), height=0.62, color=PAINT[conversion["layout"]])
     ax.bar_label(bars, [shown(value, "seconds") for value in spent.values()], padding=4, color=INK)
     ax.invert_yaxis()
@@ -390,16 +333,7 @@ def _draw_seconds(ax: Any, conversion: dict[str, Any]) -> None:
     ax.grid(axis="y", visible=False)
 
 
-def jinja_page(name: str) -> Any:
-    """A template that stands beside this file, with this page's look at hand; everything it prints is escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    jinja.loader = FileSystemLoader(Path(__file__).parent)
-    jinja.filters["shown"] = shown
-    return jinja.get_template(name)
-
-
 def _render(report: dict[str, Any]) -> str:
     page = jinja_page("report.html.jinja")
-    return page.render(report, figures=_figures(report["conversions"]), at=_at, said=_verdict)
+    return page.render(report, figures=_figures(report["conversions"]), at=at, said=_verdict,
+                       healed=_healing(report["healings"]))  # fmt: skip

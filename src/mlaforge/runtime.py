@@ -26,6 +26,10 @@ class UserError(ValueError):
     """
 
 
+class Resumable(UserError):
+    """A stage cannot go on, but what it has finished is worth keeping."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C in a stage that can go on later. The text is one line that says from where."""
 

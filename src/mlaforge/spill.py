@@ -37,6 +37,13 @@ class Spill:
 
         return load_file(self._path(name))
 
+    def part(self, name: str, start: str) -> dict[str, Tensor]:
+        """Of the tensors under a name those that begin with `start`, the others not read."""
+        from safetensors import safe_open
+
+        with safe_open(self._path(name), framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(start)}  # noqa: SIM118
+
     def drop(self, start: str) -> None:
         """Forgets every name that begins with `start`."""
         for path in self.folder.glob(f"{start}*.safetensors"):

@@ -1,0 +1,213 @@
+"""`eval --criteria`: a healed model beside its original, judged by criteria that were written down before.
+
+All pass: its manifest says `canonical`. Nothing is judged on text that shares passages with what the student was
+converted or healed on. Both models are read one layer at a time (stream.py), except by lm-eval's tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlaforge import checkpoint, corpus, harness, locate, needle
+from mlaforge.artifact import MANIFEST, Manifest, finished, sha256, writing
+from mlaforge.criteria import Criterion, Measured, read
+from mlaforge.kl import compare
+from mlaforge.options import EvalConfig
+from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
+from mlaforge.stream import LayerStream
+
+# Hay to draw from, in lengths of the longest needle's text.
+HAY = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Token ids [T] of a document."""
+
+    document: int
+    ids: Tensor
+
+
+def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece]:
+    """The windows that a criterion judges on, each within one document; a text that is one document is cut into
+    windows of which each counts as a document. Raises UserError where they share passages with `tuned`."""
+    source, length = criterion.text, criterion.seqlen
+    if length < corpus.SHINGLE:
+        raise UserError(f"seqlen = {length} is too short to tell whether the text was tuned on; give {corpus.SHINGLE}")
+    documents = corpus.documents(source, judged=True)
+    if source == corpus.EMBEDDED:
+        random.Random(0).shuffle(documents)  # of all its kinds
+    if len(documents) == 1:
+        cut = corpus.windows(tokenizer, source, criterion.windows, length).ids
+        found = [Piece(n, ids) for n, ids in enumerate(cut)]
+    else:
+        found = []
+        for n, document in enumerate(documents):
+            ids = corpus.tokens(tokenizer, document, criterion.windows * length)
+            found += [Piece(n, part) for part in ids.split(length) if len(part) >= corpus.SHINGLE]
+            if len(found) >= criterion.windows:
+                break
+        found = found[: criterion.windows]
+    shared = corpus.sharing([piece.ids for piece in found], tuned)
+    if source == corpus.EMBEDDED:
+        found = [piece for n, piece in enumerate(found) if n not in shared]
+    elif shared:
+        raise UserError(
+            f"{len(shared)} of {len(found)} windows of {source} share text with what the student was converted or "
+            "healed on; nothing may be judged on what it was tuned on: give other text"
+        )
+    if not found:
+        raise UserError(f"text {source!r} holds nothing to judge on; give more text or a smaller seqlen")
+    return found
+
+
+@torch.no_grad()
+def final_states(stream: LayerStream, texts: list[Tensor], what: str) -> list[Tensor]:
+    """A model's final, normed hidden states [T, C] on each text."""
+    hidden = [stream.embed(ids[None]) for ids in texts]
+    for index in progress(range(stream.num_layers), what, stream.num_layers):
+        with stream.layer(index) as layer:
+            for n, states in enumerate(hidden):
+                hidden[n] = stream.run(layer, index, states)
+    with stream.head() as (norm, _):
+        return [norm(h)[0] for h in hidden]
+
+
+class Judgement:
+    """Measures criteria on two model directories; what several of them need is computed once."""
+
+    def __init__(self, student: Path, teacher: Path, dtype: torch.dtype, device: torch.device, seed: int):
+        self.paths, self.dtype, self.device, self.seed = (student, teacher), dtype, device, seed
+        self.tokenizer = checkpoint.load_tokenizer(teacher)
+        self.tuned = corpus.read_passages(student / corpus.PASSAGES)
+        self._compared: dict[tuple[str, int, int], tuple[np.ndarray, ...]] = {}
+
+    def _states(self, texts: list[Tensor], what: str) -> list[tuple[list[Tensor], Tensor]]:
+        """Student's and teacher's final states on every text, and their heads."""
+        checkpoint.check_tokens(self.paths[1], *texts)
+        found = []
+        for who, path in zip(("student", "teacher"), self.paths, strict=True):
+            with LayerStream(path, self.dtype, self.device) as stream:
+                states = final_states(stream, texts, f"{who} on {what}")
+                with stream.head() as (_, head):
+                    found.append((states, head))
+        return found
+
+    @torch.no_grad()
+    def compared(self, criterion: Criterion) -> tuple[np.ndarray, ...]:
+        """By document: the student's summed loss, the teacher's, summed KL, agreements, and tokens."""
+        key = (criterion.text, criterion.windows, criterion.seqlen)
+        if key not in self._compared:
+            judged = pieces(self.tokenizer, criterion, self.tuned)
+            (ours, our_head), (theirs, their_head) = self._states([p.ids for p in judged], criterion.text)
+            sums: dict[int, Tensor] = {}
+            for piece, a, b in zip(judged, ours, theirs, strict=True):
+                labels = piece.ids[1:].to(self.device)
+                found = compare((a[:-1], our_head), (b[:-1], their_head), labels)
+                row = torch.stack([part.double().sum().cpu() for part in found] + [torch.tensor(len(labels)).double()])
+                sums[piece.document] = sums.get(piece.document, 0) + row
+            self._compared[key] = tuple(torch.stack(list(sums.values())).T.numpy())
+        return self._compared[key]
+
+    def measure(self, criterion: Criterion) -> Measured:
+        """Raises UserError for text that was tuned on, or that there is too little of."""
+        if criterion.measure == "needle":
+            return self._needle(criterion)
+        if criterion.measure == "task":
+            return self._task(criterion)
+        ours, theirs, kl, same, count = self.compared(criterion)
+        if criterion.measure == "perplexity":
+            return Measured(ours, theirs, count, higher=False, exp=True)
+        if criterion.measure == "kl":
+            return Measured(kl, np.zeros_like(kl), count, higher=False)
+        return Measured(same, count, count, higher=True)
+
+    @torch.no_grad()
+    def _needle(self, criterion: Criterion) -> Measured:
+        lengths = [int(n) for n in criterion.numbers("lengths")]
+        enough = dataclasses.replace(criterion, windows=HAY * -(-max(lengths) // criterion.seqlen))
+        hay = pieces(self.tokenizer, enough, self.tuned)
+        texts = [self.tokenizer.decode(piece.ids) for piece in hay]
+        made = needle.cases(self.tokenizer, texts, lengths, criterion.numbers("depths"), criterion.repeats, self.seed)
+        found = []
+        for states, head in self._states([case.ids for case in made], "needles"):
+            hits = [needle.is_found(h, head, case) for h, case in zip(states, made, strict=True)]
+            found.append(np.array(hits, dtype=float))
+        return Measured(found[0], found[1], np.ones(len(made)), higher=True)
+
+    def _task(self, criterion: Criterion) -> Measured:
+        found = []
+        for path in self.paths:
+            model = checkpoint.load_model(path, str(self.dtype).removeprefix("torch."), self.device)
+            found.append(harness.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit))
+        (ours, higher, texts), (theirs, _, _) = found
+        asked = corpus.tokens(self.tokenizer, "\n".join(dict.fromkeys(texts)))
+        if corpus.sharing([asked], self.tuned):
+            raise UserError(f"task {criterion.task} asks what the student was converted or healed on; give another")
+        return Measured(ours, theirs, np.ones(len(ours)), higher)
+
+
+def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manifest:
+    """Judges config.student by config.criteria beside config.teacher; the manifest's metrics hold every verdict.
+
+    Marks the student's own manifest canonical if all pass, and not canonical if one fails. Raises UserError for the
+    user's mistakes, before anything is measured where that can be known.
+    """
+    if not (config.teacher and config.student and config.criteria):
+        raise UserError("criteria compare two models: give --teacher, --student and --criteria together")
+    criteria, seed = read(Path(config.criteria).expanduser())
+    teacher, student = locate.locate(config.teacher), locate.locate(config.student)
+    if Manifest.load(student) is None or not (student / corpus.PASSAGES).is_file():
+        raise UserError(
+            f"{student} has no {MANIFEST} and {corpus.PASSAGES}: only what mlaforge made can be judged, because nobody "
+            "else says what it was tuned on"
+        )
+    device = resolve_device(config.device)
+    raw, theirs = checkpoint.read_config(student), checkpoint.read_config(teacher)
+    if raw.get("vocab_size") != theirs.get("vocab_size"):
+        raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
+    dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(theirs))
+    manifest = Manifest(
+        "acceptance",
+        config={"dtype": str(dtype), "criteria": [dataclasses.asdict(c) for c in criteria], "seed": seed},
+        inputs={
+            "teacher": {"path": str(config.teacher), "sha256": checkpoint.fingerprint(teacher)},
+            "student": {"path": str(config.student), "sha256": checkpoint.fingerprint(student)},
+            "criteria": {"path": str(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
+        },
+    )
+    done = finished(out, manifest, overwrite) if out is not None else None
+    if done is None:
+        judgement = Judgement(student, teacher, dtype, device, seed)
+        with timed(manifest.seconds, "judge"):
+            verdicts = [judgement.measure(criterion).judge(criterion, seed) for criterion in criteria]
+        manifest.metrics = {"criteria": verdicts, "passed": all(verdict["passed"] for verdict in verdicts)}
+        if out is not None:
+            with writing(out, manifest):
+                pass
+    else:
+        manifest = done
+    mark(student, manifest)
+    return manifest
+
+
+def mark(student: Path, judged: Manifest) -> None:
+    """Writes into the student's manifest what became of it."""
+    own = Manifest.load(student)
+    assert own is not None
+    own.canonical = judged.metrics["passed"]
+    own.acceptance = {"inputs": judged.inputs, **judged.metrics}
+    # Whole or not at all.
+    unfinished = student / f".{MANIFEST}.partial"
+    unfinished.mkdir(exist_ok=True)
+    own.save(unfinished)
+    os.replace(unfinished / MANIFEST, student / MANIFEST)
+    unfinished.rmdir()

@@ -1,0 +1,339 @@
+"""`heal`: a converted model distilled from its original until as little as possible is left of the difference.
+
+Closed-form refits layer by layer (refit.py), then gradient steps on the KL divergence from the original (kl.py,
+distill.py, trainer.py, course.py) over packed text (packing.py); what was best on text kept back is written as an
+ordinary converted checkpoint. The same command under torchrun shards it over processes (sharding.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge import checkpoint, corpus, locate, packing, sharding
+from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.course import Course
+from mlaforge.distill import Distillation, Loss, Validation, trainable
+from mlaforge.modeling.latent_attention_mla import FUSED
+from mlaforge.options import HealConfig
+from mlaforge.refit import TOKENS, steer
+from mlaforge.runtime import Resumable, UserError, log, resolve_device, resolve_dtype, timed
+from mlaforge.spill import Spill
+from mlaforge.stream import LayerStream
+from mlaforge.teacher_cache import TeacherCache
+from mlaforge.trainer import NotFinite, Pace, Trainer
+
+SUBSETS = ("projections", "attention", "all")
+# The tensors after the last step, where those written were better.
+LAST = "last_step.safetensors"
+# Options that do not change the result, or not beyond rounding.
+NOT_HASHED = ("device", "tensorboard")
+
+
+def lengths(config: HealConfig) -> list[int]:
+    """The row lengths of the first phase. Raises UserError for what is no list of them."""
+    given = [part.strip() for part in config.seqlen.split(",")]
+    if not all(part.isdigit() and int(part) >= corpus.SHINGLE for part in given):
+        raise UserError(f"seqlen = {config.seqlen!r} must be lengths of at least {corpus.SHINGLE}, such as 512,2048")
+    return [int(part) for part in given]
+
+
+def check_options(config: HealConfig) -> list[str]:
+    """The subsets in turn. Raises UserError for numbers that no model could make right."""
+    for name in ("batch_tokens", "micro_tokens", "evaluate_every", "checkpoint_every", "patience", "top_k"):
+        if (given := getattr(config, name)) < 1:
+            raise UserError(f"{name} = {given} is too small; give at least 1")
+    for name in ("steps", "kl_weight", "lm_weight", "hidden_weight", "attention_weight", "weight_decay", "warm_up"):
+        if (given := getattr(config, name)) < 0:
+            raise UserError(f"{name} = {given} must be 0 or more")
+    if not config.temperature > 0 or not config.learning_rate > 0:
+        raise UserError(
+            f"temperature = {config.temperature} and learning_rate = {config.learning_rate} must be above 0"
+        )
+    if not 0 <= config.targeted < 1 or config.warm_up >= 1:
+        raise UserError(f"targeted = {config.targeted} and warm_up = {config.warm_up} are shares, from 0 to below 1")
+    if config.validation_tokens < corpus.SHINGLE:
+        raise UserError(f"validation_tokens = {config.validation_tokens} is too small; give at least {corpus.SHINGLE}")
+    if config.teacher_cache != "off" and (config.hidden_weight or config.attention_weight):
+        raise UserError(f"teacher_cache {config.teacher_cache} keeps no layer's output to match; give one of them up")
+    if longest := max(lengths(config)) > config.batch_tokens and max(lengths(config)):
+        raise UserError(f"batch_tokens = {config.batch_tokens} holds no row of {longest}; give at least that")
+    subsets = [part.strip() for part in config.subset.split(",")]
+    if any(part not in SUBSETS for part in subsets):
+        raise UserError(f"subset = {config.subset!r} must be of {', '.join(SUBSETS)}, or a list of them")
+    return subsets
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What is healed on, phase by phase, and what it is judged on meanwhile."""
+
+    main: packing.Text
+    feed: packing.Feed
+    validation: packing.Rows
+    passages: list[int]
+    described: dict[str, Any]
+
+
+def read_texts(tokenizer: Any, config: HealConfig, tuned: list[int]) -> Texts:
+    """Reads, splits and packs all texts. tuned: passages of the calibration text, which are left out of all."""
+    sizes = lengths(config)
+    main = packing.read(tokenizer, config.text, max(sizes), config.validation_tokens, tuned)
+    targeted = {False: config.full_text, True: config.swa_text}
+    kinds = [windowed for windowed, name in targeted.items() if name]
+    second = round(config.steps * config.targeted) if kinds else 0
+    phases, described, passages = [], {"text": main.describe()}, set(main.passages)
+    for n, size in enumerate(sizes):
+        share = (config.steps - second) * (n + 1) // len(sizes) - (config.steps - second) * n // len(sizes)
+        phases.append(packing.Phase(packing.pack(main.train, size), share))
+    for n, windowed in enumerate(kinds):
+        name = str(targeted[windowed])
+        kept_back = packing.passages(main.validation)
+        text = packing.read(tokenizer, name, max(sizes), 0, sorted({*tuned, *kept_back}))
+        share = second * (n + 1) // len(kinds) - second * n // len(kinds)
+        phases.append(packing.Phase(packing.pack(text.train, max(sizes)), share, windowed))
+        described["swa_text" if windowed else "full_text"] = text.describe()
+        passages |= set(text.passages)
+    feed = packing.Feed(tuple(phases), config.batch_tokens, config.seed)
+    held = sum(map(len, main.validation))
+    validation = packing.pack(main.validation, min(max(sizes), held))
+    return Texts(main, feed, validation, sorted({*tuned, *passages}), described)
+
+
+def windowed(raw: dict[str, Any]) -> set[int]:
+    """Layers with a sliding window."""
+    return {index for index, layer in enumerate(checkpoint.read_spec(raw).layers) if layer.window is not None}
+
+
+def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bool = False) -> Manifest:
+    """Heals the converted model `student` towards its original `teacher` into the new directory `out`.
+
+    The same models, text and options again return the finished result, or go on where a killed run stopped, with the
+    same result to the bit on one machine. Raises UserError for the user's mistakes, and where the loss stops being a
+    number: then the batch is kept beside `out`, and the checkpoints stay.
+    """
+    subsets = check_options(config)
+    original, converted = locate.locate(teacher), locate.locate(student)
+    raw, theirs = checkpoint.read_config(converted), checkpoint.read_config(original)
+    if not checkpoint.is_converted(raw):
+        raise UserError(f"student {student} is not converted ({raw.get('model_type')}); convert it first")
+    if checkpoint.is_converted(theirs):
+        raise UserError(f"teacher {teacher} is converted itself; give the original")
+    if raw.get("vocab_size") != theirs.get("vocab_size"):
+        raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
+    if "all" in subsets and raw.get("quantization_config"):
+        raise UserError("subset all would train packed experts; give projections or attention")
+    slides = len(windowed(raw))
+    if (config.swa_text and not slides) or (config.full_text and slides == raw["num_hidden_layers"]):
+        raise UserError(f"{slides} of {raw['num_hidden_layers']} layers have a window: one phase's text teaches nobody")
+    group = sharding.join(resolve_device(config.device))
+    tokenizer = checkpoint.load_tokenizer(original)
+    remembered = converted / corpus.PASSAGES
+    tuned = corpus.read_passages(remembered) if remembered.is_file() else []
+    texts = read_texts(tokenizer, config, tuned)
+    checkpoint.check_tokens(original, *(phase.rows.ids for phase in texts.feed.phases), texts.validation.ids)
+    for number, phase in enumerate(texts.feed.phases):
+        if phase.steps and texts.feed.rows_per_step(number) % group.world:
+            count = texts.feed.rows_per_step(number)
+            raise UserError(f"{group.world} processes cannot share the {count} rows of a step; change batch_tokens")
+    manifest = Manifest(
+        "heal",
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED},
+        inputs={
+            "teacher": {"path": str(teacher), "sha256": checkpoint.fingerprint(original)},
+            "student": {"path": str(student), "sha256": checkpoint.fingerprint(converted)},
+            **texts.described,
+        },
+    )
+    if done := finished(out, manifest, overwrite):
+        if group.first:
+            log(f"{out} is finished already")
+        return done
+    with _writing(out, manifest, group) as partial:
+        try:
+            _heal(original, converted, subsets, config, texts, manifest, partial, group)
+        except NotFinite as error:
+            kept = out.with_name(f"{out.name}.diverged.safetensors")
+            if group.first:
+                spill = Spill(kept.parent)
+                spill[kept.stem] = {"input_ids": error.rows.ids, "position_ids": error.rows.positions}
+            raise Resumable(
+                f"the loss is not finite at step {error.step + 1}; its batch is in {kept}, the checkpoints in "
+                f"{partial / WORK}; a smaller --learning-rate or another --dtype would help"
+            ) from error
+    return manifest
+
+
+@contextmanager
+def _writing(out: Path, manifest: Manifest, group: sharding.Group) -> Iterator[Path]:
+    """`artifact.writing` by the first process, of a folder that all use."""
+    if group.first:
+        with writing(out, manifest, resumable=True) as partial:
+            group.wait()
+            yield partial
+            group.wait()
+    else:
+        group.wait()
+        resolved = out.resolve()
+        yield resolved.with_name(f".{resolved.name}.partial")
+        group.wait()
+
+
+def load(directory: Path, dtype: str, device: torch.device) -> Any:
+    """A causal LM on the fused attention, frozen; dtype nf4 quantises its linear maps to 4 bits on loading."""
+    if dtype == "nf4":
+        model = checkpoint.load_model(directory, "bfloat16", device, quantization=_nf4())
+    else:
+        model = checkpoint.load_model(directory, dtype, device)
+    model.set_attn_implementation(FUSED)
+    return model.requires_grad_(False)
+
+
+def _nf4() -> Any:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError("bitsandbytes is missing: pip install 'mlaforge[heal]'") from error
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def _heal(
+    original: Path, converted: Path, subsets: list[str], config: HealConfig, texts: Texts, manifest: Manifest,
+    partial: Path, group: sharding.Group,
+) -> None:  # fmt: skip
+    """The work itself: fills `partial` and the manifest's metrics."""
+    device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
+    dtype = resolve_dtype(config.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    frozen = str(dtype).removeprefix("torch.") if config.teacher_dtype == "auto" else config.teacher_dtype
+    with timed(seconds, "load"):
+        # Shards are kept in fp32; what is not sharded has its masters in the trainer.
+        student = load(converted, "float32" if group.world > 1 else str(dtype).removeprefix("torch."), device)
+        teacher = load(original, frozen, device)
+    at_once = max(1, config.micro_tokens // texts.validation.ids.shape[1])
+    with timed(seconds, "teacher"):
+        validation = Validation(teacher, texts.validation, at_once)
+        targets = None
+        if config.teacher_cache != "off":
+            k = config.top_k if config.teacher_cache == "topk" else 0
+            if k > teacher.config.vocab_size:
+                raise UserError(f"top_k = {k} is more than the vocabulary's {teacher.config.vocab_size}")
+            targets = TeacherCache(work, validation.head, k, config.temperature)
+            targets.fill(teacher, texts.feed.phases, group.rank, group.world)
+            group.wait()
+            teacher = None
+    loss = Loss(
+        config.temperature, config.kl_weight, config.lm_weight, config.hidden_weight, config.attention_weight
+    )  # fmt: skip
+    model = Distillation(student, teacher, loss)
+    with timed(seconds, "refit"):
+        if config.refit != "off" and "refit" not in work and group.first:
+            _refit(original, converted, model, validation, config, texts, work, device)
+        group.wait()
+        solved = {} if config.refit == "off" else work["refit"]
+        student.load_state_dict(solved, strict=False)
+    if config.gradient_checkpointing:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+        student.train()
+    if group.world > 1:
+        sharding.shard(model, group, dtype)
+    pace = Pace(
+        config.learning_rate, config.warm_up, weight_decay=config.weight_decay, micro_tokens=config.micro_tokens
+    )  # fmt: skip
+    trainer = Trainer(
+        model, texts.feed, pace, trainable(student, subsets[0]), device=device, rank=group.rank, world=group.world,
+        targets=targets, windowed=windowed(checkpoint.read_config(converted)),
+    )  # fmt: skip
+    course = Course(trainer, validation, config, subsets, partial / WORK, group, _board(config, group))
+    with timed(seconds, "train"):
+        memory = course.run()
+    group.wait()
+    last = course.trained(best=False)
+    if group.first:
+        best = course.trained(best=True)
+        write(converted, partial, {**solved, **best})
+        if memory["best"]["step"] != trainer.step:
+            from safetensors.torch import save_file
+
+            save_file(last, partial / LAST)
+        (partial / corpus.PASSAGES).write_text(json.dumps(texts.passages), encoding="utf-8")
+    manifest.metrics = {
+        "refit": None if config.refit == "off" else json.loads((work.folder / "refit.json").read_text()),
+        "best": memory["best"],
+        "last": memory["curve"][-1],
+        "tokens": memory["curve"][-1]["tokens"],
+        "tokens_per_second": memory["curve"][-1]["tokens"] / memory["seconds"] if memory["seconds"] else None,
+        "processes": group.world,
+        "curve": memory["curve"],
+        "losses": memory["losses"],
+    }
+
+
+def _board(config: HealConfig, group: sharding.Group) -> Any:
+    """TensorBoard's writer where logs are asked for."""
+    if config.tensorboard is None or not group.first:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise UserError("tensorboard is missing: pip install 'mlaforge[heal]'") from error
+    return SummaryWriter(config.tensorboard)
+
+
+def _refit(
+    original: Path, converted: Path, model: Distillation, validation: Validation, config: HealConfig, texts: Texts,
+    work: Spill, device: torch.device,
+) -> None:  # fmt: skip
+    """Solves o_proj, and o_proj after the up-projections, on the healing text; `refit` in `work` gets what is better
+    than nothing on the text kept back (refit on: the better of the two), and refit.json what each was worth."""
+    student = model.student
+    before = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
+    kl = {"none": validation.measure(model)["kl"]}
+    longest = max(phase.rows.ids.shape[1] for phase in texts.feed.phases)
+    rows = packing.pack(texts.main.train, longest).ids
+    few = rows[:: max(1, len(rows) * longest // TOKENS)][: max(1, TOKENS // longest)]
+    found: dict[str, dict[str, Tensor]] = {"none": {}}
+    dtype = torch.float32 if device.type == "cpu" else next(iter(before.values())).dtype
+    with LayerStream(converted, dtype, device) as ours, LayerStream(original, dtype, device) as theirs:
+        for name, up in (("o_proj", False), ("up_and_o_proj", True)):
+            solved = steer(ours, theirs, few, up)
+            student.load_state_dict(solved, strict=False)
+            kl[name] = validation.measure(model)["kl"]
+            found[name] = {key: tensor.clone() for key, tensor in solved.items()}
+            student.load_state_dict(before, strict=False)
+    usable = [name for name in kl if name != "none" or config.refit == "auto"]
+    chosen = min(usable, key=kl.__getitem__)
+    log(", ".join(f"{name}: validation KL {value:.5f}" for name, value in kl.items()) + f"; refit: {chosen}")
+    told = {"kl": kl, "chosen": chosen, "tokens": few.numel()}
+    (work.folder / "refit.json").write_text(json.dumps(told), encoding="utf-8")
+    work["refit"] = found[chosen]
+
+
+def write(converted: Path, partial: Path, trained: dict[str, Tensor]) -> None:
+    """The converted checkpoint again, with the trained tensors in the place of its own, in their stored dtypes."""
+
+    def made(name: str, dtype: torch.dtype) -> Tensor:
+        return trained[name].to(dtype)
+
+    writer = checkpoint.Writer(partial)
+    with checkpoint.Reader(converted) as reader:
+        for name in reader:
+            dtype = reader.dtype(name)
+            make = (
+                functools.partial(made, name, dtype) if name in trained else functools.partial(reader.__getitem__, name)
+            )
+            writer.promise(name, reader.shape(name), dtype, make)
+        assert set(trained) <= set(reader), sorted(set(trained) - set(reader))
+        writer.finish()
+    for path in (converted / "config.json", *checkpoint.companions(converted), *converted.glob("*_mla.py")):
+        shutil.copyfile(path, partial / path.name)

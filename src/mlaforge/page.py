@@ -1,0 +1,100 @@
+"""What mlaforge's pages have in common: numbers as people read them, drawings as inline SVG in the page's colours,
+and templates. A page is one self-contained HTML file that loads nothing and needs no script.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NOT_MEASURED, NOT_FINITE = "not measured", "not finite"
+
+# matplotlib knows no CSS: every role is drawn in its own colour, which the page's variable then replaces.
+INK, MUTED, GRID = "#000001", "#000002", "#000003"
+PAINT = {"latent": "#000011", "latent_rope": "#000012", "mixed": "#000013", "gqa": "#000014"}
+MARKERS = {"latent": "o", "latent_rope": "D", "mixed": "s", "gqa": "^"}
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", **{c: n for n, c in PAINT.items()}}
+# Text stays text (the page's font, selectable), and is no mathematics: a folder may be called a$b$c.
+PLOT_STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "mlaforge", "text.parse_math": False, "font.size": 9,
+    "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": MUTED, "xtick.color": MUTED,
+    "ytick.color": MUTED, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 9,
+}  # fmt: skip
+
+
+def _bytes(value: float) -> str:
+    power = min(4, int(math.log2(value) // 10)) if value >= 1 else 0
+    scaled, unit = value / 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{scaled:.0f} {unit}" if scaled >= 999.5 else f"{scaled:.3g} {unit}"
+
+
+FORMATS: dict[str, Callable[[float], str]] = {
+    "percent": lambda v: f"{100 * v:.3g} %",
+    "times": lambda v: f"×{v:.3f}",
+    "decimal": lambda v: f"{v:,.3f}",
+    "small": lambda v: f"{v:.3g}",
+    "rate": lambda v: f"{v:,.1f}",
+    "whole": lambda v: f"{v:,.0f}",
+    "bytes": _bytes,
+    "seconds": lambda v: f"{v:.2f} s" if v < 10 else f"{v:.0f} s" if v < 600 else f"{v / 60:.0f} min",
+}
+
+
+def shown(value: Any, form: str) -> str:
+    """A number as the page shows it: `form` names one of FORMATS; bytes are in units of 1024."""
+    found = number(value)
+    if found is None:
+        return NOT_FINITE if value == NOT_FINITE else NOT_MEASURED
+    return FORMATS[form](found)
+
+
+def at(record: Any, *keys: str) -> Any:
+    """The value below nested dictionaries, None where one of them is missing or no dictionary."""
+    for key in keys:
+        record = record.get(key) if isinstance(record, dict) else None
+    return record
+
+
+def number(record: Any, *keys: str) -> float | None:
+    """The number below nested dictionaries (or `record` itself without keys), None unless it is finite."""
+    value = at(record, *keys)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if usable else None
+
+
+def drawing(key: str, draw: Callable[[Any, Any], None], what: Any, height: float = 2.9) -> str:
+    """`draw(axes, what)` as inline SVG: its colours are the page's variables, its ids start with `key`."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    buffer = io.StringIO()
+    with rc_context(PLOT_STYLE):
+        # 5 inches are 360 units: a phone shows them 1:1, so 9 pt text is still readable there.
+        figure = Figure(figsize=(5.0, height), dpi=144, layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes, what)
+        if axes.get_xlabel() == "layer":
+            axes.locator_params(axis="x", integer=True)
+        figure.savefig(buffer, format="svg", transparent=True)
+    svg = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "", buffer.getvalue())
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| (width|height)="[\d.]+pt"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{key}-", svg)
+    for colour, name in VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg
+
+
+def jinja_page(name: str) -> Any:
+    """A template that stands beside this file, with this page's look at hand; everything it prints is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.loader = FileSystemLoader(Path(__file__).parent)
+    jinja.filters["shown"] = shown
+    return jinja.get_template(name)

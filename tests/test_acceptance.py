@@ -1,0 +1,211 @@
+"""`eval --criteria` and `list`: measured right, judged right, nothing judged on what it was tuned on."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlaforge import acceptance, checkpoint, corpus, criteria, needle
+from mlaforge.artifact import Manifest
+from mlaforge.criteria import Criterion, Measured
+from mlaforge.options import EvalConfig
+from mlaforge.runtime import UserError
+
+
+@pytest.fixture
+def judge(cli, tiny_models, converted, tmp_path):
+    """judge(criteria, student) -> what `eval` said, about a copy of a converted model."""
+
+    def run(*given, student=None, seed=0):
+        if student is None:
+            student = tmp_path / "student"
+            if not student.exists():
+                shutil.copytree(converted("llama", "latent", budget=0.5), student)
+        path = tmp_path / "criteria.yaml"
+        path.write_text(yaml.safe_dump({"seed": seed, "criteria": list(given)}))
+        return cli(
+            "eval", "--teacher", tiny_models["llama"], "--student", student, "--criteria", path, "--device", "cpu"
+        )
+
+    return run
+
+
+def test_what_is_measured_is_what_the_models_compute(judge, tiny_models, converted, evaluation_file, tmp_path):
+    text = {"text": str(evaluation_file), "windows": 3, "seqlen": 64}
+    done = judge(
+        {"measure": "perplexity", "relative": 5, **text}, {"measure": "kl", "delta": 9, **text},
+        {"measure": "top1", "delta": 1, **text},
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    ids = corpus.windows(checkpoint.load_tokenizer(tiny_models["llama"]), str(evaluation_file), 3, 64).ids
+    logs = []
+    for path in (tmp_path / "student", tiny_models["llama"]):
+        with torch.no_grad():
+            logs.append(checkpoint.load_model(path, "float32")(ids).logits[:, :-1].double().log_softmax(-1))
+    ours, theirs = logs
+    loss = [torch.exp(-x.gather(-1, ids[:, 1:, None]).mean()).item() for x in logs]
+    kl = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+    same = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
+    found = Manifest.load(tmp_path / "student").acceptance["criteria"]
+    assert [(f["student"], f["teacher"]) for f in found] == [
+        pytest.approx(loss, rel=1e-4), pytest.approx((kl, 0), rel=1e-3), pytest.approx((same, 1))
+    ]  # fmt: skip
+    assert [f["worse"] for f in found] == pytest.approx([loss[0] / loss[1] - 1, kl, 1 - same], rel=1e-3)
+    assert all(f["interval"][0] <= f["worse"] <= f["interval"][1] and f["documents"] == 3 for f in found)
+
+
+def test_all_pass_is_canonical_and_one_fails_is_not(judge, cli, evaluation_file, tmp_path):
+    text = {"text": str(evaluation_file), "windows": 2, "seqlen": 64}
+    good, bad = {"measure": "top1", "delta": 1, **text}, {"measure": "kl", "delta": 0, **text}
+    for asked, code in (((good,), 0), ((good, bad), 1), ((good,), 0)):
+        done = judge(*asked)
+        assert done.exit_code == code and "Traceback" not in done.stderr
+        assert Manifest.load(tmp_path / "student").canonical is (code == 0)
+        listed = cli("list", tmp_path)
+        assert listed.exit_code == 0 and listed.stdout.endswith("canonical\n" if code == 0 else " s\n")
+        assert ("failed: kl" in done.stdout) == (code == 1)
+    assert json.loads(cli("list", tmp_path, "--json").stdout)[0]["canonical"] is True
+    assert {path.name for path in tmp_path.iterdir()} == {"student", "criteria.yaml"}
+
+
+def test_a_mark_does_not_change_what_the_artifact_is(judge, evaluation_file, tmp_path, converted):
+    before = Manifest.load(converted("llama", "latent", budget=0.5))
+    judge({"measure": "top1", "delta": 1, "text": str(evaluation_file), "windows": 2, "seqlen": 64})
+    after = Manifest.load(tmp_path / "student")
+    assert after.fingerprint == before.fingerprint and after.metrics == before.metrics and after.files == before.files
+
+
+def test_nothing_is_judged_on_what_it_was_tuned_on(judge, calibration_file, tmp_path):
+    done = judge({"measure": "kl", "delta": 1, "text": str(calibration_file), "windows": 300, "seqlen": 64})
+    assert done.exit_code == 2 and "share text" in done.stderr
+    assert Manifest.load(tmp_path / "student").canonical is False
+
+
+def test_the_resampled_interval_covers_the_truth():
+    """95 intervals of 100 hold the mean that the documents were drawn from, give or take."""
+    draw, hits = np.random.default_rng(0), 0
+    for seed in range(100):
+        values = draw.normal(1.0, 1.0, 60)
+        measured = Measured(values, np.zeros(60), np.ones(60), higher=False)
+        low, high = measured.judge(Criterion("kl", delta=1.0), seed)["interval"]
+        hits += low <= 1.0 <= high
+    assert 85 <= hits <= 100
+
+
+@given(st.integers(1, 6), st.booleans(), st.integers(0, 100))
+def test_documents_count_by_their_length(n, higher, seed):
+    draw = np.random.default_rng(seed)
+    counts = draw.integers(1, 9, n).astype(float)
+    ours, theirs = draw.random(n) * counts, draw.random(n) * counts
+    found = Measured(ours, theirs, counts, higher, exp=True).judge(Criterion("perplexity", relative=0.1), 0)
+    a, b = np.exp(ours.sum() / counts.sum()), np.exp(theirs.sum() / counts.sum())
+    assert found["worse"] == pytest.approx((b - a if higher else a - b) / b)
+    assert found["passed"] == (found["worse"] <= 0.1)
+    assert (found["interval"] is None) == (n == 1)
+
+
+def test_a_number_that_is_none_fails():
+    measured = Measured(np.array([np.nan]), np.array([1.0]), np.ones(1), higher=False)
+    assert measured.judge(Criterion("kl", delta=9.0), 0)["passed"] is False
+
+
+def test_documents_stay_apart(tiny_models, tmp_path):
+    """No window spans two documents, and each says whose it is."""
+    tokenizer = checkpoint.load_tokenizer(tiny_models["llama"])
+    path = tmp_path / "a.jsonl"
+    texts = ["x" * 150, "y" * 30, "z" * 64]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = acceptance.pieces(tokenizer, Criterion("kl", delta=1.0, text=str(path), seqlen=64, windows=9), [])
+    assert [(p.document, len(p.ids)) for p in found] == [(0, 64), (0, 64), (2, 64)]
+
+
+def test_needles(tiny_models):
+    tokenizer = checkpoint.load_tokenizer(tiny_models["llama"])
+    made = needle.cases(tokenizer, ["hay " * 400], [300, 400], [0.0, 0.5, 1.0], 2, seed=0)
+    assert [(c.length, c.depth) for c in made] == [(n, d) for n in (300, 400) for d in (0.0, 0.5, 1.0) for _ in "ab"]
+    for case in made:
+        text, answer = tokenizer.decode(case.ids), tokenizer.decode(case.ids[-case.answer :])
+        assert len(case.ids) == case.length and text.count(answer.strip()) == 2
+        at = text.index("The special magic")
+        assert at < 10 if case.depth == 0 else at > 50
+        # A model that knows the answer, one that knows all of it but the last token.
+        right = torch.nn.functional.one_hot(case.ids.roll(-1), 260).float()
+        assert needle.is_found(right, torch.eye(260), case)
+        right[-2] = 0
+        assert not needle.is_found(right, torch.eye(260), case)
+    with pytest.raises(UserError, match="needs between 1 and"):
+        needle.cases(tokenizer, ["hay " * 10], [400], [0.0], 1, seed=0)
+
+
+def test_needles_are_judged(judge, tmp_path):
+    done = judge({"measure": "needle", "delta": 1, "lengths": [256], "depths": [0, 1], "repeats": 1, "seqlen": 64})
+    assert done.exit_code == 0, done.stderr
+    assert Manifest.load(tmp_path / "student").acceptance["criteria"][0]["documents"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"measure": "kl"}, "one of delta and relative"),
+        ({"measure": "kl", "relative": 0.1}, "kl needs delta"),
+        ({"measure": "ppl", "delta": 1}, "measure"),
+        ({"measure": "kl", "delta": 1, "txt": "a"}, "unknown key 'txt'"),
+        ({"measure": "task", "delta": 1}, "go together"),
+        ({"measure": "needle", "delta": 1, "depths": "0,2"}, "between 0 and 1"),
+        ({"measure": "kl", "delta": 1, "text": "/nowhere"}, "does not exist"),
+        ({"measure": "kl", "delta": 1, "seqlen": 8}, "too short to tell"),
+    ],
+)
+def test_criteria_that_cannot_be_judged(judge, given, words):
+    done = judge(given)
+    assert done.exit_code == 2 and words in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_what_does_not_belong_together(judge, cli, tiny_models, tmp_path):
+    good = {"measure": "kl", "delta": 1}
+    done = judge(good, student=tiny_models["llama"])
+    assert done.exit_code == 2 and "only what mlaforge made" in done.stderr
+    for arguments in (("--criteria", tmp_path / "criteria.yaml"), ("--teacher", tiny_models["llama"]), ()):
+        assert cli("eval", *arguments).exit_code == 2
+    (tmp_path / "criteria.yaml").write_text("criteria: 5\n")
+    with pytest.raises(UserError, match="a list of"):
+        criteria.read(tmp_path / "criteria.yaml")
+    assert cli("list", tmp_path / "nowhere").exit_code == 2
+
+
+def test_the_verdict_is_an_artifact(judge, cli, tiny_models, evaluation_file, tmp_path):
+    judge({"measure": "top1", "delta": 1, "text": str(evaluation_file), "windows": 2, "seqlen": 64})
+    config = EvalConfig(
+        teacher=str(tiny_models["llama"]), student=str(tmp_path / "student"), criteria=str(tmp_path / "criteria.yaml"),
+        device="cpu",
+    )  # fmt: skip
+    first = acceptance.run(config, tmp_path / "out")
+    assert first.stage == "acceptance" and first.metrics["passed"]
+    assert acceptance.run(config, tmp_path / "out").seconds == first.seconds
+
+
+def test_a_local_task(judge, tmp_path):
+    """Through lm-eval, which is no part of the development environment."""
+    pytest.importorskip("lm_eval.models")
+    questions = [{"question": f"{n} and", "choices": [" yes", " no"], "answer": n % 2} for n in range(6)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    task = {
+        "task": "yes_or_no", "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "q.jsonl")}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }  # fmt: skip
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
+    done = judge({"measure": "task", "delta": 1, "task": str(tmp_path / "task.yaml")})
+    assert done.exit_code == 0, done.stderr
+    (found,) = Manifest.load(tmp_path / "student").acceptance["criteria"]
+    assert found["documents"] == 6 and 0 <= found["student"] <= 1
+    done = judge({"measure": "task", "delta": 1, "task": str(tmp_path / "task.yaml"), "metric": "f1"})
+    assert done.exit_code == 2 and "has no metric 'f1'" in done.stderr
