@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlaforge import checkpoint, plan_file
 from mlaforge.artifact import MANIFEST, Manifest, finished, writing
 from mlaforge.options import ConvertConfig
+from mlaforge.plan import make_plan
 from mlaforge.runtime import UserError
 
 PLAIN = st.recursive(
@@ -84,6 +86,7 @@ OTHER = {
     "collapse": ["auto"],
     "freqfold": ["auto"],
     "deepseek_style": [],
+    "plan": ["{folder}/plan.json"],
 }
 
 
@@ -113,6 +116,8 @@ def made(tiny_models, calibration_file, evaluation_file, cli, short, tmp_path_fa
     command = ["convert", folder / "model", folder / "out", *short, "--calibration", texts[0], "--evaluation", texts[1]]
     done = cli(*command)
     assert done.exit_code == 0, done.stderr
+    spec = checkpoint.read_spec(checkpoint.read_config(folder / "model"))
+    plan_file.write(folder / "plan.json", make_plan(spec, 0.75), {}, [None] * spec.num_layers, [])
     return command
 
 
@@ -122,7 +127,8 @@ def test_every_option_of_convert_is_named_here():
 
 @pytest.mark.parametrize("name", OTHER)
 def test_another_option_is_another_result(name, made, cli):
-    done = cli(*made, f"--{name.replace('_', '-')}", *OTHER[name])
+    values = [value.format(folder=made[1].parent) if isinstance(value, str) else value for value in OTHER[name]]
+    done = cli(*made, f"--{name.replace('_', '-')}", *values)
     assert done.exit_code == 2 and "holds another convert result" in done.stderr, done.stderr
 
 

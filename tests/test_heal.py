@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from mlaforge import checkpoint, convert, corpus, heal
 from mlaforge.artifact import Manifest
+from mlaforge.config import resolve
 from mlaforge.distill import Distillation, Loss, trainable
 from mlaforge.kl import compare
 from mlaforge.options import ConvertConfig, HealConfig
@@ -396,3 +397,8 @@ def test_two_processes_lose_what_one_does(healed, tiny_models, student, healing_
     with checkpoint.Reader(whole) as ours, checkpoint.Reader(out) as theirs:
         for name in ours:
             torch.testing.assert_close(theirs[name], ours[name], rtol=1e-2, atol=1e-4)
+
+
+def test_the_recipe_is_one():
+    config = resolve(HealConfig, Path(__file__).parents[1] / "recipes" / "smollm2-heal.yaml")
+    assert heal.check_options(config) == ["attention", "all"] and heal.lengths(config) == [512, 2048]
