@@ -65,7 +65,7 @@ def check_options(config: HealConfig) -> list[str]:
         raise UserError(f"validation_tokens = {config.validation_tokens} is too small; give at least {corpus.SHINGLE}")
     if config.teacher_cache != "off" and (config.hidden_weight or config.attention_weight):
         raise UserError(f"teacher_cache {config.teacher_cache} keeps no layer's output to match; give one of them up")
-    if longest := max(lengths(config)) > config.batch_tokens and max(lengths(config)):
+    if (longest := max(lengths(config))) > config.batch_tokens:
         raise UserError(f"batch_tokens = {config.batch_tokens} holds no row of {longest}; give at least that")
     subsets = [part.strip() for part in config.subset.split(",")]
     if any(part not in SUBSETS for part in subsets):
