@@ -1,13 +1,13 @@
 """Does it help to calibrate on golden sets? SmolLM2 converted with golden, random and first-N text of one pool.
 
-    python benchmarks/calibration.py --data ../shared/data [--windows 8] [--seqlen 2048] [--folder runs/calibration]
+    python benchmarks/calibration.py --data ../shared/data [--windows 8] [--seqlen 1024] [--folder runs/calibration]
 
 The pool is the embedded text (less what is held out) and WikiText-2's validation text, in that order. Each way takes
 the same number of tokens from it: `golden` the full set of `mlaforge calibrate` (SmolLM2 has no sliding windows),
 `random` windows from anywhere, `first` the first ones. Three seeds: of the clusters, of the windows, and of the labels
 that calibration samples, so that `first` varies too. Judged on text of another kind than the pool's (grade-school
 mathematics, questions to an assistant), and on text of its kinds (WikiText-2 test, held-out Python source).
-SmolLM2-135M-Instruct, fp32, `latent` at 50 %. About 30 minutes on two cores; a run that was cut off goes on.
+SmolLM2-135M-Instruct, fp32, `latent` at 50 %. Less than an hour on two cores; a run that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
     arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
-    arguments.add_argument("--seqlen", type=int, default=2048, help="tokens of a window")
+    arguments.add_argument("--seqlen", type=int, default=1024, help="tokens of a window")
     arguments.add_argument("--judged-windows", type=int, default=4, help="windows of each judged text")
     arguments.add_argument("--folder", type=Path, default=Path("runs/calibration"), help="what is made on the way")
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/calibration.json"))
@@ -102,7 +102,10 @@ def main() -> None:
     model = demo_model.fetch()
     tokenizer = checkpoint.load_tokenizer(model)
     # What a run that was cut off had measured is not measured again.
-    result = json.loads(given.out.read_text()) if given.out.exists() else {"rows": [], "environment": environment()}
+    settings = {"windows": given.windows, "seqlen": given.seqlen, "judged_windows": given.judged_windows}
+    result = json.loads(given.out.read_text()) if given.out.exists() else {}
+    if result.get("settings") != settings:
+        result = {"settings": settings, "rows": [], "environment": environment()}
     result["calibration_tokens"] = given.windows * given.seqlen
     (scratch := given.folder).mkdir(parents=True, exist_ok=True)
     documents = [d for s in pool(given.data) for d in Source.of(s).documents(Notes())]
