@@ -241,7 +241,7 @@ def _heal(
             _refit(original, converted, model, validation, config, texts, work, device)
         group.wait()
         solved = {} if config.refit == "off" else work["refit"]
-        student.load_state_dict(solved, strict=False)
+        _put(student, solved)
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
         student.train()
@@ -290,6 +290,11 @@ def _board(config: HealConfig, group: sharding.Group) -> Any:
     return SummaryWriter(config.tensorboard)
 
 
+def _put(student: Any, tensors: dict[str, Tensor]) -> None:
+    """Some of the student's tensors by name; a name that it lacks is an error of ours."""
+    assert not student.load_state_dict(tensors, strict=False).unexpected_keys
+
+
 def _refit(
     original: Path, converted: Path, model: Distillation, validation: Validation, config: HealConfig, texts: Texts,
     work: Spill, device: torch.device,
@@ -307,10 +312,10 @@ def _refit(
     with LayerStream(converted, dtype, device) as ours, LayerStream(original, dtype, device) as theirs:
         for name, up in (("o_proj", False), ("up_and_o_proj", True)):
             solved = steer(ours, theirs, few, up)
-            student.load_state_dict(solved, strict=False)
+            _put(student, solved)
             kl[name] = validation.measure(model)["kl"]
             found[name] = {key: tensor.clone() for key, tensor in solved.items()}
-            student.load_state_dict(before, strict=False)
+            _put(student, before)
     usable = [name for name in kl if name != "none" or config.refit == "auto"]
     chosen = min(usable, key=kl.__getitem__)
     log(", ".join(f"{name}: validation KL {value:.5f}" for name, value in kl.items()) + f"; refit: {chosen}")
