@@ -1,0 +1,32 @@
+"""`mlaforge draft ...`: the verbs of EAGLE-3 heads. As in cli.py: parse, call a stage, print."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlaforge import verbs
+from mlaforge.options import RegenerateConfig
+from mlaforge.verbs import Model, Overwrite, group, quiet
+
+app = group("EAGLE-3 draft heads: the text they learn from, their vocabulary, their training.")
+verb = functools.partial(verbs.verb, app)
+
+NewDirectory = Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")]
+
+
+@verb(RegenerateConfig)
+def regenerate(model: Model, out: NewDirectory, config: RegenerateConfig, overwrite: Overwrite = False) -> None:
+    """Have MODEL answer prompts, and questions of its own: the text that its draft head learns from."""
+    from mlaforge import regenerate as stage
+
+    quiet()
+    found = stage.run(model, out, config, overwrite).metrics
+    dropped = ", ".join(f"{count} {why}" for why, count in found["dropped"].items())
+    print(
+        f"{out}: {found['answers']} answers, {found['prompt_tokens']} + {found['answer_tokens']} tokens, distinct "
+        f"4-grams {found['distinct_4grams'] or 0:.2f}" + (f"; left out: {dropped}" if dropped else "")
+    )
