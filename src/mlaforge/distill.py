@@ -167,7 +167,7 @@ class Validation:
     """Rows that nothing is trained on, and what the teacher computes on them, once. Judged by `goal`, which falls."""
 
     goal = "kl"
-    shown = ("kl", "ppl")
+    shown: tuple[str, ...] = ("kl", "ppl")
 
     @torch.no_grad()
     def __init__(self, teacher: Any, rows: Rows, at_once: int):

@@ -143,9 +143,9 @@ def distillation_loss(
     """kl_weight · T² · KL(teacher | student) + lm_weight · cross-entropy; and both means alone, without gradient.
 
     KL is the mean over rows at temperature T of softmax(logits / T), in nats, or the sum with `weights_N`; T² keeps its
-    gradient's size (Hinton et al. 2015, arXiv:1503.02531). Cross-entropy is the mean over rows with a label. Differentiable by
-    hidden_NC (the student's final, normed hidden states) and head_VC (the weight of its language model head).
-    Without lm_weight the cross-entropy is not computed and reported as 0.
+    gradient's size (Hinton et al. 2015, arXiv:1503.02531). Cross-entropy is the mean over rows with a label.
+    Differentiable by hidden_NC (the student's final, normed hidden states) and head_VC (the weight of its language
+    model head). Without lm_weight the cross-entropy is not computed and reported as 0.
     """
     found: tuple[Tensor, Tensor, Tensor] = _Loss.apply(
         hidden_NC, head_VC, labels_N, targets, temperature, kl_weight, lm_weight, weights_N

@@ -76,7 +76,7 @@ class Lesson(Protocol):
         ...
 
     def __call__(self, rows: Rows, targets: Any = None) -> Tensor:
-        """The terms of a batch, of which the first carries the gradient. A mean over rows: a batch may come in parts."""
+        """The terms of a batch, the first with its gradient. Means over rows: a batch may come in parts."""
         ...
 
 
