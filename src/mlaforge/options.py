@@ -202,6 +202,49 @@ class RegenerateConfig(EngineConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class VocabularyConfig:
+    """Options of `draft vocab`."""
+
+    size: int = option(8192, "tokens that a head can propose", "tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTrainConfig:
+    """Options of `draft train`."""
+
+    text: tuple[str, ...] | None = option(None, "what `draft regenerate` wrote with MODEL")
+    vocabulary: str | None = option(None, "what `draft vocab` wrote; else the head proposes every token")
+    init: str | None = option(
+        None, "a head to start from, such as the original's for a converted model: sizes, vocabulary, window and "
+        "boundaries are its own",
+    )  # fmt: skip
+    boundaries: str = option(
+        "auto", "where MODEL's residual stream is captured, 3 of 0 (the embedding) to its number of layers; auto: 2, "
+        "half, three before the last",
+    )  # fmt: skip
+    sliding_window: int = option(2048, "tokens that the head's attention sees, 0 for all", "tokens")
+    unroll: int = option(7, "drafted tokens in a row that training unrolls", "tokens")
+    steps: int = option(1000, "steps of the optimiser", "steps")
+    batch_tokens: int = option(2048, "text of a step, prompts and padding counted", "tokens")
+    micro_tokens: int = option(2048, "of it, what goes through the models at once", "tokens")
+    seqlen: int = option(512, "length of packed rows; longer conversations are cut", "tokens")
+    learning_rate: float = option(0.03, "after the warm-up; for a matrix's row it is a share of the row's own size")
+    warm_up: float = option(
+        0.05, "share of the steps over which the rate grows; a cosine takes it back to 0", "fraction"
+    )
+    weight_decay: float = option(0.0, "decay of AdamW")
+    cache: bool = option(
+        True, "run MODEL over the text once and keep its states on disk, 8 bytes of each hidden number"
+    )
+    evaluate_every: int = option(100, "steps between evaluations on the answers kept back", "steps")
+    checkpoint_every: int = option(100, "steps between checkpoints, from which a killed run goes on", "steps")
+    dtype: str = option("auto", "dtype to compute in; auto: float32 on a CPU, else bfloat16", choices=DTYPES[:3])
+    tensorboard: str | None = option(None, "folder for TensorBoard's logs")
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of every random choice")
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportConfig:
     """Options of `export`."""
 
