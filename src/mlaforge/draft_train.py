@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus, locate, packing, sharding, token_map
+from mlaforge import checkpoint, locate, packing, sharding, token_map
 from mlaforge.answers import TEXT, Answer, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.course import Course, Marks, board, check_shares, running
@@ -47,9 +47,9 @@ def check_options(config: DraftTrainConfig) -> None:
             raise UserError(f"{name} = {given} must be 0 or more")
     if not config.learning_rate > 0 or config.warm_up >= 1:
         raise UserError(f"learning_rate = {config.learning_rate} must be above 0, warm_up = {config.warm_up} below 1")
-    if not corpus.SHINGLE <= config.seqlen <= config.batch_tokens:
+    if not 4 <= config.seqlen <= config.batch_tokens:
         raise UserError(
-            f"seqlen = {config.seqlen} must be from {corpus.SHINGLE} to batch_tokens = {config.batch_tokens}"
+            f"seqlen = {config.seqlen} must be from 4 to batch_tokens = {config.batch_tokens}"
         )
     if not config.text:
         raise UserError("--text is missing: what `mlaforge draft regenerate MODEL` wrote")

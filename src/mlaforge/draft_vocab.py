@@ -51,6 +51,7 @@ def run(
     special = sorted(token for token in checkpoint.load_tokenizer(directory).all_special_ids if token < vocab_size)
     if not max(1, len(special)) <= config.size <= vocab_size:
         raise UserError(f"size = {config.size} must be from {max(1, len(special))} to {vocab_size}, the model's own")
+    learnt, held = split([answer for text in texts for answer in read_answers(text)[1]])
     manifest = Manifest(
         STAGE,
         config=dataclasses.asdict(config),
@@ -59,7 +60,6 @@ def run(
     if done := finished(out, manifest, overwrite):
         log(f"{out} is finished already")
         return done
-    learnt, held = split([answer for text in texts for answer in read_answers(text)[1]])
     counted, judged = counts(learnt, vocab_size), counts(held, vocab_size)
     sizes = [config.size // 4, config.size // 2, config.size, 2 * config.size, 4 * config.size]
     manifest.metrics = {
