@@ -60,6 +60,7 @@ ALLOWED = {
     "datasheet": set(),
     "calibrate": NOUNS | GOLDEN,
     "draft_head": BOTTOM | {"checkpoint", "modeling"},
+    "draft_import": NOUNS,
     "moments": NOUNS,
     "factorize": {"spec", "moments"},
     "spectra": {"runtime", "spec", "plan", "moments", "factorize"},

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from mlaforge import verbs
-from mlaforge.options import RegenerateConfig
-from mlaforge.verbs import Model, Overwrite, group, quiet
+from mlaforge.options import DraftImportConfig, RegenerateConfig
+from mlaforge.verbs import Model, Out, Overwrite, group, quiet
 
 app = group("EAGLE-3 draft heads: the text they learn from, their vocabulary, their training.")
 verb = functools.partial(verbs.verb, app)
 
+Target = Annotated[str, typer.Option("--target", metavar="MODEL", help="the model that the head drafts for")]
 NewDirectory = Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")]
 
 
@@ -29,4 +30,24 @@ def regenerate(model: Model, out: NewDirectory, config: RegenerateConfig, overwr
     print(
         f"{out}: {found['answers']} answers, {found['prompt_tokens']} + {found['answer_tokens']} tokens, distinct "
         f"4-grams {found['distinct_4grams'] or 0:.2f}" + (f"; left out: {dropped}" if dropped else "")
+    )
+
+
+@verb(DraftImportConfig)
+def import_(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="directory or hub id of an EAGLE-3 head")],
+    out: Out,
+    target: Target,
+    config: DraftImportConfig,
+    overwrite: Overwrite = False,
+) -> None:
+    """Rewrite an EAGLE-3 head as other tools write it, checked against MODEL."""
+    from mlaforge import draft_import as stage
+
+    quiet()
+    made = stage.run(src, out, target, config, overwrite).metrics
+    read = "all tokens" if made["d2t"] is None else f"{made['draft_vocab_size']} tokens, d2t read as {made['d2t']}"
+    print(
+        f"{out}: {read}; captures at boundaries {made['boundaries']} ({made['convention']}); lm_head is "
+        f"{made['lm_head']}, embed_tokens {made['embed_tokens']}"
     )

@@ -281,3 +281,18 @@ class CalibrateConfig:
     neighbours: int = option(8, "texts nearest its centroid that a cluster gives, beside the farthest 5 %", "texts")
     device: str = option("auto", "where to embed: auto, cpu, cuda, cuda:1, ...")
     seed: int = option(0, "seed of every random choice")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftImportConfig:
+    """Options of `draft import`."""
+
+    convention: str | None = option(
+        None, "what the numbers of captured layers count: boundary (the input of layer j), output (of layer j), or "
+        "hidden_states (transformers': the last one comes after the final norm); else what the config says, else "
+        "boundary", choices=("boundary", "output", "hidden_states"),
+    )  # fmt: skip
+    d2t: str = option(
+        "auto", "how d2t is read: offsets (target = draft + d2t[draft]) or the target's ids; auto: as only one of them "
+        "is possible", choices=("auto", "offsets", "ids"),
+    )  # fmt: skip

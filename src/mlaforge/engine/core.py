@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from mlaforge import checkpoint, locate
-from mlaforge.draft_head import read_head
+from mlaforge.draft_head import check_head, read_head
 from mlaforge.engine.attention import paged
 from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.block_tables import BlockTables
 from mlaforge.engine.cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.constraint import Constraint
 from mlaforge.engine.drafter import Drafter, NgramDrafter
-from mlaforge.engine.eagle3 import EagleDrafter, check_head, head_cache
+from mlaforge.engine.eagle3 import EagleDrafter, head_cache
 from mlaforge.engine.loading import EngineModel, choose_format
 from mlaforge.engine.nvtx import span
 from mlaforge.engine.output import Completion, RequestOutput

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mlaforge.draft_head import check_head
 from mlaforge.engine.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.batch import Batch, Chunk
 from mlaforge.engine.cache import LayerCache
@@ -31,7 +32,6 @@ from mlaforge.engine.nvtx import span
 from mlaforge.engine.sampling_state import on_device
 from mlaforge.engine.sequence import Sequence
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
-from mlaforge.runtime import UserError
 
 # Makes the batch of some chunks with the view of the head's cache group alone.
 MakeBatch = Callable[[list[Chunk]], Batch]
@@ -40,18 +40,6 @@ MakeBatch = Callable[[list[Chunk]], Batch]
 def head_cache(config: Eagle3Config, group: int) -> LayerCache:
     """What the head caches per token, as the layer of cache group number `group`."""
     return LayerCache("gqa", 2 * config.layer.num_key_value_heads * config.layer.head_dim, group)
-
-
-def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
-    """UserError unless the head was made for a target of these sizes."""
-    for name, own, wanted in (
-        ("target_hidden_size", config.target_hidden_size, hidden_size),
-        ("vocab_size", config.layer.vocab_size, vocab_size),
-    ):
-        if own != wanted:
-            raise UserError(f"the head's {name} is {own}, the model's {wanted}: it was trained for another model")
-    if not config.own_embedding and config.layer.hidden_size != hidden_size:
-        raise UserError(f"a head of hidden size {config.layer.hidden_size} needs embed_tokens of its own")
 
 
 class EagleDrafter:
