@@ -61,6 +61,7 @@ ALLOWED = {
     "calibrate": NOUNS | GOLDEN,
     "draft_head": BOTTOM | {"checkpoint", "modeling"},
     "draft_import": NOUNS,
+    "draft_check": NOUNS | {"answers"},
     "moments": NOUNS,
     "factorize": {"spec", "moments"},
     "spectra": {"runtime", "spec", "plan", "moments", "factorize"},

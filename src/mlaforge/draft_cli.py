@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mlaforge import verbs
-from mlaforge.options import DraftImportConfig, RegenerateConfig
-from mlaforge.verbs import Model, Out, Overwrite, group, quiet
+from mlaforge.options import DraftCheckConfig, DraftImportConfig, RegenerateConfig
+from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
 app = group("EAGLE-3 draft heads: the text they learn from, their vocabulary, their training.")
 verb = functools.partial(verbs.verb, app)
 
 Target = Annotated[str, typer.Option("--target", metavar="MODEL", help="the model that the head drafts for")]
+Head = Annotated[Path, typer.Argument(metavar="HEAD", help="directory of an EAGLE-3 head")]
 NewDirectory = Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")]
 
 
@@ -51,3 +53,32 @@ def import_(
         f"{out}: {read}; captures at boundaries {made['boundaries']} ({made['convention']}); lm_head is "
         f"{made['lm_head']}, embed_tokens {made['embed_tokens']}"
     )
+
+
+@verb(DraftCheckConfig)
+def check(head: Head, target: Target, config: DraftCheckConfig, json_output: Json = False) -> None:
+    """How often HEAD says what MODEL says, with the states it is given and with their neighbours: exit code 1 unless
+    its own are the right ones."""
+    from mlaforge import draft_check as stage
+
+    quiet()
+    found = stage.run(head, target, config)
+    if json_output:
+        print(json.dumps(found, indent=1))
+    else:
+        print(f"{'states':22} {'boundaries':16} agreement")
+        for row in found["rows"]:
+            print(f"{row['states']:22} {row['boundaries']!s:16} {row['agreement']:9.4f}")
+        share = f"{100 * found['coverage']:.1f} %"
+        print(f"{found['positions']} positions; HEAD's vocabulary has {share} of what MODEL says there")
+        print(_verdict(found["right"]))
+    if found["right"] != "as stored":
+        raise typer.Exit(1)
+
+
+def _verdict(right: str | None) -> str:
+    if right is None:
+        return "undecided: no choice of states is surely the best; give more text, or a head of this model"
+    if right == "as stored":
+        return "its states are the right ones"
+    return f"wrong states: {right} is right; import it again with another --convention"

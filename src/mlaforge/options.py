@@ -296,3 +296,17 @@ class DraftImportConfig:
         "auto", "how d2t is read: offsets (target = draft + d2t[draft]) or the target's ids; auto: as only one of them "
         "is possible", choices=("auto", "offsets", "ids"),
     )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCheckConfig:
+    """Options of `draft check`."""
+
+    text: str = option(
+        "embedded", "text to measure on: what `draft regenerate` wrote, a file, a folder, or embedded (its held-out "
+        "part)",
+    )  # fmt: skip
+    windows: int = option(8, "windows from the start of the text, or answers", "windows")
+    seqlen: int = option(512, "length of a window, or of a prompt with its answer", "tokens")
+    dtype: str = option("auto", "dtype the target computes in; the head computes in float32", choices=DTYPES)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
