@@ -62,6 +62,7 @@ ALLOWED = {
     "draft_head": BOTTOM | {"checkpoint", "modeling"},
     "draft_import": NOUNS,
     "draft_check": NOUNS | {"answers"},
+    "draft_compare": NOUNS | {"draft_check", "engine"},
     "moments": NOUNS,
     "factorize": {"spec", "moments"},
     "spectra": {"runtime", "spec", "plan", "moments", "factorize"},

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mlaforge import verbs
-from mlaforge.options import DraftCheckConfig, DraftImportConfig, RegenerateConfig
+from mlaforge.options import DraftCheckConfig, DraftCompareConfig, DraftImportConfig, RegenerateConfig
 from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
 app = group("EAGLE-3 draft heads: the text they learn from, their vocabulary, their training.")
@@ -82,3 +82,36 @@ def _verdict(right: str | None) -> str:
     if right == "as stored":
         return "its states are the right ones"
     return f"wrong states: {right} is right; import it again with another --convention"
+
+
+@verb(DraftCompareConfig)
+def compare(
+    head: Head,
+    target: Target,
+    config: DraftCompareConfig,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", metavar="FILE", help="stages of another runtime (safetensors); else PyTorch's"),
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Numeric parity of HEAD in the engine, part by part, with another runtime or with plain PyTorch in float64: exit
+    code 1 where the logits differ too much."""
+    from mlaforge import draft_compare as stage
+
+    quiet()
+    found = stage.run(head, target, reference, config)
+    if json_output:
+        print(json.dumps(found, indent=1))
+    else:
+        print(f"{'stage':18} {'mean |d|':>9} {'max |d|':>9} {'row':>5} {'size':>9} {'cosine':>8} {'worst':>8} top-k")
+        for row in found["stages"]:
+            overlap = "" if row["overlap"] is None else f" {row['overlap']:.3f}"
+            print(
+                f"{row['stage']:18} {row['mean_difference']:9.2e} {row['max_difference']:9.2e} {row['worst_row']:5} "
+                f"{row['size']:9.2e} {row['cosine']:8.5f} {row['worst_cosine']:8.5f}{overlap}"
+            )
+        print(f"{found['rows']} rows, states of {found['states']}, engine in {found['dtype']}")
+        print("; ".join(found["failed"]) or f"{found['judged']} agrees")
+    if found["failed"]:
+        raise typer.Exit(1)

@@ -310,3 +310,19 @@ class DraftCheckConfig:
     seqlen: int = option(512, "length of a window, or of a prompt with its answer", "tokens")
     dtype: str = option("auto", "dtype the target computes in; the head computes in float32", choices=DTYPES)
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCompareConfig:
+    """Options of `draft compare`."""
+
+    text: str = option("embedded", "without --reference: text that both read, a file, a folder, or embedded")
+    tokens: int = option(256, "of it, so many", "tokens")
+    cosine: float = option(0.98, "least cosine with the reference's logits, a mean over rows")
+    max_difference: float | None = option(None, "largest difference of any logit (none)")
+    overlap: float | None = option(None, "least share of the reference's top logits that are among ours (none)")
+    top_k: int = option(10, "how many top logits that is", "logits")
+    dtype: str = option(
+        "auto", "weights of the engine that is compared, as in `generate`", choices=(*DTYPES, "int8", "int4")
+    )
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")

@@ -148,12 +148,25 @@ class EagleDrafter:
             states_NS = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], dim=-1)
         return self.fc(states_NS)
 
-    def _layer(self, hidden_NC: Tensor, ids_N: Tensor, batch: Batch) -> Tensor:
-        """[N, C] before the final norm, of states and the tokens after them."""
+    @torch.inference_mode()
+    def stages(self, states_NS: Tensor, next_ids: list[int], chunk: Chunk) -> dict[str, Tensor]:
+        """What each part makes of the rows of one text, by the names of draft_compare.py; `chunk` is their room."""
+        kept = {"fc_out": self._fused(states_NS)}
+        out_NC = self._layer(kept["fc_out"], self._ids(next_ids), self._make_batch([chunk]), kept)
+        kept["pre_head_hidden"] = self.norm(out_NC)
+        return {**kept, "logits": self.head(kept["pre_head_hidden"])}
+
+    def _layer(self, hidden_NC: Tensor, ids_N: Tensor, batch: Batch, kept: dict[str, Tensor] | None = None) -> Tensor:
+        """[N, C] before the final norm, of states and the tokens after them. `kept` gets what attention and MLP add."""
         step = Step.make(batch, self.rotary, self.attention.head_dim, self.model.dtype)
         normed_NC = self.hidden_norm(hidden_NC)
         both = torch.cat((self.input_norm(F.embedding(ids_N, self.embedding)), normed_NC), dim=-1)
-        hidden_NC = self.attention(both, step, normed_NC if self.config.norm_before_residual else hidden_NC)
+        plus_NC = normed_NC if self.config.norm_before_residual else hidden_NC
+        hidden_NC = self.attention(both, step, plus_NC)
+        if kept is not None:
+            # Once more, alone: what is left of a sum has lost digits.
+            kept["attn_out"] = self.attention(both, step, torch.zeros_like(plus_NC))
+            kept["ffn_out"] = self.mlp(self.post_attention_norm(hidden_NC), torch.zeros_like(hidden_NC))
         return self.mlp(self.post_attention_norm(hidden_NC), hidden_NC)
 
     def _ids(self, token_ids: list[int]) -> Tensor:
