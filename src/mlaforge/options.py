@@ -160,6 +160,10 @@ class EngineConfig:
         "the text), or the directory of an EAGLE-3 head",
     )  # fmt: skip
     num_speculative_tokens: int = option(3, "drafted tokens per step and sequence, 1 to 8", "tokens")
+    speculative_tree_tokens: int = option(
+        0, "where one sequence runs alone, verify a tree of so many of a head's likeliest tokens, no deeper than "
+        "num-speculative-tokens; 0 for a chain", "tokens",
+    )  # fmt: skip
     adaptive_speculation: bool = option(
         True, "draft fewer tokens, or none, where measurement says that it does not pay"
     )

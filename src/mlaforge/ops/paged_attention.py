@@ -60,10 +60,13 @@ def reference(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scal
         block_P = view.block_table_SB[s, row_P // view.block_size].long()
         slot_P = block_P * view.block_size + row_P % view.block_size
 
-        position_T1 = torch.arange(length - T, length, device=q_NHD.device)[:, None]
-        visible_TP = position_P <= position_T1
-        if view.window is not None:
-            visible_TP &= position_P > position_T1 - view.window
+        if view.tree_Tn is None:
+            position_T1 = torch.arange(length - T, length, device=q_NHD.device)[:, None]
+            visible_TP = position_P <= position_T1
+            if view.window is not None:
+                visible_TP &= position_P > position_T1 - view.window
+        else:
+            visible_TP = view.visible(T, length - first)
 
         q_TGED = q_NHD[rows].float().unflatten(1, (G, H // G))
         scores = torch.einsum("tged,pgd->tgep", q_TGED, k_LGD[slot_P].float()) * scale
@@ -88,6 +91,8 @@ def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
         return f"it needs CUDA tensors, these are on {q_NHD.device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
+    if view.tree_Tn is not None:
+        return "it has no trees"
     from mlaforge.ops import paged_attention_triton
 
     return paged_attention_triton.supports(q_NHD, k_LGD, v_LGV)
@@ -112,6 +117,8 @@ def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale:
 
 
 def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
+    if view.tree_Tn is not None:
+        return "it has no trees"
     if view.max_query > FEW_QUERIES:
         return f"it is for up to {FEW_QUERIES} query tokens per sequence"
     if q_NHD.dtype != torch.bfloat16 or k_LGD.dtype != torch.bfloat16:
