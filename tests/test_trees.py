@@ -17,6 +17,7 @@ from mlaforge.engine.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.drafter import Draft, ancestry
 from mlaforge.engine.params import SamplingParams
 from mlaforge.engine.speculation import Pace
+from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import OP
 
 BASES = random_prompts(40, 40, seed=12)
@@ -110,14 +111,41 @@ def test_attention_sees_the_path_and_what_came_before(parents, before, window, b
         assert view.places(L).tolist() == [p - (before + n - L) for p in positions]
 
 
+@settings(max_examples=30)
+@given(parents=forests, before=st.integers(0, 300), window=st.none() | st.integers(1, 14), asked=st.integers(1, 12),
+       heads=st.sampled_from([(4, 2, 8, 8), (6, 1, 24, 16), (9, 3, 64, 64)]))  # fmt: skip
+def test_the_compiled_kernel_sees_the_same(parents, before, window, asked, heads):
+    """In bf16, chunks of the cache that end inside the tree, and what nobody wrote beside it."""
+    if kernels() is None:
+        pytest.skip("no compiled kernels here")
+    H, G, D, V = heads
+    n, T = len(parents), min(asked, len(parents))
+    tables = BlockTables([CacheGroup("it", 60, window)], 8)
+    tables.start(0, [])
+    for computed in (before, before + n):
+        tables.reserve(0, computed)
+        if computed == before:
+            tables.commit(0, list(range(before)), before)
+    chunk = Chunk(0, range(400), before + n - T, before + n, ancestry(parents)[n - T :])
+    (view,) = make_batch([chunk], tables, torch.device("cpu")).views
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.full((480, G, D), torch.nan, dtype=torch.bfloat16)
+    for start, length in view.runs[0]:
+        rows[start : start + length] = torch.randn(length, G, D, generator=generator).bfloat16()
+    q = torch.randn(T, H, D, generator=generator).bfloat16()
+    want, want_lse = OP.reference(q, rows, rows[..., :V], view, 0.3)
+    out, lse = OP(q, rows, rows[..., :V], view, 0.3, implementation="native")
+    assert torch.allclose(out.float(), want.float(), atol=2e-2, rtol=2e-2)
+    assert torch.allclose(lse, want_lse, atol=1e-3)
+
+
 def test_what_cannot_takes_no_trees():
     tables = BlockTables([CacheGroup("it", 4)], 8)
     tables.start(0, [])
     tables.reserve(0, 4)
     (view,) = make_batch([Chunk(0, range(4), 0, 4, ancestry([-1, 0, 0, 0]))], tables, torch.device("cpu")).views
     rows = torch.zeros(32, 1, 8, dtype=torch.bfloat16)
-    for name in ("native", "triton"):
-        assert OP.implementations[name].supports(rows[:4], rows, rows, view, 1.0) != True  # noqa: E712 (a reason)
+    assert OP.implementations["triton"].supports(rows[:4], rows, rows, view, 1.0) != True  # noqa: E712 (a reason)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

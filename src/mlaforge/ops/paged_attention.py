@@ -112,13 +112,11 @@ def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale:
     native = kernels()
     assert native is not None
     table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
-    out, lse = native.decode(q_NHD, k_LGD, v_LGV, *table, view.block_size, window, scale)
+    out, lse = native.decode(q_NHD, k_LGD, v_LGV, *table, view.block_size, window, scale, view.tree_Tn)
     return out, lse
 
 
 def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
-    if view.tree_Tn is not None:
-        return "it has no trees"
     if view.max_query > FEW_QUERIES:
         return f"it is for up to {FEW_QUERIES} query tokens per sequence"
     if q_NHD.dtype != torch.bfloat16 or k_LGD.dtype != torch.bfloat16:
