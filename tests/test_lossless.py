@@ -11,10 +11,11 @@ import shutil
 
 import pytest
 import torch
-from drafters import Knowing
+from drafters import Branching, Knowing
 from engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 from test_eagle3 import saved
 from test_speculation import check_identities, speculate
+from test_trees import branch
 
 from mlaforge.engine.drafter import NgramDrafter
 from mlaforge.engine.params import SamplingParams
@@ -74,21 +75,23 @@ def plain(llm, prompts, count):
     return [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(count, speculate=False))]
 
 
-def lossless(directory, oracle, dtype, lengths, counts, block_size=16, **options):
-    """All of it on one engine; the first runs compute the prompts, the others find them."""
+def lossless(directory, oracle, dtype, lengths, counts, tree=0, **options):
+    """All of it on one engine; the first runs compute the prompts, the others find them. `tree`: one prompt alone, with
+    trees of so many tokens."""
     prompts = random_prompts(*lengths, seed=len(lengths))
-    llm = watched(directory, dtype=dtype, cache_bytes=64 << 20, max_num_seqs=4, block_size=block_size, **options)
+    llm = watched(directory, dtype=dtype, cache_bytes=64 << 20, max_num_seqs=4, **options)
     engine = llm.engine
     own = engine.speculation and engine.speculation.drafter
     wanted = plain(llm, prompts, NEW)
     texts = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
     for count in counts:
-        drafters = [own] if own else [Knowing(texts, 0.8, seed=count), NgramDrafter()]
-        for drafter in drafters:
-            speculate(engine, drafter, count)
+        knowing = Branching(texts, 0.8, seed=count)
+        for drafter in [own] if own else [knowing] if tree else [knowing, NgramDrafter()]:
+            branch(engine, drafter, count, tree)
             check(oracle, llm, prompts, wanted, llm.generate(prompts, greedy(NEW)))
             stats = engine.stats().speculation
             assert stats.drafted or isinstance(drafter, NgramDrafter)
+            assert (stats.tree_tokens > 0) == (tree > 0)
             check_identities(stats)
     idle(engine)
     return llm, prompts, wanted
@@ -108,11 +111,20 @@ def test_bf16(family, layout, lengthened):
     lossless(directory, Oracle(directory), "bfloat16", (100, 40, 7, 230), (2, 5, 8))
 
 
+@pytest.mark.parametrize(("family", "layout"), CASES[:3])
+def test_trees_in_bf16(family, layout, lengthened):
+    """Of up to 15 tokens through the compiled kernel, where there is one."""
+    directory = lengthened(family, layout)
+    lossless(directory, Oracle(directory), "bfloat16", (150,), (2, 6), tree=15)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lengths", [(LONGEST - NEW,), (5000, 9, 1000, 2500)], ids=["alone", "four"])
 def test_long_contexts(lengths, dtype, long):
     lossless(long, Oracle(long), dtype, lengths, (1, 2, 4, 8))
+    if len(lengths) == 1:
+        lossless(long, Oracle(long), dtype, lengths, (3, 8), tree=24)
 
 
 @pytest.mark.slow
@@ -145,5 +157,7 @@ def test_a_head_in_long_contexts(long, tmp_path):
     """An EAGLE-3 head with a window, whose rows are found with the prompt's."""
     oracle = Oracle(long)
     folder = saved(tmp_path / "head", sliding_window=64, layer={"max_position_embeddings": LONGEST + 64})
+    options = {"speculative": str(folder), "adaptive_speculation": False}
     for dtype in ("float32", "bfloat16"):
-        lossless(long, oracle, dtype, (4000, 130), (3, 8), speculative=str(folder), adaptive_speculation=False)
+        lossless(long, oracle, dtype, (4000, 130), (3, 8), **options)
+        lossless(long, oracle, dtype, (4000,), (3, 6), tree=12, **options)

@@ -43,7 +43,11 @@ class Draft:
     @property
     def length(self) -> int:
         """Tokens of the longest path."""
-        return len(self.token_ids) if self.parents is None else 1 + max(map(max, ancestry(self.parents)))
+        levels: list[int] = []
+        for at in range(len(self.token_ids)):
+            before = at - 1 if self.parents is None else self.parents[at]
+            levels.append(1 + (levels[before] if before >= 0 else 0))
+        return max(levels)
 
 
 def ancestry(parents: Several[int]) -> list[list[int]]:
