@@ -48,9 +48,7 @@ def check_options(config: DraftTrainConfig) -> None:
     if not config.learning_rate > 0 or config.warm_up >= 1:
         raise UserError(f"learning_rate = {config.learning_rate} must be above 0, warm_up = {config.warm_up} below 1")
     if not 4 <= config.seqlen <= config.batch_tokens:
-        raise UserError(
-            f"seqlen = {config.seqlen} must be from 4 to batch_tokens = {config.batch_tokens}"
-        )
+        raise UserError(f"seqlen = {config.seqlen} must be from 4 to batch_tokens = {config.batch_tokens}")
     if not config.text:
         raise UserError("--text is missing: what `mlaforge draft regenerate MODEL` wrote")
 

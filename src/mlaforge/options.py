@@ -160,6 +160,10 @@ class EngineConfig:
         "the text), or the directory of an EAGLE-3 head",
     )  # fmt: skip
     num_speculative_tokens: int = option(3, "drafted tokens per step and sequence, 1 to 8", "tokens")
+    speculative_tree_tokens: int = option(
+        0, "where one sequence runs alone, verify a tree of so many of a head's likeliest tokens, no deeper than "
+        "num-speculative-tokens; 0 for a chain", "tokens",
+    )  # fmt: skip
     adaptive_speculation: bool = option(
         True, "draft fewer tokens, or none, where measurement says that it does not pay"
     )
@@ -324,3 +328,48 @@ class CalibrateConfig:
     neighbours: int = option(8, "texts nearest its centroid that a cluster gives, beside the farthest 5 %", "texts")
     device: str = option("auto", "where to embed: auto, cpu, cuda, cuda:1, ...")
     seed: int = option(0, "seed of every random choice")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftImportConfig:
+    """Options of `draft import`."""
+
+    convention: str | None = option(
+        None, "what the numbers of captured layers count: boundary (the input of layer j), output (of layer j), or "
+        "hidden_states (transformers': the last one comes after the final norm); else what the config says, else "
+        "boundary", choices=("boundary", "output", "hidden_states"),
+    )  # fmt: skip
+    d2t: str = option(
+        "auto", "how d2t is read: offsets (target = draft + d2t[draft]) or the target's ids; auto: as only one of them "
+        "is possible", choices=("auto", "offsets", "ids"),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCheckConfig:
+    """Options of `draft check`."""
+
+    text: str = option(
+        "embedded", "text to measure on: what `draft regenerate` wrote, a file, a folder, or embedded (its held-out "
+        "part)",
+    )  # fmt: skip
+    windows: int = option(8, "windows from the start of the text, or answers", "windows")
+    seqlen: int = option(512, "length of a window, or of a prompt with its answer", "tokens")
+    dtype: str = option("auto", "dtype the target computes in; the head computes in float32", choices=DTYPES)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCompareConfig:
+    """Options of `draft compare`."""
+
+    text: str = option("embedded", "without --reference: text that both read, a file, a folder, or embedded")
+    tokens: int = option(256, "of it, so many", "tokens")
+    cosine: float = option(0.98, "least cosine with the reference's logits, a mean over rows")
+    max_difference: float | None = option(None, "largest difference of any logit (none)")
+    overlap: float | None = option(None, "least share of the reference's top logits that are among ours (none)")
+    top_k: int = option(10, "how many top logits that is", "logits")
+    dtype: str = option(
+        "auto", "weights of the engine that is compared, as in `generate`", choices=(*DTYPES, "int8", "int4")
+    )
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")

@@ -174,11 +174,13 @@ class PagedLatentAttention:
             rows_1LW, mask = view.sequence(index, self.rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
+            at_L = view.places(L)
             if not latent.rope_dim:
                 cos, sin = latent.table(L, q_1HTD)
-                q_1HTD = rotate(q_1HTD, cos[:, L - T :], sin[:, L - T :])
+                last = slice(L - T, L) if at_L is None else at_L[L - T :]
+                q_1HTD = rotate(q_1HTD, cos[:, last], sin[:, last])
             form = latent.absorbed if latent.cheaper_absorbed(T) else latent.expanded
-            outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask)[0].transpose(0, 1))
+            outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask, at_L)[0].transpose(0, 1))
         return torch.cat(outs)
 
 
