@@ -67,7 +67,7 @@ class Endpoint:
         self.url, self.api_name = _filled(self.config.url, words), _filled(self.config.model, words)
         self.process: subprocess.Popen[bytes] | None = None
         # Seen when it fails; a pipe that nobody reads would stop it.
-        self.told = tempfile.TemporaryFile()
+        self.told = tempfile.TemporaryFile()  # noqa: SIM115
         if self.config.command:
             command = [_filled(word, words) for word in shlex.split(self.config.command)]
             told = {str(key): str(value) for key, value in environment.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.replay import Replay
@@ -13,6 +13,7 @@ from mlaforge.engine.core import Engine
 from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.speculation import SpeculationStats
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, resolve_device
 
@@ -31,7 +32,7 @@ class Taken:
     token_ids: list[list[int]]
     first_cached: float | None = None
     cache_bytes: int | None = None
-    speculation: dict[str, Any] | None = None
+    speculation: SpeculationStats | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Ours:
             most = max(most, self.held())
         return Taken(
             began - start, count, time.perf_counter() - began, gaps, list(made.values()), cache_bytes=most or None,
-            speculation=engine.speculation.stats.block() if engine.speculation else None,
+            speculation=engine.speculation.stats if engine.speculation else None,
         )  # fmt: skip
 
     def held(self) -> int:
@@ -193,4 +194,3 @@ class Ours:
         engine = self.engine
         used = zip(engine.cache.groups, engine.tables.used_by_group, strict=True)
         return sum(n * engine.cache.bytes_per_block(i) for i, (group, n) in enumerate(used) if group.name != "draft")
-

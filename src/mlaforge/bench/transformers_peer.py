@@ -14,7 +14,7 @@ from mlaforge.bench.machine import Memory
 from mlaforge.bench.ours import Taken, Variant
 
 
-class Clock(LogitsProcessor):  # type: ignore[misc]
+class Clock(LogitsProcessor):
     """Notes when transformers has a token's logits."""
 
     def __init__(self, device: torch.device) -> None:
