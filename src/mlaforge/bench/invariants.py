@@ -46,12 +46,13 @@ class Finding:
 
 
 def together(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """One entry per invariant over all cases: the first that broke, else the last."""
-    found: dict[str, Finding] = {}
-    for finding in findings:
-        if finding.name not in found or found[finding.name].passed:
-            found[finding.name] = finding
-    return [dataclasses.asdict(finding) for finding in found.values()]
+    """One entry per invariant: the first case in which it broke, else the first of all, and how many there were."""
+    made = []
+    for name in dict.fromkeys(finding.name for finding in findings):
+        own = [finding for finding in findings if finding.name == name]
+        shown = next((finding for finding in own if not finding.passed), own[0])
+        made.append({**dataclasses.asdict(shown), "cases": len(own)})
+    return made
 
 
 class Audit:
@@ -154,7 +155,7 @@ class Audit:
             told = f"{eager} decoding steps without a graph; {told}"
         if "check" in ops_choice().split(","):
             return Finding("tuned_kernels", False, 0.0, 1.0, "MLAFORGE_OPS=check computes everything twice")
-        return Finding("tuned_kernels", hits == 1.0, hits, 1.0, told or "graphs only")
+        return Finding("tuned_kernels", hits == 1.0, hits, 1.0, told or "no op with several implementations was called")
 
     def drafting(self, variant: Variant) -> Finding:
         asked, disabled = self.drafts["asked"], self.drafts["disabled"]

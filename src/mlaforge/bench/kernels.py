@@ -122,7 +122,7 @@ def cost(layout: Layout, S: int, P: int, T: int, itemsize: int) -> Cost:
     return Cost(float(S * flops), float(S * (rows * layout.row + io) * itemsize))
 
 
-def compare(inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+def compare(inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
     """Against the reference, on a few sequences and the last query tokens where scores of all would not fit."""
     q, k, v, view, scale = inputs
     out, lse = outputs

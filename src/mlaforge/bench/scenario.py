@@ -185,7 +185,9 @@ def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> No
                 before = memory.now()
             taken = row.peer.run(prompts, tokens, row.variant)
             if memory is not None:
-                row.activations = max(0, memory.peak() - before)
+                # On a CPU a cache's pages are the system's until they are first written.
+                first = taken.cache_bytes or 0 if row.activations is None and memory.device.type == "cpu" else 0
+                row.activations = max(row.activations or 0, memory.peak() - before - first)
     except DoesNotFit as error:
         row.status, row.limit, row.takens = "capacity", {"what": error.what, "change": error.change}, []
         gc.collect()
