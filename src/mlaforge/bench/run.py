@@ -16,12 +16,15 @@ KNOWN = (*recipe.SCENARIOS, ALL, *recipe.OTHERS, KERNELS, CONVERSION)
 
 
 def run(what: str, models: list[str], config: BenchConfig) -> tuple[Path, str]:
-    """Runs one benchmark, or all scenarios, in a new folder of `config.out`; the folder, and tables for the terminal.
+    """Runs one benchmark, or scenarios (several with commas, or all) in a new folder of `config.out`; the folder, and
+    tables for the terminal.
 
     UserError for what is not known; scenario.Broken where an invariant of PERF_MODE does not hold.
     """
-    if what not in KNOWN:
-        raise UserError(f"bench {what!r} must be one of {', '.join(KNOWN)}{nearest(what, KNOWN)}")
+    names = recipe.SCENARIOS if what == ALL else tuple(what.split(","))
+    for name in names if what not in KNOWN else ():
+        if name not in (known := (*recipe.SCENARIOS, *recipe.OTHERS)):
+            raise UserError(f"bench {what!r}: {name!r} must be one of {', '.join(known)}{nearest(name, KNOWN)}")
     out = Path(config.out)
     folder = out / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     if what == KERNELS:
@@ -33,7 +36,6 @@ def run(what: str, models: list[str], config: BenchConfig) -> tuple[Path, str]:
 
         return folder, conversion.table(conversion.run(models, config, folder))
     permit = functools.partial(gate.permit, out, config.force)
-    names = recipe.SCENARIOS if what == ALL else (what,)
     return folder, "\n\n".join(
         f"{name}\n{summary.table(scenario.run(name, models, config, folder, permit))}" for name in names
     )
