@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PORT, LOG, MOST = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -26,6 +27,7 @@ class Handler(BaseHTTPRequestHandler):
         for line in body.splitlines(keepends=True):
             self.wfile.write(line)
             self.wfile.flush()
+            time.sleep(0.001)
 
     def log_message(self, *words):
         pass

@@ -15,6 +15,7 @@ The file, YAML (docs/bench.md shows vLLM, llama.cpp, SGLang and TensorRT-LLM):
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -127,8 +128,8 @@ class Endpoint:
             per_piece = total / len(times)
             after = [at for at in times if at > began]
             made += round(per_piece * len(after))
-            previous = [began, *after[:-1]]
-            gaps += [(b - a) / per_piece for a, b in zip(previous, after, strict=True) for _ in range(round(per_piece))]
+            between = [(b - a) / per_piece for a, b in itertools.pairwise([began, *after])]
+            gaps += [gap for gap in between for _ in range(round(per_piece))]
         seconds = max(times[-1] for times, _ in streams) - began
         if not made or seconds <= 0:
             raise PeerFailed(f"{self.name} sent all tokens at once; it must stream")

@@ -72,7 +72,8 @@ class Audit:
         with self.watching():
             first = self.peer.run(prompts, tokens, variant).token_ids
         again = self.peer.run(prompts, tokens, variant).token_ids
-        return [self.tuned(), self.drafting(variant), self.integrity(), *self.hook.findings(), _same(first, again)]
+        drafting = [self.drafting(variant)] if variant.count else []
+        return [self.tuned(), *drafting, self.integrity(), *self.hook.findings(), _same(first, again)]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -94,6 +95,7 @@ class Audit:
             # Steps in which all sequences decode: the loop that must not wait.
             self.hook.decoding = bool(engine.scheduler.running) and not engine.scheduler.waiting
             self.hook.decoding &= all(sequence.decoding for sequence in engine.scheduler.running)
+            self.hook.steps += self.hook.decoding
             with self.hook:
                 outputs = step()
             engine.check_integrity()
@@ -244,11 +246,12 @@ class Hook(TorchDispatchMode):
         self.kept = {rows.untyped_storage().data_ptr() for rows in engine.cache.rows}
         self.kept |= {tensor.untyped_storage().data_ptr() for tensor in weights(engine)}
 
-    def __enter__(self) -> Any:
-        self.steps += self.decoding
-        return super().__enter__()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # In inference mode `item`, `to` and `contiguous` come whole; what they are made of is what counts.
+        with self:
+            parts = func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
         out = func(*args, **(kwargs or {}))
         if self.decoding:
             self._count(func._schema.name, args, out)

@@ -103,6 +103,9 @@ class Ours:
     def check_room(self, context: int, batch: int, tokens: int) -> None:
         """DoesNotFit where model or cache hold less than the case needs."""
         engine, length = self.engine, context + tokens + 1
+        most = engine.model.spec.max_position_embeddings
+        if length > most:
+            raise DoesNotFit(f"the model's context is {most:,} tokens, {length:,} are needed", "a smaller --context")
         size = engine.config.block_size
         full = [group.num_blocks for group in engine.cache.groups if group.window is None]
         need = batch * -(-length // size)
@@ -110,10 +113,6 @@ class Ours:
             raise DoesNotFit(
                 f"the cache holds {min(full) * size:,} tokens, {batch} x {length:,} need {need * size:,}",
                 "a larger --cache-fraction, a smaller --batch or --context, or a model converted with a smaller budget",
-            )
-        if length > engine.max_model_len:
-            raise DoesNotFit(
-                f"the model's context is {engine.max_model_len:,} tokens, {length:,} are needed", "a smaller --context"
             )
 
     def use(self, variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
