@@ -148,6 +148,18 @@ def test_prompts_are_text_of_the_wanted_length_and_always_the_same(tiny_models, 
     assert distinct_4_grams([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
 
 
+def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):
+    from test_eagle3 import saved
+
+    words = ["--draft", saved(tmp_path / "head"), "--num-speculative-tokens", "0,2", "--perf"]
+    body = read(bench("single", tiny_models["llama"], *words), "single")
+    plain, drafted = cases(body, engine="mlaforge")
+    assert (drafted["draft"], drafted["eagle_speculation"]["drafted"] > 0) == ("head", True)
+    assert drafted["output_sha256"] == plain["output_sha256"]
+    # The model's own rows, not the head's.
+    assert drafted["cache"]["bytes"] == plain["cache"]["bytes"] == 64 * 192 * 4
+
+
 def test_what_is_beyond_the_model_or_the_cache_is_a_limit(bench, tiny_models, monkeypatch):
     folder = bench("baseline", tiny_models["llama"], "--batch", "1", "--context", "64,600", "--tokens", "4")
     small, large = cases(read(folder, "baseline"), engine="mlaforge")

@@ -212,9 +212,8 @@ def _ceiling(gate: Gate, case: dict[str, Any], body: dict[str, Any]) -> tuple[fl
     return None, None
 
 
-def results_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """The scenarios of one run by name. UserError where there is none, or where they are not of one commit, device and
-    scope."""
+def _scenarios(folder: Path) -> dict[str, dict[str, Any]]:
+    """The scenarios' results that lie in a folder, by name."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
@@ -225,26 +224,29 @@ def results_of(folder: Path) -> dict[str, dict[str, Any]]:
             if body.get("schema") != machine.SCHEMA:
                 raise UserError(f"{path} has schema {body.get('schema')!r}; this version reads {machine.SCHEMA}")
             found[body["scenario"]] = body
+    return found
+
+
+def results_of(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """The run in `folder`, or the newest of those below it, and its scenarios by name. UserError where there is none,
+    or where they are not of one commit, device and scope."""
+    below = sorted((path for path in folder.glob("*") if path.is_dir()), reverse=True)
+    found: dict[str, dict[str, Any]] = {}
+    for run in (folder, *below):
+        if found := _scenarios(run):
+            folder = run
+            break
     if not found:
         raise UserError(f"{folder} holds no results of `mlaforge bench`")
     for key in ("commit", "device", "scope"):
         if len(values := {body[key] for body in found.values()}) > 1:
             raise UserError(f"{folder} holds results of several {key}s: {', '.join(sorted(map(str, values)))}")
-    return found
-
-
-def latest(folder: Path) -> Path:
-    """`folder` if it holds results, else the newest run in it."""
-    runs = sorted(path.parent for path in folder.glob("*/*.json")) if folder.is_dir() else []
-    if not runs or (any(folder.glob("*.json")) and not (folder / LEDGER).is_file()):
-        return folder
-    return runs[-1]
+    return folder, found
 
 
 def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
     """Judges a run, writes gates.json into it and an entry into the ledger above it; returns what was written."""
-    folder = latest(folder)
-    results = results_of(folder)
+    folder, results = results_of(folder)
     one = next(iter(results.values()))
     wanted = [gates] if gates else sorted(FOLDER.glob("*.yaml"))
     verdicts = [judge(gate, results) for path in wanted for gate in read(path) if one["scope"] in gate.scopes]
