@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine bench-load \
-  bench-kernels bench-speculation bench-healing clean
+  bench-kernels bench-speculation bench-healing bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,7 +54,13 @@ bench-load: $(VENV)/.ready
 
 # Needs a GPU.
 bench-kernels: $(VENV)/.ready
-	$(BIN)/python benchmarks/kernels.py --out benchmarks/kernels.json
+	$(BIN)/python benchmarks/kernels.py --out benchmarks/kernels
+
+# The gates' scenarios on MODEL (default: the demo's), and the verdicts. On a CPU the twins.
+bench: $(VENV)/.ready
+	model='$(MODEL)'; $(BIN)/mlaforge bench single,batch --perf \
+	  "$${model:-$$($(BIN)/python -c 'from mlaforge import demo_model; print(demo_model.fetch())')}"
+	$(BIN)/mlaforge gate
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -107,6 +107,8 @@ ALLOWED = {
     "heal": NOUNS | {"refit", "packing", "distill", "trainer", "sharding", "teacher_cache", "course"},
     "ops": {"runtime"},
     "engine": NOUNS | {"ops"},
+    # Artifacts, and the engine as LLM hands it out; `evaluate` is what a perplexity is.
+    "bench": NOUNS | {"engine", "ops", "evaluate"},
     "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "refit", "packing", "distill", "trainer"},
 }
 

@@ -16,6 +16,7 @@ from mlaforge import config as configuration
 from mlaforge import draft_cli, verbs
 from mlaforge.options import (
     EXPORTS,
+    BenchConfig,
     CalibrateConfig,
     ChatConfig,
     ConvertConfig,
@@ -250,6 +251,41 @@ def demo(
     print(conversion_table(list(made["conversions"].values())))
     print(talk(made["talk"].metrics))
     print(f"report: {made['report']}")
+
+
+@verb(BenchConfig)
+def bench(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="a scenario, all, engine, draft, kernels or conversion")],
+    config: BenchConfig,
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL...", help="original and converted ones")] = None,
+) -> None:
+    """Measure MODELs beside transformers and other engines; a folder of results named by the time."""
+    from mlaforge.bench import run as stage
+    from mlaforge.bench.scenario import Broken
+
+    _quiet()
+    try:
+        folder, told = stage.run(what, models or [], config)
+    except Broken as error:
+        print(f"mlaforge: an invariant is broken: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"{told}\n{folder}")
+
+
+@verb()
+def gate(
+    folder: Annotated[Path, typer.Argument(metavar="RESULTS", help="a run's folder, or the newest in it")] = Path(
+        "results"
+    ),
+    gates: Annotated[Path | None, typer.Option("--gates", metavar="FILE", help="other gates than the shipped")] = None,
+) -> None:
+    """Judge measured results by the gates; exit code 1 where one fails."""
+    from mlaforge.bench import gate as stage
+
+    found = stage.run(folder, gates)
+    print(stage.table(found))
+    if not found["passed"]:
+        raise typer.Exit(1)
 
 
 @verb()
