@@ -342,10 +342,12 @@ def list_(
 
 @verb()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts, searched through")],
-    out: Annotated[Path, typer.Argument(metavar="OUT.html", help="file to write; the numbers go beside it as .json")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts and results, searched through")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="page to write; the numbers go beside it as .json")
+    ] = Path("report.html"),
 ) -> None:
-    """One self-contained HTML page from all artifacts in a folder."""
+    """One self-contained HTML page from all artifacts and results in a folder."""
     from mlaforge.report import write_report
 
     write_report(folder, out)
