@@ -18,8 +18,8 @@ COST = 1.05
 NEAR = 0.95
 OWN = "mlaforge"
 RULES = {
-    "cache": f"the smallest cache of a layout whose perplexity over the original's stays at or below ×{COST:g} with the "
-    "upper end of its 95 % interval (with the value itself where there is no interval)",
+    "cache": "the smallest cache of a layout whose perplexity over the original's stays at or below "
+    f"×{COST:g} with the upper end of its 95 % interval (with the value itself where there is no interval)",
     "layout": "at each context and batch the fastest plain decoding; where the ranges of the repetitions overlap, of "
     "those models the one that caches least",
     "drafts": "the number of drafted tokens with the most tokens per second; where the ranges of the repetitions "

@@ -342,7 +342,7 @@ def list_(
 
 @verb()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts and results, searched through")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts and results")],
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="page to write; the numbers go beside it as .json")
     ] = Path("report.html"),

@@ -19,7 +19,7 @@ CACHE = 0.01
 # Answers that repeat themselves more than this flatter whoever drafts them.
 VARIED = 0.5
 WATCHED = (
-    f"measured loss beyond {FACTOR:g} times the predicted, or below its {FACTOR:g}th part",
+    f"measured losses that a factor of {FACTOR:g} does not bring to the predicted",
     "perplexities without a confidence interval",
     "criteria that failed",
     "healing whose best step was not its last",

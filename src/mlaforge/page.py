@@ -122,6 +122,16 @@ def heat(ax: Any, what: dict[str, Any]) -> None:
     ax.grid(visible=False)
 
 
+def logarithmic(axis: Any) -> None:
+    """An axis whose ticks are 1, 2 and 5 times powers of ten, written out: mathematics is not set in these drawings."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda v, _: f"{v:g}")
+
+
 def jinja_page(name: str) -> Any:
     """A template that stands beside this file, with this page's look at hand; everything it prints is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -157,8 +157,9 @@ def _evaluation(record: dict[str, Any]) -> dict[str, Any]:
 def _exponential(metrics: dict[str, Any], mean: str, stderr: str) -> list[float] | None:
     """exp of the 95 % interval of a mean over windows."""
     center, error, n = (number(metrics, key) for key in (mean, stderr, "windows"))
-    found = interval(center, error, int(n)) if None not in (center, error, n) else None
-    return [math.exp(min(end, 700.0)) for end in found] if found else None
+    if center is None or error is None or n is None or not (ends := interval(center, error, int(n))):
+        return None
+    return [math.exp(min(end, 700.0)) for end in ends]
 
 
 def _acceptance(record: dict[str, Any]) -> dict[str, Any]:
@@ -261,6 +262,4 @@ def _diagnoses(folder: Path, records: list[dict[str, Any]]) -> list[dict[str, An
 
 def _render(report: dict[str, Any], folder: Path) -> str:
     drawn = figures(report, _diagnoses(folder, report["diagnoses"]))
-    return str(
-        jinja_page("report.html.jinja").render(report, figures=drawn, at=at, said=_verdict, watched=WATCHED)
-    )
+    return str(jinja_page("report.html.jinja").render(report, figures=drawn, at=at, said=_verdict, watched=WATCHED))

@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 from mlaforge import diagnosis_page, results_figures
-from mlaforge.page import INK, MARKERS, MUTED, PAINT, drawing, heat, number, shown
+from mlaforge.page import INK, MARKERS, MUTED, PAINT, drawing, heat, logarithmic, number, shown
 from mlaforge.results import dicts
 
 RATIO, FRACTION, AT_128K = ("metrics", "ratio"), ("metrics", "cache", "fraction"), ("context_bytes", "128K")
 CACHED = ("cached", "gqa_cached")
+
 
 def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str, Any]:
     """The page's drawings, as SVG: `tradeoff`, `memory` and `ranks` of all conversions, and lists with an entry for
@@ -43,7 +44,7 @@ def _own(i: int, c: dict[str, Any]) -> dict[str, str]:
 
 def _ranks(conversions: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Of each model with several conversions: what every layer of each keeps."""
-    found = []
+    found: list[dict[str, str]] = []
     for model in dict.fromkeys(c["model"] for c in conversions):
         kept = {
             c["name"]: [a / b if b else math.nan for a, b in zip(*(_column(c, k) for k in CACHED), strict=True)]
@@ -76,9 +77,7 @@ def _draw_kl(ax: Any, curve: list[dict[str, Any]]) -> None:
     seen, kl = [point["tokens"] / 1e6 for point in curve], [point["kl"] for point in curve]
     ax.plot(seen, kl, color=PAINT["latent"], marker="o", ms=3, lw=1.2)
     if min(kl) > 0:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        ax.yaxis.set_minor_formatter(lambda v, _: f"{v:.2g}" if max(kl) < 5 * min(kl) else "")
+        logarithmic(ax.yaxis)
     ax.set(xlabel="tokens seen (millions)", ylabel="validation KL (nats per token)")
 
 
@@ -127,7 +126,7 @@ def _draw_tradeoff(ax: Any, conversions: list[dict[str, Any]]) -> None:
         ax.plot(kept, ratio, color=PAINT[layout], marker=MARKERS[layout], ms=7, ls="", label=layout)
         for x, c in zip(kept, part, strict=True):
             if c["ratio_interval"]:
-                ax.plot([x, x], c["ratio_interval"], color=PAINT[layout], lw=2, alpha=0.6)
+                ax.plot([x, x], c["ratio_interval"], color=PAINT[layout], lw=1.2, marker="_", ms=9)
         for x, y in zip(kept, ratio, strict=True) if len(conversions) <= 4 else ():
             ax.annotate(shown(y, "times"), (x, y), (7, 5), textcoords="offset points", color=INK)
     ax.axhline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
@@ -191,8 +190,7 @@ def _draw_loss(ax: Any, conversion: dict[str, Any]) -> None:
     ax.plot(range(len(loss)), loss, color=PAINT[layout], marker=MARKERS[layout], ms=4, lw=0.8)
     seen = [v for v in loss if not math.isnan(v)]
     if min(seen) > 0 and max(seen) / min(seen) > 50:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        logarithmic(ax.yaxis)
     ax.set(xlabel="layer", ylabel="predicted loss (nats per token)")
 
 

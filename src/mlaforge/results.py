@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,9 @@ def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
     """What tells a case's series from the others: the model, and whatever else differs, and its drafted tokens."""
     among = list(among)
     parts = [str(case["model"])]
-    extra: dict[str, Callable[[Any], str]] = {"layout": str, "engine": str, "dtype": str, "cache_fraction": "cache {}".format}
-    for key, shown in extra.items():
+    for key, told in (("layout", "{}"), ("engine", "{}"), ("dtype", "{}"), ("cache_fraction", "cache {}")):
         if len({str(other[key]) for other in among}) > 1 and str(case[key]) not in parts[0]:
-            parts.append(shown(case[key]))
+            parts.append(told.format(case[key]))
     if case["imported"]:
         parts.append(f"imported: {at(case, 'imported', 'device')}")
     if drafts := case["num_speculative_tokens"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mlaforge.page import INK, MARKERS, MUTED, PAINT, at, drawing, number
+from mlaforge.page import INK, MARKERS, MUTED, PAINT, at, drawing, logarithmic, number
 from mlaforge.results import SERIES, groups, label, measured, spread
 
 LINES = ("-", (0, (6, 2)), (0, (3, 2)), (0, (5, 1.5, 1, 1.5)))
@@ -15,7 +15,8 @@ KINDS = {"weights": "gqa", "cache": "latent", "activations": "mixed"}
 
 def scenario(body: dict[str, Any], key: str) -> list[dict[str, str]]:
     """The drawings of one results file, each with title, caption and svg, whose ids start with `key`."""
-    ok, found = measured(body["cases"]), []
+    ok = measured(body["cases"])
+    found: list[dict[str, str]] = []
 
     def draw(title: str, caption: str, how: Callable[[Any, Any], None], what: Any, lines: int) -> None:
         # Room for a legend of one line a series below the axes' own height.
@@ -27,7 +28,7 @@ def scenario(body: dict[str, Any], key: str) -> list[dict[str, str]]:
     for x, other, axis in (("context", "batch", "tokens of context"), ("batch", "context", "requests at once")):
         for (fixed,), cases in groups(ok, other).items():
             series = _series(cases, x)
-            if len({case[x] for case in cases}) > 1:
+            if series:
                 title = f"Throughput against {x}, {other} {fixed:,}"
                 draw(title, f"{roofs} {drawn}", _draw_speed, (series, x, axis), len(series))
     for (batch,), cases in groups(ok, "batch").items():
@@ -37,9 +38,10 @@ def scenario(body: dict[str, Any], key: str) -> list[dict[str, str]]:
             title = f"Throughput against drafted tokens, {longest:,} tokens × {batch:,}"
             draw(title, f"0 is plain decoding. {roofs}", _draw_speed,
                  (series, "num_speculative_tokens", "drafted tokens"), len(series))  # fmt: skip
-    if series := _accepted(ok):
+    if accepted := _accepted(ok):
         draw("Acceptance by position", "Of the drafts that had a token at a position, the share accepted that far; "
-             "each model's longest draft at its longest context.", _draw_acceptance, series, len(series))  # fmt: skip
+             "each model's longest draft at its longest context.", _draw_acceptance,
+             accepted, len(accepted))  # fmt: skip
     if held := [case for case in _plainest(ok) if number(case, "peak_memory", "total")]:
         draw("Peak memory", "By kind, plain decoding at each model's longest context and largest batch.", _draw_memory,
              held, len(held))  # fmt: skip
@@ -47,7 +49,8 @@ def scenario(body: dict[str, Any], key: str) -> list[dict[str, str]]:
 
 
 def _series(cases: list[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
-    """Label -> cases by x: plain decoding, and of each model's drafts the number that is fastest at the largest x."""
+    """Label -> cases by x, where there are several: plain decoding, and of each model's drafts the number of tokens
+    that is fastest at the largest x."""
     kept: dict[str, list[dict[str, Any]]] = {}
     for own in _by_series(cases):
         drafts = groups(own, "draft", "num_speculative_tokens").items()
@@ -56,7 +59,7 @@ def _series(cases: list[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any
         best = [max(others, key=lambda line: max((case[x], spread(case)[1]) for case in line))] if others else []
         for line in plain + best:
             kept[label(line[0], cases)] = sorted(line, key=lambda case: case[x])
-    return kept
+    return {name: line for name, line in kept.items() if len({case[x] for case in line}) > 1}
 
 
 def _by_series(cases: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -129,8 +132,7 @@ def _draw_speed(ax: Any, what: tuple[dict[str, list[dict[str, Any]]], str, str])
     ax.set_xticks([], minor=True)
     slowest = min(spread(case)[1] for line in series.values() for case in line)
     if slowest > 0 and max([*roofs, slowest]) > 20 * slowest:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        logarithmic(ax.yaxis)
     else:
         ax.set_ylim(bottom=0)
     ax.set(xlabel=axis, ylabel="tokens/s")
@@ -179,7 +181,7 @@ def _draw_roofline(ax: Any, what: tuple[list[dict[str, Any]], list[float]]) -> N
     ridge = flops / bandwidth
     line = sorted({min(*seen, ridge) / 2, ridge, max(*seen, ridge) * 2})
     ax.plot(line, [min(x * bandwidth, flops) / 1e12 for x in line], color=INK, lw=1.2, label="roof")
-    ax.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(lambda v, _: f"{v:g}")
+    ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s")
+    logarithmic(ax.xaxis)
+    logarithmic(ax.yaxis)
     _legend(ax)
