@@ -88,6 +88,8 @@ ALLOWED = {
     "results_figures": {"page", "results"},
     "report_figures": {"page", "results", "diagnosis_page", "results_figures", "__init__"},
     "report": BOTTOM | {"page", "results", "advice", "deviations", "report_figures"},
+    "card": BOTTOM | {"deviations", "options", "page", "report", "results"},
+    "publish": BOTTOM,
     "demo_model": NOUNS,
     "upcycle": set(),
     "sinks": set(),

@@ -132,11 +132,20 @@ def logarithmic(axis: Any) -> None:
     axis.set_major_formatter(lambda v, _: f"{v:g}")
 
 
+def plain(value: Any) -> str:
+    """Text that Markdown takes as it is: on one line, without HTML, links or table cells of its own."""
+    return re.sub(r"([\\`*|\[\]])", r"\\\1", re.sub(r"\s+", " ", str(value))).replace("<", "&lt;")
+
+
 def jinja_page(name: str) -> Any:
-    """A template that stands beside this file, with this page's look at hand; everything it prints is escaped."""
+    """A template that stands beside this file, with this page's look at hand; everything it prints is escaped, for
+    HTML or, where it is named *.md.jinja, for a line or a table of Markdown."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    markdown = name.endswith(".md.jinja")
+    jinja = Environment(autoescape=not markdown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    if markdown:
+        jinja.finalize = plain
     jinja.loader = FileSystemLoader(Path(__file__).parent)
     jinja.filters["shown"] = shown
     return jinja.get_template(name)
