@@ -49,9 +49,8 @@ def test_the_hub_reads_the_card(runs: Path, tmp_path: Path) -> None:
     assert read.model_name == "tiny-latent"
     values = {(r.dataset_name, r.metric_type): r.metric_value for r in read.eval_results}
     # One perplexity of the conversion, one of its evaluation on the same text, two criteria.
-    assert [r.metric_value for r in read.eval_results if r.metric_type == "perplexity" and r.dataset_name != "criteria"] == [
-        pytest.approx(19.0186 * 1.021), 19.0186,
-    ]  # fmt: skip
+    perplexities = [r.metric_value for r in read.eval_results if r.dataset_name == "wiki.test"]
+    assert perplexities == [pytest.approx(19.0186 * 1.021), 19.0186]
     assert values["criteria", "kl"] == 0.05
 
 
@@ -59,7 +58,8 @@ def test_the_card_tells_what_was_measured(runs: Path, tmp_path: Path) -> None:
     text, _ = made(runs, tmp_path / "card", model="deep/tiny-latent")
     for told in (
         "| wiki.test | 19.019 | 19.418 | ×1.021 | ×1.011 – ×1.031 |", "46.9 % of the original's", "84.1 MiB",
-        "| kl | 0.05 | 0 | 0.05 | 0.02 | fail |", "has not passed", "| test machine | mlaforge | 4096 × 1 | 0 | 45.0 | 50 % |",
+        "| kl | 0.05 | 0 | 0.05 | 0.02 | fail |", "has not passed",
+        "| test machine | mlaforge | 4096 × 1 | none | 45.0 | 50 % |", "| 512 × 1 | 2 by ngram | 71.5 |",
         "Nobody said under which licence", "predicted loss 0.00738 nats per token, measured 0.0208",
         'from_pretrained("OWNER/tiny-latent", trust_remote_code=True)', "32,768 tokens",
     ):  # fmt: skip
@@ -80,8 +80,8 @@ def test_the_technical_report_tells_everything(runs: Path, tmp_path: Path) -> No
     text, report = made(runs, tmp_path / "card", model="deep/tiny-latent")
     assert len(tables(text)) >= 4 and len(tables(report)) >= 5
     for told in (
-        "| tiny\\|rope | latent_rope |", "much faster", "104 112 120", "8,192 does not fit", "- healing curves: `mlaforge heal",
-        "19.019", "least – most",
+        "| tiny\\|rope | latent_rope |", "much faster", "104 112 120", "8,192 does not fit",
+        "- healing curves: `mlaforge heal", "19.019", "least – most",
     ):  # fmt: skip
         assert told in report, told
     numbers = json.loads((tmp_path / "card" / card.NUMBERS).read_text())

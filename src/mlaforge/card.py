@@ -93,7 +93,8 @@ def about(report: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         "original": str(at(record, "inputs", "teacher", "path") if healed else at(record, "inputs", "model", "path")),
         "evaluations": of(report["evaluations"], "inputs", "model", "path"),
         "criteria": [criterion for acceptance in judged for criterion in acceptance["criteria"]],
-        "cases": of(cases, "model"),
+        # What replays a known answer is a ceiling, nothing to claim.
+        "cases": [case for case in of(cases, "model") if case["draft"] != "replay"],
         "settings": [
             {**setting, "found": [row for row in setting["found"] if own in row["where"] or own in row["value"]]}
             for setting in report["settings"]

@@ -19,11 +19,11 @@ SCHEMA = 1
 RUN = re.compile(r"\d{8}-\d{6}")
 # What makes a case another series of measurements: all but its context, its batch and its drafted tokens.
 SERIES = ("engine", "model", "layout", "dtype", "cache_fraction")
-# Every key of a case that the report reads.
+# Every key of a case that the report reads: names, and what may be missing.
+NAMES = ("id", "engine", "model", "layout", "dtype", "draft")
 CASE = (
-    *SERIES, "id", "context", "batch", "tokens", "num_speculative_tokens", "draft", "imported", "status", "limit",
-    "repetitions", "tokens_per_second", "ms_per_token", "time_to_first_token", "time_to_first_token_cached",
-    "prefill_tokens_per_second", "speedup", "over_transformers", "peak_memory", "cache", "roofline",
+    "cache_fraction", "context", "batch", "num_speculative_tokens", "imported", "status", "limit", "tokens_per_second",
+    "ms_per_token", "time_to_first_token", "prefill_tokens_per_second", "speedup", "peak_memory", "cache", "roofline",
     "eagle_speculation", "distinct_4_grams",
 )  # fmt: skip
 SPEED = ("tokens_per_second", "median")
@@ -50,11 +50,16 @@ def read_results(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[st
     for files in found.values():
         files.sort(key=lambda body: str(body.get("time")))
     for body in found["scenario"]:
-        body["cases"] = [{**dict.fromkeys(CASE), **case} for case in dicts(body.get("cases"))]
+        body["cases"] = [_case(case) for case in dicts(body.get("cases"))]
     for kind, key in (("gates", "gates"), ("kernels", "rows"), ("conversion", "rows")):
         for body in found[kind]:
             body[key] = dicts(body.get(key))
     return found, unreadable
+
+
+def _case(case: dict[str, Any]) -> dict[str, Any]:
+    """A case that has every key."""
+    return {**dict.fromkeys(CASE), **case, **{name: str(case.get(name) or "not recorded") for name in NAMES}}
 
 
 def latest(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
