@@ -102,6 +102,8 @@ def test_commands_run(shown, run):
         "serve",
         "list",
         "report",
+        "card",
+        "publish",
         "env",
     ]
     assert shown == verbs

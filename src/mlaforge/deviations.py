@@ -102,7 +102,8 @@ def _of_scenario(body: dict[str, Any]) -> Told:
 def _of_gates(body: dict[str, Any]) -> Told:
     for gate in body["gates"]:
         if gate.get("verdict") != "pass":
-            yield body["name"], f"gate {gate.get('name')}: {gate.get('verdict')}, {gate.get('told')}"
+            verdict, told = gate.get("verdict") or "not judged", gate.get("told") or "nothing told"
+            yield body["name"], f"gate {gate.get('name') or 'without a name'}: {verdict}, {told}"
     held, needed = (number(body, "ledger", key) for key in ("in_a_row", "needed"))
     if held is not None and needed is not None and held < needed:
         yield body["name"], f"green {held:g} times in a row, {needed:g} are needed before full runs"
