@@ -82,6 +82,8 @@ class Seen:
 
     def __init__(self, browser: Any, path: Path):
         self.page, self.complaints = browser.new_page(), list[str]()
+        # In ms: machines that are shared are slow, and that is no fault of the page.
+        self.page.set_default_timeout(300_000)
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda r: self.complaints.append(r.url) if not r.url.startswith("file:") else None)

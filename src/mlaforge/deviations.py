@@ -115,8 +115,8 @@ def _of_surroundings(report: dict[str, Any]) -> Told:
     files = [body for kind in report["results"].values() for body in kind]
     if dirty := [body["name"] for body in files if body.get("dirty")]:
         yield dirty[0], f"{len(dirty)} results were measured with uncommitted changes"
-    for what, key in (("commits", "commit"), ("devices", "device")):
-        if len(seen := sorted({str(body[key])[:40] for body in files if body.get(key)})) > 1:
+    for what, key, length in (("commits", "commit", 12), ("devices", "device", 80)):
+        if len(seen := sorted({str(body[key])[:length] for body in files if body.get(key)})) > 1:
             yield "results", f"measured on several {what}: {', '.join(seen)}"
     for name in ("mlaforge", "torch", "transformers"):
         versions = {str(seen) for record in report["records"] if (seen := at(record, "environment", name))}
