@@ -75,10 +75,12 @@ class PagedGroupedQueryAttention:
         self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
-        native = kernels() if rows.device.type == "cpu" and rows.dtype == torch.bfloat16 else None
+        # The kernel writes rows without gaps between them.
+        fits = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.is_contiguous()
+        native = kernels() if fits else None
         self.turn_and_store = native.turn_and_store.default if native is not None else None
 
-    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor) -> Tensor:
+    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
         view = step.batch.views[self.group]
         N, H, G, D = normed_NC.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
@@ -121,7 +123,7 @@ class PagedLatentAttention:
         # On a CPU the product with decompressed keys and values is limited by arithmetic.
         self.latent = attention.float() if rows.device.type == "cpu" else attention
 
-    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor) -> Tensor:
+    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
         latent, view = self.latent, step.batch.views[self.group]
         N, W = normed_NC.shape[0], self.widths[1]
