@@ -96,6 +96,7 @@ ALLOWED = {
     "heal": NOUNS | {"refit", "packing", "distill", "trainer", "sharding", "teacher_cache", "course"},
     "ops": {"runtime"},
     "engine": NOUNS | {"ops"},
+    "vllm_plugin": {"runtime", "families", "checkpoint", "modeling", "engine"},
     "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "refit", "packing", "distill", "trainer"},
 }
 

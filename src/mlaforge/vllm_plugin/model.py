@@ -6,6 +6,7 @@ that draft heads read (`aux_hidden_states`); no family is named here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,8 @@ def refuse(vllm_config: Any) -> None:
         raise UserError(f"{heads} query and {kv_heads} KV heads are not divisible among {size} tensor parallel ranks")
     family = families.family_of({"model_type": config.model_type.removesuffix("_mla")})
     for name, value in family.fixed.items():
-        if (given := getattr(config, name, None)) not in (None, value):
+        given = getattr(config, name, None)
+        if given is not None and not math.isclose(given, value, rel_tol=1e-6):
             raise UserError(f"{name} = {given}: vLLM computes this family with {value}, whatever config.json says")
 
 
