@@ -47,10 +47,30 @@ def serve(case):
     return told
 
 
+def share_a_process(cases):
+    """What vLLM does once per process, where it expects one engine in it."""
+    from vllm import ModelRegistry
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    from mlaforge.vllm_plugin import model
+
+    load_general_plugins()
+    # vLLM would import itself in another process for each class, to look at it. With several ranks it does.
+    for name in {json.loads((Path(case["model"]) / "config.json").read_text())["architectures"][0] for case in cases}:
+        ModelRegistry.register_model(name, getattr(model, name))
+    # The second time it stumbles over what numba, which n-grams need, has left in memory.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
 def main():
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    for case in json.loads(Path(sys.argv[1]).read_text()):
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    if all(case.get("options", {}).get("tensor_parallel_size", 1) == 1 for case in cases):
+        share_a_process(cases)
+    for case in cases:
         try:
             told = serve(case)
         except Exception as error:
