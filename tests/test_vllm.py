@@ -8,8 +8,13 @@ errors there, measured. Negative controls: a model served without its sinks or w
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
+import time
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -225,6 +230,42 @@ def test_two_ranks(tiny, tmp_path):
     ]
     for name, told in run(cases, tmp_path).items():
         assert faults(tiny(name), PROMPTS, told["rounds"][0]) == []
+
+
+def test_the_command_serves(tiny, tmp_path):
+    """`vllm serve OUT` as a user starts it: all its processes, chunked prefill, default block size, OpenAI's API."""
+    directory, port = tiny("llama latent_rope"), free_port()
+    command = [Path(PYTHON).with_name("vllm"), "serve", directory, "--port", port, "--max-model-len", 256,
+               "--max-num-batched-tokens", 64, "--dtype", "float32", "--enforce-eager"]  # fmt: skip
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            list(map(str, command)), env={**inherited, **own}, stdout=log, stderr=log, cwd=tmp_path,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        asked = {"model": str(directory), "prompt": PROMPTS, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**asked, "return_token_ids": True}).encode()
+        while True:
+            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            try:
+                request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+                with urlopen(request, timeout=600) as reply:
+                    choices = json.load(reply)["choices"]
+                break
+            except URLError:
+                # It is not listening yet.
+                time.sleep(2)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+    assert faults(directory, PROMPTS, [choice["token_ids"] for choice in choices]) == []
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
 
 
 def as_others_compute(directory):
