@@ -43,7 +43,8 @@ SOURCES = {
     "qwen2": ("qwen2", {"hidden_size": 128, **WINDOWS}),
     "qwen3": ("qwen3", {**WIDE, **WINDOWS}),
     "mistral": ("mistral", WIDE),
-    "gpt_oss": ("gpt_oss", {**WIDE, "num_hidden_layers": 4, "swiglu_limit": 7.0}),
+    # Its experts on a CPU: multiples of 32 on every rank.
+    "gpt_oss": ("gpt_oss", {**WIDE, "intermediate_size": 128, "num_hidden_layers": 4, "swiglu_limit": 7.0}),
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # What is served, with which options beside the driver's; `{head}` is a draft head's folder.

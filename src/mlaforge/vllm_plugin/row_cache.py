@@ -151,13 +151,17 @@ class RowCache(AttentionLayerBase):
         return SlidingWindowSpec(**told, sliding_window=self.window)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """`kv_cache`: [blocks, 1, block_size, W]."""
+        """`kv_cache`: [blocks, 1, block_size, W]. vLLM may bind a small one first, to measure."""
         if not kv_cache.is_contiguous():
             raise UserError(f"vLLM allotted {self.name} pages with gaps, which this plugin cannot read")
         self.kv_cache = kv_cache
         rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
         for index, width in self.widths.items():
-            self._layers[index] = self.model.on(index, rows_LW[:, begin : begin + width])
+            own = rows_LW[:, begin : begin + width]
+            if index in self._layers:
+                self._layers[index].keep_in(own)
+            else:
+                self._layers[index] = self.model.on(index, own)
             begin += width
 
     def attend(self, index: int, hidden_NC: Tensor, batch: Batch) -> Tensor:
