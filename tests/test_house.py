@@ -116,6 +116,7 @@ ALLOWED = {
     "engine": NOUNS | {"ops"},
     # Artifacts, and the engine as LLM hands it out; `evaluate` is what a perplexity is.
     "bench": NOUNS | {"engine", "ops", "evaluate"},
+    "vllm_plugin": {"runtime", "families", "checkpoint", "modeling", "engine"},
     "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "refit", "packing", "distill", "trainer"},
 }
 
