@@ -57,7 +57,7 @@ def test_everything_is_shown(tmp_path: Path) -> None:
     for text in (
         "Throughput against context, batch 1", "Throughput against batch, context 512", "Acceptance by position",
         "Throughput against drafted tokens, 4,096 tokens × 1", "Peak memory", "Kernels under the roof", "rooflines",
-        "✓ pass", "✗ fail", "– missing", "green 2 times in a row of 3", "15 GB/s, 60 GFLOP/s",
+        "✓ pass", "✗ fail", "– missing", "micro gates green 2 times in a row of 3", "15 GB/s, 60 GFLOP/s",
         "does not fit: the cache holds 4,096 of 8,320 tokens; change --cache-fraction 0.9", "58.8 – 61.2",
     ):  # fmt: skip
         assert text in page, text
@@ -169,7 +169,7 @@ def test_deviations(tmp_path: Path) -> None:
         "a gqa 512x1 k0: the cache held 200 B, planned were 100 B", "b gqa 512x1 k0: 1.30 of the roofline",
         "c gqa 512x1 k0: only 10 % of the answers", "invariant deterministic: 2 of 3 differ", "was forced",
         "1 results were measured with uncommitted changes", "several devices: other machine, test machine",
-        "gate much faster: fail", "gate unseen: missing", "green 2 times in a row, 3 are needed",
+        "gate much faster: fail", "gate unseen: missing", "micro gates green 2 times in a row, 3 are needed",
     ):  # fmt: skip
         assert text in found, text
     assert "d gqa" not in found and "cache_integrity" not in found and "gate faster" not in found

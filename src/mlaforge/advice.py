@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlaforge.page import at, number, shown
-from mlaforge.results import SERIES, groups, measured, spread
+from mlaforge.results import OWN, SERIES, groups, measured, spread
 
 # A conversion that costs more perplexity than this is not recommended.
 COST = 1.05
 # Throughput that counts as the best.
 NEAR = 0.95
-OWN = "mlaforge"
 RULES = {
     "cache": "the smallest cache of a layout whose perplexity over the original's stays at or below "
     f"×{COST:g} with the upper end of its 95 % interval (with the value itself where there is no interval)",
@@ -30,7 +29,7 @@ RULES = {
 COMMANDS = {
     "cache": "mlaforge convert MODEL OUT --budget 0.5",
     "layout": "mlaforge bench single MODEL OUT",
-    "drafts": "mlaforge bench single MODEL OUT",
+    "drafts": "mlaforge bench single MODEL OUT --draft ngram",
     "batch": "mlaforge bench batch MODEL OUT",
     "context": "mlaforge bench large-context MODEL OUT",
 }

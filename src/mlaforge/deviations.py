@@ -16,6 +16,8 @@ from mlaforge.results import dicts
 FACTOR = 2.0
 # Cache measured beside the plan's arithmetic.
 CACHE = 0.01
+# Tokens of a block of the engine's cache.
+BLOCK = 16
 # Answers that repeat themselves more than this flatter whoever drafts them.
 VARIED = 0.5
 WATCHED = (
@@ -23,7 +25,7 @@ WATCHED = (
     "perplexities without a confidence interval",
     "criteria that failed",
     "healing whose best step was not its last",
-    f"caches more than {100 * CACHE:g} % off the plan",
+    f"caches more than {100 * CACHE:g} % and a block of {BLOCK} tokens a request off the plan",
     "settings that did not fit, peers that failed, invariants that broke",
     "numbers beyond the roofline",
     f"answers of which less than {100 * VARIED:g} % of the 4-grams are distinct",
@@ -81,7 +83,9 @@ def _of_scenario(body: dict[str, Any]) -> Told:
         if case["status"] not in ("ok", None):
             yield where, f"{name}: {at(case, 'limit', 'what')}; {at(case, 'limit', 'change')}"
         held, planned = (number(case, "cache", key) for key in ("bytes", "planned_bytes"))
-        if held is not None and planned and abs(held / planned - 1) > CACHE:
+        # A cache is made of whole blocks, which a request's last one need not fill.
+        slack = max(CACHE, BLOCK / max(1.0, (number(case, "context") or 0) + (number(case, "tokens") or 0)))
+        if held is not None and planned and abs(held / planned - 1) > slack:
             yield where, f"{name}: the cache held {shown(held, 'bytes')}, planned were {shown(planned, 'bytes')}"
         if (reached := number(case, "roofline", "fraction")) is not None and reached > 1:
             yield where, f"{name}: {reached:.2f} of the roofline, so that the roof is set too low"
@@ -106,7 +110,7 @@ def _of_gates(body: dict[str, Any]) -> Told:
             yield body["name"], f"gate {gate.get('name') or 'without a name'}: {verdict}, {told}"
     held, needed = (number(body, "ledger", key) for key in ("in_a_row", "needed"))
     if held is not None and needed is not None and held < needed:
-        yield body["name"], f"green {held:g} times in a row, {needed:g} are needed before full runs"
+        yield body["name"], f"micro gates green {held:g} times in a row, {needed:g} are needed before full runs"
     if body.get("forced"):
         yield body["name"], "the full run was forced before the micro gates had passed"
 

@@ -15,6 +15,7 @@ from mlaforge.page import NOT_FINITE, at, number
 
 KINDS = ("scenario", "kernels", "conversion", "gates")
 SCHEMA = 1
+OWN = "mlaforge"
 # A run's folder is named by its time.
 RUN = re.compile(r"\d{8}-\d{6}")
 # What makes a case another series of measurements: all but its context, its batch and its drafted tokens.
@@ -104,10 +105,11 @@ def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
     among = list(among)
     parts = [str(case["model"])]
     for key, told in (("layout", "{}"), ("engine", "{}"), ("dtype", "{}"), ("cache_fraction", "cache {}")):
-        if len({str(other[key]) for other in among}) > 1 and str(case[key]) not in parts[0]:
+        several = len({str(other[key]) for other in among if other[key] is not None}) > 1
+        if several and case[key] not in (None, OWN) and str(case[key]) not in parts[0]:
             parts.append(told.format(case[key]))
     if case["imported"]:
         parts.append(f"imported: {at(case, 'imported', 'device')}")
     if drafts := case["num_speculative_tokens"]:
-        parts.append(f"{drafts} drafted by {case['draft']}")
+        parts.append(f"{drafts} by {case['draft']}")
     return ", ".join(parts)

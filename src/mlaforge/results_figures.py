@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,9 +19,10 @@ def scenario(body: dict[str, Any], key: str) -> list[dict[str, str]]:
     ok = measured(body["cases"])
     found: list[dict[str, str]] = []
 
-    def draw(title: str, caption: str, how: Callable[[Any, Any], None], what: Any, lines: int) -> None:
-        # Room for a legend of one line a series below the axes' own height.
-        svg = drawing(f"{key}-{len(found)}", how, what, 2.9 + 0.19 * lines)
+    def draw(title: str, caption: str, how: Callable[[Any, Any], None], what: Any, names: Iterable[str]) -> None:
+        # Room for the legend's lines above the axes.
+        lines = sum(1 + wrapped(name).count("\n") for name in names)
+        svg = drawing(f"{key}-{len(found)}", how, what, 2.9 + 0.17 * lines)
         found.append({"title": title, "caption": caption, "svg": svg})
 
     roofs = "Bars span the repetitions; the dotted lines are the rooflines of each at its measured acceptance."
@@ -30,21 +32,21 @@ def scenario(body: dict[str, Any], key: str) -> list[dict[str, str]]:
             series = _series(cases, x)
             if series:
                 title = f"Throughput against {x}, {other} {fixed:,}"
-                draw(title, f"{roofs} {drawn}", _draw_speed, (series, x, axis), len(series))
+                draw(title, f"{roofs} {drawn}", _draw_speed, (series, x, axis), series)
     for (batch,), cases in groups(ok, "batch").items():
         longest = max(case["context"] for case in cases)
         series = _by_drafts([case for case in cases if case["context"] == longest])
         if series:
             title = f"Throughput against drafted tokens, {longest:,} tokens × {batch:,}"
             draw(title, f"0 is plain decoding. {roofs}", _draw_speed,
-                 (series, "num_speculative_tokens", "drafted tokens"), len(series))  # fmt: skip
+                 (series, "num_speculative_tokens", "drafted tokens"), series)  # fmt: skip
     if accepted := _accepted(ok):
         draw("Acceptance by position", "Of the drafts that had a token at a position, the share accepted that far; "
              "each model's longest draft at its longest context.", _draw_acceptance,
-             accepted, len(accepted))  # fmt: skip
+             accepted, accepted)  # fmt: skip
     if held := [case for case in _plainest(ok) if number(case, "peak_memory", "total")]:
         draw("Peak memory", "By kind, plain decoding at each model's longest context and largest batch.", _draw_memory,
-             held, len(held))  # fmt: skip
+             held, [case["id"] for case in held])  # fmt: skip
     return found
 
 
@@ -97,6 +99,11 @@ def _plainest(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [max(own, key=lambda case: (case["context"], case["batch"])) for own in _by_series(plain)]
 
 
+def wrapped(name: str) -> str:
+    """A legend's text in lines that a drawing is wide enough for."""
+    return textwrap.fill(name, 46)
+
+
 def _legend(ax: Any) -> None:
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=1, borderaxespad=0.2, handlelength=2.6)
 
@@ -116,7 +123,7 @@ def _draw_speed(ax: Any, what: tuple[dict[str, list[dict[str, Any]]], str, str])
         style = LINES[used.setdefault(layout, 0) % len(LINES)]
         used[layout] += 1
         xs, speeds = [case[x] for case in line], [spread(case) for case in line]
-        ax.plot(xs, [s[1] for s in speeds], color=color, marker=marker, ms=5, lw=1.3, ls=style, label=name)
+        ax.plot(xs, [s[1] for s in speeds], color=color, marker=marker, ms=5, lw=1.3, ls=style, label=wrapped(name))
         for at_x, (least, _, most) in zip(xs, speeds, strict=True):
             ax.plot([at_x, at_x], [least, most], color=color, lw=2.5, alpha=0.5)
         roof = [(case[x], r) for case in line if (r := number(case, "roofline", "tokens_per_second")) is not None]
@@ -143,7 +150,7 @@ def _draw_acceptance(ax: Any, series: dict[str, list[float]]) -> None:
     for n, (name, shares) in enumerate(series.items()):
         color = list(PAINT.values())[n % len(PAINT)]
         ax.plot(range(1, len(shares) + 1), shares, color=color, marker="oDs^"[n % 4], ms=5, lw=1.3,
-                ls=LINES[n // 4 % len(LINES)], label=name)  # fmt: skip
+                ls=LINES[n // 4 % len(LINES)], label=wrapped(name))  # fmt: skip
     ax.set(ylim=(0, 1.05), xlabel="position in the draft", ylabel="accepted")
     ax.set_xticks(range(1, max(map(len, series.values())) + 1))
     _legend(ax)
