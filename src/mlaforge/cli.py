@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -264,7 +265,7 @@ def bench(
     from mlaforge.bench import run as stage
     from mlaforge.bench.scenario import Broken
 
-    _quiet()
+    quiet()
     try:
         folder, told = stage.run(what, models or [], config)
     except Broken as error:
