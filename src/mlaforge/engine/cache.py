@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mlaforge.engine.block_tables import CacheGroup, Copy
+from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
 from mlaforge.spec import ModelSpec
 
@@ -119,6 +120,14 @@ class Cache:
             for rows, layer in zip(self.rows, self.layers, strict=True)
             if layer.group == group
         )
+
+    def move(self, views: Sequence[CacheView], kept: Sequence[int]) -> None:
+        """Of the rows that a step has written those numbered `kept`, rising, to where its first rows are."""
+        if list(kept) == list(range(len(kept))):
+            return
+        for rows, layer in zip(self.rows, self.layers, strict=True):
+            slots = views[layer.group].slots_N
+            rows[slots[: len(kept)]] = rows[slots[list(kept)]]
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Block by block, before a step writes: what is shared is copied before it is changed."""

@@ -1,0 +1,128 @@
+"""Prompts, and what a model itself answered to them: the text that its draft head learns from.
+
+A file of prompts is .jsonl of {"turns": [text, ...]}, of which the first turn is asked. Regenerated text is a directory
+that `mlaforge draft regenerate` wrote: a manifest beside TEXT, .jsonl of {"number", "said", "prompt", "answer"}, the
+last two as token ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mlaforge.artifact import Manifest
+from mlaforge.runtime import UserError
+
+STAGE, TEXT = "draft regenerate", "text.jsonl"
+# Two prompts are the same text where they share so many words in a row (Brown et al. 2020, arXiv:2005.14165), or are
+# equal but for blanks and capitals.
+RUN = 13
+# Share of the answers that no head is trained on and no vocabulary counts: what they are judged on meanwhile.
+HELD = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A conversation of one turn: the whole prompt with its template, and the answer with the token that ends it."""
+
+    number: int
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+    @property
+    def held(self) -> bool:
+        """Whether it is kept back. Depends on nothing but the prompt."""
+        drawn = hashlib.sha256(json.dumps(self.prompt_ids).encode()).digest()
+        return int.from_bytes(drawn[:6], "big") < HELD * 2**48
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The first turns of a file of prompts. Raises UserError where it is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompts {path} cannot be read: {error}") from error
+    said = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            said.append(json.loads(line)["turns"][0].strip())
+            said[-1].encode()  # fails for half a character
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UserError(f'{path} line {number} is not {{"turns": [text, ...]}}') from error
+    if not said:
+        raise UserError(f"{path} holds no prompts")
+    return said
+
+
+def words(text: str) -> str:
+    """A text without capitals and with single blanks."""
+    return " ".join(text.casefold().split())
+
+
+def _runs(text: str) -> Iterable[str]:
+    """What tells whether a text repeats another: the whole of it, and every RUN words in a row."""
+    split = words(text).split()
+    yield " ".join(split)
+    for at in range(len(split) - RUN + 1):
+        yield " ".join(split[at : at + RUN])
+
+
+class Excluded:
+    """Prompts that something will be judged on."""
+
+    def __init__(self, prompts: Iterable[str]):
+        self._known = {run for prompt in prompts for run in _runs(prompt)}
+
+    def __contains__(self, text: str) -> bool:
+        return not self._known.isdisjoint(_runs(text))
+
+
+def read_answers(directory: Path) -> tuple[Manifest, list[Answer]]:
+    """What `draft regenerate` wrote. Raises UserError for another directory, and for a damaged file."""
+    manifest = Manifest.load(directory)
+    if manifest is None or manifest.stage != STAGE:
+        raise UserError(f"{directory} is not what `mlaforge draft regenerate` wrote")
+    found = []
+    try:
+        lines = (directory / TEXT).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{directory / TEXT} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            told = json.loads(line)
+            answer = Answer(told["number"], told["prompt"], told["answer"])
+            whole = [*answer.prompt_ids, *answer.answer_ids]
+            if not answer.prompt_ids or not answer.answer_ids or any(type(i) is not int or i < 0 for i in whole):
+                raise TypeError(whole)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{directory / TEXT} line {number} is damaged; regenerate the text") from error
+        found.append(answer)
+    if not found:
+        raise UserError(f"{directory} holds no answers; give more prompts")
+    return manifest, found
+
+
+def split(answers: list[Answer]) -> tuple[list[Answer], list[Answer]]:
+    """Those to learn from, each prompt once, and those kept back. Raises UserError where one of them is empty."""
+    once = list({tuple(answer.prompt_ids): answer for answer in answers}.values())
+    learnt, held = [a for a in once if not a.held], [a for a in once if a.held]
+    if not learnt or not held:
+        raise UserError(f"of {len(once)} answers {len(held)} are kept back to judge on: too few; give more text")
+    return learnt, held
+
+
+def distinct_share(token_ids: list[int]) -> float | None:
+    """Share of the runs of four tokens that are different ones; None of fewer than four tokens."""
+    runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
+    return len(set(runs)) / len(runs) if runs else None
+
+
+def told(number: int, said: str, prompt_ids: list[int], answer_ids: list[int]) -> dict[str, Any]:
+    """A line of TEXT."""
+    return {"number": number, "said": said, "prompt": prompt_ids, "answer": answer_ids}

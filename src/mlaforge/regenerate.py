@@ -1,0 +1,205 @@
+"""`draft regenerate`: prompts answered by the target itself, with the engine, many at a time.
+
+A draft head proposes what its target would say, so it learns from what its target said. Where prompts are few, an
+instruct model writes its own (Magpie, Xu et al. 2024, arXiv:2406.08464): what it draws after its chat template's user
+header is a question. Each answer is kept as soon as it is whole, so that a killed run loses those under way only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlaforge import checkpoint, locate
+from mlaforge.answers import STAGE, TEXT, Excluded, distinct_share, read_prompts, told, words
+from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.params import SamplingParams
+from mlaforge.options import EngineConfig, RegenerateConfig
+from mlaforge.runtime import UserError, log, timed
+
+# Stands in a rendered template for what the user says.
+MARK = "WHAT THE USER SAYS"
+# Questions of a model's own are kept between these lengths, and where so many of their runs of 4 tokens are distinct.
+FEWEST_WORDS, MOST_TOKENS, DISTINCT = 4, 256, 0.7
+# Options that change nothing but speed. `dtype` does.
+NOT_HASHED = {field.name for field in dataclasses.fields(EngineConfig)} - {"dtype", "max_model_len"}
+
+
+def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False) -> Manifest:
+    """Has `model` answer the prompts, and as many of its own, into the new directory `out`.
+
+    The same again returns the finished result, or goes on where a killed run stopped. Raises UserError for the user's
+    mistakes; prompts that are in `exclude` are left out.
+    """
+    for name, least in (("synthesize", 0), ("max_new_tokens", 1)):
+        if (given := getattr(config, name)) < least:
+            raise UserError(f"{name} = {given} must be at least {least}")
+    if not config.prompts and not config.synthesize:
+        raise UserError("there is nothing to answer; give --prompts FILE, or --synthesize N")
+    directory = locate.locate(model)
+    files = {name: [Path(path) for path in getattr(config, name) or ()] for name in ("prompts", "exclude")}
+    given = [said for path in files["prompts"] for said in read_prompts(path)]
+    excluded = Excluded(said for path in files["exclude"] for said in read_prompts(path))
+    ignored = {*NOT_HASHED, *files}
+    manifest = Manifest(
+        STAGE,
+        config={key: value for key, value in dataclasses.asdict(config).items() if key not in ignored},
+        inputs={
+            "model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)},
+            **{name: [sha256(path) for path in paths] for name, paths in files.items()},
+        },
+    )
+    if done := finished(out, manifest, overwrite):
+        log(f"{out} is finished already")
+        return done
+    with writing(out, manifest, resumable=True) as partial:
+        with timed(manifest.seconds, "answer"):
+            kept = Regeneration(directory, given, excluded, config, partial / WORK / TEXT).run()
+        answered = sorted((line for line in kept if "answer" in line), key=lambda line: int(line["number"]))
+        if not answered:
+            raise UserError("no prompt was left to answer: all were excluded, too long, or said nothing")
+        (partial / TEXT).write_text("".join(json.dumps(line) + "\n" for line in answered), encoding="utf-8")
+        manifest.metrics = _metrics(kept, answered)
+    return manifest
+
+
+def _metrics(kept: list[dict[str, Any]], answered: list[dict[str, Any]]) -> dict[str, Any]:
+    dropped: dict[str, int] = {}
+    for line in kept:
+        if "dropped" in line:
+            dropped[line["dropped"]] = dropped.get(line["dropped"], 0) + 1
+    shares = [share for line in answered if (share := distinct_share(line["answer"])) is not None]
+    return {
+        "answers": len(answered),
+        "prompt_tokens": sum(len(line["prompt"]) for line in answered),
+        "answer_tokens": sum(len(line["answer"]) for line in answered),
+        "distinct_4grams": sum(shares) / len(shares) if shares else None,
+        "dropped": dropped,
+    }
+
+
+class Regeneration:
+    """One run: prompts 0 to n - 1 are those given, the others the model's own. `path` keeps a line for each."""
+
+    def __init__(
+        self, directory: Path, given: list[str], excluded: Excluded, config: RegenerateConfig, path: Path
+    ):  # fmt: skip
+        self.given, self.excluded, self.config, self.path = given, excluded, config, path
+        self.llm = LLM(directory, config)
+        self.engine = self.llm.engine
+        self.header, self.end = self._template()
+        self.special = set(self.llm.tokenizer.all_special_ids)
+        self.kept: list[dict[str, Any]] = []
+        # What was said already, and request -> what is under way: number, text, prompt.
+        self.seen: set[str] = set()
+        self.asked: dict[str, tuple[int, str, list[int]]] = {}
+        self.made: dict[str, list[int]] = {}
+
+    def _template(self) -> tuple[list[int], int]:
+        """The token ids before what a user says, and the first token after it."""
+        rendered: str = self.llm.tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False) \
+            if self.llm.tokenizer.chat_template else ""  # fmt: skip
+        before, _, after = rendered.partition(MARK)
+        if not before or not after:
+            raise UserError(f"{self.engine.model_name} has no chat template that says where a user's turn is")
+        ids = [self.llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after)]
+        return ids[0], ids[1][0]
+
+    def run(self) -> list[dict[str, Any]]:
+        """Every prompt's line: its answer, or why it was dropped."""
+        from tqdm import tqdm
+
+        self._take_up()
+        done = {line["number"] for line in self.kept}
+        numbers = iter([n for n in range(len(self.given) + self.config.synthesize) if n not in done])
+        begun, tokens = time.perf_counter(), 0
+        with (
+            self.path.open("a", encoding="utf-8") as file,
+            tqdm(total=len(self.given) + self.config.synthesize, initial=len(done), desc="answer prompts",
+                 delay=2.0, leave=False, dynamic_ncols=True) as bar,
+        ):  # fmt: skip
+            while self._fill(numbers, file, bar) or self.engine.has_work:
+                for output in self.engine.step():
+                    new = output.outputs[0]
+                    tokens += len(new.token_ids)
+                    self.made[output.request_id] += new.token_ids
+                    if output.finished:
+                        self._finished(output.request_id, file, bar)
+                bar.set_postfix(tok_s=f"{tokens / (time.perf_counter() - begun):.0f}", refresh=False)
+        took = time.perf_counter() - begun
+        log(f"{tokens} tokens in {took:.0f} s: {tokens / took:.0f} a second")
+        return self.kept
+
+    def _take_up(self) -> None:
+        """What a killed run left. Its last line may be torn."""
+        if not self.path.exists():
+            return
+        whole, _, torn = self.path.read_text(encoding="utf-8").rpartition("\n")
+        self.kept = [json.loads(line) for line in whole.splitlines()]
+        self.seen = {words(line["said"]) for line in self.kept if "said" in line}
+        if torn:
+            self.path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+        log(f"going on after {len(self.kept)} of {len(self.given) + self.config.synthesize} prompts")
+
+    def _fill(self, numbers: Iterator[int], file: Any, bar: Any) -> bool:
+        """Asks on until twice as many wait or run as run together. Whether anything is under way."""
+        while len(self.asked) < 2 * self.config.max_num_seqs and (number := next(numbers, None)) is not None:
+            if number < len(self.given):
+                self._ask(number, self.given[number], file, bar)
+            else:
+                params = SamplingParams(
+                    max_tokens=MOST_TOKENS, temperature=1.0, seed=self.config.seed + number, stop_token_ids=(self.end,)
+                )
+                self._add(f"question {number}", number, "", self.header, params)
+        return bool(self.asked)
+
+    def _add(self, request: str, number: int, said: str, ids: list[int], params: SamplingParams) -> None:
+        self.asked[request], self.made[request] = (number, said, ids), []
+        self.engine.add(request, ids, params)
+
+    def _ask(self, number: int, said: str, file: Any, bar: Any) -> None:
+        """Has a prompt answered, unless there is something against it."""
+        if said in self.excluded:
+            self._keep({"number": number, "dropped": "excluded"}, file, bar)
+        elif words(said) in self.seen:
+            self._keep({"number": number, "dropped": "said before"}, file, bar)
+        else:
+            self.seen.add(words(said))
+            ids = self.llm.chat_prompt([{"role": "user", "content": said}])
+            if len(ids) + self.config.max_new_tokens > self.engine.max_model_len:
+                self._keep({"number": number, "dropped": "too long"}, file, bar)
+                return
+            params = SamplingParams(
+                max_tokens=self.config.max_new_tokens, temperature=self.config.temperature,
+                seed=self.config.seed + number, stop_token_ids=(self.end,),
+            )  # fmt: skip
+            self._add(f"answer {number}", number, said, ids, params)
+
+    def _finished(self, request: str, file: Any, bar: Any) -> None:
+        """A question is asked, an answer kept."""
+        (number, said, ids), made = self.asked.pop(request), self.made.pop(request)
+        if request.startswith("answer"):
+            self._keep(told(number, said, ids, made), file, bar)
+            return
+        question = made[:-1]
+        text = self.llm.tokenizer.decode(question).strip()
+        share = distinct_share(question)
+        if made[-1] != self.end or self.special.intersection(question):
+            self._keep({"number": number, "dropped": "no end"}, file, bar)
+        elif len(text.split()) < FEWEST_WORDS:
+            self._keep({"number": number, "dropped": "too short"}, file, bar)
+        elif share is not None and share < DISTINCT:
+            self._keep({"number": number, "dropped": "repeats itself"}, file, bar)
+        else:
+            self._ask(number, text, file, bar)
+
+    def _keep(self, line: dict[str, Any], file: Any, bar: Any) -> None:
+        self.kept.append(line)
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        bar.update()

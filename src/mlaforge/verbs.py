@@ -1,0 +1,93 @@
+"""How a verb is made of a function and its stage's options, and what verbs have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mlaforge import config as configuration
+from mlaforge.runtime import Interrupted, UserError
+
+Recipe = Annotated[
+    Path | None, typer.Option("--recipe", metavar="FILE", help="YAML file with the same keys; options override it")
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an earlier result of mlaforge at OUT")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="model directory, .gguf file or hub id")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="new directory")]
+
+
+def group(help: str) -> typer.Typer:
+    """A set of verbs."""
+    return typer.Typer(
+        no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=help
+    )
+
+
+def quiet() -> None:
+    """transformers' own bars and advice would drown ours."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _option(field: dataclasses.Field[Any], kind: type) -> Any:
+    """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
+    # A field may end in an underscore where its name is a word of Python's.
+    told, name = field.metadata, field.name.rstrip("_").replace("_", "-")
+    unit = f" [{told['unit']}]" if told["unit"] else ""
+    shown = "" if field.default is None else f" (default: {field.default})"
+    flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    if kind == configuration.MANY:
+        told_once = f"{told['help']}{unit} (may be given several times)"
+        return Annotated[list[str] | None, typer.Option(flag, metavar="TEXT", help=told_once)]
+    metavar = None if kind is bool else "|".join(told["choices"]) or kind.__name__.upper().replace("STR", "TEXT")
+    return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=told["help"] + unit + shown)]
+
+
+def verb(on: typer.Typer, options: type | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a command with the group `on`. `options` is its stage's dataclass: each field becomes an option, and
+    the command is called with the resolved `config`. The user's mistakes end in one line and exit code 2."""
+
+    def register(command: Callable[..., None]) -> Callable[..., None]:
+        keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        own = inspect.signature(command, eval_str=True)
+        parameters = [p for p in own.parameters.values() if p.name != "config"]
+        fields = dataclasses.fields(options) if options else ()
+        kinds = configuration.field_types(options) if options else {}
+        for field in fields:
+            parameters.append(keyword(field.name, default=None, annotation=_option(field, kinds[field.name])))
+        if options:
+            parameters.append(keyword("recipe", default=None, annotation=Recipe))
+
+        @functools.wraps(command)
+        def wrapped(**given: Any) -> None:
+            try:
+                if options:
+                    recipe = given.pop("recipe")
+                    values = {field.name: given.pop(field.name) for field in fields}
+                    given["config"] = configuration.resolve(options, recipe, **values)
+                command(**given)
+            except UserError as error:
+                print(f"mlaforge: {error}", file=sys.stderr)
+                raise typer.Exit(2) from None
+            except KeyboardInterrupt as stop:
+                kept = str(stop) if isinstance(stop, Interrupted) else "nothing half-written was left"
+                print(f"mlaforge: interrupted; {kept}", file=sys.stderr)
+                raise typer.Exit(130) from None
+
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+        # A verb may end in an underscore where its name is a word of Python's.
+        wrapped.__name__ = command.__name__.rstrip("_")
+        return on.command()(wrapped)
+
+    return register
