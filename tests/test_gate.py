@@ -262,8 +262,8 @@ def spoil(monkeypatch, engine, name):
         # After the first steps nobody drafts any more.
         counts = core.Speculation.counts
 
-        def fewer(self, running):
-            of = counts(self, running)
+        def fewer(self, *words):
+            of = counts(self, *words)
             return of if self.stats.steps < 3 else lambda sequence: 0
 
         monkeypatch.setattr(core.Speculation, "counts", fewer)

@@ -63,7 +63,7 @@ class Endpoint:
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
         port = _free_port()
-        words = {"model": str(directory), "port": str(port), "longest": str(longest), "most": str(most)}
+        words = {"model": str(directory), "name": model, "port": str(port), "longest": str(longest), "most": str(most)}
         self.name, self.model, self.dtype = self.config.name, model, self.config.dtype
         self.url, self.api_name = _filled(self.config.url, words), _filled(self.config.model, words)
         self.process: subprocess.Popen[bytes] | None = None

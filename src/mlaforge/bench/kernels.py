@@ -96,19 +96,26 @@ def make_inputs(layout: Layout, S: int, P: int, T: int, device: str, dtype: torc
     )
     slots = S * columns * BLOCK
     torch.manual_seed(0)
-    k = torch.randn(slots, layout.key_heads, layout.key, device=device, dtype=dtype)
-    v = k[..., : layout.value] if layout.rope is not None else torch.randn_like(k)
+    k, v = split(layout, torch.randn(slots, layout.row, device=device, dtype=dtype))
     q = torch.randn(S * T, layout.heads, layout.key, device=device, dtype=dtype)
     return q, k, v, view, layout.key**-0.5
 
 
-def layers(inputs: tuple[Any, ...], read: float, cold: int) -> list[tuple[Any, ...]]:
+def split(layout: Layout, rows_LW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as the engine's layers view their rows."""
+    if layout.rope is not None:
+        return rows_LW[:, None], rows_LW[:, None, : layout.value]
+    k, v = rows_LW.view(-1, 2, layout.key_heads, layout.key).unbind(1)
+    return k, v
+
+
+def layers(layout: Layout, inputs: tuple[Any, ...], read: float, cold: int) -> list[tuple[Any, ...]]:
     """The inputs with copies of the cache, `cold` bytes of what a run reads."""
-    q, k, v, view, scale = inputs
+    q, k, _, view, scale = inputs
+    rows_LW = k.as_strided((len(k), layout.row), (layout.row, 1), 0)
     copies = [inputs]
     while len(copies) * read < cold and len(copies) < 128:
-        rows = k.clone()
-        copies.append((q, rows, rows[..., : v.shape[2]] if v.data_ptr() == k.data_ptr() else v.clone(), view, scale))
+        copies.append((q, *split(layout, rows_LW.clone()), view, scale))
     return copies
 
 
@@ -196,7 +203,7 @@ def measure(
     by, _ = OP.choose(*inputs, implementation=implementation)
     compare(inputs, OP(*inputs, implementation=by))
     least = cost(layout, S, P, T, dtype.itemsize)
-    copies = layers(inputs, least.bytes, 0 if scope == "small" else COLD)
+    copies = layers(layout, inputs, least.bytes, 0 if scope == "small" else COLD)
 
     def every() -> None:
         for each in copies:

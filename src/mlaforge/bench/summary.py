@@ -155,7 +155,8 @@ def _told(value: float | None, form: str) -> str:
 
 
 def aligned(lines: list[tuple[str, ...]]) -> str:
-    """Columns of equal width; what is longer than its row's first columns goes on to the right."""
-    full = [line for line in lines if len(line) == len(lines[0])]
-    widths = [max(len(line[i]) for line in full) for i in range(len(lines[0]))]
+    """Columns of equal width; the last cell of a shorter line goes on to the right."""
+    columns = range(len(lines[0]))
+    cells = [[line[i] for line in lines if i < len(line) - 1 or len(line) == len(columns)] for i in columns]
+    widths = [max(map(len, own)) for own in cells]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
