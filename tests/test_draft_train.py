@@ -142,12 +142,13 @@ def test_without_a_cache_it_learns_the_same(trained):
     assert kept.metrics["losses"] == pytest.approx(fresh.metrics["losses"], rel=0.02)
 
 
-def test_another_head_is_a_start(trained, target, tmp_path):
+def test_another_head_is_a_start(trained, converted, tmp_path):
     """For a converted model: the sizes are the old head's, and so is the function, where nothing is learnt."""
     layer = {"head_dim": 8, "num_attention_heads": 4}
     (tmp_path / "old").mkdir()
     write_head(make(layer=layer, boundaries=(1, 2, 3), sliding_window=9), tmp_path / "old", torch.float32)
-    out, manifest = trained(init=str(tmp_path / "old"), boundaries="auto", steps=2, learning_rate=1e-9)
+    student = converted("llama", "latent", budget=0.25)
+    out, manifest = trained(model=student, init=str(tmp_path / "old"), boundaries="auto", steps=2, learning_rate=1e-9)
     old, new = read_head(tmp_path / "old", 3), read_head(out, 3)
     assert new.config.sliding_window == 9 and new.config.boundaries == (1, 2, 3)
     for name, tensor in old.state_dict().items():

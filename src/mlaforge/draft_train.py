@@ -21,6 +21,7 @@ from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.draft_head import read_head, write_head
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import DraftTrainConfig
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.spec import ModelSpec
@@ -221,6 +222,7 @@ def _train(
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
         target = checkpoint.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
+        target.set_attn_implementation(FUSED)
         embedding = target.get_input_embeddings().weight.detach().clone()
         wanted_head = target.lm_head.weight.detach()[ids.to(device)]
         with torch.no_grad():
