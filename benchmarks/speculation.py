@@ -27,7 +27,9 @@ from typing import Any
 import torch
 
 from mlaforge import demo_model
-from mlaforge.engine.drafter import Draft, Drafter, NgramDrafter
+from mlaforge.bench.prompts import distinct_4_grams
+from mlaforge.bench.replay import Replay
+from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
 from mlaforge.runtime import UserError, environment, log
@@ -38,22 +40,6 @@ PASSES = 6
 BAR = 1.25
 # Share of ln(vocabulary) that a token of a prompt may cost the model on average: text costs a third, random tokens all.
 RANDOM = 0.75
-
-
-class Perfect:
-    """Proposes what is known to come."""
-
-    boundaries: tuple[int, ...] = ()
-
-    def __init__(self, text: list[int]):
-        self.text = text
-
-    def propose(self, asked: Any) -> list[Draft | None]:
-        lengths = [len(sequence.token_ids) for sequence, _ in asked]
-        return [Draft(self.text[n : n + count]) for n, (_, count) in zip(lengths, asked, strict=True)]
-
-    def observe(self, ran: Any, states_NS: Any) -> None:
-        """Nothing."""
 
 
 def refuse_random(llm: LLM, prompts: list[list[int]]) -> None:
@@ -67,12 +53,6 @@ def refuse_random(llm: LLM, prompts: list[list[int]]) -> None:
                 f"prompt {number} costs the model {statistics.mean(losses):.1f} nats a token (text: below {most:.1f}): "
                 "on random tokens a model repeats itself, and speculation looks better than it is; give text"
             )
-
-
-def distinct(token_ids: list[int]) -> float:
-    """Share of the runs of four tokens that are different ones."""
-    runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
-    return len(set(runs)) / len(runs)
 
 
 class Modes:
@@ -129,7 +109,7 @@ class Modes:
         text = plain
         for _ in range(PASSES):
             # Under a name of its own: what it takes to find the text does not count.
-            self.use("search", Perfect(prompt + text))
+            self.use("search", Replay({"0": prompt + text}))
             made, _ = self.run(prompt, len(text))
             if made == text:
                 break
@@ -166,14 +146,14 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, An
         plain, first = modes.run(prompt, tokens)
         known = modes.known(prompt, plain)
         for name in names[1:]:
-            modes.use(name, Perfect(prompt + known) if name == "perfect" else drafters[name])
+            modes.use(name, Replay({"0": prompt + known}) if name == "perfect" else drafters[name])
             made, took = modes.run(prompt, tokens)
             seconds[name].append(took)
             if made != plain:
                 margins[name].append(modes.margin(prompt, made, plain))
         modes.use("plain", None)
         seconds["plain"].append((first + modes.run(prompt, tokens)[1]) / 2)
-        shares.append(distinct(plain))
+        shares.append(distinct_4_grams(plain) or 0.0)
         log(f"prompt {number + 1} of {len(prompts)}")
     rows = {}
     for name in names:

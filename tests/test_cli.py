@@ -197,9 +197,9 @@ def test_the_model_in_this_folder_has_a_name(halved, cli, monkeypatch):
 
 def test_report_prints_where_it_is(halved, cli, refused, tmp_path):
     page = tmp_path / "new" / "report.html"
-    assert printed(cli("report", halved.parent, page)).strip() == str(page)
+    assert printed(cli("report", halved.parent, "--out", page)).strip() == str(page)
     assert json.loads(page.with_suffix(".json").read_text())["conversions"][0]["name"] == "out"
-    refused("does not exist", "report", tmp_path / "nowhere", page)
+    refused("does not exist", "report", tmp_path / "nowhere", "--out", page)
 
 
 def test_env_prints_json(cli):

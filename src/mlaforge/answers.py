@@ -8,6 +8,7 @@ last two as token ids.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,8 @@ STAGE, TEXT = "draft regenerate", "text.jsonl"
 # Two prompts are the same text where they share so many words in a row (Brown et al. 2020, arXiv:2005.14165), or are
 # equal but for blanks and capitals.
 RUN = 13
+# Share of the answers that no head is trained on and no vocabulary counts: what they are judged on meanwhile.
+HELD = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Answer:
     number: int
     prompt_ids: list[int]
     answer_ids: list[int]
+
+    @property
+    def held(self) -> bool:
+        """Whether it is kept back. Depends on nothing but the prompt."""
+        drawn = hashlib.sha256(json.dumps(self.prompt_ids).encode()).digest()
+        return int.from_bytes(drawn[:6], "big") < HELD * 2**48
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -97,6 +106,15 @@ def read_answers(directory: Path) -> tuple[Manifest, list[Answer]]:
     if not found:
         raise UserError(f"{directory} holds no answers; give more prompts")
     return manifest, found
+
+
+def split(answers: list[Answer]) -> tuple[list[Answer], list[Answer]]:
+    """Those to learn from, each prompt once, and those kept back. Raises UserError where one of them is empty."""
+    once = list({tuple(answer.prompt_ids): answer for answer in answers}.values())
+    learnt, held = [a for a in once if not a.held], [a for a in once if a.held]
+    if not learnt or not held:
+        raise UserError(f"of {len(once)} answers {len(held)} are kept back to judge on: too few; give more text")
+    return learnt, held
 
 
 def distinct_share(token_ids: list[int]) -> float | None:

@@ -1,42 +1,68 @@
-"""The course of a healing: steps, and between them evaluation, growing subsets, checkpoints, and what a person sees.
+"""The course of a training: steps, and between them evaluation, growing subsets, checkpoints, and what a person sees.
 
 Everything that a killed run needs is in its work folder: `state-N` (what the trainer's next step depends on) with
-`state-N.json` (this file's own memory), and `best` (the trained tensors of the least validation KL).
+`state-N.json` (this file's own memory), and `best` (the trained tensors of the best evaluation).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from mlaforge import sharding
-from mlaforge.distill import Validation, trainable
-from mlaforge.options import HealConfig
-from mlaforge.runtime import log
+from mlaforge.artifact import WORK, Manifest, writing
+from mlaforge.packing import Feed
+from mlaforge.runtime import Resumable, UserError, log
 from mlaforge.spill import Spill
-from mlaforge.trainer import Trainer
+from mlaforge.trainer import NotFinite, Trainer
 
-# The validation KL has to fall by this share to count as falling.
+# The goal has to fall by this share to count as falling.
 GAIN = 0.01
 
 
+class Judge(Protocol):
+    """Measures what is trained on text kept back, such as distill.Validation. `goal` names the number that should
+    fall, `shown` those that the bar shows."""
+
+    goal: str
+    shown: tuple[str, ...]
+
+    def measure(self, model: Any) -> dict[str, Any]: ...
+
+    def told(self, found: dict[str, Any]) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """Steps between evaluations, and between checkpoints; evaluations without a gain after which the subset grows."""
+
+    evaluate_every: int
+    checkpoint_every: int
+    patience: int = 1
+
+
 class Course:
-    """Runs a Trainer from where it stopped to its last step. `subsets`: what learns first, and what joins later."""
+    """Runs a Trainer from where it stopped to its last step. `subsets`: what learns first, and what joins later, by the
+    names that `trainable` gives of each."""
 
     def __init__(
-        self, trainer: Trainer, validation: Validation, config: HealConfig, subsets: list[str], work: Path,
-        group: sharding.Group, board: Any = None,
+        self, what: str, trainer: Trainer, judge: Judge, marks: Marks, subsets: list[str],
+        trainable: Callable[[str], list[str]], work: Path, group: sharding.Group, board: Any = None,
     ):  # fmt: skip
-        self.trainer, self.validation, self.config, self.subsets = trainer, validation, config, subsets
+        self.what, self.trainer, self.judge, self.marks = what, trainer, judge, marks
+        self.subsets, self.trainable = subsets, trainable
         self.work, self.group, self.board = work, group, board
         self.spill = Spill(work)
-        # subset: how many have joined the first; mark: the KL of the last gain; stale: evaluations since.
+        # subset: how many have joined the first; mark: the goal at the last gain; stale: evaluations since.
         self.memory: dict[str, Any] = {
             "subset": 0, "mark": None, "stale": 0, "best": None, "curve": [], "losses": [], "seconds": 0.0
         }  # fmt: skip
@@ -51,7 +77,7 @@ class Course:
             self._evaluate()
         begun, tokens = time.perf_counter(), 0
         with tqdm(
-            total=steps, initial=trainer.step, desc="heal", delay=2.0, leave=False, dynamic_ncols=True,
+            total=steps, initial=trainer.step, desc=self.what, delay=2.0, leave=False, dynamic_ncols=True,
             disable=not self.group.first,
         ) as bar:  # fmt: skip
             while trainer.step < steps:
@@ -62,15 +88,14 @@ class Course:
                 self.memory["losses"].append(float(f"{found['loss']:.6g}"))
                 speed = tokens / (time.perf_counter() - begun)
                 last = self.memory["curve"][-1]
-                bar.set_postfix(
-                    loss=f"{found['loss']:.4g}", kl=f"{last['kl']:.4g}", ppl=f"{last['ppl']:.4g}", tok_s=f"{speed:.0f}"
-                )
+                shown = {name: f"{last[name]:.4g}" for name in self.judge.shown}
+                bar.set_postfix(loss=f"{found['loss']:.4g}", **shown, tok_s=f"{speed:.0f}")
                 bar.update()
                 self._chart({**found, "tokens_per_second": speed}, "train")
                 done = trainer.step == steps
-                if trainer.step % self.config.evaluate_every == 0 or done:
+                if trainer.step % self.marks.evaluate_every == 0 or done:
                     self._evaluate(speed)
-                if trainer.step % self.config.checkpoint_every == 0 or done:
+                if trainer.step % self.marks.checkpoint_every == 0 or done:
                     self._save()
         return self.memory
 
@@ -79,49 +104,46 @@ class Course:
         number, _ = self.trainer.feed.phase(step)
         return self.trainer.feed.rows_per_step(number) * self.trainer.feed.phases[number].rows.ids.shape[1]
 
-    def _chart(self, values: dict[str, float], what: str) -> None:
+    def _chart(self, values: dict[str, Any], what: str) -> None:
         if self.board is not None:
             for name, value in values.items():
-                self.board.add_scalar(f"{what}/{name}", value, self.trainer.step)
+                if isinstance(value, float):
+                    self.board.add_scalar(f"{what}/{name}", value, self.trainer.step)
 
     def _evaluate(self, speed: float = 0.0) -> None:
         """Measures on the text kept back; keeps the weights where they are the best yet, else may grow the subset."""
         memory, step = self.memory, self.trainer.step
-        found = self.validation.measure(self.trainer.model)
+        found = self.judge.measure(self.trainer.model)
         seen = sum(self.tokens_of(n) for n in range(step))
         point = {"step": step, "tokens": seen, "seconds": round(memory["seconds"], 1), **found}
-        recent = memory["losses"][-self.config.evaluate_every :]
+        recent = memory["losses"][-self.marks.evaluate_every :]
         point |= {"loss": sum(recent) / len(recent) if recent else None, "subset": self.subsets[memory["subset"]]}
         memory["curve"].append(point)
         self._chart(found, "validation")
         if self.group.first:
             left = (self.trainer.feed.steps - step) * memory["seconds"] / max(1, step) / 60
             told = f", loss {point['loss']:.4g}, {speed:.0f} tokens/s, {left:.0f} min left" if recent else ""
-            line = (
-                f"step {step} of {self.trainer.feed.steps}: validation ppl {found['ppl']:.4f} (teacher "
-                f"{found['teacher_ppl']:.4f}), KL {found['kl']:.5f}{told}"
-            )
-            log(line)
-        best = memory["best"]
-        if memory["mark"] is None or found["kl"] < (1 - GAIN) * memory["mark"]:
-            memory["mark"], memory["stale"] = found["kl"], 0
+            log(f"step {step} of {self.trainer.feed.steps}: {self.judge.told(found)}{told}")
+        best, goal = memory["best"], self.judge.goal
+        if memory["mark"] is None or found[goal] < (1 - GAIN) * memory["mark"]:
+            memory["mark"], memory["stale"] = found[goal], 0
         else:
             memory["stale"] += 1
-        if best is None or found["kl"] < best["kl"]:
+        if best is None or found[goal] < best[goal]:
             memory["best"] = point
             tensors = {name: sharding.whole(tensor) for name, tensor in self.trainer.weights().items()}
             if self.group.first:
                 self.spill["best"] = tensors
-        if memory["stale"] >= self.config.patience and memory["subset"] + 1 < len(self.subsets):
+        if memory["stale"] >= self.marks.patience and memory["subset"] + 1 < len(self.subsets):
             memory["subset"] += 1
-            memory["mark"], memory["stale"] = found["kl"], 0
+            memory["mark"], memory["stale"] = found[goal], 0
             self._grow()
 
     def _grow(self) -> None:
         subset = self.subsets[self.memory["subset"]]
-        self.trainer.train(trainable(self.trainer.model.student, subset))
+        self.trainer.train(self.trainable(subset))
         if self.group.first:
-            log(f"step {self.trainer.step}: the validation KL has stopped falling, {subset} learns from here on")
+            log(f"step {self.trainer.step}: the validation {self.judge.goal} has stopped falling, {subset} learns too")
 
     def _save(self) -> None:
         """A checkpoint: appears whole or not at all; earlier ones go when it is there."""
@@ -150,7 +172,7 @@ class Course:
         name = names[-1]
         self.memory = json.loads((self.work / f"{name}.json").read_text(encoding="utf-8"))
         for subset in self.subsets[1 : self.memory["subset"] + 1]:
-            self.trainer.train(trainable(self.trainer.model.student, subset))
+            self.trainer.train(self.trainable(subset))
         state = self.trainer.state()
         if (self.work / name).is_dir():
             sharding.load(self.work / name, state)
@@ -165,3 +187,53 @@ class Course:
         if best:
             return self.spill["best"]
         return {name: sharding.whole(tensor).cpu() for name, tensor in self.trainer.weights().items()}
+
+
+@contextmanager
+def running(out: Path, manifest: Manifest, group: sharding.Group) -> Iterator[Path]:
+    """`artifact.writing` by the first process, resumable, of a folder that all use. Where a loss is not finite, the
+    batch is kept beside `out`, and what is raised says so."""
+    with _writing(out, manifest, group) as partial:
+        try:
+            yield partial
+        except NotFinite as error:
+            kept = out.with_name(f"{out.name}.diverged.safetensors")
+            if group.first:
+                spill = Spill(kept.parent)
+                spill[kept.stem] = {"input_ids": error.rows.ids, "position_ids": error.rows.positions}
+            raise Resumable(
+                f"the loss is not finite at step {error.step + 1}; its batch is in {kept}, the checkpoints in "
+                f"{partial / WORK}; a smaller --learning-rate or another --dtype would help"
+            ) from error
+
+
+@contextmanager
+def _writing(out: Path, manifest: Manifest, group: sharding.Group) -> Iterator[Path]:
+    if group.first:
+        with writing(out, manifest, resumable=True) as partial:
+            group.wait()
+            yield partial
+            group.wait()
+    else:
+        group.wait()
+        resolved = out.resolve()
+        yield resolved.with_name(f".{resolved.name}.partial")
+        group.wait()
+
+
+def board(folder: str | None, group: sharding.Group) -> Any:
+    """TensorBoard's writer where logs are asked for."""
+    if folder is None or not group.first:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise UserError("tensorboard is missing: pip install 'mlaforge[heal]'") from error
+    return SummaryWriter(folder)
+
+
+def check_shares(feed: Feed, world: int) -> None:
+    """UserError unless every step's rows can be dealt out evenly to the processes."""
+    for number, phase in enumerate(feed.phases):
+        if phase.steps and (count := feed.rows_per_step(number)) % world:
+            raise UserError(f"{world} processes cannot share the {count} rows of a step; change batch_tokens")

@@ -42,6 +42,8 @@ class Distillation(nn.Module):
     One module, so that what shards it gathers both heads where the loss is computed.
     """
 
+    terms = TERMS
+
     def __init__(self, student: Any, teacher: Any | None, loss: Loss):
         super().__init__()
         self.student, self.teacher, self.loss = student, teacher, loss
@@ -53,6 +55,10 @@ class Distillation(nn.Module):
         for name, model in (("student", student), ("teacher", teacher)):
             if model is not None:
                 self._watch(name, model)
+
+    def parts(self) -> list[tuple[Any, list[nn.Module]]]:
+        """Both models, and of each the layers that are sharded one by one."""
+        return [(model, list(model.model.layers)) for model in (self.student, self.teacher) if model is not None]
 
     def _watch(self, name: str, model: Any) -> None:
         """Remembers what every layer, and its attention, puts out, where the loss wants to match them."""
@@ -158,7 +164,10 @@ def trainable(student: Any, subset: str) -> list[str]:
 
 
 class Validation:
-    """Rows that nothing is trained on, and what the teacher computes on them, once."""
+    """Rows that nothing is trained on, and what the teacher computes on them, once. Judged by `goal`, which falls."""
+
+    goal = "kl"
+    shown: tuple[str, ...] = ("kl", "ppl")
 
     @torch.no_grad()
     def __init__(self, teacher: Any, rows: Rows, at_once: int):
@@ -176,3 +185,7 @@ class Validation:
             sums += model.validate(rows.to(self.head.device), Hidden(states, self.head))
         ours, theirs, kl, same = (sums[:4] / sums[4]).tolist()
         return {"ppl": math.exp(min(ours, 700.0)), "teacher_ppl": math.exp(theirs), "kl": kl, "top1": same}
+
+    def told(self, found: dict[str, Any]) -> str:
+        """`measure`'s result in words."""
+        return f"validation ppl {found['ppl']:.4f} (teacher {found['teacher_ppl']:.4f}), KL {found['kl']:.5f}"

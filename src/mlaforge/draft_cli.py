@@ -10,7 +10,14 @@ from typing import Annotated
 import typer
 
 from mlaforge import verbs
-from mlaforge.options import DraftCheckConfig, DraftCompareConfig, DraftImportConfig, RegenerateConfig
+from mlaforge.options import (
+    DraftCheckConfig,
+    DraftCompareConfig,
+    DraftImportConfig,
+    DraftTrainConfig,
+    RegenerateConfig,
+    VocabularyConfig,
+)
 from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
 app = group("EAGLE-3 draft heads: the text they learn from, their vocabulary, their training.")
@@ -32,6 +39,42 @@ def regenerate(model: Model, out: NewDirectory, config: RegenerateConfig, overwr
     print(
         f"{out}: {found['answers']} answers, {found['prompt_tokens']} + {found['answer_tokens']} tokens, distinct "
         f"4-grams {found['distinct_4grams'] or 0:.2f}" + (f"; left out: {dropped}" if dropped else "")
+    )
+
+
+@verb(VocabularyConfig)
+def vocab(
+    model: Model,
+    texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="what `draft regenerate` wrote with MODEL")],
+    out: NewDirectory,
+    config: VocabularyConfig,
+    overwrite: Overwrite = False,
+) -> None:
+    """Choose the tokens that a head can propose: those that MODEL says most often."""
+    from mlaforge import draft_vocab as stage
+
+    quiet()
+    found = stage.run(model, texts, out, config, overwrite).metrics
+    for size, share in found["coverage"].items():
+        chosen = "  <- written" if size == str(config.size) else ""
+        print(f"{size} tokens: {share['text']:.4f} of the text, {share['held_out']:.4f} of text kept back{chosen}")
+
+
+@verb(DraftTrainConfig)
+def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: Overwrite = False) -> None:
+    """Train an EAGLE-3 head on what MODEL said; under torchrun over many processes."""
+    from mlaforge import draft_train as stage
+    from mlaforge import sharding
+
+    quiet()
+    try:
+        found = stage.run(model, out, config, overwrite).metrics
+    finally:
+        sharding.leave()
+    first, best = found["curve"][0], found["best"]
+    print(
+        f"tokens a step of 3 drafted, on answers kept back: {first['acceptance_length']:.3f} -> "
+        f"{best['acceptance_length']:.3f} after {best['tokens']} tokens (step {best['step']})"
     )
 
 

@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,17 @@ import torch
 from torch import Tensor
 
 from mlaforge import checkpoint, corpus, locate, packing, sharding
-from mlaforge.artifact import WORK, Manifest, finished, writing
-from mlaforge.course import Course
+from mlaforge.artifact import WORK, Manifest, finished
+from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.distill import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import HealConfig
 from mlaforge.refit import TOKENS, steer
-from mlaforge.runtime import Resumable, UserError, log, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
-from mlaforge.teacher_cache import TeacherCache
-from mlaforge.trainer import NotFinite, Pace, Trainer
+from mlaforge.teacher_cache import final_states_cache, top_k_cache
+from mlaforge.trainer import Pace, Trainer
 
 SUBSETS = ("projections", "attention", "all")
 # The tensors after the last step, where those written were better.
@@ -141,10 +139,7 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     tuned = corpus.read_passages(remembered) if remembered.is_file() else []
     texts = read_texts(tokenizer, config, tuned)
     checkpoint.check_tokens(original, *(phase.rows.ids for phase in texts.feed.phases), texts.validation.ids)
-    for number, phase in enumerate(texts.feed.phases):
-        if phase.steps and texts.feed.rows_per_step(number) % group.world:
-            count = texts.feed.rows_per_step(number)
-            raise UserError(f"{group.world} processes cannot share the {count} rows of a step; change batch_tokens")
+    check_shares(texts.feed, group.world)
     manifest = Manifest(
         "heal",
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED},
@@ -158,34 +153,9 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
         if group.first:
             log(f"{out} is finished already")
         return done
-    with _writing(out, manifest, group) as partial:
-        try:
-            _heal(original, converted, subsets, config, texts, manifest, partial, group)
-        except NotFinite as error:
-            kept = out.with_name(f"{out.name}.diverged.safetensors")
-            if group.first:
-                spill = Spill(kept.parent)
-                spill[kept.stem] = {"input_ids": error.rows.ids, "position_ids": error.rows.positions}
-            raise Resumable(
-                f"the loss is not finite at step {error.step + 1}; its batch is in {kept}, the checkpoints in "
-                f"{partial / WORK}; a smaller --learning-rate or another --dtype would help"
-            ) from error
+    with running(out, manifest, group) as partial:
+        _heal(original, converted, subsets, config, texts, manifest, partial, group)
     return manifest
-
-
-@contextmanager
-def _writing(out: Path, manifest: Manifest, group: sharding.Group) -> Iterator[Path]:
-    """`artifact.writing` by the first process, of a folder that all use."""
-    if group.first:
-        with writing(out, manifest, resumable=True) as partial:
-            group.wait()
-            yield partial
-            group.wait()
-    else:
-        group.wait()
-        resolved = out.resolve()
-        yield resolved.with_name(f".{resolved.name}.partial")
-        group.wait()
 
 
 def load(directory: Path, dtype: str, device: torch.device) -> Any:
@@ -228,7 +198,7 @@ def _heal(
             k = config.top_k if config.teacher_cache == "topk" else 0
             if k > teacher.config.vocab_size:
                 raise UserError(f"top_k = {k} is more than the vocabulary's {teacher.config.vocab_size}")
-            targets = TeacherCache(work, validation.head, k, config.temperature)
+            targets = top_k_cache(work, k, config.temperature) if k else final_states_cache(work, validation.head)
             targets.fill(teacher, texts.feed.phases, group.rank, group.world)
             group.wait()
             teacher = None
@@ -254,7 +224,10 @@ def _heal(
         model, texts.feed, pace, trainable(student, subsets[0]), device=device, rank=group.rank, world=group.world,
         targets=targets, windowed=windowed(checkpoint.read_config(converted)),
     )  # fmt: skip
-    course = Course(trainer, validation, config, subsets, partial / WORK, group, _board(config, group))
+    course = Course(
+        "heal", trainer, validation, Marks(config.evaluate_every, config.checkpoint_every, config.patience), subsets,
+        functools.partial(trainable, student), partial / WORK, group, board(config.tensorboard, group),
+    )  # fmt: skip
     with timed(seconds, "train"):
         memory = course.run()
     group.wait()
@@ -277,17 +250,6 @@ def _heal(
         "curve": memory["curve"],
         "losses": memory["losses"],
     }
-
-
-def _board(config: HealConfig, group: sharding.Group) -> Any:
-    """TensorBoard's writer where logs are asked for."""
-    if config.tensorboard is None or not group.first:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise UserError("tensorboard is missing: pip install 'mlaforge[heal]'") from error
-    return SummaryWriter(config.tensorboard)
 
 
 def _put(student: Any, tensors: dict[str, Tensor]) -> None:

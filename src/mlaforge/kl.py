@@ -26,8 +26,8 @@ class Targets(Protocol):
     """What the teacher says about N rows."""
 
     def loss(self, logits_nV: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-        """Student's logits of some rows (fp32, may be overwritten) -> the sum of their KL(teacher | student) at the
-        temperature in nats, and the gradient of that sum by logits / temperature, [n, V]."""
+        """Student's logits of some rows (fp32, may be overwritten) -> their KL(teacher | student) at the temperature in
+        nats, [n], and the gradient of its sum by logits / temperature, [n, V]."""
         ...
 
 
@@ -42,7 +42,26 @@ class Hidden:
         wanted = (self.hidden_NC[rows] @ self.head_VC.T).float().div_(temperature).log_softmax(-1)
         ours = logits_nV.div_(temperature).log_softmax(-1)
         p = wanted.exp()
-        divergence = torch.linalg.vecdot(p, wanted.sub_(ours)).sum()
+        divergence = torch.linalg.vecdot(p, wanted.sub_(ours))
+        return divergence, ours.exp_().sub_(p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """As Hidden, of P states [P, C'] that several rows are compared with: `which` [N] is each row's. Where equal ones
+    stand side by side, logits are computed once for all of them."""
+
+    hidden_PC: Tensor
+    head_VC: Tensor
+    which_N: Tensor
+
+    def loss(self, logits_nV: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
+        some, which = self.which_N[rows].unique(return_inverse=True)
+        wanted = (self.hidden_PC[some] @ self.head_VC.T).float().div_(temperature).log_softmax(-1)
+        ours = logits_nV.div_(temperature).log_softmax(-1)
+        p = wanted.exp()
+        negentropy, p = torch.linalg.vecdot(p, wanted)[which], p[which]
+        divergence = negentropy - torch.linalg.vecdot(p, ours)
         return divergence, ours.exp_().sub_(p)
 
 
@@ -63,7 +82,7 @@ class TopK:
         p, tiny = wanted.exp(), torch.finfo(torch.float32).tiny
         # Both rests by what is left of 1; at least `tiny`, which rounding may not leave.
         p_rest, q_rest = ((1 - x.exp().sum(-1)).clamp_min(tiny) for x in (wanted, chosen))
-        divergence = (p * (wanted - chosen)).sum() + (p_rest * (p_rest.log() - q_rest.log())).sum()
+        divergence = (p * (wanted - chosen)).sum(-1) + p_rest * (p_rest.log() - q_rest.log())
         grad = ours.exp_().mul_((1 - p_rest / q_rest)[:, None])
         return divergence, grad.scatter_(-1, tokens, chosen.exp() - p)
 
@@ -74,7 +93,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_NC: Tensor, head_VC: Tensor, labels_N: Tensor | None, targets: Targets, temperature: float,
-        kl_weight: float, lm_weight: float,
+        kl_weight: float, lm_weight: float, weights_N: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         N = len(hidden_NC)
         labelled = 0 if labels_N is None else int((labels_N != NO_LABEL).sum())
@@ -91,10 +110,11 @@ class _Loss(torch.autograd.Function):
                 text = logits.log_softmax(-1)
                 lm += functional.nll_loss(text, labels_N[rows], ignore_index=NO_LABEL, reduction="sum") / labelled
             found, grad = targets.loss(logits, rows, temperature)
-            kl += found * (temperature**2 / N)
+            weights: Any = 1 / N if weights_N is None else weights_N[rows]
+            kl += (found * weights).sum() * temperature**2
             if not (need_hidden or need_head):
                 continue
-            grad.mul_(kl_weight * temperature / N)
+            grad.mul_(kl_weight * temperature * (weights if weights_N is None else weights[:, None]))
             if text is not None and labels_N is not None:
                 given = labels_N[rows] != NO_LABEL
                 share = (lm_weight / labelled) * given.float()
@@ -113,22 +133,22 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head = (None if g is None else g * grads[0] for g in ctx.grads)
-        return hidden, head, None, None, None, None, None
+        return hidden, head, None, None, None, None, None, None
 
 
 def distillation_loss(
     hidden_NC: Tensor, head_VC: Tensor, targets: Targets, temperature: float = 2.0, kl_weight: float = 1.0,
-    labels_N: Tensor | None = None, lm_weight: float = 0.0,
+    labels_N: Tensor | None = None, lm_weight: float = 0.0, weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """kl_weight · T² · KL(teacher | student) + lm_weight · cross-entropy; and both means alone, without gradient.
 
-    KL is the mean over rows at temperature T of softmax(logits / T), in nats, and T² keeps its gradient's size
-    (Hinton et al. 2015, arXiv:1503.02531); cross-entropy is the mean over rows with a label. Differentiable by
-    hidden_NC (the student's final, normed hidden states) and head_VC (the weight of its language model head).
-    Without lm_weight the cross-entropy is not computed and reported as 0.
+    KL is the mean over rows at temperature T of softmax(logits / T), in nats, or the sum with `weights_N`; T² keeps its
+    gradient's size (Hinton et al. 2015, arXiv:1503.02531). Cross-entropy is the mean over rows with a label.
+    Differentiable by hidden_NC (the student's final, normed hidden states) and head_VC (the weight of its language
+    model head). Without lm_weight the cross-entropy is not computed and reported as 0.
     """
     found: tuple[Tensor, Tensor, Tensor] = _Loss.apply(
-        hidden_NC, head_VC, labels_N, targets, temperature, kl_weight, lm_weight
+        hidden_NC, head_VC, labels_N, targets, temperature, kl_weight, lm_weight, weights_N
     )
     return found
 

@@ -206,6 +206,49 @@ class RegenerateConfig(EngineConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class VocabularyConfig:
+    """Options of `draft vocab`."""
+
+    size: int = option(8192, "tokens that a head can propose", "tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTrainConfig:
+    """Options of `draft train`."""
+
+    text: tuple[str, ...] | None = option(None, "what `draft regenerate` wrote with MODEL")
+    vocabulary: str | None = option(None, "what `draft vocab` wrote; else the head proposes every token")
+    init: str | None = option(
+        None, "a head to start from, such as the original's for a converted model: sizes, vocabulary, window and "
+        "boundaries are its own",
+    )  # fmt: skip
+    boundaries: str = option(
+        "auto", "where MODEL's residual stream is captured, 3 of 0 (the embedding) to its number of layers; auto: 2, "
+        "half, three before the last",
+    )  # fmt: skip
+    sliding_window: int = option(2048, "tokens that the head's attention sees, 0 for all", "tokens")
+    unroll: int = option(7, "drafted tokens in a row that training unrolls", "tokens")
+    steps: int = option(1000, "steps of the optimiser", "steps")
+    batch_tokens: int = option(2048, "text of a step, prompts and padding counted", "tokens")
+    micro_tokens: int = option(2048, "of it, what goes through the models at once", "tokens")
+    seqlen: int = option(512, "length of packed rows; longer conversations are cut", "tokens")
+    learning_rate: float = option(0.03, "after the warm-up; for a matrix's row it is a share of the row's own size")
+    warm_up: float = option(
+        0.05, "share of the steps over which the rate grows; a cosine takes it back to 0", "fraction"
+    )
+    weight_decay: float = option(0.0, "decay of AdamW")
+    cache: bool = option(
+        True, "run MODEL over the text once and keep its states on disk, 8 bytes of each hidden number"
+    )
+    evaluate_every: int = option(100, "steps between evaluations on the answers kept back", "steps")
+    checkpoint_every: int = option(100, "steps between checkpoints, from which a killed run goes on", "steps")
+    dtype: str = option("auto", "dtype to compute in; auto: float32 on a CPU, else bfloat16", choices=DTYPES[:3])
+    tensorboard: str | None = option(None, "folder for TensorBoard's logs")
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of every random choice")
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportConfig:
     """Options of `export`."""
 
@@ -258,6 +301,17 @@ class ServeConfig(EngineConfig):
     client_timeout: float = option(60.0, "how long a client may send or read nothing", "seconds")
     drain_timeout: float = option(30.0, "how long running requests may go on after SIGTERM", "seconds")
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
+
+
+@dataclasses.dataclass(frozen=True)
+class CardConfig:
+    """Options of `card`."""
+
+    model: str | None = option(
+        None, "which artifact the card is of, as `mlaforge list` names it (the only one, or the canonical one)"
+    )
+    license: str | None = option(None, "identifier of the model's licence, such as apache-2.0")
+    base_model: str | None = option(None, "hub id of the original, such as HuggingFaceTB/SmolLM2-135M-Instruct")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,3 +384,43 @@ class DraftCompareConfig:
         "auto", "weights of the engine that is compared, as in `generate`", choices=(*DTYPES, "int8", "int4")
     )
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchConfig:
+    """Options of `bench`. What is not given is as the scenario's file says (bench/scenarios)."""
+
+    scope: str = option(
+        "auto", "how much: full, micro (the cases that gates ask for) or cpu (scaled-down twins); auto: cpu without a "
+        "GPU, else micro", choices=("auto", "cpu", "micro", "full"),
+    )  # fmt: skip
+    context: str | None = option(None, "prompt of each request; k is 1024; several with commas", "tokens")
+    batch: str | None = option(None, "requests that decode together; several with commas", "requests")
+    num_speculative_tokens: str | None = option(
+        None, "drafted tokens per step, 0 for plain decoding; several with commas", "tokens"
+    )
+    draft: str | None = option(
+        None, "who drafts: ngram, replay (what plain decoding gave: the ceiling of any drafter), or the directory of "
+        "an EAGLE-3 head; several with commas",
+    )  # fmt: skip
+    tokens: int | None = option(None, "decoded tokens of each request that are timed", "tokens")
+    rounds: int | None = option(None, "measured repetitions", "repetitions")
+    warm_up: int | None = option(None, "repetitions before them that do not count", "repetitions")
+    cache_fraction: str | None = option(
+        None, "share of the free memory for caches, all models together; several with commas", "fraction"
+    )
+    prefix_caching: bool | None = option(None, "keep what was computed of a prompt")
+    dtype: str | None = option(None, "dtype of the engine's weights, as in `generate`; several with commas")
+    transformers: str | None = option(None, "dtype of transformers beside it, auto: the engine's; several with commas")
+    text: tuple[str, ...] | None = option(
+        None, "text that prompts are cut from: a file, a folder, or embedded, which is the default"
+    )
+    peer: tuple[str, ...] | None = option(None, "YAML file of another engine with an OpenAI endpoint (docs/bench.md)")
+    import_: tuple[str, ...] | None = option(None, "results of another run, to stand beside these and be marked so")
+    perf: bool = option(False, "check the invariants of PERF_MODE first; a broken one ends the run")
+    force: bool = option(False, "begin the full scope though the micro gates were not green; this is recorded")
+    roof: str = option("auto", "machine whose roof counts, as in `plan`; auto: this one")
+    op: str = option("paged_attention", "kernels: the operation")
+    implementation: str | None = option(None, "kernels: by whom (default: what would be chosen)")
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    out: str = option("results", "folder; each run gets a folder in it, named by its time")

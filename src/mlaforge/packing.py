@@ -27,28 +27,36 @@ MOST_HELD = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Packed token ids [N, T], positions in the document's part of its row [N, T], and each row's number [N]."""
+    """Packed token ids [N, T], positions in the document's part of its row [N, T], and each row's number [N]; `answer`
+    [N, T], where it is known: whether a token is what a model answered."""
 
     ids: Tensor
     positions: Tensor
     number: Tensor
+    answer: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def take(self, rows: Tensor) -> Rows:
-        return Rows(self.ids[rows], self.positions[rows], self.number[rows])
+        answer = None if self.answer is None else self.answer[rows]
+        return Rows(self.ids[rows], self.positions[rows], self.number[rows], answer)
 
     def to(self, device: torch.device) -> Rows:
-        return Rows(self.ids.to(device), self.positions.to(device), self.number)
+        answer = None if self.answer is None else self.answer.to(device)
+        return Rows(self.ids.to(device), self.positions.to(device), self.number, answer)
+
+    @property
+    def last(self) -> Tensor:
+        """Whether a token is its document's last in the row, bool [N, T]."""
+        last = torch.ones_like(self.ids, dtype=torch.bool)
+        last[:, :-1] = self.positions[:, 1:] == 0
+        return last
 
     @property
     def labels(self) -> Tensor:
         """The next token of each, [N, T]; NO_LABEL where its document ends in the row."""
-
-        last = torch.ones_like(self.ids, dtype=torch.bool)
-        last[:, :-1] = self.positions[:, 1:] == 0
-        return self.ids.roll(-1, dims=1).masked_fill(last, NO_LABEL)
+        return self.ids.roll(-1, dims=1).masked_fill(self.last, NO_LABEL)
 
 
 def pack(documents: list[Tensor], length: int) -> Rows:
@@ -66,6 +74,35 @@ def pack(documents: list[Tensor], length: int) -> Rows:
     column = torch.arange(length).expand(n, length)
     began = torch.where(starts, column, 0).cummax(dim=1).values if n else column
     return Rows(ids, column - began, torch.arange(n))
+
+
+def place(documents: list[tuple[list[int], int]], length: int) -> Rows:
+    """Documents (token ids, and how many of the first are no answer) whole in rows of `length`, each in the first row
+    with room for it; one that is longer is cut. What is left of a row are documents of one token, 0."""
+    rows: list[list[tuple[list[int], int]]] = []
+    room: list[int] = []
+    for ids, asked in documents:
+        ids = ids[:length]
+        at = next((at for at, left in enumerate(room) if left >= len(ids)), None)
+        if at is None:
+            at = len(rows)
+            rows.append([])
+            room.append(length)
+        rows[at].append((ids, asked))
+        room[at] -= len(ids)
+    shape = len(rows), length
+    found = Rows(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), torch.arange(len(rows)),
+                 torch.zeros(shape, dtype=torch.bool))  # fmt: skip
+    assert found.answer is not None
+    for row, placed in enumerate(rows):
+        start = 0
+        for ids, asked in placed:
+            stop = start + len(ids)
+            found.ids[row, start:stop] = torch.tensor(ids)
+            found.positions[row, start:stop] = torch.arange(len(ids))
+            found.answer[row, start + asked : stop] = True
+            start = stop
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

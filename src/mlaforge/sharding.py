@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mlaforge.distill import Distillation
-
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -50,8 +48,8 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-def shard(model: Distillation, group: Group, dtype: torch.dtype) -> None:
-    """Shards both models in place, layer by layer; what they compute is in `dtype`, what is kept in fp32.
+def shard(model: Any, group: Group, dtype: torch.dtype) -> None:
+    """Shards a Lesson's `parts` in place, layer by layer; what they compute is in `dtype`, what is kept in fp32.
 
     A 4-bit teacher stays whole: its packed weights cannot be split.
     """
@@ -61,13 +59,11 @@ def shard(model: Distillation, group: Group, dtype: torch.dtype) -> None:
     mesh = init_device_mesh(group.device.type, (group.world,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     packed: set[Any] = set()
-    for causal_lm in (model.student, model.teacher):
-        if causal_lm is None:
+    for part, layers in model.parts():
+        if any(not p.is_floating_point() for p in part.parameters()):
+            packed |= set(part.parameters())
             continue
-        if any(not p.is_floating_point() for p in causal_lm.parameters()):
-            packed |= set(causal_lm.parameters())
-            continue
-        for layer in causal_lm.model.layers:
+        for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=packed)
     register_fsdp_forward_method(model, "validate")

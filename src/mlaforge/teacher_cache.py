@@ -1,16 +1,17 @@
-"""What a teacher says about the healing text, computed once and kept in safetensors shards: for text that is read more
-than once, and for a teacher that does not fit beside the student."""
+"""What a teacher says about the text, computed once and kept in safetensors shards: for text that is read more than
+once, and for a teacher that does not fit beside the student."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlaforge.distill import final_states
-from mlaforge.kl import Hidden, Targets, TopK, top_k
+from mlaforge.kl import Hidden, TopK, top_k
 from mlaforge.packing import Phase, Rows
 from mlaforge.runtime import progress
 from mlaforge.spill import Spill
@@ -18,16 +19,17 @@ from mlaforge.spill import Spill
 # Rows of one shard.
 SHARD = 32
 
+Kept = dict[str, Tensor]
+
 
 @dataclasses.dataclass(frozen=True)
 class TeacherCache:
-    """Targets by phase and row. `k` = 0 keeps final hidden states (all logits follow from them, with `head`), else
-    the k largest logits and their normaliser at `temperature`."""
+    """Targets by phase and row. `compute` makes the tensors [tokens, ...] that are kept of a teacher's row, `targets`
+    what the loss takes, of those of several rows joined."""
 
     spill: Spill
-    head: Tensor
-    k: int
-    temperature: float
+    compute: Callable[[Any, Rows], Kept]
+    targets: Callable[[Kept], Any]
 
     @torch.no_grad()
     def fill(self, teacher: Any, phases: tuple[Phase, ...], rank: int, world: int) -> None:
@@ -37,24 +39,35 @@ class TeacherCache:
             name = f"teacher-{number}-{at // SHARD:06d}"
             if name in self.spill:
                 continue
-            kept: dict[str, Tensor] = {}
+            kept: Kept = {}
             for row in range(at, min(at + SHARD, len(phases[number].rows))):
-                states = final_states(teacher, phases[number].rows.take(torch.tensor([row])).to(teacher.device))
-                if self.k:
-                    found = top_k(states, teacher.lm_head.weight, self.k, self.temperature)
-                    parts = {"logits": found.logits_NK, "tokens": found.tokens_NK, "lse": found.lse_N}
-                else:
-                    parts = {"hidden": states}
+                parts = self.compute(teacher, phases[number].rows.take(torch.tensor([row])).to(teacher.device))
                 kept |= {f"{row}.{key}": tensor for key, tensor in parts.items()}
             self.spill[name] = kept
 
-    def __call__(self, number: int, rows: Rows) -> Targets:
+    def __call__(self, number: int, rows: Rows) -> Any:
         """The targets of rows of a phase, on the rows' device."""
-        found: list[dict[str, Tensor]] = []
+        found: list[Kept] = []
         for row in rows.number.tolist():
             part = self.spill.part(f"teacher-{number}-{row // SHARD:06d}", f"{row}.")
             found.append({key.split(".")[1]: tensor for key, tensor in part.items()})
-        joined = {key: torch.cat([part[key] for part in found]).to(rows.ids.device) for key in found[0]}
-        if self.k:
-            return TopK(joined["logits"], joined["tokens"], joined["lse"])
-        return Hidden(joined["hidden"], self.head)
+        return self.targets({key: torch.cat([part[key] for part in found]).to(rows.ids.device) for key in found[0]})
+
+
+def final_states_cache(spill: Spill, head: Tensor) -> TeacherCache:
+    """Keeps final hidden states: all logits follow from them, with `head`."""
+    return TeacherCache(
+        spill,
+        lambda teacher, rows: {"hidden": final_states(teacher, rows)},
+        lambda kept: Hidden(kept["hidden"], head),
+    )
+
+
+def top_k_cache(spill: Spill, k: int, temperature: float) -> TeacherCache:
+    """Keeps the k largest logits and their normaliser at `temperature`."""
+
+    def compute(teacher: Any, rows: Rows) -> Kept:
+        found = top_k(final_states(teacher, rows), teacher.lm_head.weight, k, temperature)
+        return {"logits": found.logits_NK, "tokens": found.tokens_NK, "lse": found.lse_N}
+
+    return TeacherCache(spill, compute, lambda kept: TopK(kept["logits"], kept["tokens"], kept["lse"]))

@@ -13,13 +13,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mlaforge.distill import TERMS, Distillation
-from mlaforge.kl import Targets
 from mlaforge.packing import Feed, Rows
 
 # The unit of a row is at least this share of its matrix's size: a row of zeros may learn.
@@ -64,14 +62,32 @@ class NotFinite(ArithmeticError):
         self.step, self.rows = step, rows
 
 
+class Lesson(Protocol):
+    """A student in training with all that its loss needs, such as distill.Distillation."""
+
+    @property
+    def student(self) -> Any:
+        """The module whose parameters are trained."""
+        ...
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """What the loss is made of, itself first."""
+        ...
+
+    def __call__(self, rows: Rows, targets: Any = None) -> Tensor:
+        """The terms of a batch, the first with its gradient. Means over rows: a batch may come in parts."""
+        ...
+
+
 class Trainer:
-    """Trains `names` of a Distillation's student. `rank` and `world` say which share of a step's rows is its own;
-    `targets` gives what the teacher says about rows of a phase, where the Distillation has none; `windowed` are the
-    layers with a sliding window."""
+    """Trains `names` of a Lesson's student. `rank` and `world` say which share of a step's rows is its own; `targets`
+    gives what the teacher says about rows of a phase, where the Lesson has none; `windowed` are the layers with a
+    sliding window."""
 
     def __init__(
-        self, model: Distillation, feed: Feed, pace: Pace, names: list[str], *, device: torch.device | str = "cpu",
-        rank: int = 0, world: int = 1, targets: Callable[[int, Rows], Targets] | None = None,
+        self, model: Lesson, feed: Feed, pace: Pace, names: list[str], *, device: torch.device | str = "cpu",
+        rank: int = 0, world: int = 1, targets: Callable[[int, Rows], Any] | None = None,
         windowed: Collection[int] = (),
     ):  # fmt: skip
         self.model, self.feed, self.pace, self.device = model, feed, pace, torch.device(device)
@@ -103,7 +119,7 @@ class Trainer:
         T = batch.ids.shape[1]
         own = torch.arange(self.rank, len(batch), self.world)
         at_once = max(1, self.pace.micro_tokens // T)
-        terms = torch.zeros(len(TERMS), dtype=torch.float64, device=self.device)
+        terms = torch.zeros(len(self.model.terms), dtype=torch.float64, device=self.device)
         for rows in own.split(at_once):
             part = batch.take(rows).to(self.device)
             found = self.model(part, self.targets(number, part) if self.targets else None)
@@ -117,7 +133,7 @@ class Trainer:
         self._freeze(self.feed.phases[number].windowed)
         norm = self._apply()
         self.step += 1
-        return {**dict(zip(TERMS, terms.tolist(), strict=True)), "gradient": norm}
+        return {**dict(zip(self.model.terms, terms.tolist(), strict=True)), "gradient": norm}
 
     def _mean(self, terms: Tensor) -> Tensor:
         if self.world > 1:

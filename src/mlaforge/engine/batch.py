@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mlaforge.engine.block_tables import BlockTables
+from mlaforge.engine.block_tables import CacheGroup
 from mlaforge.ops.cache_view import CacheView
+
+
+class Tables(Protocol):
+    """Which blocks hold what of which sequence; the engine's are BlockTables."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def groups(self) -> Sequence[CacheGroup]: ...
+
+    def table(self, seq: int, group: int) -> tuple[int, Sequence[int]]:
+        """The first cached position of a sequence and the blocks from there on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +62,7 @@ class Batch:
 
 
 def make_batch(
-    chunks: Sequence[Chunk], tables: BlockTables, device: torch.device, groups: Sequence[int] | None = None
+    chunks: Sequence[Chunk], tables: Tables, device: torch.device, groups: Sequence[int] | None = None
 ) -> Batch:
     """The chunks' tokens, positions, and what they see of every cache group, or of those named only."""
     token_ids: list[int] = []
@@ -87,7 +100,7 @@ def _tensor(numbers: Sequence[int] | Sequence[list[int]], dtype: torch.dtype, de
 
 
 def _view(
-    group: int, chunks: Sequence[Chunk], tables: BlockTables, shared: dict[str, Any], device: torch.device
+    group: int, chunks: Sequence[Chunk], tables: Tables, shared: dict[str, Any], device: torch.device
 ) -> CacheView:  # fmt: skip
     size = tables.block_size
     found = [tables.table(chunk.seq, group) for chunk in chunks]

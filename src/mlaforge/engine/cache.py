@@ -18,6 +18,10 @@ from mlaforge.runtime import UserError
 from mlaforge.spec import ModelSpec
 
 
+class CacheTooSmall(UserError):
+    """The memory for the cache does not hold one short sequence."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """What a layer keeps per token: `kind` is gqa, latent or latent_rope, `width` numbers; `group` is its index."""
@@ -48,7 +52,7 @@ def size_groups(
     up to twice what all sequences can use at once (the other half for prefixes of finished requests), and no more than
     half where there is full attention, which gets what is left.
 
-    Raises UserError where the budget does not hold one short sequence.
+    Raises CacheTooSmall where the budget does not hold one short sequence.
     """
     bytes_per_block = [
         sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(windows))
@@ -61,7 +65,7 @@ def size_groups(
     ]
     need = sum(n * size for n, size in zip(leasts, bytes_per_block, strict=True))
     if budget < need:
-        raise UserError(
+        raise CacheTooSmall(
             f"cache_bytes = {budget} does not hold one short sequence in blocks of {block_size} tokens; at least "
             f"{need} bytes are needed"
         )

@@ -170,6 +170,13 @@ class Engine:
                 self.scheduler.finish(sequence)
         self._stats.aborted_requests += 1
 
+    def forget(self) -> None:
+        """Forget every cached prefix, so that the next prompts are computed anew; for measuring. UserError while there
+        are requests."""
+        if self.has_work:
+            raise UserError("prefixes can only be forgotten while no request runs or waits")
+        self.tables.forget()
+
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -119,8 +120,12 @@ class CacheView:
         seen = sum(length for _, length in self.runs[index])
         L = seen if self.window is None else min(seen, self.own(T) - 1 + self.window)
         mask = self.visible(T, L)[None, None] if T > 1 or self.tree_Tn is not None else None
-        slots = torch.cat([torch.arange(start, start + length) for start, length in self.runs[index]])[seen - L :]
-        # Every one of them: blocks 0, 5, 2 begin and end like 0, 1, 2.
-        if bool((slots.diff() == 1).all()):
-            return slice(int(slots[0]), int(slots[-1]) + 1), mask
-        return slots.to(device), mask
+        runs, before = [], seen - L
+        for start, length in self.runs[index]:
+            if length > before:
+                runs.append((start + before, length - before))
+            before = max(0, before - length)
+        # From host numbers alone: nothing of a step waits for a tensor's value.
+        if all(start + length == following for (start, length), (following, _) in itertools.pairwise(runs)):
+            return slice(runs[0][0], runs[0][0] + L), mask
+        return torch.cat([torch.arange(start, start + length) for start, length in runs]).to(device), mask

@@ -1,0 +1,280 @@
+"""`draft train`: an EAGLE-3 head learns to propose what its target says (unroll.py), on text that the target wrote.
+
+Steps, evaluation, checkpoints and many processes are those of `heal` (trainer.py, course.py, sharding.py). What was
+best on answers kept back is written as a head that the engine loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge import checkpoint, locate, packing, sharding, token_map
+from mlaforge.answers import TEXT, Answer, read_answers, split
+from mlaforge.artifact import WORK, Manifest, finished, sha256
+from mlaforge.course import Course, Marks, board, check_shares, running
+from mlaforge.draft_head import read_head, write_head
+from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.options import DraftTrainConfig
+from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
+from mlaforge.spec import ModelSpec
+from mlaforge.spill import Spill
+from mlaforge.teacher_cache import TeacherCache
+from mlaforge.trainer import Pace, Trainer
+from mlaforge.unroll import States, Unrolled, Validation, capture, columns
+
+# Options that do not change the result, or not beyond rounding.
+NOT_HASHED = ("device", "tensorboard", "text", "vocabulary", "init")
+# The tensors after the last step, fp16, where those written were better.
+LAST = "last_step.safetensors"
+# Spread of what is drawn, as transformers draws new layers.
+SPREAD = 0.02
+
+
+def check_options(config: DraftTrainConfig) -> None:
+    """Raises UserError for numbers that no model could make right."""
+    for name in ("batch_tokens", "micro_tokens", "evaluate_every", "checkpoint_every", "unroll"):
+        if (given := getattr(config, name)) < 1:
+            raise UserError(f"{name} = {given} is too small; give at least 1")
+    for name in ("steps", "sliding_window", "weight_decay", "warm_up"):
+        if (given := getattr(config, name)) < 0:
+            raise UserError(f"{name} = {given} must be 0 or more")
+    if not config.learning_rate > 0 or config.warm_up >= 1:
+        raise UserError(f"learning_rate = {config.learning_rate} must be above 0, warm_up = {config.warm_up} below 1")
+    if not 4 <= config.seqlen <= config.batch_tokens:
+        raise UserError(f"seqlen = {config.seqlen} must be from 4 to batch_tokens = {config.batch_tokens}")
+    if not config.text:
+        raise UserError("--text is missing: what `mlaforge draft regenerate MODEL` wrote")
+
+
+def boundaries(told: str, num_layers: int) -> tuple[int, ...]:
+    """Where the residual stream is captured. Raises UserError for what is no three places of it."""
+    if told == "auto":
+        told = f"{min(2, num_layers)},{num_layers // 2},{max(0, num_layers - 3)}"
+    parts = [part.strip() for part in told.split(",")]
+    if len(parts) != 3 or not all(part.isdigit() and int(part) <= num_layers for part in parts):
+        raise UserError(f"boundaries = {told!r} must be three places of 0 to {num_layers}, such as 0,1,{num_layers}")
+    return tuple(map(int, parts))
+
+
+def new_config(raw: dict[str, Any], spec: ModelSpec, config: DraftTrainConfig, size: int) -> Eagle3Config:
+    """A head as wide as its target, with the target's heads, and an MLP as wide as what a token visits in its first
+    layer. RoPE is unscaled, of the target's base."""
+    from transformers import LlamaConfig
+
+    first = spec.layers[0]
+    layer = LlamaConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_hidden_layers=1,
+        intermediate_size=first.mlp_params // (3 * spec.hidden_size) * (first.moe.top_k if first.moe else 1),
+        num_attention_heads=first.num_heads, num_key_value_heads=first.num_kv_heads, head_dim=first.head_dim,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta}, mlp_bias=False,
+    )  # fmt: skip
+    return Eagle3Config(
+        layer, spec.hidden_size, size, boundaries(config.boundaries, spec.num_layers), config.sliding_window or None
+    )
+
+
+def new_head(config: Eagle3Config, ids: Tensor, target: Any, seed: int) -> Eagle3Head:
+    """A head that begins close to its target: it reads the last captured state, its final norm and the rows of its
+    language model head are the target's, and so is its MLP where the shapes are the same; the rest is drawn."""
+    head = Eagle3Head(config).requires_grad_(False)
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(std=SPREAD, generator=draw)
+    head.load_state_dict(_mapping(config, ids), strict=False)
+    C = config.layer.hidden_size
+    head.fc.weight[:, -C:] += torch.eye(C)
+    head.lm_head.weight.copy_(target.lm_head.weight[ids])
+    head.norm.weight.copy_(target.model.norm.weight)
+    layer = target.model.layers[min(config.boundaries[-1], len(target.model.layers) - 1)]
+    theirs = dict(layer.named_parameters())
+    for name, parameter in head.midlayer.named_parameters():
+        if name.startswith(("mlp.", "post_attention")) and name in theirs and theirs[name].shape == parameter.shape:
+            parameter.copy_(theirs[name])
+    return head
+
+
+def _mapping(config: Eagle3Config, ids: Tensor) -> dict[str, Tensor]:
+    """The buffers of a head with a vocabulary of its own."""
+    if config.draft_vocab_size == config.layer.vocab_size:
+        return {}
+    return dict(zip(("d2t", "t2d"), token_map.mapping(ids, config.layer.vocab_size), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Answers to learn from and answers kept back, in rows."""
+
+    feed: packing.Feed
+    validation: packing.Rows
+    described: dict[str, Any]
+
+
+def read_texts(config: DraftTrainConfig, answers: list[Answer]) -> Texts:
+    """Packs the answers. Raises UserError where none has two tokens."""
+    learnt, held = split(answers)
+    random.Random(config.seed).shuffle(learnt)
+    rows = []
+    for some in (learnt, held):
+        rows.append(packing.place([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in some], config.seqlen))
+        if not int(columns(rows[-1])[1].sum()):
+            raise UserError(f"no answer has two tokens within seqlen = {config.seqlen}; give a longer one")
+    count = config.batch_tokens // config.seqlen
+    drawn = [int((columns(some)[1] > 0).sum()) for some in rows]
+    described = {
+        "answers": len(learnt), "columns": drawn[0], "row_tokens": rows[0].ids.numel(),
+        "times_read": config.steps * count / len(rows[0]), "validation_answers": len(held),
+        "validation_columns": drawn[1],
+    }  # fmt: skip
+    feed = packing.Feed((packing.Phase(rows[0], config.steps),), config.batch_tokens, config.seed)
+    return Texts(feed, rows[1], described)
+
+
+def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False) -> Manifest:
+    """Trains a head for `model` into the new directory `out`.
+
+    The same again returns the finished result, or goes on where a killed run stopped, with the same result to the bit
+    on one machine. Raises UserError for the user's mistakes, and where the loss stops being a number.
+    """
+    check_options(config)
+    directory = locate.locate(model)
+    raw = checkpoint.read_config(directory)
+    spec = checkpoint.read_spec(raw)
+    folders = [Path(text) for text in config.text or ()]
+    read = [read_answers(folder) for folder in folders]
+    texts = read_texts(config, [answer for _, answers in read for answer in answers])
+    checkpoint.check_tokens(directory, texts.feed.phases[0].rows.ids, texts.validation.ids)
+    old = read_head(Path(config.init), spec.num_layers) if config.init else None
+    if old is None:
+        every = torch.arange(spec.vocab_size)
+        ids = token_map.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else every
+        shape = new_config(raw, spec, config, len(ids))
+    else:
+        if config.vocabulary or config.boundaries != "auto":
+            raise UserError("--init brings vocabulary and boundaries of its own; give neither")
+        _check_init(old.config, spec, config)
+        ids, shape = old.target_ids, old.config
+    group = sharding.join(resolve_device(config.device))
+    check_shares(texts.feed, group.world)
+    manifest = Manifest(
+        "draft train",
+        config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
+        inputs={
+            "model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)},
+            "init": checkpoint.fingerprint(Path(config.init)) if config.init else None,
+            "vocabulary": sha256(Path(config.vocabulary) / token_map.FILE) if config.vocabulary else None,
+            # Prompts that the text is free of, by the SHA-256 of their files: what the head may be judged on.
+            "text": [
+                {"sha256": sha256(folder / TEXT), "written_by": told.inputs["model"]["sha256"],
+                 "exclude": told.inputs["exclude"]} for folder, (told, _) in zip(folders, read, strict=True)
+            ],
+        },
+    )  # fmt: skip
+    others = [text for text in manifest.inputs["text"] if text["written_by"] != manifest.inputs["model"]["sha256"]]
+    if others and group.first:
+        log(f"the text was not written by {model} itself: its own would teach more")
+    if done := finished(out, manifest, overwrite):
+        if group.first:
+            log(f"{out} is finished already")
+        return done
+    with running(out, manifest, group) as partial:
+        _train(directory, shape, ids, old, config, texts, manifest, partial, group)
+    return manifest
+
+
+def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -> None:
+    for name, own, wanted in (
+        ("target_hidden_size", head.target_hidden_size, spec.hidden_size),
+        ("vocab_size", head.layer.vocab_size, spec.vocab_size),
+    ):
+        if own != wanted:
+            raise UserError(f"{config.init}: the head's {name} is {own}, the model's {wanted}: it is another model's")
+    if head.own_embedding:
+        raise UserError(f"{config.init} has embed_tokens of its own, which is not trained here; give another head")
+
+
+def states_cache(work: Spill, places: tuple[int, ...]) -> TeacherCache:
+    """Keeps the target's states in bf16, which is what it mostly drafts with."""
+
+    def compute(target: Any, rows: packing.Rows) -> dict[str, Tensor]:
+        states = capture(target, rows, places)
+        return {"captured": states.captured.bfloat16(), "final": states.final.bfloat16()}
+
+    return TeacherCache(work, compute, lambda kept: States(kept["captured"], kept["final"]))
+
+
+def _train(
+    directory: Path, shape: Eagle3Config, ids: Tensor, old: Eagle3Head | None, config: DraftTrainConfig, texts: Texts,
+    manifest: Manifest, partial: Path, group: sharding.Group,
+) -> None:  # fmt: skip
+    """The work itself: fills `partial` and the manifest's metrics."""
+    device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
+    dtype = resolve_dtype(config.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    rows = texts.feed.phases[0].rows
+    with timed(seconds, "load"):
+        target = checkpoint.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
+        embedding = target.get_input_embeddings().weight.detach().clone()
+        wanted_head = target.lm_head.weight.detach()[ids.to(device)]
+        with torch.no_grad():
+            head = old or new_head(shape, ids, target, config.seed)
+        # Shards are kept in fp32; what is not sharded has its masters in the trainer.
+        head = head.to(device, torch.float32 if group.world > 1 else dtype)
+    cache = states_cache(work, head.config.boundaries)
+    # Phase 0 is what is learnt from, 1 what is kept back.
+    phases = (texts.feed.phases[0] if config.cache else packing.Phase(rows.take(torch.arange(0)), 0),
+              packing.Phase(texts.validation, 0))  # fmt: skip
+    with timed(seconds, "target"):
+        cache.fill(target, phases, group.rank, group.world)
+        group.wait()
+    lesson = Unrolled(
+        head, None if config.cache else target, embedding, wanted_head, config.unroll,
+        texts.described["columns"] / len(rows),
+    )  # fmt: skip
+    del target
+    if group.world > 1:
+        sharding.shard(lesson, group, dtype)
+    pace = Pace(
+        config.learning_rate, config.warm_up, weight_decay=config.weight_decay, micro_tokens=config.micro_tokens
+    )  # fmt: skip
+    names = [name for name, _ in head.named_parameters()]
+    trainer = Trainer(
+        lesson, texts.feed, pace, names, device=device, rank=group.rank, world=group.world,
+        targets=cache if config.cache else None,
+    )  # fmt: skip
+    judge = Validation(texts.validation, functools.partial(cache, 1), max(1, config.micro_tokens // config.seqlen))
+    marks = Marks(config.evaluate_every, config.checkpoint_every)
+    course = Course(
+        "draft train", trainer, judge, marks, ["head"], lambda _: names, partial / WORK, group,
+        board(config.tensorboard, group),
+    )  # fmt: skip
+    with timed(seconds, "train"):
+        memory = course.run()
+    group.wait()
+    last = course.trained(best=False)
+    if group.first:
+        written = Eagle3Head(shape)
+        written.load_state_dict({**_mapping(shape, ids), **course.trained(best=True)})
+        write_head(written, partial)
+        if memory["best"]["step"] != trainer.step:
+            from safetensors.torch import save_file
+
+            save_file({name: tensor.half() for name, tensor in last.items()}, partial / LAST)
+    manifest.metrics = {
+        "text": texts.described,
+        "parameters": sum(tensor.numel() for tensor in last.values()),
+        "best": memory["best"],
+        "last": memory["curve"][-1],
+        "tokens": memory["curve"][-1]["tokens"],
+        "tokens_per_second": memory["curve"][-1]["tokens"] / memory["seconds"] if memory["seconds"] else None,
+        "processes": group.world,
+        "curve": memory["curve"],
+        "losses": memory["losses"],
+    }

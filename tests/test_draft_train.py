@@ -1,0 +1,270 @@
+"""`draft train` on tiny models: what it learns the engine accepts, and it resumes to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build, save_tokenizer
+from engine_driver import greedy, watched
+from safetensors.torch import load_file
+from test_eagle3 import make
+from torch.nn import functional as F
+
+from mlaforge import answers, checkpoint, draft_train, draft_vocab
+from mlaforge.artifact import Manifest
+from mlaforge.config import resolve
+from mlaforge.draft_head import read_head, write_head
+from mlaforge.options import DraftTrainConfig, VocabularyConfig
+from mlaforge.packing import Rows
+from mlaforge.runtime import Resumable, UserError
+from mlaforge.unroll import Unrolled, capture
+
+FEW = {
+    "steps": 6, "batch_tokens": 128, "micro_tokens": 64, "seqlen": 64, "unroll": 3, "evaluate_every": 3,
+    "checkpoint_every": 2, "boundaries": "0,1,3", "device": "cpu",
+}  # fmt: skip
+COUNT, NEW = 48, 24
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A tiny model that has learnt to count in steps of 1 to 4: its answers are long runs of tokens, and not a loop."""
+    directory = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    model = build("llama", num_hidden_layers=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        begin, pace = torch.randint(0, 256, (16, 1)), torch.randint(1, 5, (16, 1))
+        ids = (begin + pace * torch.arange(32)) % 256
+        loss = F.cross_entropy(model(ids).logits[:, 2:-1].flatten(0, 1), ids[:, 3:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(loss.detach()) < 0.2
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(target, tmp_path_factory):
+    """What it answered to 48 prompts of 5 tokens, as `draft regenerate` writes it."""
+    directory = tmp_path_factory.mktemp("text")
+    prompts = [[(11 * n + (1 + n % 4) * k) % 256 for k in range(5)] for n in range(COUNT)]
+    found = watched(target, prefix_caching=False).generate(prompts, greedy(NEW))
+    lines = [
+        answers.told(n, "", p, o.outputs[0].token_ids) for n, (p, o) in enumerate(zip(prompts, found, strict=True))
+    ]
+    (directory / answers.TEXT).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    inputs = {"model": {"sha256": checkpoint.fingerprint(target)}, "exclude": ["of judged prompts"]}
+    Manifest(answers.STAGE, {}, inputs, files=[answers.TEXT]).save(directory)
+    return directory
+
+
+@pytest.fixture
+def trained(target, text, tmp_path):
+    """trained(name, model, options) -> (directory, manifest)."""
+
+    def run(name="head", model=target, **options):
+        config = DraftTrainConfig(**{"text": (str(text),), **FEW, **options})
+        return tmp_path / name, draft_train.run(str(model), tmp_path / name, config)
+
+    return run
+
+
+def accepted(target, head, prompts):
+    """`eagle_speculation` of decoding the prompts with a head, 3 tokens drafted."""
+    llm = watched(
+        target, speculative=str(head), num_speculative_tokens=3, adaptive_speculation=False, prefix_caching=False
+    )
+    llm.generate(prompts, greedy(NEW))
+    return llm.engine.stats().speculation.block()
+
+
+def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
+    """A head of another vocabulary, overfitted; and what validation says is what the engine finds."""
+    draft_vocab.run(str(target), [text], tmp_path / "vocab", VocabularyConfig(size=256))
+    head, manifest = trained(
+        vocabulary=str(tmp_path / "vocab"), steps=80, batch_tokens=256, micro_tokens=256, evaluate_every=40,
+        sliding_window=8, learning_rate=0.1,
+    )  # fmt: skip
+    curve, losses = manifest.metrics["curve"], manifest.metrics["losses"]
+    assert sum(losses[-10:]) < 0.1 * sum(losses[:10])
+    assert manifest.metrics["best"]["acceptance_length"] == max(point["acceptance_length"] for point in curve) > 2.5
+    learnt, held = answers.split(answers.read_answers(text)[1])
+    config = read_head(head, 3).config
+    assert config.draft_vocab_size == 256 and config.sliding_window == 8 and config.boundaries == (0, 1, 3)
+    block = accepted(target, head, [answer.prompt_ids for answer in learnt])
+    assert block["mean_acceptance_rate"] > 0.9, (block, curve)
+    block = accepted(target, head, [answer.prompt_ids for answer in held])
+    # The same steps, but where two logits are nearly the same in fp16, in which heads are stored.
+    assert block["mean_acceptance_length"] == pytest.approx(manifest.metrics["best"]["acceptance_length"], abs=0.1)
+    assert manifest.inputs["text"][0]["exclude"] == ["of judged prompts"]
+
+
+def test_states_are_what_the_engine_captures(target):
+    """Boundaries as transformers' hidden states, the last one before the final norm."""
+    model = checkpoint.load_model(target, "float32")
+    ids = torch.arange(40)[None] * 3 % 256
+    rows = Rows(ids, torch.arange(40)[None], torch.arange(1), torch.ones_like(ids, dtype=torch.bool))
+    states = capture(model, rows, (0, 2, 3))
+    with torch.no_grad():
+        found = model(ids, output_hidden_states=True).hidden_states
+    for part, layer in zip(states.captured.split(64, dim=-1), (0, 2), strict=False):
+        torch.testing.assert_close(part, found[layer][0])
+    torch.testing.assert_close(model.model.norm(states.captured[:, 128:]), found[3][0])
+    torch.testing.assert_close(states.final, found[3][0])
+
+
+def test_it_begins_close_to_its_target(target):
+    model = checkpoint.load_model(target, "float32")
+    config = draft_train.new_config(
+        checkpoint.read_config(target), checkpoint.read_spec(checkpoint.read_config(target)), DraftTrainConfig(), 100
+    )
+    head = draft_train.new_head(config, torch.arange(50, 150), model, 0)
+    assert torch.equal(head.lm_head.weight, model.lm_head.weight[50:150])
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, model.model.layers[config.boundaries[-1]].mlp.up_proj.weight)
+    assert head.target_ids.tolist() == list(range(50, 150))
+    layer, theirs = config.layer, model.config
+    assert (layer.hidden_size, layer.intermediate_size) == (theirs.hidden_size, theirs.intermediate_size)
+    again = draft_train.new_head(config, torch.arange(50, 150), model, 0)
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+
+
+def test_without_a_cache_it_learns_the_same(trained):
+    """But for the rounding of what is kept to bf16."""
+    (_, kept), (_, fresh) = trained("kept"), trained("fresh", cache=False)
+    assert kept.metrics["losses"] == pytest.approx(fresh.metrics["losses"], rel=0.02)
+
+
+def test_another_head_is_a_start(trained, target, tmp_path):
+    """For a converted model: the sizes are the old head's, and so is the function, where nothing is learnt."""
+    layer = {"head_dim": 8, "num_attention_heads": 4}
+    (tmp_path / "old").mkdir()
+    write_head(make(layer=layer, boundaries=(1, 2, 3), sliding_window=9), tmp_path / "old", torch.float32)
+    out, manifest = trained(init=str(tmp_path / "old"), boundaries="auto", steps=2, learning_rate=1e-9)
+    old, new = read_head(tmp_path / "old", 3), read_head(out, 3)
+    assert new.config.sliding_window == 9 and new.config.boundaries == (1, 2, 3)
+    for name, tensor in old.state_dict().items():
+        torch.testing.assert_close(new.state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
+    assert manifest.inputs["init"] == checkpoint.fingerprint(tmp_path / "old")
+    with pytest.raises(UserError, match="of its own"):
+        trained("other", init=str(tmp_path / "old"), boundaries="0,1,2")
+
+
+KILLED = """
+import json, sys
+from pathlib import Path
+from mlaforge import course, draft_train
+from mlaforge.options import DraftTrainConfig
+whole = course.Course._save
+def slow(self):
+    whole(self)
+    print("saved", self.trainer.step, flush=True)
+    sys.stdin.readline()
+course.Course._save = slow
+model, out, options = sys.argv[1:]
+draft_train.run(model, Path(out), DraftTrainConfig(**json.loads(options)))
+"""
+
+
+def test_a_killed_run_ends_in_the_same_bits(trained, target, text, tmp_path):
+    whole, manifest = trained("whole")
+    options = {"text": [str(text)], **FEW}
+    command = [sys.executable, "-c", KILLED, str(target), str(tmp_path / "killed"), json.dumps(options)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "saved 2\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "saved 4\n"
+        os.kill(process.pid, signal.SIGKILL)
+    assert not (tmp_path / "killed").exists()
+    again, resumed = trained("killed")
+    assert resumed.metrics["losses"] == manifest.metrics["losses"] and len(resumed.metrics["losses"]) == 6
+    assert resumed.fingerprint == manifest.fingerprint
+    for path in whole.glob("*.safetensors"):
+        ours, theirs = load_file(path), load_file(again / path.name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for one, other in zip(manifest.metrics["curve"], resumed.metrics["curve"], strict=True):
+        assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+
+
+def test_a_loss_that_is_no_number_stops_with_its_batch(trained, tmp_path, monkeypatch):
+    forward = Unrolled.forward
+    monkeypatch.setattr(Unrolled, "forward", lambda self, *given: forward(self, *given) * float("nan"))
+    with pytest.raises(Resumable, match=r"not finite at step 1; its batch is in .*head\.diverged\.safetensors"):
+        trained()
+    assert load_file(tmp_path / "head.diverged.safetensors")["input_ids"].shape == (2, 64)
+
+
+def test_the_verb(cli, target, text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("\n".join(f"{key.replace('_', '-')}: {value}" for key, value in {**FEW, "steps": 2}.items()))
+    done = cli("draft", "train", target, "--text", text, "--out", tmp_path / "head", "--recipe", recipe)
+    assert done.exit_code == 0, done.stderr
+    assert "tokens a step of 3 drafted" in done.stdout
+    assert Manifest.load(tmp_path / "head").stage == "draft train"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"text": None}, "--text is missing"),
+        ({"text": ("/nowhere",)}, "not what `mlaforge draft regenerate` wrote"),
+        ({"unroll": 0}, "unroll = 0"),
+        ({"seqlen": 300}, "from 4 to batch_tokens = 128"),
+        ({"learning_rate": 0.0}, "above 0"),
+        ({"boundaries": "1,2"}, "three places of 0 to 3"),
+        ({"boundaries": "1,2,4"}, "three places of 0 to 3"),
+        ({"vocabulary": "/nowhere"}, "not what `mlaforge draft vocab` wrote"),
+        ({"seqlen": 6}, "no answer has two tokens"),
+    ],
+)
+def test_options_that_train_nothing_are_refused(trained, tmp_path, options, words):
+    with pytest.raises(UserError, match=words) as caught:
+        trained(**options)
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+SHARDED = """
+import json, sys
+from pathlib import Path
+from mlaforge import draft_train, sharding
+from mlaforge.options import DraftTrainConfig
+model, out, options = sys.argv[1:]
+draft_train.run(model, Path(out), DraftTrainConfig(**json.loads(options)))
+sharding.leave()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [True, False])
+def test_two_processes_learn_what_one_does(cache, trained, target, text, tmp_path):
+    """FSDP2 over gloo, the target sharded too or gone."""
+    whole, manifest = trained("whole", cache=cache)
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    options = {"text": [str(text)], **FEW, "cache": cache}
+    done = subprocess.run(
+        [*command, str(target), str(tmp_path / "sharded"), json.dumps(options)], capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = Manifest.load(tmp_path / "sharded").metrics
+    assert found["processes"] == 2
+    assert found["losses"] == pytest.approx(manifest.metrics["losses"], rel=1e-3)
+    ours, theirs = load_file(whole / "model.safetensors"), load_file(tmp_path / "sharded" / "model.safetensors")
+    for name in ours:
+        torch.testing.assert_close(theirs[name], ours[name], rtol=1e-2, atol=1e-3)
+
+
+def test_the_recipe_is_one():
+    config = resolve(DraftTrainConfig, Path(__file__).parents[1] / "recipes" / "smollm2-draft.yaml")
+    assert config.text is None and config.unroll == 7
+    draft_train.check_options(DraftTrainConfig(**{**vars(config), "text": ("TEXT",)}))

@@ -1,0 +1,201 @@
+"""`draft regenerate` and `draft vocab` on tiny models: the target's own answers, each once, none that is judged on."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from engine_driver import Oracle
+from safetensors.torch import load_file
+
+from mlaforge import answers, draft_vocab, regenerate, token_map
+from mlaforge.answers import Excluded, read_answers, split
+from mlaforge.artifact import Manifest
+from mlaforge.checkpoint import load_tokenizer
+from mlaforge.engine.params import SamplingParams
+from mlaforge.options import RegenerateConfig, VocabularyConfig
+from mlaforge.runtime import Interrupted, UserError
+
+LONG = (
+    "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences and sights."
+)
+
+
+def prompts_file(folder, name, said):
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text("".join(json.dumps({"turns": [text, "and then?"]}) + "\n" for text in said), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """60 prompts; the last two repeat others."""
+    said = [f"Tell me about {n}." for n in range(58)]
+    return prompts_file(tmp_path_factory.mktemp("prompts"), "asked.jsonl", [*said, said[3], "  tell ME about 4. "])
+
+
+def config(*prompts, **options):
+    few = {"dtype": "float32", "device": "cpu", "cache_bytes": 1 << 20, "max_new_tokens": 12, "max_num_seqs": 8}
+    return RegenerateConfig(prompts=prompts or None, **{**few, **options})
+
+
+@pytest.fixture(scope="module")
+def written(asked, tiny_models, tmp_path_factory):
+    out = tmp_path_factory.mktemp("regenerated") / "text"
+    return out, regenerate.run(str(tiny_models["llama"]), out, config(asked))
+
+
+def test_answers_are_the_targets_own(written, tiny_models):
+    out, manifest = written
+    _, found = read_answers(out)
+    assert [answer.number for answer in found] == list(range(58))
+    assert manifest.metrics["dropped"] == {"said before": 2}
+    oracle, tokenizer = Oracle(tiny_models["llama"]), load_tokenizer(tiny_models["llama"])
+    (end,) = tokenizer("\n")["input_ids"]
+    for answer in found[:6]:
+        ids = answer.answer_ids
+        oracle.check(answer.prompt_ids, ids, len(ids))
+        # The token that ends it is part of it.
+        assert len(ids) == 12 or ids[-1] in (258, end)
+        said = f"user: Tell me about {answer.number}.\nassistant:"
+        assert tokenizer.decode(answer.prompt_ids, skip_special_tokens=True) == said
+    assert manifest.metrics["answer_tokens"] == sum(len(answer.answer_ids) for answer in found)
+
+
+def test_what_is_judged_on_is_not_asked(asked, tiny_models, tmp_path):
+    more = prompts_file(
+        tmp_path / "p", "more.jsonl", [f"Please: {LONG} Thank you.", LONG.upper(), "Say something else."]
+    )
+    judged = prompts_file(tmp_path / "p", "judged.jsonl", [LONG, "tell me  about 7."])
+    done = regenerate.run(str(tiny_models["llama"]), tmp_path / "text", config(asked, more, exclude=(judged,)))
+    assert done.metrics["dropped"] == {"said before": 2, "excluded": 3}
+    said = [json.loads(line)["said"] for line in (tmp_path / "text" / "text.jsonl").read_text().splitlines()]
+    assert "Say something else." in said and "Tell me about 7." not in said and not any("Hawaii" in s for s in said)
+    assert len(done.inputs["exclude"]) == 1
+
+
+def test_only_runs_of_thirteen_words_are_overlap():
+    split = LONG.split()
+    excluded = Excluded([LONG])
+    assert " ".join(["Well,", *split[1:14], "no?"]) in excluded
+    assert " ".join(split[:12]) not in excluded and " ".join(reversed(split)) not in excluded
+
+
+def test_a_broken_off_run_loses_nothing(asked, written, tiny_models, tmp_path, monkeypatch):
+    keep, kept = regenerate.Regeneration._keep, []
+
+    def stops(self, line, *rest):
+        keep(self, line, *rest)
+        kept.append(line["number"])
+        if len(kept) == 20:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(regenerate.Regeneration, "_keep", stops)
+    out, work = tmp_path / "text", tmp_path / ".text.partial" / "work" / "text.jsonl"
+    with pytest.raises(Interrupted):
+        regenerate.run(str(tiny_models["llama"]), out, config(asked))
+    # A kill may come in the middle of a line.
+    work.write_text(work.read_text() + '{"number": 58, "said": "Te')
+    monkeypatch.setattr(
+        regenerate.Regeneration, "_keep", lambda *given: (keep(*given), kept.append(given[1]["number"]))
+    )
+    again = regenerate.run(str(tiny_models["llama"]), out, config(asked))
+    assert sorted(kept) == list(range(60))
+    assert (out / "text.jsonl").read_text() == (written[0] / "text.jsonl").read_text()
+    assert again.fingerprint == written[1].fingerprint and again.metrics == written[1].metrics
+    assert regenerate.run(str(tiny_models["llama"]), out, config(asked)).fingerprint == again.fingerprint
+    assert len(kept) == 60
+
+
+def test_questions_of_its_own(tiny_models, tmp_path, monkeypatch):
+    """A tiny model draws no text: a bias has it end its turns."""
+    tokenizer = load_tokenizer(tiny_models["llama"])
+    (end,) = tokenizer("\n")["input_ids"]
+    monkeypatch.setattr(regenerate, "FEWEST_WORDS", 1)
+    monkeypatch.setattr(regenerate, "MOST_TOKENS", 30)
+    biased = {"logit_bias": {end: 3.5}}
+    monkeypatch.setattr(regenerate, "SamplingParams", lambda **told: SamplingParams(**told, **biased))
+    done = regenerate.run(str(tiny_models["llama"]), tmp_path / "text", config(synthesize=16, max_new_tokens=2))
+    _, found = read_answers(tmp_path / "text")
+    assert done.metrics["answers"] == len(found) >= 3
+    assert done.metrics["answers"] + sum(done.metrics["dropped"].values()) == 16
+    for line in (tmp_path / "text" / "text.jsonl").read_text().splitlines():
+        # Asked again through the template, as a user's words would be.
+        line = json.loads(line)
+        assert line["said"] == line["said"].strip() and "\n" not in line["said"]
+        assert line["prompt"] == tokenizer(f"<s>user: {line['said']}\nassistant:")["input_ids"]
+
+
+def test_nothing_left_to_answer(asked, tiny_models, tmp_path):
+    with pytest.raises(UserError, match="no prompt was left"):
+        regenerate.run(str(tiny_models["llama"]), tmp_path / "none", config(asked, exclude=(asked,)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--synthesize", "-1"], "synthesize = -1"),
+        ([], "nothing to answer"),
+        (["--prompts", "/nowhere.jsonl"], "cannot be read"),
+        (["--prompts", "LINES"], "line 2 is not"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(options, words, refused, tiny_models, tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"turns": ["a"]}\n{"text": "b"}\n')
+    options = [str(lines) if option == "LINES" else option for option in options]
+    refused(words, "draft", "regenerate", tiny_models["llama"], "--out", tmp_path / "out", *options)
+
+
+# The vocabulary
+
+
+def test_a_vocabulary_is_what_is_said_most_often(written, tiny_models, tmp_path):
+    out, _ = written
+    done = draft_vocab.run(str(tiny_models["llama"]), [out], tmp_path / "vocab", VocabularyConfig(size=40))
+    learnt, held = split(read_answers(out)[1])
+    counted = Counter(token for answer in learnt for token in answer.answer_ids)
+    ids = token_map.read(tmp_path / "vocab", 260).tolist()
+    assert len(ids) == 40 and ids == sorted(set(ids)) and {256, 257, 258} <= set(ids)
+    least = min(counted[i] for i in ids if i not in (256, 257, 258))
+    assert all(counted[i] <= least for i in range(260) if i not in ids)
+    judged = [token for answer in held for token in answer.answer_ids]
+    wanted = sum(token in ids for token in judged) / len(judged)
+    assert done.metrics["coverage"]["40"]["held_out"] == pytest.approx(wanted)
+    assert done.metrics["held_out_tokens"] == len(judged)
+    told = load_file(tmp_path / "vocab" / token_map.FILE)
+    assert (told["d2t"] + torch.arange(40)).tolist() == told["t2d"].nonzero()[:, 0].tolist() == ids
+
+
+def test_who_is_kept_back_depends_on_the_prompt_alone(written):
+    _, found = read_answers(written[0])
+    learnt, held = split(found)
+    assert {a.number for a in held} == {a.number for a in split(list(reversed(found)))[1]} and len(learnt) > len(held)
+    assert len(split(found + found)[0]) == len(learnt)
+    with pytest.raises(UserError, match="too few"):
+        split(learnt)
+
+
+def test_vocabularies_that_fit_nothing_are_refused(written, tiny_models, tmp_path, refused):
+    out, _ = written
+    refused("size = 2", "draft", "vocab", tiny_models["llama"], out, "--out", tmp_path / "v", "--size", 2)
+    refused("size = 300", "draft", "vocab", tiny_models["llama"], out, "--out", tmp_path / "v", "--size", 300)
+    refused("not what", "draft", "vocab", tiny_models["llama"], tmp_path, "--out", tmp_path / "v", "--size", 30)
+    draft_vocab.run(str(tiny_models["llama"]), [out], tmp_path / "v", VocabularyConfig(size=40))
+    with pytest.raises(UserError, match="of 260 tokens, the model's has 300"):
+        token_map.read(tmp_path / "v", 300)
+    (tmp_path / "v" / token_map.FILE).write_bytes(b"no tensors")
+    with pytest.raises(UserError, match="damaged"):
+        token_map.read(tmp_path / "v", 260)
+
+
+@pytest.mark.parametrize("line", ['{"number": 1}', '{"number": 1, "prompt": [1], "answer": []}', "[]", "{",
+                                  '{"number": 1, "prompt": [1], "answer": [1.5]}'])  # fmt: skip
+def test_damaged_text_is_refused(line, tmp_path):
+    (tmp_path / "text").mkdir()
+    Manifest(answers.STAGE, {}, {}).save(tmp_path / "text")
+    (tmp_path / "text" / answers.TEXT).write_text(line + "\n")
+    with pytest.raises(UserError, match="line 1 is damaged"):
+        read_answers(tmp_path / "text")
