@@ -20,7 +20,7 @@ from mlaforge.options import (
 )
 from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
-app = group("EAGLE-3 draft heads: the text they learn from, their vocabulary, their training.")
+app = group("EAGLE-3 draft heads: the text they learn from, vocabulary, training; those of others, checked, compared.")
 verb = functools.partial(verbs.verb, app)
 
 Target = Annotated[str, typer.Option("--target", metavar="MODEL", help="the model that the head drafts for")]
