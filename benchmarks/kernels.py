@@ -1,199 +1,32 @@
-"""Paged attention against the machine's roof: GB/s, TFLOP/s and percent of it, over layouts, batches and contexts.
+"""Paged attention against a GPU's roof, as `mlaforge bench kernels` measures it, into one file.
 
-    python benchmarks/kernels.py [--gpu h200] [--implementation triton] [--out benchmarks/kernels.json]
+    python benchmarks/kernels.py [--roof h200] [--implementation triton] [--out benchmarks/kernels]
     python benchmarks/kernels.py --device cpu --implementation reference --small
 
-Every row is compared with the fp32 reference before it is timed; a row that is wrong stops the run. As many layers'
-caches are visited in turn as the chip's own cache cannot hold (128 at most), block tables are shuffled, and on CUDA
-launches are timed inside a graph, as the engine replays them. The roof counts each visible cached row once, the queries
-and the outputs, at the datasheet's bandwidth, or the products at the achievable FLOP/s of plan.GPUS, whichever takes
-longer. No GPU has run this yet.
+Writes OUT/kernels.json. The grid, the comparison with the reference and the timing are src/mlaforge/bench/kernels.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
-import json
-import random
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.check import check
-from mlaforge.ops.paged_attention import OP, paged_attention, reference
-from mlaforge.plan import GPUS, Cost
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """`rope` columns follow the value in a latent row; None: keys and values lie apart."""
-
-    heads: int
-    key_heads: int
-    value: int
-    rope: int | None = None
-    window: int | None = None
-
-    @property
-    def key(self) -> int:
-        return self.value + (self.rope or 0)
-
-    @property
-    def row(self) -> int:
-        """Numbers that a token caches."""
-        return self.key if self.rope is not None else self.key_heads * (self.key + self.value)
-
-
-LAYOUTS = {
-    "gqa 64/8 x 64": Layout(64, 8, 64),
-    "gqa 64/8 x 64, window 128": Layout(64, 8, 64, window=128),
-    "gqa 32/8 x 128": Layout(32, 8, 128),
-    "mla 64, 256+64": Layout(64, 1, 256, 64),
-    "mla 64, 320+32": Layout(64, 1, 320, 32),
-    "mla 64, 448+64": Layout(64, 1, 448, 64),
-    "mla 64, 512+64": Layout(64, 1, 512, 64),
-}
-# Sequences, tokens in the cache, query tokens.
-DECODE = [(1, 2048), (1, 32768), (1, 131072), (8, 8192), (32, 8192), (128, 2048), (128, 8192)]
-STEPS = [(S, P, T) for (S, P), T in itertools.product(DECODE, (1, 4))] + [(1, 2048, 2048), (1, 32768, 2048)]
-SMALL = [(1, 512, 1), (2, 256, 4), (1, 128, 64)]
-BLOCK = 64
-# Bytes of cached rows that are read before any is read again: several times an H200's 50 MB of L2.
-COLD = 256 << 20
-
-
-def make_inputs(layout: Layout, S: int, P: int, T: int, device: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Inputs of the op for S sequences of P tokens, the last T of them queries; blocks in random order."""
-    columns = -(-P // BLOCK)
-    blocks = random.Random(0).sample(range(S * columns), S * columns)
-    view = CacheView(
-        block_table_SB=torch.tensor(blocks, dtype=torch.int32, device=device).view(S, columns),
-        seq_lens_S=torch.full((S,), P, dtype=torch.int32, device=device),
-        first_S=torch.zeros(S, dtype=torch.int32, device=device),
-        query_start_S1=torch.arange(0, S * T + 1, T, dtype=torch.int32, device=device),
-        slots_N=torch.zeros(S * T, dtype=torch.int64, device=device),
-        block_size=BLOCK,
-        max_query=T,
-        max_seq_len=P,
-        window=layout.window,
-        queries=(T,) * S,
-        runs=tuple(
-            tuple((block * BLOCK, min(BLOCK, P - i * BLOCK)) for i, block in enumerate(blocks[s * columns :][:columns]))
-            for s in range(S)
-        ),
-    )
-    slots = S * columns * BLOCK
-    torch.manual_seed(0)
-    k = torch.randn(slots, layout.key_heads, layout.key, device=device, dtype=dtype)
-    v = k[..., : layout.value] if layout.rope is not None else torch.randn_like(k)
-    q = torch.randn(S * T, layout.heads, layout.key, device=device, dtype=dtype)
-    return q, k, v, view, layout.key**-0.5
-
-
-def layers(inputs: tuple[Any, ...], read: float, cold: int) -> list[tuple[Any, ...]]:
-    """The inputs with copies of the cache, `cold` bytes of what a run reads."""
-    q, k, v, view, scale = inputs
-    copies = [inputs]
-    while len(copies) * read < cold and len(copies) < 128:
-        rows = k.clone()
-        copies.append((q, rows, rows[..., : v.shape[2]] if v.data_ptr() == k.data_ptr() else v.clone(), view, scale))
-    return copies
-
-
-def cost(layout: Layout, S: int, P: int, T: int, itemsize: int) -> Cost:
-    """Bytes and FLOPs that no implementation can do without."""
-    window = layout.window or P
-    pairs = sum(min(window, P - T + t + 1) for t in range(T))
-    rows = min(P, window + T - 1)
-    io = T * layout.heads * (layout.key + layout.value)
-    flops = 2 * pairs * layout.heads * (layout.key + layout.value)
-    return Cost(float(S * flops), float(S * (rows * layout.row + io) * itemsize))
-
-
-def compare(inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Against the reference, on a few sequences and the last query tokens where scores of all would not fit."""
-    q, k, v, view, scale = inputs
-    out, lse = outputs
-    starts = view.query_start_S1.tolist()
-    for s in sorted({0, len(starts) - 2}):
-        rows = slice(max(starts[s], starts[s + 1] - 64), starts[s + 1])
-        count = rows.stop - rows.start
-        part = dataclasses.replace(
-            view,
-            block_table_SB=view.block_table_SB[s : s + 1],
-            seq_lens_S=view.seq_lens_S[s : s + 1],
-            first_S=view.first_S[s : s + 1],
-            query_start_S1=torch.tensor([0, count], dtype=torch.int32, device=q.device),
-        )
-        check(
-            "paged_attention",
-            (q[rows], k, v, part, scale),
-            (out[rows], lse[rows]),
-            reference(q[rows], k, v, part, scale),
-        )
-
-
-def seconds(run: Callable[[], Any], device: str) -> float:
-    """Median of one run of all layers."""
-    if device == "cuda":
-        from triton.testing import do_bench_cudagraph
-
-        return float(do_bench_cudagraph(run, rep=100, return_mode="median")) * 1e-3
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+from mlaforge.bench import kernels
+from mlaforge.config import resolve
+from mlaforge.options import BenchConfig
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--gpu", default="h200", choices=list(GPUS), help="the machine whose roof counts")
-    arguments.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    arguments.add_argument("--roof", default="auto")
+    arguments.add_argument("--device", default="cuda")
     arguments.add_argument("--dtype", default="bfloat16")
-    arguments.add_argument("--implementation", help="default: what would be chosen")
+    arguments.add_argument("--implementation")
     arguments.add_argument("--small", action="store_true", help="a few tiny steps")
-    arguments.add_argument("--out", type=Path)
-    given = arguments.parse_args()
-    gpu, dtype, rows = GPUS[given.gpu], getattr(torch, given.dtype), []
-    print("| layout | sequences | tokens | queries | by | us | GB/s | TFLOP/s | of the roof | limit |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for (name, layout), (S, P, T) in itertools.product(LAYOUTS.items(), SMALL if given.small else STEPS):
-        inputs = make_inputs(layout, S, P, T, given.device, dtype)
-        by, _ = OP.choose(*inputs, implementation=given.implementation)
-
-        compare(inputs, paged_attention(*inputs, implementation=by))
-        least = cost(layout, S, P, T, dtype.itemsize)
-        copies = layers(inputs, least.bytes, 0 if given.small else COLD)
-
-        def run(copies: list[tuple[Any, ...]] = copies, by: str = by) -> None:
-            for each in copies:
-                paged_attention(*each, implementation=by)
-
-        took = seconds(run, given.device) / len(copies)
-        row = {
-            "layout": name, "sequences": S, "tokens": P, "queries": T, "by": by, "us": took * 1e6,
-            "gbs": least.bytes / took / 1e9, "tflops": least.flops / took / 1e12,
-            "of_the_roof": gpu.seconds(least) / took, "limit": gpu.bound(least),
-        }  # fmt: skip
-        rows.append(row)
-        print(
-            f"| {name} | {S} | {P} | {T} | {by} | {row['us']:.1f} | {row['gbs']:.0f} | {row['tflops']:.1f} "
-            f"| {row['of_the_roof']:.0%} | {row['limit']} |",
-            flush=True,
-        )
-    if given.out:
-        device = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-        told = {"device": device, "torch": torch.__version__, "dtype": given.dtype, "roof": gpu.name, "rows": rows}
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+    arguments.add_argument("--out", type=Path, default=Path("benchmarks/kernels"))
+    given = vars(arguments.parse_args())
+    out, small = given.pop("out"), given.pop("small")
+    print(kernels.table(kernels.run(resolve(BenchConfig, None, **given), out, "small" if small else None)))
 
 
 if __name__ == "__main__":

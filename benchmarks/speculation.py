@@ -1,6 +1,6 @@
 """What speculation brings on a CPU: plain decoding, prompt lookup, a draft head if given, and a perfect drafter.
 
-    python benchmarks/speculation.py --data ../shared/data [--draft DIR] [--model MODEL] [--out FILE.json]
+    python benchmarks/speculation.py --data ../shared/data [--draft DIR [--tree N]] [--model MODEL] [--out FILE.json]
 
 SmolLM2-135M-Instruct, greedy, batch 1, the first turns of mt_bench.jsonl through the chat template, --tokens new tokens
 each (past the end of the text). For each prompt every drafter continues it in turn, in one process and on one engine;
@@ -27,7 +27,9 @@ from typing import Any
 import torch
 
 from mlaforge import demo_model
-from mlaforge.engine.drafter import Draft, Drafter, NgramDrafter
+from mlaforge.bench.prompts import distinct_4_grams
+from mlaforge.bench.replay import Replay
+from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
 from mlaforge.runtime import UserError, environment, log
@@ -38,22 +40,6 @@ PASSES = 6
 BAR = 1.25
 # Share of ln(vocabulary) that a token of a prompt may cost the model on average: text costs a third, random tokens all.
 RANDOM = 0.75
-
-
-class Perfect:
-    """Proposes what is known to come."""
-
-    boundaries: tuple[int, ...] = ()
-
-    def __init__(self, text: list[int]):
-        self.text = text
-
-    def propose(self, asked: Any) -> list[Draft | None]:
-        lengths = [len(sequence.token_ids) for sequence, _ in asked]
-        return [Draft(self.text[n : n + count]) for n, (_, count) in zip(lengths, asked, strict=True)]
-
-    def observe(self, ran: Any, states_NS: Any) -> None:
-        """Nothing."""
 
 
 def refuse_random(llm: LLM, prompts: list[list[int]]) -> None:
@@ -69,12 +55,6 @@ def refuse_random(llm: LLM, prompts: list[list[int]]) -> None:
             )
 
 
-def distinct(token_ids: list[int]) -> float:
-    """Share of the runs of four tokens that are different ones."""
-    runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
-    return len(set(runs)) / len(runs)
-
-
 class Modes:
     """One engine on which drafters take turns."""
 
@@ -85,7 +65,7 @@ class Modes:
             speculative=str(options.draft or "none"), prefix_caching=False, num_speculative_tokens=options.count,
         )  # fmt: skip
         self.head = self.llm.engine.speculation.drafter if self.llm.engine.speculation else None
-        self.count = options.count
+        self.count, self.tree = options.count, options.tree
         self.stats: dict[str, Any] = {}
 
     def use(self, mode: str, drafter: Drafter | None) -> None:
@@ -94,13 +74,16 @@ class Modes:
         engine.speculation, engine.model.boundaries = None, ()
         if drafter is None:
             return
-        adaptive = mode.endswith("adaptive")
-        engine.config = dataclasses.replace(engine.config, adaptive_speculation=adaptive)
+        engine.config = dataclasses.replace(
+            engine.config, adaptive_speculation=mode.endswith("adaptive"),
+            speculative_tree_tokens=self.tree if "tree" in mode else 0,
+        )  # fmt: skip
         engine.speculate(drafter)
-        assert engine.speculation is not None
+        its = engine.speculation
+        assert its is not None
         if mode in self.stats:
-            engine.speculation.stats, engine.speculation.pace = self.stats[mode]
-        self.stats[mode] = engine.speculation.stats, engine.speculation.pace
+            its.stats, its.pace, its.tree_pace = self.stats[mode]
+        self.stats[mode] = its.stats, its.pace, its.tree_pace
 
     def run(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
         """The continuation, and seconds from its first step's end to its last's."""
@@ -126,7 +109,7 @@ class Modes:
         text = plain
         for _ in range(PASSES):
             # Under a name of its own: what it takes to find the text does not count.
-            self.use("search", Perfect(prompt + text))
+            self.use("search", Replay({"0": prompt + text}))
             made, _ = self.run(prompt, len(text))
             if made == text:
                 break
@@ -151,6 +134,8 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, An
     drafters: dict[str, Any] = {"plain": None, "ngram": NgramDrafter(), "ngram adaptive": NgramDrafter()}
     if modes.head is not None:
         drafters |= {"head": modes.head, "head adaptive": modes.head}
+        if modes.tree:
+            drafters |= {"head tree": modes.head, "head tree adaptive": modes.head}
     names = [*drafters, "perfect"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     margins: dict[str, list[float]] = {name: [] for name in names}
@@ -161,21 +146,22 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, An
         plain, first = modes.run(prompt, tokens)
         known = modes.known(prompt, plain)
         for name in names[1:]:
-            modes.use(name, Perfect(prompt + known) if name == "perfect" else drafters[name])
+            modes.use(name, Replay({"0": prompt + known}) if name == "perfect" else drafters[name])
             made, took = modes.run(prompt, tokens)
             seconds[name].append(took)
             if made != plain:
                 margins[name].append(modes.margin(prompt, made, plain))
         modes.use("plain", None)
         seconds["plain"].append((first + modes.run(prompt, tokens)[1]) / 2)
-        shares.append(distinct(plain))
+        shares.append(distinct_4_grams(plain) or 0.0)
         log(f"prompt {number + 1} of {len(prompts)}")
     rows = {}
     for name in names:
         ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[name], strict=True)]
         rows[name] = {
             "tokens_per_second": (tokens - 1) * len(prompts) / sum(seconds[name]), "ratio": statistics.median(ratios),
-            "worst_ratio": min(ratios), "bar": BAR if name == "head" else None, "differ": len(margins[name]),
+            "worst_ratio": min(ratios), "bar": BAR if name in ("head", "head tree") else None,
+            "differ": len(margins[name]),
             "largest_margin": max(margins[name], default=0.0),
         }  # fmt: skip
         if name in modes.stats:
@@ -190,6 +176,7 @@ def main() -> None:
     arguments.add_argument("--draft", type=Path, help="directory of an EAGLE-3 head")
     arguments.add_argument("--dtype", default="auto")
     arguments.add_argument("--count", type=int, default=3, help="drafted tokens per step")
+    arguments.add_argument("--tree", type=int, default=0, help="tokens of a tree; 0: chains only")
     arguments.add_argument("--prompts", type=int, default=80)
     arguments.add_argument("--tokens", type=int, default=128)
     arguments.add_argument("--threads", type=int, default=2)
@@ -203,16 +190,16 @@ def main() -> None:
     made = measure(modes, prompts, options.tokens)
     made |= {
         "command": "python benchmarks/speculation.py", "num_speculative_tokens": options.count,
-        "tokens": options.tokens,
+        "tree_tokens": options.tree, "tokens": options.tokens,
         "prompts": len(prompts), "dtype": modes.llm.engine.model.format, "environment": environment(),
     }  # fmt: skip
-    print(f"{'':15} {'tok/s':>7} {'ratio':>6} {'worst':>6} {'length':>7} {'rate':>6} {'differ':>7} margin")
+    print(f"{'':18} {'tok/s':>7} {'ratio':>6} {'worst':>6} {'length':>7} {'rate':>6} {'differ':>7} margin")
     for name, row in made["rows"].items():
         block = row.get("eagle_speculation")
         told = (
             f"{block['mean_acceptance_length']:7.2f} {block['mean_acceptance_rate'] or 0:6.2f}" if block else " " * 14
         )
-        print(f"{name:15} {row['tokens_per_second']:7.1f} {row['ratio']:6.2f} {row['worst_ratio']:6.2f} {told} "
+        print(f"{name:18} {row['tokens_per_second']:7.1f} {row['ratio']:6.2f} {row['worst_ratio']:6.2f} {told} "
               f"{row['differ']:7} {row['largest_margin']:6.3f}")  # fmt: skip
     print(f"distinct 4-grams: {made['distinct_4_grams']:.2f}")
     options.out.write_text(json.dumps(made, indent=1) + "\n")

@@ -54,3 +54,32 @@ class Drawing:
 
     def observe(self, ran, states_NS):
         raise AssertionError("nothing was captured")
+
+
+class Branching(Knowing):
+    """As Knowing, and trees of random shape, in which what the text says next stands with probability `right`."""
+
+    def propose_tree(self, sequence, tokens, depth):
+        """Several children of a node, never twice the same."""
+        known = sequence.token_ids
+        text = next((t for t in self.texts if t[: len(known)] == known), known)[len(known) :]
+        # Per node, the sequence's newest token first: its level, whether the text goes so, its children.
+        levels, true, children = [0], [True], [set()]
+        ids, parents = [], []
+        for _ in range(tokens):
+            at = int(torch.randint(0, len(levels), (), generator=self.generator))
+            if levels[at] == depth:
+                continue
+            token = int(torch.randint(0, self.vocab_size, (), generator=self.generator))
+            goes = true[at] and levels[at] < len(text) and text[levels[at]] not in children[at]
+            if goes and torch.rand((), generator=self.generator) < self.right:
+                token = text[levels[at]]
+            if token in children[at]:
+                continue
+            children[at].add(token)
+            true.append(true[at] and text[levels[at] : levels[at] + 1] == [token])
+            levels.append(levels[at] + 1)
+            children.append(set())
+            ids.append(token)
+            parents.append(at - 1)
+        return Draft(ids, parents=parents) if ids else None

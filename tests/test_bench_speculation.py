@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_model
+from test_eagle3 import saved
 
 from mlaforge.engine.llm import LLM
 from mlaforge.runtime import UserError
@@ -53,7 +54,7 @@ def test_random_tokens_are_refused(reader, tmp_path):
 
 
 def test_the_table(tiny_models):
-    options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=None, count=3)
+    options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=None, count=3, tree=0)
     modes = bench.Modes(options)
     made = bench.measure(modes, [[1, 2, 3, 4] * 8, [7, 8, 9] * 5], 30)
     assert set(made["rows"]) == {"plain", "ngram", "ngram adaptive", "perfect"}
@@ -64,4 +65,14 @@ def test_the_table(tiny_models):
     assert plain["ratio"] == 1 and "eagle_speculation" not in plain
     assert all(row["differ"] == 0 for row in made["rows"].values())
     assert 0 < made["distinct_4_grams"] <= 1
-    assert bench.distinct([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+    assert bench.distinct_4_grams([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+
+
+def test_a_heads_rows(tiny_models, tmp_path):
+    """A chain's and a tree's, each with counters of its own."""
+    folder = saved(tmp_path / "head")
+    options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=folder, count=2, tree=6)
+    made = bench.measure(bench.Modes(options), [[1, 2, 3, 4] * 4], 12)
+    blocks = {name: row["eagle_speculation"] for name, row in made["rows"].items() if name.startswith("head")}
+    assert set(blocks) == {"head", "head adaptive", "head tree", "head tree adaptive"}
+    assert blocks["head"]["tree_tokens"] == 0 < blocks["head tree"]["tree_tokens"]

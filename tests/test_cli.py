@@ -16,11 +16,13 @@ from mlaforge import __version__, options
 from mlaforge.cli import app
 from mlaforge.options import ConvertConfig
 
-# Verb -> the dataclass of its options, or None, as the command declares it.
+# Verb, perhaps of a group ("draft import") -> the dataclass of its options, or None, as the command declares it.
 VERBS = {
-    command.callback.__name__.replace("_", "-"): typing.get_type_hints(inspect.unwrap(command.callback)).get("config")
-    for command in app.registered_commands
-}
+    f"{prefix}{command.callback.__name__.replace('_', '-')}":
+    typing.get_type_hints(inspect.unwrap(command.callback)).get("config")
+    for prefix, group in [("", app), *((f"{each.name} ", each.typer_instance) for each in app.registered_groups)]
+    for command in group.registered_commands
+}  # fmt: skip
 HEAVY = {"torch", "transformers", "triton", "datasets", "vllm", "fastapi", "matplotlib", "sklearn"}
 
 
@@ -45,7 +47,7 @@ def test_help_loads_nothing_heavy():
     code = f"""
 import sys
 from mlaforge.cli import main
-for verb in {[[], *([verb] for verb in VERBS)]}:
+for verb in {[[], *(verb.split() for verb in VERBS)]}:
     sys.argv = ["mlaforge", *verb, "--help"]
     try:
         main()
@@ -70,7 +72,7 @@ def test_every_class_of_options_belongs_to_a_verb():
 @pytest.mark.parametrize("verb", [verb for verb, config in VERBS.items() if config])
 def test_help_explains_every_option(verb):
     # As wide as it needs: no word is hyphenated, no line broken.
-    text = printed(CliRunner().invoke(app, [verb, "--help"], terminal_width=1000))
+    text = printed(CliRunner().invoke(app, [*verb.split(), "--help"], terminal_width=1000))
     sections = {re.match(r"  (--[a-z0-9-]+)", part)[1]: part for part in re.split(r"\n(?=  --)", text)[1:]}
     for field in dataclasses.fields(VERBS[verb]):
         told, section = field.metadata, sections["--" + field.name.rstrip("_").replace("_", "-")]
@@ -195,9 +197,9 @@ def test_the_model_in_this_folder_has_a_name(halved, cli, monkeypatch):
 
 def test_report_prints_where_it_is(halved, cli, refused, tmp_path):
     page = tmp_path / "new" / "report.html"
-    assert printed(cli("report", halved.parent, page)).strip() == str(page)
+    assert printed(cli("report", halved.parent, "--out", page)).strip() == str(page)
     assert json.loads(page.with_suffix(".json").read_text())["conversions"][0]["name"] == "out"
-    refused("does not exist", "report", tmp_path / "nowhere", page)
+    refused("does not exist", "report", tmp_path / "nowhere", "--out", page)
 
 
 def test_env_prints_json(cli):

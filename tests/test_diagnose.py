@@ -170,7 +170,7 @@ def test_without_out_only_the_table(cli, tiny_models, calibration_file, tmp_path
     }  # fmt: skip
     page = (tmp_path / "out" / "diagnosis.html").read_text()
     assert "Load of the experts" not in page and "On the learned sink" not in page
-    assert cli("report", tmp_path, tmp_path / "report.html").exit_code == 0
+    assert cli("report", tmp_path, "--out", tmp_path / "report.html").exit_code == 0
     assert "no experts: the MLP of every layer is dense" in (tmp_path / "report.html").read_text()
 
 

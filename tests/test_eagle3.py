@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_speculation import check_identities, chi_square, outcomes, speculate
 from transformers import LlamaConfig
 
-from mlaforge.draft_head import read_head, write_head
-from mlaforge.engine.eagle3 import check_head
+from mlaforge.draft_head import check_head, read_head, write_head
 from mlaforge.engine.params import SamplingParams
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
@@ -262,8 +261,8 @@ DAMAGES = {
     "missing": "lacks the tensor 'midlayer.mlp.up_proj.weight'", "extra": "q_proj.scale", "shape": "'fc.weight'",
     "absolute ids": "d2t must be offsets", "t2d": "t2d does not mark", "nan": "holds NaN",
     "architecture": "no EAGLE-3 head",
-    "layers": "num_hidden_layers = 2", "boundary": "boundaries [0, 1, 4]", "convention": "'after'",
-    "another model": "shape", "number": "config.json",
+    "layers": "num_hidden_layers = 2", "boundary": "captures boundary 4; the target has 3 layers",
+    "convention": "'after'", "another model": "shape", "number": "config.json",
 }  # fmt: skip
 
 

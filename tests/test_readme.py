@@ -25,7 +25,11 @@ MORE = {
     "generate": ["--max-new-tokens", "8", *FEW],
     "chat": ["--max-new-tokens", "8", *FEW],
     "serve": FEW,
-}
+    "bench": [
+        "--device", "cpu", "--context", "32", "--tokens", "2", "--rounds", "1", "--num-speculative-tokens", "0,2",
+        "--cache-fraction", "0.001",
+    ],
+}  # fmt: skip
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -100,8 +104,11 @@ def test_commands_run(shown, run):
         "generate",
         "chat",
         "serve",
+        "bench",
         "list",
         "report",
+        "card",
+        "publish",
         "env",
     ]
     assert shown == verbs

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded import MACHINE, conversion, evaluation, healing, save, talk
 
 from mlaforge import report
 from mlaforge.artifact import Manifest
@@ -17,7 +18,6 @@ from mlaforge.page import shown
 from mlaforge.report import write_report
 from mlaforge.runtime import UserError
 
-MACHINE = {"mlaforge": "0.1.0", "torch": "2.13.0", "device": "test machine"}
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
@@ -63,71 +63,6 @@ class Page(HTMLParser):
             self.text += data
 
 
-def conversion(layout: str = "latent", ratio: float = 1.021, layers: int = 4) -> Manifest:
-    """A manifest as `convert` writes it. Layer 0 has a sliding window and stays GQA."""
-    rotary = 64 if layout == "latent_rope" else 0
-    records: list[dict[str, Any]] = [
-        {
-            "layer": i, "layout": layout if i else "gqa", "window": None if i else 128,
-            "kv_lora_rank": 96 + 8 * i if i else 0, "qk_rope_head_dim": rotary if i else 0,
-            "cached": 96 + 8 * i + rotary if i else 384, "gqa_cached": 384,
-            "predicted_loss": 0.00123 * i if i else None,
-            "spectrum": [0.1 * 0.97**j for j in range(384)] if i else None,
-        }
-        for i in range(layers)
-    ]  # fmt: skip
-    before, after = 384 * layers, sum(record["cached"] for record in records)
-    return Manifest(
-        "convert",
-        config={"budget": 0.5, "layout": layout, "nsamples": 16, "seqlen": 2048, "seed": 17},
-        inputs={
-            "model": {"path": "models/Tiny-135M", "model_type": "llama", "sha256": "a1" * 32},
-            "calibration": {"source": "wiki.valid", "sha256": "b2" * 32, "tokens": 32768},
-            "evaluation": {"source": "wiki.test", "sha256": "c3" * 32, "tokens": 16384},
-        },
-        metrics={
-            "original_ppl": 19.0186,
-            "partial_rope_ppl": 19.984 if rotary else None,
-            "mla_ppl": 19.0186 * ratio,
-            "ratio": ratio,
-            "cache": {
-                "gqa_per_token": before, "mla_per_token": after, "fraction": after / before,
-                "gqa_bytes_per_token": 2 * before, "mla_bytes_per_token": 2 * after,
-            },
-            "layers": records,
-        },
-        seconds={"load": 0.75, "moments": 36.6, "factorize": 2.07},
-        environment=MACHINE,
-    )  # fmt: skip
-
-
-def evaluation() -> Manifest:
-    return Manifest(
-        "eval",
-        config={"seqlen": 2048},
-        inputs={"model": {"path": "models/Tiny-135M"}, "text": {"source": "wiki.test", "sha256": "d4" * 32}},
-        metrics={"ppl": 19.0186, "nll": 2.9454, "nll_stderr": 0.0312, "tokens": 16376, "windows": 8},
-        seconds={"eval": 33.2},
-        environment=MACHINE,
-    )
-
-
-def talk(*texts: str) -> Manifest:
-    runs = [
-        {
-            "model": f"model-{i}", "text": text, "new_tokens": 48, "seconds": 3.1, "tokens_per_second": 15.48,
-            "cache_bytes": 3870720 // (i + 1), "cached_tokens": 84,
-        }
-        for i, text in enumerate(texts)
-    ]  # fmt: skip
-    return Manifest("generate", {"chat": True}, {}, {"prompt": "Why?", "runs": runs}, environment=MACHINE)
-
-
-def save(manifest: Manifest, directory: Path) -> None:
-    directory.mkdir(parents=True)
-    manifest.save(directory)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A page of all stages, both layouts, and what was returned."""
@@ -155,8 +90,8 @@ def test_page_needs_nothing_else(written: tuple[Path, dict[str, Any]], page: Pag
 
 
 def test_drawings(written: tuple[Path, dict[str, Any]], page: Page) -> None:
-    # Two of all conversions, four of each: cached numbers, spectrum, predicted loss, wall time.
-    assert len(page.paths) == 2 + 4 * 2
+    # Three of all conversions, four of each: cached numbers, spectrum, predicted loss, wall time.
+    assert len(page.paths) == 3 + 4 * 2
     assert min(page.paths) > 3
     assert len(set(page.ids)) == len(page.ids), "two drawings share an id, so one would use the other's parts"
     assert "log10 loss per direction" in page.text and "KV cache kept (% of GQA)" in page.text
@@ -204,7 +139,7 @@ def test_json_holds_the_same_numbers(written: tuple[Path, dict[str, Any]]) -> No
         assert made[name]["fingerprint"] == wanted.fingerprint
     assert returned["evaluations"][0]["metrics"] == evaluation().metrics
     assert [a["stage"] for a in returned["artifacts"]] == ["gguf", "convert", "eval", "generate", "convert"]
-    assert returned["missing"] == {}
+    assert not {"convert", "eval", "generate"} & set(returned["missing"])
 
 
 def test_window_bounds_the_cache_of_a_sequence(written: tuple[Path, dict[str, Any]]) -> None:
@@ -229,7 +164,7 @@ def test_text_is_escaped(written: tuple[Path, dict[str, Any]], page: Page, tmp_p
     save(conversion(), tmp_path / "a <b>$x_2$ & 'c'")
     write_report(tmp_path, tmp_path / "r.html")
     odd = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
-    assert odd.text.count("a <b>$x_2$ & 'c'") == 5  # table, drawing, two headings, artifacts
+    assert odd.text.count("a <b>$x_2$ & 'c'") == 8  # settings, table, drawing, 2 headings, 2 deviations, artifacts
     assert odd.tags.count("b") == 4  # the cards' numbers
 
 
@@ -254,9 +189,9 @@ def test_texts_part_at_a_word(texts: tuple[str, ...], shared: int, tmp_path: Pat
 def test_empty_folder_names_what_is_missing(tmp_path: Path) -> None:
     made = write_report(tmp_path, tmp_path / "r.html")
     text = Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-    assert set(made["missing"]) == {"convert", "eval", "generate"}
-    for command in ("mlaforge convert MODEL OUT", "mlaforge eval", "mlaforge generate"):
-        assert command in text
+    assert set(made["missing"]) == set(report.PARTS)
+    for what, command in report.PARTS.values():
+        assert what in text and command in text
     assert made["conversions"] == made["artifacts"] == []
 
 
@@ -356,16 +291,13 @@ def test_shown(value: Any, form: str, text: str) -> None:
 
 
 def test_healings_are_drawn(tmp_path: Path) -> None:
-    points = [
-        {"step": n, "tokens": 4096 * n, "ppl": 24.5 - n, "teacher_ppl": 20.0, "kl": 0.3 / (n + 1)} for n in range(3)
-    ]
-    made = Manifest("heal", {"steps": 2}, {"student": {"path": "here"}}, environment=MACHINE)
-    made.metrics = {"curve": points, "best": points[2], "tokens_per_second": 321.5}
-    save(made, tmp_path / "a" / '"><script>x')
+    save(healing(), tmp_path / "a" / '"><script>x')
     save(Manifest("heal", {}, {}, metrics={"curve": ["?", {"kl": "?"}]}, environment=MACHINE), tmp_path / "b")
     save(Manifest("heal", {}, {}, metrics={"curve": 5}, environment=MACHINE), tmp_path / "c")
-    write_report(tmp_path, tmp_path / "r.html")
+    made = write_report(tmp_path, tmp_path / "r.html")
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
-    assert len(page.paths) == 1 and "script" not in page.tags
-    for text in ("Healing", "24.500", "22.500", "20.000", "321.5", "8,192", "tokens seen (millions)", "steps"):
+    assert len(page.paths) == 2 and "script" not in page.tags
+    for text in ("Healing", "23.000", "20.500", "20.000", "321.5", "8,192", "tokens seen (millions)", "steps"):
         assert text in page.text, text
+    assert {"where": 'a/"><script>x', "what": "the validation KL was best at step 2 of 3; those weights were written"} \
+        in made["deviations"]  # fmt: skip

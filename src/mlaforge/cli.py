@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,9 @@ from mlaforge import config as configuration
 from mlaforge import draft_cli, verbs
 from mlaforge.options import (
     EXPORTS,
+    BenchConfig,
     CalibrateConfig,
+    CardConfig,
     ChatConfig,
     ConvertConfig,
     DemoConfig,
@@ -252,6 +255,41 @@ def demo(
     print(f"report: {made['report']}")
 
 
+@verb(BenchConfig)
+def bench(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="a scenario, all, engine, draft, kernels or conversion")],
+    config: BenchConfig,
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL...", help="original and converted ones")] = None,
+) -> None:
+    """Measure MODELs beside transformers and other engines; a folder of results named by the time."""
+    from mlaforge.bench import run as stage
+    from mlaforge.bench.scenario import Broken
+
+    quiet()
+    try:
+        folder, told = stage.run(what, models or [], config)
+    except Broken as error:
+        print(f"mlaforge: an invariant is broken: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"{told}\n{folder}")
+
+
+@verb()
+def gate(
+    folder: Annotated[Path, typer.Argument(metavar="RESULTS", help="a run's folder, or the newest in it")] = Path(
+        "results"
+    ),
+    gates: Annotated[Path | None, typer.Option("--gates", metavar="FILE", help="other gates than the shipped")] = None,
+) -> None:
+    """Judge measured results by the gates; exit code 1 where one fails."""
+    from mlaforge.bench import gate as stage
+
+    found = stage.run(folder, gates)
+    print(stage.table(found))
+    if not found["passed"]:
+        raise typer.Exit(1)
+
+
 @verb()
 def list_(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts, searched through")],
@@ -273,14 +311,51 @@ def list_(
 
 @verb()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts, searched through")],
-    out: Annotated[Path, typer.Argument(metavar="OUT.html", help="file to write; the numbers go beside it as .json")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts and results")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="page to write; the numbers go beside it as .json")
+    ] = Path("report.html"),
 ) -> None:
-    """One self-contained HTML page from all artifacts in a folder."""
+    """One self-contained HTML page from all artifacts and results in a folder."""
     from mlaforge.report import write_report
 
     write_report(folder, out)
     print(out)
+
+
+@verb(CardConfig)
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts and results")],
+    config: CardConfig,
+    out: Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")],
+    overwrite: Overwrite = False,
+) -> None:
+    """The Hugging Face model card of a converted model, and a technical report of the whole folder, in Markdown."""
+    from mlaforge import card as stage
+
+    made = stage.run(folder, out, config, overwrite)
+    print(f"{out / stage.CARD}: the card of {made.inputs['model']['name']}\n{out / stage.TECHNICAL}")
+
+
+@verb()
+def publish(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="what convert, heal, calibrate, draft and card wrote")
+    ],
+    repo: Annotated[str, typer.Option("--repo", metavar="OWNER/NAME", help="repository of the hub")],
+    push: Annotated[bool, typer.Option("--push", help="send it; without this, only show what would go")] = False,
+    json_output: Json = False,
+) -> None:
+    """Push a checkpoint, its draft, golden sets and card to the Hugging Face hub; shows what would go unless --push.
+
+    The token is $HF_TOKEN, or that of `hf auth login`; it is no option, because options are seen by `ps`.
+    """
+    from mlaforge import publish as stage
+
+    shipment = stage.pack(folders, repo)
+    print(json.dumps(shipment.describe(), indent=1) if json_output else shipment_table(shipment))
+    if push:
+        print(stage.push(shipment))
 
 
 @verb()
@@ -304,6 +379,16 @@ def conversion_table(manifests: list[Any]) -> str:
         rows.append((" + ".join(sorted(layouts)), *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def shipment_table(shipment: Any) -> str:
+    """What would go where, with sizes in bytes and hashes; then what stays here, and why."""
+    lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in shipment.items]
+    lines += [f"left out: {path}: {reason}" for path, reason in shipment.left_out.items()]
+    if not any(item.path == "README.md" for item in shipment.items):
+        lines.append("no model card: `mlaforge card FOLDER --out CARD`, and give CARD too")
+    total = f"{len(shipment.items)} files, {shipment.bytes:,} bytes for {shipment.repo}"
+    return "\n".join([*lines, f"{total}; --push sends them"])
 
 
 def talk(metrics: dict[str, Any]) -> str:

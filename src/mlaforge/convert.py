@@ -19,7 +19,7 @@ import torch
 
 from mlaforge import checkpoint, corpus, locate, plan_file
 from mlaforge.artifact import WORK, Manifest, finished, writing
-from mlaforge.evaluate import perplexity, window_losses
+from mlaforge.evaluate import perplexity, standard_error, window_losses
 from mlaforge.export import write_checkpoint
 from mlaforge.families import family_of
 from mlaforge.moments import collect
@@ -240,6 +240,9 @@ def _convert(
         measure("MLA ppl", "mla_ppl", written)
     if judged is not None:
         metrics["ratio"] = metrics["mla_ppl"] / metrics["original_ppl"]
+        # Both judge the same windows: what differs between windows cancels in the ratio.
+        lost = work["mla_ppl"]["losses"] - work["original_ppl"]["losses"]
+        metrics["log_ratio_stderr"], metrics["windows"] = standard_error(lost), len(lost)
     metrics["cache"] = cache_metrics(rebuild.plan, out_dtype)
     metrics["layers"] = rebuild.describe()
 

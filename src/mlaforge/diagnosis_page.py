@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlaforge.page import INK, MUTED, PAINT, PLOT_STYLE, drawing, jinja_page
+from mlaforge.page import INK, MUTED, PAINT, PLOT_STYLE, drawing, heat, jinja_page
 
 PAGE, PICTURE = "diagnosis.html", "diagnosis.png"
 QUESTIONS = {
@@ -21,17 +21,18 @@ QUESTIONS = {
 
 def draw(folder: Path, diagnosis: dict[str, Any]) -> None:
     """Writes the page and the PNG into `folder`. diagnosis: as diagnosis.json holds it."""
-    figures = _figures(diagnosis)
-    drawn = {
-        part: [
-            {"title": f["title"], "caption": f["caption"], "svg": drawing(f"{part}{n}", f["draw"], f["what"])}
-            for n, f in enumerate(figures) if f["part"] == part
-        ]
-        for part in QUESTIONS
-    }  # fmt: skip
-    page = jinja_page("diagnosis.html.jinja").render(diagnosis, figures=drawn, questions=QUESTIONS)
+    page = jinja_page("diagnosis.html.jinja").render(diagnosis, figures=drawings(diagnosis), questions=QUESTIONS)
     (folder / PAGE).write_text(page, encoding="utf-8")
-    _picture(folder / PICTURE, figures)
+    _picture(folder / PICTURE, _figures(diagnosis))
+
+
+def drawings(diagnosis: dict[str, Any], key: str = "") -> dict[str, list[dict[str, str]]]:
+    """Part of the page -> its drawings, each with title, caption and svg, whose ids start with `key`."""
+    drawn: dict[str, list[dict[str, str]]] = {part: [] for part in QUESTIONS}
+    for n, figure in enumerate(_figures(diagnosis)):
+        svg = drawing(f"{key}{figure['part']}{n}", figure["draw"], figure["what"])
+        drawn[figure["part"]].append({"title": figure["title"], "caption": figure["caption"], "svg": svg})
+    return drawn
 
 
 def _picture(path: Path, figures: list[dict[str, Any]]) -> None:
@@ -39,13 +40,13 @@ def _picture(path: Path, figures: list[dict[str, Any]]) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    maps = [figure for figure in figures if figure["draw"] is _heat]
+    maps = [figure for figure in figures if figure["draw"] is heat]
     rows = math.ceil(len(maps) / 3)
     with rc_context(PLOT_STYLE):
         sheet = Figure(figsize=(16.5, 3.3 * rows), dpi=110, layout="constrained")
         axes = sheet.subplots(rows, 3, squeeze=False).flatten()
         for ax, figure in zip(axes, maps, strict=False):
-            _heat(ax, figure["what"])
+            heat(ax, figure["what"])
             ax.set_title(figure["title"], loc="left", fontsize=10)
             ax.locator_params(axis="x", integer=True)
         for ax in axes[len(maps) :]:
@@ -72,7 +73,7 @@ def _map(
     part: str, title: str, caption: str, columns: list[list[float]], rows: str = "head", **scale: Any
 ) -> dict[str, Any]:
     """A heat map: a column for each layer. `low` and `high` are the ends of a scale that has some."""
-    return _figure(part, title, caption, _heat, {"columns": columns, "rows": rows, **scale})
+    return _figure(part, title, caption, heat, {"columns": columns, "rows": rows, **scale})
 
 
 def _of_attention(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -157,22 +158,6 @@ def _of_plan(layers: list[dict[str, Any]], budgets: list[float]) -> list[dict[st
 
 def _log(value: float | None) -> float:
     return math.nan if value is None else math.log10(max(value, 1e-9))
-
-
-def _heat(ax: Any, what: dict[str, Any]) -> None:
-    """Columns are layers; low and high fix the colours where the scale has ends of its own."""
-    columns = what["columns"]
-    deep = max(map(len, columns))
-    grid = [[column[r] if r < len(column) else math.nan for column in columns] for r in range(deep)]
-    image = ax.imshow(grid, cmap="cividis", aspect="auto", origin="lower", interpolation="none", vmin=what.get("low"),
-                      vmax=what.get("high"))  # fmt: skip
-    ax.figure.colorbar(image, ax=ax, label=what["label"], pad=0.02)
-    ax.set(xlabel="layer", ylabel=what["rows"])
-    if "ticks" in what:
-        ax.set_yticks(range(deep), what["ticks"])
-    else:
-        ax.locator_params(axis="y", integer=True)
-    ax.grid(visible=False)
 
 
 def _lines(ax: Any, what: dict[str, Any]) -> None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mlaforge import verbs
-from mlaforge.options import DraftTrainConfig, RegenerateConfig, VocabularyConfig
-from mlaforge.verbs import Model, Overwrite, group, quiet
+from mlaforge.options import (
+    DraftCheckConfig,
+    DraftCompareConfig,
+    DraftImportConfig,
+    DraftTrainConfig,
+    RegenerateConfig,
+    VocabularyConfig,
+)
+from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
-app = group("EAGLE-3 draft heads: the text they learn from, their vocabulary, their training.")
+app = group("EAGLE-3 draft heads: the text they learn from, vocabulary, training; those of others, checked, compared.")
 verb = functools.partial(verbs.verb, app)
 
+Target = Annotated[str, typer.Option("--target", metavar="MODEL", help="the model that the head drafts for")]
+Head = Annotated[Path, typer.Argument(metavar="HEAD", help="directory of an EAGLE-3 head")]
 NewDirectory = Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")]
 
 
@@ -66,3 +76,85 @@ def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: 
         f"tokens a step of 3 drafted, on answers kept back: {first['acceptance_length']:.3f} -> "
         f"{best['acceptance_length']:.3f} after {best['tokens']} tokens (step {best['step']})"
     )
+
+
+@verb(DraftImportConfig)
+def import_(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="directory or hub id of an EAGLE-3 head")],
+    out: Out,
+    target: Target,
+    config: DraftImportConfig,
+    overwrite: Overwrite = False,
+) -> None:
+    """Rewrite an EAGLE-3 head as other tools write it, checked against MODEL."""
+    from mlaforge import draft_import as stage
+
+    quiet()
+    made = stage.run(src, out, target, config, overwrite).metrics
+    read = "all tokens" if made["d2t"] is None else f"{made['draft_vocab_size']} tokens, d2t read as {made['d2t']}"
+    print(
+        f"{out}: {read}; captures at boundaries {made['boundaries']} ({made['convention']}); lm_head is "
+        f"{made['lm_head']}, embed_tokens {made['embed_tokens']}"
+    )
+
+
+@verb(DraftCheckConfig)
+def check(head: Head, target: Target, config: DraftCheckConfig, json_output: Json = False) -> None:
+    """How often HEAD says what MODEL says, with the states it is given and with their neighbours: exit code 1 unless
+    its own are the right ones."""
+    from mlaforge import draft_check as stage
+
+    quiet()
+    found = stage.run(head, target, config)
+    if json_output:
+        print(json.dumps(found, indent=1))
+    else:
+        print(f"{'states':22} {'boundaries':16} agreement")
+        for row in found["rows"]:
+            print(f"{row['states']:22} {row['boundaries']!s:16} {row['agreement']:9.4f}")
+        share = f"{100 * found['coverage']:.1f} %"
+        print(f"{found['positions']} positions; HEAD's vocabulary has {share} of what MODEL says there")
+        print(_verdict(found["right"]))
+    if found["right"] != "as stored":
+        raise typer.Exit(1)
+
+
+def _verdict(right: str | None) -> str:
+    if right is None:
+        return "undecided: no choice of states is surely the best; give more text, or a head of this model"
+    if right == "as stored":
+        return "its states are the right ones"
+    return f"wrong states: {right} is right; import it again with another --convention"
+
+
+@verb(DraftCompareConfig)
+def compare(
+    head: Head,
+    target: Target,
+    config: DraftCompareConfig,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", metavar="FILE", help="stages of another runtime (safetensors); else PyTorch's"),
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Numeric parity of HEAD in the engine, part by part, with another runtime or with plain PyTorch in float64: exit
+    code 1 where the logits differ too much."""
+    from mlaforge import draft_compare as stage
+
+    quiet()
+    found = stage.run(head, target, reference, config)
+    if json_output:
+        print(json.dumps(found, indent=1))
+    else:
+        print(f"{'stage':18} {'mean |d|':>9} {'max |d|':>9} {'row':>5} {'size':>9} {'cosine':>8} {'worst':>8} top-k")
+        for row in found["stages"]:
+            overlap = "" if row["overlap"] is None else f" {row['overlap']:.3f}"
+            print(
+                f"{row['stage']:18} {row['mean_difference']:9.2e} {row['max_difference']:9.2e} {row['worst_row']:5} "
+                f"{row['size']:9.2e} {row['cosine']:8.5f} {row['worst_cosine']:8.5f}{overlap}"
+            )
+        print(f"{found['rows']} rows, states of {found['states']}, engine in {found['dtype']}")
+        print("; ".join(found["failed"]) or f"{found['judged']} agrees")
+    if found["failed"]:
+        raise typer.Exit(1)

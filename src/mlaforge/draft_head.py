@@ -1,9 +1,12 @@
 """EAGLE-3 heads on disk: config.json and safetensors as `LlamaForCausalLMEagle3` checkpoints have them.
 
-Read strictly: a missing, extra or wrongly shaped tensor, and a d2t that leaves the target's vocabulary, is an error.
-`layers.0.*` is another name of `midlayer.*`. Captured layers are stored as vLLM counts them
-(`eagle_aux_hidden_state_layer_ids`: 0 is the embedding, j the output of layer j - 1) unless
-`eagle_aux_hidden_state_convention` says "output" (j is the output of layer j).
+Read strictly: a missing, extra or wrongly shaped tensor, and a d2t that leaves the target's vocabulary, is an error
+(`draft import`, draft_import.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`. What is
+captured, `eagle_aux_hidden_state_layer_ids`, is counted as `eagle_aux_hidden_state_convention` says:
+
+boundary        j is the input of layer j (vLLM's count: 0 is the embedding); -1 is what the final norm makes
+output          j is the output of layer j
+hidden_states   j is transformers' hidden_states[j]: as boundary, but the last of them comes after the final norm
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from mlaforge.checkpoint import SINGLE, Reader, read_config
-from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-CONVENTIONS = ("boundary", "output")
+CONVENTIONS = ("boundary", "output", "hidden_states")
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Of the layer's own config, what is written: all that its shapes and angles follow from.
 LAYER_FIELDS = (
@@ -32,11 +35,17 @@ LAYER_FIELDS = (
 
 def read_head_config(directory: Path, num_layers: int) -> Eagle3Config:
     """The head's config for a target of `num_layers` layers. Raises UserError for one that describes none."""
-    from transformers import LlamaConfig
-
     given = read_config(directory)
     if ARCHITECTURE not in (given.get("architectures") or ()):
         raise UserError(f"{directory} is no EAGLE-3 head: its architectures is not [{ARCHITECTURE!r}]")
+    with Reader(directory) as reader:
+        return head_config(directory, given, num_layers, "embed_tokens.weight" in reader)
+
+
+def head_config(directory: Path, given: dict[str, Any], num_layers: int, own_embedding: bool) -> Eagle3Config:
+    """The same of a config.json as a dict; `directory` is where it came from."""
+    from transformers import LlamaConfig
+
     if given.get("num_hidden_layers", 1) != 1:
         raise UserError(f"{directory}: num_hidden_layers = {given['num_hidden_layers']}; heads of 1 layer are read")
     # Some tools write what follows beside the rest, some one level deeper.
@@ -46,15 +55,13 @@ def read_head_config(directory: Path, num_layers: int) -> Eagle3Config:
             **{name: given[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in given}
         )
         layer.mlp_bias = False
-        with Reader(directory) as reader:
-            own_embedding = "embed_tokens.weight" in reader
         ids = eagle.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
         convention = eagle.get("eagle_aux_hidden_state_convention", "boundary")
         if convention not in CONVENTIONS:
             raise UserError(
                 f"{directory}: eagle_aux_hidden_state_convention = {convention!r} must be one of {CONVENTIONS}"
             )
-        boundaries = tuple(int(i) + (convention == "output") for i in ids)
+        boundaries = tuple(boundary(int(i), convention, num_layers) for i in ids)
         config = Eagle3Config(
             layer, int(given.get("target_hidden_size") or layer.hidden_size),
             int(given.get("draft_vocab_size") or layer.vocab_size), boundaries,
@@ -63,9 +70,29 @@ def read_head_config(directory: Path, num_layers: int) -> Eagle3Config:
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{directory}: config.json makes no EAGLE-3 head: {' '.join(str(error).split())}") from error
-    if not boundaries or not all(0 <= boundary <= num_layers for boundary in boundaries):
-        raise UserError(f"{directory} captures at boundaries {list(boundaries)}; the target's are 0 to {num_layers}")
     return config
+
+
+def boundary(number: int, convention: str, num_layers: int) -> int:
+    """The boundary that a captured layer's number means; UserError where it means none."""
+    found = number + (convention == "output")
+    if convention == "hidden_states" and number == num_layers:
+        found = AFTER_NORM
+    if not (0 <= found <= num_layers or (found == AFTER_NORM and convention != "output")):
+        raise UserError(f"it captures {convention} {number}; the target has {num_layers} layers")
+    return found
+
+
+def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
+    """UserError unless the head was made for a target of these sizes."""
+    for name, own, wanted in (
+        ("target_hidden_size", config.target_hidden_size, hidden_size),
+        ("vocab_size", config.layer.vocab_size, vocab_size),
+    ):
+        if own != wanted:
+            raise UserError(f"the head's {name} is {own}, the model's {wanted}: it was trained for another model")
+    if not config.own_embedding and config.layer.hidden_size != hidden_size:
+        raise UserError(f"a head of hidden size {config.layer.hidden_size} needs embed_tokens of its own")
 
 
 def read_head(directory: Path, num_layers: int) -> Eagle3Head:

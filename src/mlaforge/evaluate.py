@@ -41,6 +41,11 @@ def perplexity(losses: Tensor) -> float:
     return math.exp(mean) if not mean > 700.0 else math.inf
 
 
+def standard_error(losses: Tensor) -> float | None:
+    """Of the mean over windows [N], because tokens of one window are not independent; None of a single one."""
+    return float(losses.std() / len(losses) ** 0.5) if len(losses) > 1 else None
+
+
 def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = False) -> Manifest:
     """Perplexity of a model, original or converted; writes an artifact if `out` is given.
 
@@ -74,8 +79,7 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     manifest.metrics = {
         "ppl": perplexity(found),
         "nll": mean,
-        # Over windows, because tokens of one window are not independent.
-        "nll_stderr": float(found.std() / n**0.5) if n > 1 else None,
+        "nll_stderr": standard_error(found),
         "windows": n,
         "tokens": n * (config.seqlen - 1),
     }

@@ -160,6 +160,10 @@ class EngineConfig:
         "the text), or the directory of an EAGLE-3 head",
     )  # fmt: skip
     num_speculative_tokens: int = option(3, "drafted tokens per step and sequence, 1 to 8", "tokens")
+    speculative_tree_tokens: int = option(
+        0, "where one sequence runs alone, verify a tree of so many of a head's likeliest tokens, no deeper than "
+        "num-speculative-tokens; 0 for a chain", "tokens",
+    )  # fmt: skip
     adaptive_speculation: bool = option(
         True, "draft fewer tokens, or none, where measurement says that it does not pay"
     )
@@ -300,6 +304,17 @@ class ServeConfig(EngineConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class CardConfig:
+    """Options of `card`."""
+
+    model: str | None = option(
+        None, "which artifact the card is of, as `mlaforge list` names it (the only one, or the canonical one)"
+    )
+    license: str | None = option(None, "identifier of the model's licence, such as apache-2.0")
+    base_model: str | None = option(None, "hub id of the original, such as HuggingFaceTB/SmolLM2-135M-Instruct")
+
+
+@dataclasses.dataclass(frozen=True)
 class CalibrateConfig:
     """Options of `calibrate`."""
 
@@ -324,3 +339,88 @@ class CalibrateConfig:
     neighbours: int = option(8, "texts nearest its centroid that a cluster gives, beside the farthest 5 %", "texts")
     device: str = option("auto", "where to embed: auto, cpu, cuda, cuda:1, ...")
     seed: int = option(0, "seed of every random choice")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftImportConfig:
+    """Options of `draft import`."""
+
+    convention: str | None = option(
+        None, "what the numbers of captured layers count: boundary (the input of layer j), output (of layer j), or "
+        "hidden_states (transformers': the last one comes after the final norm); else what the config says, else "
+        "boundary", choices=("boundary", "output", "hidden_states"),
+    )  # fmt: skip
+    d2t: str = option(
+        "auto", "how d2t is read: offsets (target = draft + d2t[draft]) or the target's ids; auto: as only one of them "
+        "is possible", choices=("auto", "offsets", "ids"),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCheckConfig:
+    """Options of `draft check`."""
+
+    text: str = option(
+        "embedded", "text to measure on: what `draft regenerate` wrote, a file, a folder, or embedded (its held-out "
+        "part)",
+    )  # fmt: skip
+    windows: int = option(8, "windows from the start of the text, or answers", "windows")
+    seqlen: int = option(512, "length of a window, or of a prompt with its answer", "tokens")
+    dtype: str = option("auto", "dtype the target computes in; the head computes in float32", choices=DTYPES)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCompareConfig:
+    """Options of `draft compare`."""
+
+    text: str = option("embedded", "without --reference: text that both read, a file, a folder, or embedded")
+    tokens: int = option(256, "of it, so many", "tokens")
+    cosine: float = option(0.98, "least cosine with the reference's logits, a mean over rows")
+    max_difference: float | None = option(None, "largest difference of any logit (none)")
+    overlap: float | None = option(None, "least share of the reference's top logits that are among ours (none)")
+    top_k: int = option(10, "how many top logits that is", "logits")
+    dtype: str = option(
+        "auto", "weights of the engine that is compared, as in `generate`", choices=(*DTYPES, "int8", "int4")
+    )
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchConfig:
+    """Options of `bench`. What is not given is as the scenario's file says (bench/scenarios)."""
+
+    scope: str = option(
+        "auto", "how much: full, micro (the cases that gates ask for) or cpu (scaled-down twins); auto: cpu without a "
+        "GPU, else micro", choices=("auto", "cpu", "micro", "full"),
+    )  # fmt: skip
+    context: str | None = option(None, "prompt of each request; k is 1024; several with commas", "tokens")
+    batch: str | None = option(None, "requests that decode together; several with commas", "requests")
+    num_speculative_tokens: str | None = option(
+        None, "drafted tokens per step, 0 for plain decoding; several with commas", "tokens"
+    )
+    draft: str | None = option(
+        None, "who drafts: ngram, replay (what plain decoding gave: the ceiling of any drafter), or the directory of "
+        "an EAGLE-3 head; several with commas",
+    )  # fmt: skip
+    tokens: int | None = option(None, "decoded tokens of each request that are timed", "tokens")
+    rounds: int | None = option(None, "measured repetitions", "repetitions")
+    warm_up: int | None = option(None, "repetitions before them that do not count", "repetitions")
+    cache_fraction: str | None = option(
+        None, "share of the free memory for caches, all models together; several with commas", "fraction"
+    )
+    prefix_caching: bool | None = option(None, "keep what was computed of a prompt")
+    dtype: str | None = option(None, "dtype of the engine's weights, as in `generate`; several with commas")
+    transformers: str | None = option(None, "dtype of transformers beside it, auto: the engine's; several with commas")
+    text: tuple[str, ...] | None = option(
+        None, "text that prompts are cut from: a file, a folder, or embedded, which is the default"
+    )
+    peer: tuple[str, ...] | None = option(None, "YAML file of another engine with an OpenAI endpoint (docs/bench.md)")
+    import_: tuple[str, ...] | None = option(None, "results of another run, to stand beside these and be marked so")
+    perf: bool = option(False, "check the invariants of PERF_MODE first; a broken one ends the run")
+    force: bool = option(False, "begin the full scope though the micro gates were not green; this is recorded")
+    roof: str = option("auto", "machine whose roof counts, as in `plan`; auto: this one")
+    op: str = option("paged_attention", "kernels: the operation")
+    implementation: str | None = option(None, "kernels: by whom (default: what would be chosen)")
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    out: str = option("results", "folder; each run gets a folder in it, named by its time")

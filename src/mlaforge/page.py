@@ -42,6 +42,8 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "rate": lambda v: f"{v:,.1f}",
     "whole": lambda v: f"{v:,.0f}",
     "bytes": _bytes,
+    "bandwidth": lambda v: f"{v / 1e9:,.3g} GB/s" if v < 1e12 else f"{v / 1e12:,.3g} TB/s",
+    "flops": lambda v: f"{v / 1e9:,.3g} GFLOP/s" if v < 1e12 else f"{v / 1e12:,.4g} TFLOP/s",
     "seconds": lambda v: f"{v:.2f} s" if v < 10 else f"{v:.0f} s" if v < 600 else f"{v / 60:.0f} min",
 }
 
@@ -68,6 +70,19 @@ def number(record: Any, *keys: str) -> float | None:
     return value if usable else None
 
 
+def interval(mean: float, stderr: float, n: int) -> tuple[float, float] | None:
+    """The 95 % confidence interval of a mean of n values by Student's t; None where there are fewer than four.
+
+    The quantile is its expansion around the normal one (Abramowitz and Stegun 26.7.5), to 1 % from n = 4 on.
+    """
+    if n < 4:
+        return None
+    z, v = 1.959964, n - 1
+    t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+    return mean - t * stderr, mean + t * stderr
+
+
 def drawing(key: str, draw: Callable[[Any, Any], None], what: Any, height: float = 2.9) -> str:
     """`draw(axes, what)` as inline SVG: its colours are the page's variables, its ids start with `key`."""
     from matplotlib import rc_context
@@ -90,11 +105,47 @@ def drawing(key: str, draw: Callable[[Any, Any], None], what: Any, height: float
     return svg
 
 
+def heat(ax: Any, what: dict[str, Any]) -> None:
+    """A heat map. `what`: `columns` [layers][rows], the name of the `rows`, a `label` of the colours; `low` and `high`
+    fix the colours where the scale has ends of its own, `ticks` name the rows."""
+    columns = what["columns"]
+    deep = max(map(len, columns))
+    grid = [[column[r] if r < len(column) else math.nan for column in columns] for r in range(deep)]
+    image = ax.imshow(grid, cmap="cividis", aspect="auto", origin="lower", interpolation="none", vmin=what.get("low"),
+                      vmax=what.get("high"))  # fmt: skip
+    ax.figure.colorbar(image, ax=ax, label=what["label"], pad=0.02)
+    ax.set(xlabel="layer", ylabel=what["rows"])
+    if "ticks" in what:
+        ax.set_yticks(range(deep), what["ticks"])
+    else:
+        ax.locator_params(axis="y", integer=True)
+    ax.grid(visible=False)
+
+
+def logarithmic(axis: Any) -> None:
+    """An axis whose ticks are 1, 2 and 5 times powers of ten, written out: mathematics is not set in these drawings."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda v, _: f"{v:g}")
+
+
+def plain(value: Any) -> str:
+    """Text that Markdown takes as it is: on one line, without HTML, links or table cells of its own."""
+    return re.sub(r"([\\`*|\[\]])", r"\\\1", re.sub(r"\s+", " ", str(value))).replace("<", "&lt;")
+
+
 def jinja_page(name: str) -> Any:
-    """A template that stands beside this file, with this page's look at hand; everything it prints is escaped."""
+    """A template that stands beside this file, with this page's look at hand; everything it prints is escaped, for
+    HTML or, where it is named *.md.jinja, for a line or a table of Markdown."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    markdown = name.endswith(".md.jinja")
+    jinja = Environment(autoescape=not markdown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    if markdown:
+        jinja.finalize = plain
     jinja.loader = FileSystemLoader(Path(__file__).parent)
     jinja.filters["shown"] = shown
     return jinja.get_template(name)

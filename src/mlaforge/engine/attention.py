@@ -58,11 +58,11 @@ class PagedGroupedQueryAttention:
     """Grouped-query attention with one product for q, k and v; biases, norms, sinks and windows as in the source."""
 
     def __init__(self, attention: Any, cache: LayerCache, rows: Tensor, sinks: bool, format: str):
-        self.rows_LW, self.group = rows, cache.group
+        self.group = cache.group
         self.head_dim: int = attention.head_dim
         self.num_kv_heads = cache.width // (2 * self.head_dim)
         self.num_heads = attention.q_proj.out_features // self.head_dim
-        self.k_LGD, self.v_LGD = rows.view(-1, 2, self.num_kv_heads, self.head_dim).unbind(1)
+        self.keep_in(rows)
         self.scaling: float = attention.scaling
         order = interleaved(self.head_dim).to(rows.device)
         for projection in (attention.q_proj, attention.k_proj):
@@ -75,10 +75,17 @@ class PagedGroupedQueryAttention:
         self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
-        native = kernels() if rows.device.type == "cpu" and rows.dtype == torch.bfloat16 else None
+        # The kernel writes rows without gaps between them.
+        fits = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.is_contiguous()
+        native = kernels() if fits else None
         self.turn_and_store = native.turn_and_store.default if native is not None else None
 
-    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor) -> Tensor:
+    def keep_in(self, rows_LW: Tensor) -> None:
+        """From now on the cache is `rows_LW`."""
+        self.rows_LW = rows_LW
+        self.k_LGD, self.v_LGD = rows_LW.view(-1, 2, self.num_kv_heads, self.head_dim).unbind(1)
+
+    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
         view = step.batch.views[self.group]
         N, H, G, D = normed_NC.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
@@ -110,7 +117,8 @@ class PagedLatentAttention:
     projections of the input are fused into one, and on a CPU it computes in fp32, the fastest dtype there."""
 
     def __init__(self, attention: LatentAttention, cache: LayerCache, rows: Tensor, format: str):
-        self.rows_LW, self.group = rows, cache.group
+        self.group = cache.group
+        self.keep_in(rows)
         self.factored = attention.config.q_lora_rank is not None
         self.widths = [attention.num_heads * (attention.nope_dim + attention.rope_dim), cache.width]
         first = attention.q_a_proj if self.factored else attention.q_proj
@@ -121,7 +129,11 @@ class PagedLatentAttention:
         # On a CPU the product with decompressed keys and values is limited by arithmetic.
         self.latent = attention.float() if rows.device.type == "cpu" else attention
 
-    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor) -> Tensor:
+    def keep_in(self, rows_LW: Tensor) -> None:
+        """From now on the cache is `rows_LW`."""
+        self.rows_LW = rows_LW
+
+    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
         latent, view = self.latent, step.batch.views[self.group]
         N, W = normed_NC.shape[0], self.widths[1]
@@ -174,11 +186,13 @@ class PagedLatentAttention:
             rows_1LW, mask = view.sequence(index, self.rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
+            at_L = view.places(L)
             if not latent.rope_dim:
                 cos, sin = latent.table(L, q_1HTD)
-                q_1HTD = rotate(q_1HTD, cos[:, L - T :], sin[:, L - T :])
+                last = slice(L - T, L) if at_L is None else at_L[L - T :]
+                q_1HTD = rotate(q_1HTD, cos[:, last], sin[:, last])
             form = latent.absorbed if latent.cheaper_absorbed(T) else latent.expanded
-            outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask)[0].transpose(0, 1))
+            outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask, at_L)[0].transpose(0, 1))
         return torch.cat(outs)
 
 

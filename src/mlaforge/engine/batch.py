@@ -6,24 +6,49 @@ Legend: N tokens of the step one after another, S sequences.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mlaforge.engine.block_tables import BlockTables
+from mlaforge.engine.block_tables import CacheGroup
 from mlaforge.ops.cache_view import CacheView
+
+
+class Tables(Protocol):
+    """Which blocks hold what of which sequence; the engine's are BlockTables."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def groups(self) -> Sequence[CacheGroup]: ...
+
+    def table(self, seq: int, group: int) -> tuple[int, Sequence[int]]:
+        """The first cached position of a sequence and the blocks from there on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of a sequence that this step computes; `seq` is its number in the block tables."""
+    """Tokens [start, stop) of a sequence that this step computes; `seq` is its number in the block tables.
+
+    `tree`: the last rows up to `stop` are a tree of drafted tokens, of which this has a row for each of the tokens, as
+    CacheView.tree_Tn; then there is no other chunk.
+    """
 
     seq: int
     token_ids: Sequence[int]
     start: int
     stop: int
+    tree: list[list[int]] | None = None
+
+    @property
+    def positions(self) -> Iterable[int]:
+        """Where the tokens stand, branches of a tree side by side."""
+        if self.tree is None:
+            return range(self.start, self.stop)
+        return (self.stop - len(row) + max(row) for row in self.tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +62,7 @@ class Batch:
 
 
 def make_batch(
-    chunks: Sequence[Chunk], tables: BlockTables, device: torch.device, groups: Sequence[int] | None = None
+    chunks: Sequence[Chunk], tables: Tables, device: torch.device, groups: Sequence[int] | None = None
 ) -> Batch:
     """The chunks' tokens, positions, and what they see of every cache group, or of those named only."""
     token_ids: list[int] = []
@@ -45,9 +70,11 @@ def make_batch(
     starts = [0]
     for chunk in chunks:
         token_ids += chunk.token_ids[chunk.start : chunk.stop]
-        positions += range(chunk.start, chunk.stop)
+        positions += chunk.positions
         starts.append(len(positions))
     lengths = [chunk.stop for chunk in chunks]
+    tree = next((chunk.tree for chunk in chunks if chunk.tree is not None), None)
+    assert tree is None or len(chunks) == 1
     shared = {
         "seq_lens_S": _tensor(lengths, torch.int32, device),
         "query_start_S1": _tensor(starts, torch.int32, device),
@@ -55,6 +82,7 @@ def make_batch(
         "max_query": max(chunk.stop - chunk.start for chunk in chunks),
         "max_seq_len": max(lengths),
         "queries": tuple(chunk.stop - chunk.start for chunk in chunks),
+        "tree_Tn": None if tree is None else _tensor(tree, torch.int32, device),
     }
     views = tuple(_view(group, chunks, tables, shared, device) for group in groups or range(len(tables.groups)))
     return Batch(
@@ -72,7 +100,7 @@ def _tensor(numbers: Sequence[int] | Sequence[list[int]], dtype: torch.dtype, de
 
 
 def _view(
-    group: int, chunks: Sequence[Chunk], tables: BlockTables, shared: dict[str, Any], device: torch.device
+    group: int, chunks: Sequence[Chunk], tables: Tables, shared: dict[str, Any], device: torch.device
 ) -> CacheView:  # fmt: skip
     size = tables.block_size
     found = [tables.table(chunk.seq, group) for chunk in chunks]

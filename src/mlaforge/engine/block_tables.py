@@ -72,8 +72,13 @@ class BlockTables:
         self.caching = caching
         self.lookback = lookback
         self.asked_tokens = self.hit_tokens = 0
-        self._pools = [BlockPool(group.num_blocks, block_size, caching) for group in groups]
         self._sequences: dict[int, _Sequence] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known of any prefix from now on. Only while there is no sequence."""
+        assert not self._sequences, f"{self.sequences} hold blocks"
+        self._pools = [BlockPool(group.num_blocks, self.block_size, self.caching) for group in self.groups]
 
     @property
     def num_blocks(self) -> int:

@@ -44,8 +44,10 @@ class Bucket:
     @classmethod
     def of(cls, batch: Batch, most: int) -> Bucket | None:
         """The bucket of a batch of up to `most` sequences; None where it is larger, has sequences with different
-        numbers of query tokens, or too many of these."""
+        numbers of query tokens, too many of these, or a tree."""
         queries = batch.views[0].queries
+        if batch.views[0].tree_Tn is not None:
+            return None
         if len(queries) > most or queries[0] > MOST_QUERIES or len(set(queries)) > 1:
             return None
         longest = max(LEAST_LENGTH, 1 << (batch.views[0].max_seq_len - 1).bit_length())

@@ -13,8 +13,13 @@ from typing import Any
 import torch
 
 from mlaforge.engine.block_tables import CacheGroup, Copy
+from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
 from mlaforge.spec import ModelSpec
+
+
+class CacheTooSmall(UserError):
+    """The memory for the cache does not hold one short sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,7 @@ def size_groups(
     up to twice what all sequences can use at once (the other half for prefixes of finished requests), and no more than
     half where there is full attention, which gets what is left.
 
-    Raises UserError where the budget does not hold one short sequence.
+    Raises CacheTooSmall where the budget does not hold one short sequence.
     """
     bytes_per_block = [
         sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(windows))
@@ -60,7 +65,7 @@ def size_groups(
     ]
     need = sum(n * size for n, size in zip(leasts, bytes_per_block, strict=True))
     if budget < need:
-        raise UserError(
+        raise CacheTooSmall(
             f"cache_bytes = {budget} does not hold one short sequence in blocks of {block_size} tokens; at least "
             f"{need} bytes are needed"
         )
@@ -115,6 +120,14 @@ class Cache:
             for rows, layer in zip(self.rows, self.layers, strict=True)
             if layer.group == group
         )
+
+    def move(self, views: Sequence[CacheView], kept: Sequence[int]) -> None:
+        """Of the rows that a step has written those numbered `kept`, rising, to where its first rows are."""
+        if list(kept) == list(range(len(kept))):
+            return
+        for rows, layer in zip(self.rows, self.layers, strict=True):
+            slots = views[layer.group].slots_N
+            rows[slots[: len(kept)]] = rows[slots[list(kept)]]
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Block by block, before a step writes: what is shared is copied before it is changed."""

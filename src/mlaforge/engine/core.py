@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from mlaforge import checkpoint, locate
-from mlaforge.draft_head import read_head
+from mlaforge.draft_head import check_head, read_head
 from mlaforge.engine.attention import paged
-from mlaforge.engine.batch import Chunk, make_batch
+from mlaforge.engine.batch import Batch, Chunk, make_batch
 from mlaforge.engine.block_tables import BlockTables
 from mlaforge.engine.cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.constraint import Constraint
-from mlaforge.engine.drafter import Drafter, NgramDrafter
-from mlaforge.engine.eagle3 import EagleDrafter, check_head, head_cache
+from mlaforge.engine.drafter import Drafter, NgramDrafter, ancestry
+from mlaforge.engine.eagle3 import EagleDrafter, head_cache
 from mlaforge.engine.loading import EngineModel, choose_format
 from mlaforge.engine.nvtx import span
 from mlaforge.engine.output import Completion, RequestOutput
@@ -119,8 +119,9 @@ class Engine:
         config = self.config
         self.model.boundaries = drafter.boundaries
         self.speculation = Speculation(
-            drafter, config.num_speculative_tokens, config.adaptive_speculation, self.max_model_len
-        )
+            drafter, config.num_speculative_tokens, config.adaptive_speculation, self.max_model_len,
+            config.speculative_tree_tokens,
+        )  # fmt: skip
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError where it can never run; nothing is kept of it then."""
@@ -169,6 +170,13 @@ class Engine:
                 self.scheduler.finish(sequence)
         self._stats.aborted_requests += 1
 
+    def forget(self) -> None:
+        """Forget every cached prefix, so that the next prompts are computed anew; for measuring. UserError while there
+        are requests."""
+        if self.has_work:
+            raise UserError("prefixes can only be forgotten while no request runs or waits")
+        self.tables.forget()
+
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
@@ -177,13 +185,14 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes what fits into one step and returns what is new, per request."""
         speculation = self.speculation
-        plan = self.scheduler.schedule(*([speculation.counts(self.scheduler.running)] if speculation else []))
+        queue = self.scheduler
+        plan = queue.schedule(*([speculation.counts(queue.running, bool(queue.waiting))] if speculation else []))
         if not plan.chunks:
             return []
         self.cache.copy(plan.copies)
         ran = speculation.propose(plan.chunks) if speculation else plan.chunks
         decoding = [sequence for sequence, _ in ran if sequence.decoding]
-        chunks = [Chunk(s.number, s.token_ids + s.drafted if s.draft else s.token_ids, s.computed, u) for s, u in ran]
+        chunks = [_chunk(sequence, upto) for sequence, upto in ran]
         batch = make_batch(chunks, self.tables, self.device)
         both_NC = self.runner(batch)
         hidden_NC = both_NC[:, : self.model.spec.hidden_size]
@@ -211,7 +220,7 @@ class Engine:
         for sequence, upto in ran:
             sequence.computed = len(sequence.token_ids) - 1 if sequence in decoding else upto
         if speculation is not None:
-            self._observe(speculation, chunks, ran, decoding, dict(completions), both_NC)
+            self._observe(speculation, chunks, ran, decoding, dict(completions), both_NC, batch)
         for sequence, _ in ran:
             self.tables.commit(sequence.number, sequence.token_ids, sequence.computed)
             if speculation is not None:
@@ -235,16 +244,25 @@ class Engine:
 
     def _observe(
         self, speculation: Speculation, chunks: list[Chunk], ran: list[tuple[Sequence, int]],
-        decoding: list[Sequence], completions: dict[Sequence, Completion], both_NC: Tensor,
+        decoding: list[Sequence], completions: dict[Sequence, Completion], both_NC: Tensor, batch: Batch,
     ) -> None:  # fmt: skip
-        """Counts what became of the drafts, and shows the drafter the step while all of its blocks are held."""
+        """Counts what became of the drafts, moves the rows of a tree's path together, and shows the drafter the step
+        while all of its blocks are held."""
         speculation.verified([(sequence, completions[sequence].token_ids) for sequence in decoding])
+        path = None
+        if chunks[0].tree is not None:
+            ((sequence, _),) = ran
+            # The newest token's row, and what was accepted of the draft but its last where that ended the text.
+            path = [0, *(node + 1 for node in sequence.accepted)][: sequence.computed - chunks[0].start]
+            self.cache.move(batch.views, path)
         for sequence in decoding:
             sequence.draft = None
         if speculation.drafter.boundaries:
             states_NS = both_NC[:, self.model.spec.hidden_size :]
             parts = states_NS.split([chunk.stop - chunk.start for chunk in chunks])
             kept = [part[: s.computed - c.start] for part, c, (s, _) in zip(parts, chunks, ran, strict=True)]
+            if path is not None:
+                kept = [states_NS[path]]
             speculation.drafter.observe([(s, c.start) for c, (s, _) in zip(chunks, ran, strict=True)], torch.cat(kept))
         alone = len(decoding) == len(ran)
         speculating = sum(sequence.request.params.speculate for sequence in decoding)
@@ -321,9 +339,20 @@ class Engine:
         assert self.tables.sequences == numbers, f"{self.tables.sequences} are in the cache, {numbers} are running"
 
 
-MOST_DRAFTED = 8
+MOST_DRAFTED, LARGEST_TREE = 8, 64
 # Rows of a prompt whose logits are held at once.
 LOGIT_ROWS = 128
+
+
+def _chunk(sequence: Sequence, upto: int) -> Chunk:
+    """What a step computes of a sequence: up to position `upto`, its draft included."""
+    draft = sequence.draft
+    if draft is None:
+        return Chunk(sequence.number, sequence.token_ids, sequence.computed, upto)
+    tokens = sequence.token_ids + draft.token_ids
+    # The sequence's newest token is the root.
+    tree = None if draft.parents is None else ancestry([-1, *(parent + 1 for parent in draft.parents)])
+    return Chunk(sequence.number, tokens, sequence.computed, upto, tree)
 
 
 def _parts(items: list[int], size: int) -> list[list[int]]:
@@ -357,6 +386,14 @@ def _check(config: EngineConfig) -> None:
         raise UserError(
             f"num_speculative_tokens = {config.num_speculative_tokens} must be between 1 and {MOST_DRAFTED}"
         )
+    tree = config.speculative_tree_tokens
+    if tree and not config.num_speculative_tokens <= tree <= LARGEST_TREE:
+        raise UserError(
+            f"speculative_tree_tokens = {tree} must be 0 (no trees) or between num_speculative_tokens = "
+            f"{config.num_speculative_tokens} and {LARGEST_TREE}"
+        )
+    if tree and config.speculative in ("none", "ngram"):
+        raise UserError(f"speculative = {config.speculative!r} drafts no trees; speculative_tree_tokens needs a head")
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise UserError(
             f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Sequence as Several
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -23,10 +23,42 @@ LONGEST_MATCH, SHORTEST_MATCH = 4, 2
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """Proposed tokens that continue a sequence. `q_KV`, fp32 over the target's whole vocabulary, are the distributions
-    that they were drawn from; None where nothing was drawn: all of q is on the token itself."""
+    that they were drawn from; None where nothing was drawn: all of q is on the token itself.
+
+    `parents`: of a tree which token each one follows, by its place; -1 for the sequence's own newest. A parent comes
+    before what follows it, nothing is followed by the same token twice, and nothing was drawn. None for a chain.
+    """
 
     token_ids: list[int]
     q_KV: Tensor | None = None
+    parents: list[int] | None = None
+
+    def after(self, node: int, token: int) -> int | None:
+        """The place of `token` behind that of `node` (-1 for the sequence's newest); None where it was not proposed."""
+        if self.parents is None:
+            return node + 1 if self.token_ids[node + 1 : node + 2] == [token] else None
+        places = range(node + 1, len(self.token_ids))
+        return next((at for at in places if self.parents[at] == node and self.token_ids[at] == token), None)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest path."""
+        levels: list[int] = []
+        for at in range(len(self.token_ids)):
+            before = at - 1 if self.parents is None else self.parents[at]
+            levels.append(1 + (levels[before] if before >= 0 else 0))
+        return max(levels)
+
+
+def ancestry(parents: Several[int]) -> list[list[int]]:
+    """Of every node of a forest (-1: it has no parent; parents come first) how far back each node is on its own path: 0
+    for itself, 1 for its parent, -1 for all that are on other paths."""
+    rows: list[list[int]] = []
+    for at, parent in enumerate(parents):
+        row = [-1] * len(parents) if parent < 0 else [back + (back >= 0) for back in rows[parent]]
+        row[at] = 0
+        rows.append(row)
+    return rows
 
 
 class Drafter(Protocol):
@@ -44,6 +76,16 @@ class Drafter(Protocol):
     def observe(self, ran: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """The step computed positions `start` to `computed` of these sequences (sequence, start), none of them of
         refused tokens; `states_NS` are their captured states side by side, one sequence after another."""
+        ...
+
+
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """One that can propose several tokens for a place."""
+
+    def propose_tree(self, sequence: Sequence, tokens: int, depth: int) -> Draft | None:
+        """At most `tokens` tokens on paths of at most `depth`, of which the target may follow one. There is room for
+        them in the cache."""
         ...
 
 

@@ -12,6 +12,7 @@ Legend: N rows, S sequences, C hidden size of the head, K drafted tokens, V voca
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import Any
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mlaforge.draft_head import check_head
 from mlaforge.engine.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.batch import Batch, Chunk
 from mlaforge.engine.cache import LayerCache
-from mlaforge.engine.drafter import Draft
+from mlaforge.engine.drafter import Draft, ancestry
 from mlaforge.engine.linear import PackedLinear, fused
 from mlaforge.engine.loading import EngineModel, RmsNorm
 from mlaforge.engine.mlp import GatedMlp
@@ -31,8 +33,9 @@ from mlaforge.engine.nvtx import span
 from mlaforge.engine.sampling_state import on_device
 from mlaforge.engine.sequence import Sequence
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
-from mlaforge.runtime import UserError
 
+# Children of a node in a tree, and nodes of a level that get any, at most.
+BRANCHES = 8
 # Makes the batch of some chunks with the view of the head's cache group alone.
 MakeBatch = Callable[[list[Chunk]], Batch]
 
@@ -42,16 +45,31 @@ def head_cache(config: Eagle3Config, group: int) -> LayerCache:
     return LayerCache("gqa", 2 * config.layer.num_key_value_heads * config.layer.head_dim, group)
 
 
-def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
-    """UserError unless the head was made for a target of these sizes."""
-    for name, own, wanted in (
-        ("target_hidden_size", config.target_hidden_size, hidden_size),
-        ("vocab_size", config.layer.vocab_size, vocab_size),
-    ):
-        if own != wanted:
-            raise UserError(f"the head's {name} is {own}, the model's {wanted}: it was trained for another model")
-    if not config.own_embedding and config.layer.hidden_size != hidden_size:
-        raise UserError(f"a head of hidden size {config.layer.hidden_size} needs embed_tokens of its own")
+@dataclasses.dataclass
+class _Tree:
+    """Candidates, parents first: tokens of the target, which each follows, and its path's log probability."""
+
+    token_ids: list[int]
+    parents: list[int]
+    scores: list[float]
+
+    def grow(self, nodes: list[int], token_ids: list[list[int]], logprobs: list[list[float]]) -> range:
+        """Places of new candidates: for each of `nodes` (-1: the sequence's newest token) its children."""
+        begin = len(self.parents)
+        for node, children, values in zip(nodes, token_ids, logprobs, strict=True):
+            before = self.scores[node] if node >= 0 else 0.0
+            self.token_ids += children
+            self.parents += [node] * len(children)
+            self.scores += [before + value for value in values]
+        return range(begin, len(self.parents))
+
+    def best(self, count: int) -> Draft:
+        """The `count` likeliest. No child is likelier than its parent, and of equals the parent comes first."""
+        likeliest = sorted(range(len(self.scores)), key=lambda node: -self.scores[node])[:count]
+        places = {node: place for place, node in enumerate(sorted(likeliest))}
+        parents = [places[self.parents[node]] if self.parents[node] >= 0 else -1 for node in places]
+        tokens = [self.token_ids[node] for node in places]
+        return Draft(tokens, parents=None if parents == list(range(-1, len(parents) - 1)) else parents)
 
 
 class EagleDrafter:
@@ -128,6 +146,43 @@ class EagleDrafter:
             drafts[i] = Draft(tokens[sequence], torch.stack(qs[sequence]) if qs[sequence] else None)
         return drafts
 
+    @torch.inference_mode()
+    def propose_tree(self, sequence: Sequence, tokens: int, depth: int) -> Draft | None:
+        """As TreeDrafter.propose_tree: of all paths the likeliest tokens by the product of the head's probabilities
+        along them (EAGLE-2, arXiv:2406.16858). On each level the likeliest nodes get children, as many nodes as there
+        is room for their rows."""
+        computed, out_SC = self._outs.get(sequence.number, (0, None))
+        if out_SC is None or computed != sequence.computed:
+            return None
+        width = tokens if depth == 1 else max(1, min(BRANCHES, (tokens + 1) // (depth - 1)))
+        tree = _Tree([], [], [])
+        # What the newest level's candidates follow: their places, and the rows of the head that they come from.
+        nodes, out_SC, rows = [-1], out_SC[None], [-1]
+        # Of each row of the head which row it follows.
+        parents: list[int] = []
+        with span("DRAFT", self.model.device):
+            for level in range(depth):
+                logits_SV = self.head(self.norm(out_SC)).float() / (sequence.request.params.temperature or 1.0)
+                top = logits_SV.log_softmax(-1).topk(min(max(width, BRANCHES), logits_SV.shape[-1]))
+                new = tree.grow(nodes, self.target_ids[top.indices].tolist(), top.values.tolist())
+                if level + 1 < depth:
+                    chosen = sorted(new, key=lambda node: -tree.scores[node])[:width]
+                    # Where among the rows just computed each one's parent is.
+                    at = [nodes.index(tree.parents[node]) for node in chosen]
+                    parents += [rows[i] for i in at]
+                    out_SC = self._branched(sequence, out_SC[at], [tree.token_ids[node] for node in chosen], parents)
+                    nodes, rows = chosen, list(range(len(parents) - len(chosen), len(parents)))
+        return tree.best(tokens)
+
+    def _branched(self, sequence: Sequence, out_SC: Tensor, token_ids: list[int], parents: list[int]) -> Tensor:
+        """The layer's output after each of these tokens, whose states are `out_SC` of their parents; the head's rows
+        behind the sequence's own follow `parents`, these being the last."""
+        stop = sequence.computed + len(parents)
+        tree = ancestry(parents)[-len(token_ids) :]
+        chunk = Chunk(sequence.number, range(stop), stop - len(token_ids), stop, tree)
+        fed_SC = self.norm(out_SC) if self.config.norm_output else out_SC
+        return self._layer(fed_SC, self._ids(token_ids), self._make_batch([chunk]))
+
     def _chained(self, out_SC: Tensor, drafted: list[tuple[Sequence, list[int]]]) -> Tensor:
         """The layer's output after the newest drafted token of each sequence."""
         chunks = []
@@ -160,12 +215,25 @@ class EagleDrafter:
             states_NS = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], dim=-1)
         return self.fc(states_NS)
 
-    def _layer(self, hidden_NC: Tensor, ids_N: Tensor, batch: Batch) -> Tensor:
-        """[N, C] before the final norm, of states and the tokens after them."""
+    @torch.inference_mode()
+    def stages(self, states_NS: Tensor, next_ids: list[int], chunk: Chunk) -> dict[str, Tensor]:
+        """What each part makes of the rows of one text, by the names of draft_compare.py; `chunk` is their room."""
+        kept = {"fc_out": self._fused(states_NS)}
+        out_NC = self._layer(kept["fc_out"], self._ids(next_ids), self._make_batch([chunk]), kept)
+        kept["pre_head_hidden"] = self.norm(out_NC)
+        return {**kept, "logits": self.head(kept["pre_head_hidden"])}
+
+    def _layer(self, hidden_NC: Tensor, ids_N: Tensor, batch: Batch, kept: dict[str, Tensor] | None = None) -> Tensor:
+        """[N, C] before the final norm, of states and the tokens after them. `kept` gets what attention and MLP add."""
         step = Step.make(batch, self.rotary, self.attention.head_dim, self.model.dtype)
         normed_NC = self.hidden_norm(hidden_NC)
         both = torch.cat((self.input_norm(F.embedding(ids_N, self.embedding)), normed_NC), dim=-1)
-        hidden_NC = self.attention(both, step, normed_NC if self.config.norm_before_residual else hidden_NC)
+        plus_NC = normed_NC if self.config.norm_before_residual else hidden_NC
+        hidden_NC = self.attention(both, step, plus_NC)
+        if kept is not None:
+            # Once more, alone: what is left of a sum has lost digits.
+            kept["attn_out"] = self.attention(both, step, torch.zeros_like(plus_NC))
+            kept["ffn_out"] = self.mlp(self.post_attention_norm(hidden_NC), torch.zeros_like(hidden_NC))
         return self.mlp(self.post_attention_norm(hidden_NC), hidden_NC)
 
     def _ids(self, token_ids: list[int]) -> Tensor:

@@ -19,6 +19,7 @@ from mlaforge import checkpoint
 from mlaforge.engine.attention import PagedAttention, Step
 from mlaforge.engine.linear import QUANTIZED, PackedLinear, fastest_format
 from mlaforge.engine.mlp import Mlp, rewritten
+from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import log, progress, resolve_dtype
 from mlaforge.spec import ModelSpec
@@ -141,6 +142,8 @@ class EngineModel:
         if not self.boundaries:
             return hidden_NC
         captured[len(self.layers)] = hidden_NC
+        if AFTER_NORM in self.boundaries:
+            captured[AFTER_NORM] = self.norm(hidden_NC)
         return torch.cat([hidden_NC, *(captured[boundary] for boundary in self.boundaries)], dim=-1)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ class Sequence:
     prefilled: bool = False
     # What the step under way verifies beyond `token_ids`.
     draft: Draft | None = None
+    # Places in the draft of what the target agreed to.
+    accepted: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def reuse(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import Any
 
-from mlaforge.engine.drafter import Drafter
+from mlaforge.engine.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.sequence import Sequence
 
 # Weight of a new measurement in a running mean.
@@ -20,6 +21,8 @@ PRIOR = 0.7
 
 DEFINITIONS = {
     "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
+    "drafted": "drafted tokens; of a tree those of its longest path",
+    "tree_tokens": "drafted tokens in trees, all branches",
     "mean_acceptance_rate": "accepted drafts / drafted",
     "mean_acceptance_length": "tokens per step, the target's own (bonus) included: total_accepted_tokens / steps",
     "acceptance_per_position": "of the drafts that had a token j, the share whose first j tokens were all accepted",
@@ -41,6 +44,7 @@ class SpeculationStats:
     accepted: int = 0
     tokens: int = 0
     long_steps: int = 0
+    tree_tokens: int = 0
     drafted_at: list[int] = dataclasses.field(default_factory=list)
     accepted_at: list[int] = dataclasses.field(default_factory=list)
     draft_seconds: float = 0.0
@@ -75,6 +79,7 @@ class SpeculationStats:
             "num_speculative_tokens": self.num_speculative_tokens,
             "steps": self.steps,
             "drafted": self.drafted,
+            "tree_tokens": self.tree_tokens,
             "accepted_drafts": self.accepted,
             "total_accepted_tokens": self.tokens,
             "mean_acceptance_rate": _share(self.accepted, self.drafted),
@@ -120,11 +125,12 @@ class Pace:
     """How many tokens to draft, from the measured time of steps and acceptance: whatever makes most tokens a second.
 
     A step's time is taken to depend on its rows alone. What was not measured is first taken to cost what fewer rows
-    cost, so that it is tried; plain decoding is measured first, so that there is something to compare with.
+    cost, so that it is tried; plain decoding is measured first, so that there is something to compare with. With
+    `tree` the choice is between a tree of so many tokens, `most` deep, and none.
     """
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, most: int, tree: int = 0):
+        self.most, self.tree = most, tree
         # Of drafted tokens whose predecessors were accepted, by position: how many are.
         self.acceptance = [PRIOR] * most
         self.seconds: dict[int, float] = {}
@@ -142,10 +148,16 @@ class Pace:
         for count, accepted in enumerate(self.acceptance, start=1):
             likely *= accepted
             tokens += likely
-            if tokens / self.expected(active * (1 + count)) > rate:
-                best, rate = count, tokens / self.expected(active * (1 + count))
+            if self.tree and count < self.most:
+                continue
+            seconds = self.expected(1 + self.tree if self.tree else active * (1 + count))
+            if tokens / seconds > rate:
+                best, rate = count, tokens / seconds
         # Times and acceptance are as of when they were last seen.
-        return best if self._decisions % TRY_AGAIN else min(self.most, best + 1)
+        if not self.tree:
+            return best if self._decisions % TRY_AGAIN else min(self.most, best + 1)
+        # A tree costs as much as several steps, and is tried that much less often.
+        return best if self._decisions % math.ceil(TRY_AGAIN * seconds / self.expected(active)) else self.most
 
     def expected(self, rows: int) -> float:
         """Seconds of a decoding step of so many rows, between the neighbours that were measured."""
@@ -173,56 +185,82 @@ class Pace:
 class Speculation:
     """An engine's drafter and how it is used: `counts` and `propose` before a step, `verified` after it.
 
-    `most` tokens are drafted per sequence and step, fewer where `adaptive` measurement says so.
+    `most` tokens are drafted per sequence and step, fewer where `adaptive` measurement says so; where one sequence runs
+    alone a tree of `tree` tokens that is so deep, if that is not 0.
     """
 
-    def __init__(self, drafter: Drafter, most: int, adaptive: bool, max_model_len: int):
-        self.drafter, self.most, self.max_model_len = drafter, most, max_model_len
+    def __init__(self, drafter: Drafter, most: int, adaptive: bool, max_model_len: int, tree: int = 0):
+        self.drafter, self.most, self.max_model_len, self.tree = drafter, most, max_model_len, tree
+        assert not tree or isinstance(drafter, TreeDrafter)
         self.pace = Pace(most) if adaptive else None
+        # Of trees acceptance and times are others.
+        self.tree_pace = Pace(most, tree) if adaptive and tree else None
         self.stats = SpeculationStats(most)
-        # When the step under way began, had its drafts, and had its tokens.
+        # When the step under way began, had its drafts, and had its tokens; whether it may have a tree.
         self._times: list[float] = []
+        self._branching = False
+        self._count = 0
 
-    def counts(self, running: Several[Sequence]) -> Callable[[Sequence], int]:
-        """How many tokens to draft for each decoding sequence in the step that begins now."""
+    def counts(self, running: Several[Sequence], waiting: bool = False) -> Callable[[Sequence], int]:
+        """How many tokens to draft for each decoding sequence in the step that begins now; `waiting`: others may join
+        it."""
         self._times = [time.perf_counter()]
         active = sum(sequence.decoding for sequence in running)
-        count = self.most if self.pace is None or not active else self.pace.choose(active)
+        self._branching = bool(self.tree) and active == len(running) == 1 and not waiting
+        pace = self._pace()
+        self._count = self.most if pace is None or not active else pace.choose(active)
 
         def of(sequence: Sequence) -> int:
-            params, length = sequence.request.params, len(sequence.token_ids)
-            if not params.speculate:
-                return 0
-            # The target's own token comes on top.
-            room = self.max_model_len - length - 1
-            if params.max_tokens is not None:
-                room = min(room, params.max_tokens - sequence.state.generated - 1)
-            return max(0, min(count, room))
+            depth = self._depth(sequence)
+            return self.tree if depth and self._branching else depth
 
         return of
+
+    def _pace(self) -> Pace | None:
+        return self.tree_pace if self._branching else self.pace
+
+    def _depth(self, sequence: Sequence) -> int:
+        """How many drafted tokens in a row the sequence has use for."""
+        params, length = sequence.request.params, len(sequence.token_ids)
+        if not params.speculate:
+            return 0
+        # The target's own token comes on top.
+        room = self.max_model_len - length - 1
+        if params.max_tokens is not None:
+            room = min(room, params.max_tokens - sequence.state.generated - 1)
+        return max(0, min(self._count, room))
 
     def propose(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Fills the positions that were reserved beyond the sequences' tokens; returns the chunks cut to what came."""
         asked = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
         if asked:
-            for (sequence, count), draft in zip(asked, self.drafter.propose(asked), strict=True):
+            for (sequence, count), draft in zip(asked, self._drafts(asked), strict=True):
                 assert draft is None or 0 < len(draft.token_ids) <= count
                 sequence.draft = draft
         self._times.append(time.perf_counter())
         return [(s, min(upto, len(s.token_ids) + len(s.drafted))) for s, upto in chunks]
 
+    def _drafts(self, asked: list[tuple[Sequence, int]]) -> list[Draft | None]:
+        if not self._branching:
+            return self.drafter.propose(asked)
+        assert isinstance(self.drafter, TreeDrafter)
+        ((sequence, count),) = asked
+        return [self.drafter.propose_tree(sequence, count, min(count, self._depth(sequence)))]
+
     def verified(self, decoded: Several[tuple[Sequence, list[int]]]) -> None:
         """The decoding sequences of the step and the tokens that it made of them."""
         self._times.append(time.perf_counter())
+        pace = self._pace()
         for sequence, tokens in decoded:
             if sequence.request.params.speculate:
-                drafted = sequence.drafted
-                pairs = zip(drafted, tokens, strict=False)
-                accepted = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(tokens)))
-                self.stats.count(len(drafted), accepted, len(tokens))
+                draft, accepted = sequence.draft, len(sequence.accepted)
+                drafted = 0 if draft is None else draft.length
+                self.stats.count(drafted, accepted, len(tokens))
+                if draft is not None and draft.parents is not None:
+                    self.stats.tree_tokens += len(draft.token_ids)
                 # Where the text ended among the drafted tokens, the rest was not judged.
-                if self.pace is not None and (accepted == len(drafted) or accepted < len(tokens)):
-                    self.pace.saw(len(drafted), accepted)
+                if pace is not None and (accepted == drafted or accepted < len(tokens)):
+                    pace.saw(drafted, accepted)
 
     def ended(self, decoding: int, speculating: int, rows: int | None) -> None:
         """The step is over. `speculating` of the `decoding` sequences may be drafted for; `rows` is None where the step
@@ -231,5 +269,6 @@ class Speculation:
         seconds = time.perf_counter() - began
         if speculating:
             self.stats.count_engine_step(speculating, seconds, drafted - began, verified - drafted)
-        if self.pace is not None and rows is not None and decoding == speculating:
-            self.pace.took(rows, seconds)
+        pace = self._pace()
+        if pace is not None and rows is not None and decoding == speculating:
+            pace.took(rows, seconds)

@@ -1,8 +1,10 @@
 """From the logits of a step to tokens: each sequence's next one, after as many drafted ones as the target agrees to.
 
 A drafted token that nobody drew (prompt lookup, the likeliest of a draft head) is kept where the target, drawing as it
-would without a draft, draws the same: its greedy and its seeded tokens are those of plain decoding, one by one. A token
-drawn from q is kept with probability min(1, p / q), else replaced by one drawn from max(0, p - q): the target's
+would without a draft, draws the same: its greedy and its seeded tokens are those of plain decoding, one by one. Of a
+tree that path is followed whose tokens the target draws, one after another. Where nobody drew that accepts as often as
+rejection from child to child does (SpecInfer, arXiv:2305.09781), in which each one's q is all on itself.
+A token drawn from q is kept with probability min(1, p / q), else replaced by one drawn from max(0, p - q): the target's
 distribution as well, though by other random numbers. p has everything in it that plain decoding has: bias, penalties,
 grammar, min_tokens, temperature, filters, each as of the tokens before.
 
@@ -24,13 +26,17 @@ def verify(sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], first
     """What is new of each sequence, already appended to it: drafted tokens up to the first that the target does not
     draw, then the target's own; fewer where the text ends before.
 
-    Sequence i has the row first_rows[i] after its newest token, and one after each of its drafted tokens.
+    Sequence i has the row first_rows[i] after its newest token, and one after each of its drafted tokens. Which of them
+    were accepted is noted on the sequence.
     """
     draw = _Draw(sampler, logits_RV, sequences)
     found = [Completion(sequence.index, [], "", None) for sequence in sequences]
-    going, depth = list(range(len(sequences))), 0
+    going, nodes = list(range(len(sequences))), [-1] * len(sequences)
+    for sequence in sequences:
+        sequence.accepted = []
     while going:
-        tokens, logprobs = draw([first_rows[i] + depth for i in going], [sequences[i] for i in going], depth)
+        rows = [first_rows[i] + 1 + nodes[i] for i in going]
+        tokens, logprobs = draw(rows, [sequences[i] for i in going], [nodes[i] for i in going])
         still = []
         for i, token, logprob in zip(going, tokens, logprobs, strict=True):
             sequence, completion = sequences[i], found[i]
@@ -41,9 +47,13 @@ def verify(sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], first
                 completion.logprobs = [*(completion.logprobs or ()), logprob]
             sequence.token_ids.append(token)
             sequence.state.append([token])
-            if completion.finish_reason is None and sequence.drafted[depth : depth + 1] == [token]:
-                still.append(i)
-        going, depth = still, depth + 1
+            node = None if sequence.draft is None else sequence.draft.after(nodes[i], token)
+            if node is not None:
+                nodes[i] = node
+                sequence.accepted.append(node)
+                if completion.finish_reason is None:
+                    still.append(i)
+        going = still
     return found
 
 
@@ -58,7 +68,7 @@ class _Draw:
             self.likeliest = logits_RV.argmax(-1).tolist()
 
     def __call__(
-        self, rows: list[int], sequences: list[Sequence], depth: int
+        self, rows: list[int], sequences: list[Sequence], nodes: list[int]
     ) -> tuple[list[int], list[Logprobs | None]]:
         counts = [sequence.request.params.logprobs for sequence in sequences]
         if self.likeliest is not None:
@@ -66,11 +76,11 @@ class _Draw:
             if all(count is None for count in counts):
                 return tokens, [None] * len(rows)
             return tokens, logprobs_of(self._of(rows), tokens, counts)
-        drafts = [sequence.draft for sequence in sequences]
+        drafts = zip((sequence.draft for sequence in sequences), nodes, strict=True)
         sampled = self.sampler(
             self._of(rows), [sequence.state for sequence in sequences],
-            [None if draft is None or draft.q_KV is None or depth >= len(draft.token_ids)
-             else (draft.token_ids[depth], draft.q_KV[depth]) for draft in drafts],
+            [None if draft is None or draft.q_KV is None or node + 1 == len(draft.token_ids)
+             else (draft.token_ids[node + 1], draft.q_KV[node + 1]) for draft, node in drafts],
         )  # fmt: skip
         return sampled.token_ids.tolist(), sampled.logprobs()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlaforge.runtime import UserError
@@ -23,6 +23,7 @@ class Family:
     `left_out` are prefixes of tensors that its logits do not depend on: they are neither read nor written.
     `router` is the module below a decoder layer that scores the experts: its output, or the first of several, are their
     logits.
+    `fixed` are fields of config.json that vLLM's class of the family has as constants, and their values there.
     """
 
     model_type: str
@@ -31,6 +32,7 @@ class Family:
     computed_by: str | None = None
     left_out: tuple[str, ...] = ()
     router: str | None = None
+    fixed: Mapping[str, float] = field(default_factory=dict)
 
 
 _MERGED = "transformers merges its experts' tensors while loading, which the strict check of names does not follow"

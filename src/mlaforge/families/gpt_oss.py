@@ -53,4 +53,7 @@ def read_spec(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("gpt_oss", read_spec, router="mlp.router")
+FAMILY = Family(
+    "gpt_oss", read_spec, router="mlp.router",
+    fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+)  # fmt: skip

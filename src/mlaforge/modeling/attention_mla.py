@@ -74,7 +74,7 @@ def attend_fused(
     causal = mask is None and T > 1
     if sinks_H is not None:
         # Infinity times the other keys' zero would be NaN.
-        least = torch.finfo(q_BHTD.dtype).min
+        least = max(torch.finfo(dtype).min for dtype in (q_BHTD.dtype, torch.float32))
         coordinate = (sinks_H.float() / scale).clamp_min(least).to(q_BHTD.dtype)
         q_BHTD = torch.cat((q_BHTD, coordinate[:, None, None].expand(B, H, T, 1)), dim=-1)
         sink = torch.zeros(B, G, 1, D + 1, dtype=k_BGSD.dtype, device=k_BGSD.device)

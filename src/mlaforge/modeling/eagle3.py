@@ -17,13 +17,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from .rope_mla import pairs, rotate
 
+# The boundary behind the target's final norm.
+AFTER_NORM = -1
+
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config:
     """What a head is. `layer` is a transformers config with sizes, RoPE and norm epsilon of its own layer; its
     vocab_size is the target's.
 
-    boundaries            where the target's residual stream is captured: boundary b is the input of its layer b
+    boundaries            where the target's residual stream is captured: boundary b is the input of its layer b, the
+                          number of its layers the output of the last, AFTER_NORM what the final norm makes of that
     sliding_window        tokens that the head's attention sees; None for all
     norm_before_residual  the normed state, not the state, is what the layer adds to
     norm_before_fc        one norm over all captured states (`input_norm`)

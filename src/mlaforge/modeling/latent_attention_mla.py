@@ -169,20 +169,25 @@ class LatentAttention(nn.Module):
         b_k, b_v = self.kv_b_proj.bias.view(shape[:2]).split([self.nope_dim, self.v_dim], dim=1)
         return w_uk, w_uv, b_k, b_v
 
-    def _rotated_keys(self, k_BGSD: Tensor) -> Tensor:
+    def _rotated_keys(self, k_BGSD: Tensor, at_S: Tensor | None) -> Tensor:
         """What a query of the `latent` layout is multiplied with, from keys as they are decompressed."""
         if self.qk_norm:
             k_BGSD = self.k_norm(k_BGSD)
         cos, sin = self.table(k_BGSD.shape[2], k_BGSD)
+        if at_S is not None:
+            cos, sin = cos[:, at_S], sin[:, at_S]
         return rotate(k_BGSD, cos, sin)
 
-    def expanded(self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """Keys and values of every KV head are decompressed: fewer FLOPs where many query tokens share them."""
+    def expanded(
+        self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, at_S: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Keys and values of every KV head are decompressed: fewer FLOPs where many query tokens share them. `at_S`:
+        positions of the rows below S where they are not 0 to S - 1."""
         B, S, _ = row_BSR.shape
         kv = self.kv_b_proj(row_BSR[..., : self.rank]).view(B, S, self.num_kv_heads, -1).transpose(1, 2)
         k_BGSD, v_BGSV = kv.split([self.nope_dim, self.v_dim], dim=-1)
         if self.layout == "latent":
-            k_BGSD = self._rotated_keys(k_BGSD)
+            k_BGSD = self._rotated_keys(k_BGSD, at_S)
         else:
             k_rope = row_BSR[:, None, :, self.rank :].expand(-1, self.num_kv_heads, -1, -1)
             k_BGSD = torch.cat((k_BGSD, k_rope), dim=-1)
@@ -212,14 +217,16 @@ class LatentAttention(nn.Module):
         assert not kwargs.get("dropout")
         return attend(q, k, v, mask, scaling)[0].transpose(1, 2), None
 
-    def absorbed(self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """Values stay latent, and in latent_rope keys too: one cached row serves every head."""
+    def absorbed(
+        self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, at_S: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Values stay latent, and in latent_rope keys too: one cached row serves every head. `at_S`: as expanded."""
         B, G, R = len(q_BHTD), self.num_kv_heads, self.rank
         latent_B1SR = row_BSR[:, None, :, :R]
         if self.layout == "latent":
             w_uk, _, b_k, _ = self._up_projections()
             k = nn.functional.linear(row_BSR, w_uk.reshape(-1, R), b_k.reshape(-1))
-            k_BGSD = self._rotated_keys(k.view(B, -1, G, self.nope_dim).transpose(1, 2))
+            k_BGSD = self._rotated_keys(k.view(B, -1, G, self.nope_dim).transpose(1, 2), at_S)
             out_BHTR, lse = attend(q_BHTD, k_BGSD, latent_B1SR.expand(-1, G, -1, -1), mask, self.scaling)
         else:
             q_row, shift = self.absorbed_queries(q_BHTD)

@@ -3,13 +3,15 @@
 Every layer keeps one tensor of cached rows, [num_blocks * block_size, width]: slot = block * block_size + offset.
 Keys are rotated when they are written (or where they are read, in the `latent` layout), so gaps in a view are legal.
 
-Legend: S sequences of the step, N query tokens of all of them one after another, B columns of the block table.
+Legend: S sequences of the step, N query tokens of all of them one after another, B columns of the block table; of one
+sequence T query tokens, L rows that they read, n rows of a tree.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -25,6 +27,11 @@ class CacheView:
     first_S         int32: position of the table's first row; a multiple of block_size, 0 without a window
     query_start_S1  int32: row of each sequence's first query token among the N, and N itself last
     slots_N         int64: where this step's tokens are written
+
+    tree_Tn         int32, for one sequence alone: its last n rows are no text but a tree of drafted tokens. How many
+                    positions before query token t the j-th of them stands, -1 where it is not seen: only ancestors
+                    and the token itself are. Token t then stands max(tree_Tn[t]) behind the first row of the tree,
+                    and sees all rows before the tree that its window reaches
 
     Host numbers, so that no kernel launch waits for the device: `max_query` and `max_seq_len` bound the step (graphs
     round them up), `queries` is T per sequence, and `runs` per sequence the stretches of consecutive slots
@@ -42,6 +49,31 @@ class CacheView:
     window: int | None = None
     queries: tuple[int, ...] = ()
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    tree_Tn: Tensor | None = None
+
+    def own(self, queries: int) -> int:
+        """The last rows, of which not every query token of a sequence sees all: its own, or the tree."""
+        return queries if self.tree_Tn is None else self.tree_Tn.shape[1]
+
+    def visible(self, T: int, L: int) -> Tensor:
+        """bool [T, L]: which of the last L rows of a sequence its T query tokens see. L holds the tree."""
+        at_L = torch.arange(L, device=self.slots_N.device)
+        if self.tree_Tn is None:
+            distance = at_L[-T:, None] - at_L
+        else:
+            before = L - self.tree_Tn.shape[1]
+            stands_T1 = before + self.tree_Tn.amax(1, keepdim=True)
+            distance = torch.cat((stands_T1 - at_L[:before], self.tree_Tn), dim=1)
+        return (distance >= 0) & (distance < (self.window or L))
+
+    def places(self, L: int) -> Tensor | None:
+        """int64 [L]: positions of the last L rows, counted from the first of them; None where they are one by one.
+        The query tokens are the whole tree."""
+        if self.tree_Tn is None:
+            return None
+        T, n = self.tree_Tn.shape
+        assert n == T, f"{T} query tokens of a tree of {n}"
+        return torch.cat((torch.arange(L - n, device=self.tree_Tn.device), L - n + self.tree_Tn.amax(1).long()))
 
     @functools.cached_property
     def dense_slots(self) -> tuple[Tensor, Tensor]:
@@ -86,13 +118,14 @@ class CacheView:
     def _slots_and_mask(self, index: int) -> tuple[slice | Tensor, Tensor | None]:
         T, device = self.queries[index], self.slots_N.device
         seen = sum(length for _, length in self.runs[index])
-        L = seen if self.window is None else min(seen, T - 1 + self.window)
-        mask = None
-        if T > 1:
-            distance = torch.arange(L - T, L, device=device)[:, None] - torch.arange(L, device=device)
-            mask = ((distance >= 0) & (distance < (self.window or L)))[None, None]
-        slots = torch.cat([torch.arange(start, start + length) for start, length in self.runs[index]])[seen - L :]
-        # Every one of them: blocks 0, 5, 2 begin and end like 0, 1, 2.
-        if bool((slots.diff() == 1).all()):
-            return slice(int(slots[0]), int(slots[-1]) + 1), mask
-        return slots.to(device), mask
+        L = seen if self.window is None else min(seen, self.own(T) - 1 + self.window)
+        mask = self.visible(T, L)[None, None] if T > 1 or self.tree_Tn is not None else None
+        runs, before = [], seen - L
+        for start, length in self.runs[index]:
+            if length > before:
+                runs.append((start + before, length - before))
+            before = max(0, before - length)
+        # From host numbers alone: nothing of a step waits for a tensor's value.
+        if all(start + length == following for (start, length), (following, _) in itertools.pairwise(runs)):
+            return slice(runs[0][0], runs[0][0] + L), mask
+        return torch.cat([torch.arange(start, start + length) for start, length in runs]).to(device), mask

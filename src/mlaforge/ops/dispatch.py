@@ -8,7 +8,7 @@ stands last. MLAFORGE_OPS is a list of words with commas: an implementation's na
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -45,6 +45,9 @@ class Op:
         self.name = name
         self.reference = reference
         self.implementations: dict[str, Implementation] = {}
+        # Who counts calls: told what ran, and on what.
+        self.watch: Callable[[str, Sequence[Any]], None] | None = None
+        OPS[name] = self
         self._logged: set[tuple[str, str]] = set()
 
     def register(
@@ -64,6 +67,8 @@ class Op:
         """
         wanted, checked = self._from_environment()
         name, run = self.choose(*inputs, implementation=implementation or wanted)
+        if self.watch is not None:
+            self.watch(name, inputs)
         outputs = run(*inputs)
         if checked and name != "reference":
             check(f"{self.name} {name}", inputs, outputs, self.reference(*inputs))
@@ -115,3 +120,7 @@ class Op:
             elif find_spec(f"mlaforge.ops.{op}") is None:
                 raise runtime.UserError(f"MLAFORGE_OPS names {op!r}, which is no op; this one is {self.name}")
         return here or everywhere, checked
+
+
+# Every op that was made, by its name.
+OPS: dict[str, Op] = {}

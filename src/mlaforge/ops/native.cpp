@@ -286,11 +286,13 @@ std::pair<float, float> soften(float* score, int64_t count) {
   return {top, _mm512_reduce_add_ps(sum)};
 }
 
-// The last T query tokens of each sequence, T being few: one pass over the cache serves all of them.
+// The last T query tokens of each sequence, T being few: one pass over the cache serves all of them. `tree` as in
+// ops/cache_view.py.
 std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,
                                           const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
                                           const at::Tensor& first_S, const at::Tensor& query_start_S1,
-                                          int64_t block_size, int64_t window, double scale) {
+                                          int64_t block_size, int64_t window, double scale,
+                                          const std::optional<at::Tensor>& tree_Tn) {
   const at::Tensor q = q_NHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
   const int64_t N = q.size(0), H = q.size(1), D = q.size(2), G = k_LGD.size(1), V = v_LGV.size(2), J = H / G;
   const int64_t S = seq_lens_S.size(0);
@@ -301,6 +303,8 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Ten
   const int32_t* firsts = first_S.const_data_ptr<int32_t>();
   const int32_t* query = query_start_S1.const_data_ptr<int32_t>();
   const float* qs = q.const_data_ptr<float>();
+  const int32_t* tree = tree_Tn ? tree_Tn->const_data_ptr<int32_t>() : nullptr;
+  const int64_t nodes = tree_Tn ? tree_Tn->size(1) : 0;
 
   // `at` is the first of its T * H places among the partial results.
   struct Task { int64_t sequence, begin, end, at; };
@@ -310,7 +314,7 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Ten
   for (int64_t s = 0; s < S; ++s) {
     starts[s] = tasks.size();
     const int64_t rows = lens[s] - firsts[s], T = query[s + 1] - query[s];
-    const int64_t begin = window > 0 ? std::max<int64_t>(0, rows - T + 1 - window) : 0;
+    const int64_t begin = window > 0 ? std::max<int64_t>(0, rows - (tree ? nodes : T) + 1 - window) : 0;
     for (int64_t r = begin; r < rows; r += CHUNK, places += T * H)
       tasks.push_back({s, r, std::min(r + CHUNK, rows), places});
     most_queries = std::max(most_queries, T);
@@ -349,18 +353,32 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Ten
       }
       for (int64_t m = 0; m < T; ++m) {
         // Query token m sees the rows low to high of this chunk.
-        const int64_t seen = lens[s] - firsts[s] - T + m + 1 - begin;
-        const int64_t high = std::min(count, seen), low = window > 0 ? std::max<int64_t>(0, seen - window) : 0;
+        int64_t seen = lens[s] - firsts[s] - T + m + 1 - begin;
+        // Where the tree's rows begin in this chunk, and how far back each of them is.
+        const int64_t tail = lens[s] - firsts[s] - nodes - begin;
+        const int32_t* back = tree + m * nodes;
+        if (tree) seen = tail + *std::max_element(back, back + nodes) + 1;
+        const int64_t low = window > 0 ? std::min(count, std::max<int64_t>(0, seen - window)) : 0;
+        const int64_t high = tree ? count : std::min(count, seen);
+        auto hidden = [&](int64_t t) {
+          return tree && t >= tail && (back[t - tail] < 0 || (window > 0 && back[t - tail] >= window));
+        };
+        int64_t visible = 0;
+        for (int64_t t = tree ? low : high; t < high; ++t) visible += !hidden(t);
         const int64_t place = at + m * H;
-        if (low >= high) {
+        if (tree ? visible == 0 : low >= high) {
           std::fill_n(most.data() + place, H, -INF);
           continue;
         }
         for (int64_t h = 0; h < H; ++h) {
           float* own = score.data() + (m * H + h) * CHUNK;
           std::fill_n(own, low, -INF);
+          for (int64_t t = std::max(low, tail); tree && t < high; ++t)
+            if (hidden(t)) own[t] = -INF;
           std::tie(most[place + h], sums[place + h]) = soften(own, high);
           std::fill_n(own, low, 0.0f);
+          for (int64_t t = std::max(low, tail); tree && t < high; ++t)
+            if (hidden(t)) own[t] = 0;
         }
         for (int64_t g = 0; g < G; ++g)
           by_heads(J, [&](int64_t j, auto n) {
@@ -405,7 +423,7 @@ TORCH_LIBRARY(mlaforge_native, m) {
   m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor slots, int heads, int head_dim) -> ()");
   m.def(
       "decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
-      "int block_size, int window, float scale) -> (Tensor, Tensor)");
+      "int block_size, int window, float scale, Tensor? tree) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {

@@ -28,11 +28,16 @@ def _why_not() -> str | None:
     """Why the kernels cannot be had here; None where they can."""
     if not runtime.native_wanted():
         return "MLAFORGE_NATIVE is 0"
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not available():
         return "this processor has no AVX-512 BF16"
     if compiler() is None:
         return "there is no C++ compiler (g++)"
     return None
+
+
+def available() -> bool:
+    """Whether this processor can run the kernels, were they compiled."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def compiler() -> str | None:

@@ -60,10 +60,13 @@ def reference(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scal
         block_P = view.block_table_SB[s, row_P // view.block_size].long()
         slot_P = block_P * view.block_size + row_P % view.block_size
 
-        position_T1 = torch.arange(length - T, length, device=q_NHD.device)[:, None]
-        visible_TP = position_P <= position_T1
-        if view.window is not None:
-            visible_TP &= position_P > position_T1 - view.window
+        if view.tree_Tn is None:
+            position_T1 = torch.arange(length - T, length, device=q_NHD.device)[:, None]
+            visible_TP = position_P <= position_T1
+            if view.window is not None:
+                visible_TP &= position_P > position_T1 - view.window
+        else:
+            visible_TP = view.visible(T, length - first)
 
         q_TGED = q_NHD[rows].float().unflatten(1, (G, H // G))
         scores = torch.einsum("tged,pgd->tgep", q_TGED, k_LGD[slot_P].float()) * scale
@@ -88,6 +91,8 @@ def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
         return f"it needs CUDA tensors, these are on {q_NHD.device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
+    if view.tree_Tn is not None:
+        return "it has no trees"
     from mlaforge.ops import paged_attention_triton
 
     return paged_attention_triton.supports(q_NHD, k_LGD, v_LGV)
@@ -107,7 +112,7 @@ def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale:
     native = kernels()
     assert native is not None
     table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
-    out, lse = native.decode(q_NHD, k_LGD, v_LGV, *table, view.block_size, window, scale)
+    out, lse = native.decode(q_NHD, k_LGD, v_LGV, *table, view.block_size, window, scale, view.tree_Tn)
     return out, lse
 
 

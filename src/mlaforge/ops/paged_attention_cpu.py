@@ -52,7 +52,7 @@ def paged_attention_runs(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: Cach
         out, lse = _side_by_side(q_NGJD, k_LGD, v_LGV, view, scale)
     else:
         parts = [
-            _sequence(q, k_LGD, v_LGV, runs, view.window, scale)
+            _sequence(q, k_LGD, v_LGV, runs, view, scale)
             for q, runs in zip(q_NGJD.split(view.queries), view.runs, strict=True)
         ]
         if len(parts) == 1:
@@ -62,16 +62,16 @@ def paged_attention_runs(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: Cach
     return out.reshape(N, H, D)[..., :V], lse.reshape(N, H)
 
 
-def _sequence(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, window: int | None, scale: float) -> Part:
+def _sequence(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: CacheView, scale: float) -> Part:
     """One sequence's query tokens: [T, G, J, D] and [T, G, J]."""
-    T = len(q_TGJD)
-    if window is not None:
-        runs = _tail(runs, min(sum(length for _, length in runs), window - 1 + T))
-    if T == 1:
+    T, tree = len(q_TGJD), view.tree_Tn is not None
+    if view.window is not None:
+        runs = _tail(runs, min(sum(length for _, length in runs), view.window - 1 + view.own(T)))
+    if T == 1 and not tree:
         return _decode(q_TGJD, k_LGD, v_LGV, runs, scale)
-    if window is None:
-        return _chunk(q_TGJD, k_LGD, v_LGV, runs, scale)
-    return _windowed_chunk(q_TGJD, k_LGD, v_LGV, runs, window, scale)
+    if view.window is None:
+        return _chunk(q_TGJD, k_LGD, v_LGV, runs, view, scale)
+    return _windowed_chunk(q_TGJD, k_LGD, v_LGV, runs, view, scale)
 
 
 def _tail(runs: Runs, tokens: int) -> Runs:
@@ -111,11 +111,12 @@ def _cut(rows_LGD: Tensor, start: int, cuts: int, length: int) -> Tensor:
     return rows_LGD.as_strided(size, strides, rows_LGD.storage_offset() + start * slot)
 
 
-def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, scale: float) -> Part:
-    """T query tokens that stand last: all of them see what came before, and each other causally."""
+def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: CacheView, scale: float) -> Part:
+    """T query tokens that stand last: all of them see what came before, and each other causally or as a tree."""
     T, _, J, _ = q_TGJD.shape
-    before = sum(length for _, length in runs) - T
-    past, own = _head(runs, before) if before else (), _tail(runs, T)
+    last = view.own(T)
+    before = sum(length for _, length in runs) - last
+    past, own = _head(runs, before) if before else (), _tail(runs, last)
     q_GJTD = q_TGJD.permute(1, 2, 0, 3)
     parts = []
     for start, length in past:
@@ -127,17 +128,24 @@ def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, scale: floa
         else:
             parts.append(_flash(q_GJTD, k.expand(-1, J, -1, -1), v.expand(-1, J, -1, -1), 0.0, False, scale=scale))
     k, v = (_gather(rows, own).transpose(0, 1)[:, None].expand(-1, J, -1, -1) for rows in (k_LGD, v_LGV))
-    parts.append(_flash(q_GJTD, k, v, 0.0, True, scale=scale))
+    if view.tree_Tn is None:
+        parts.append(_flash(q_GJTD, k, v, 0.0, True, scale=scale))
+    else:
+        mask = _additive(view.visible(T, last), q_TGJD.dtype)
+        parts.append(_flash(q_GJTD, k, v, 0.0, False, attn_mask=mask, scale=scale))
     out, lse = merge(parts)
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
-def _windowed_chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, window: int, scale: float) -> Part:
-    """As `_chunk` where a token sees only the last `window`: a band, so the kernel is given a mask."""
+def _additive(visible_TL: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: -inf where nothing is to be seen."""
+    return torch.zeros_like(visible_TL, dtype=dtype).masked_fill_(~visible_TL, -torch.inf)
+
+
+def _windowed_chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: CacheView, scale: float) -> Part:
+    """As `_chunk` where a token sees only a window: a band, so the kernel is given a mask."""
     T, _, J, _ = q_TGJD.shape
-    L = sum(length for _, length in runs)
-    distance = torch.arange(L - T, L)[:, None] - torch.arange(L)
-    mask = torch.zeros(T, L, dtype=q_TGJD.dtype).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+    mask = _additive(view.visible(T, sum(length for _, length in runs)), q_TGJD.dtype)
     k, v = (_gather(rows, runs).transpose(0, 1)[:, None].expand(-1, J, -1, -1) for rows in (k_LGD, v_LGV))
     out, lse = _flash(q_TGJD.permute(1, 2, 0, 3), k, v, 0.0, False, attn_mask=mask, scale=scale)
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)

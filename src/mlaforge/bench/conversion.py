@@ -1,0 +1,76 @@
+"""What conversions cost in quality: perplexities of an original and of what was made of it, on the same text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlaforge import checkpoint, corpus, locate
+from mlaforge.artifact import Manifest
+from mlaforge.bench import machine
+from mlaforge.bench.roof import layout_of, plan_of
+from mlaforge.bench.summary import aligned
+from mlaforge.evaluate import perplexity, window_losses
+from mlaforge.options import BenchConfig
+from mlaforge.runtime import UserError, log, resolve_device
+from mlaforge.stream import LayerStream
+
+# 32,768 tokens of every text, as in the README's table.
+WINDOWS, SEQLEN = 16, 2048
+
+
+def perplexities(
+    directory: Path, judged: dict[str, corpus.Windows], what: str, device: torch.device
+) -> dict[str, float]:
+    """By text, in fp32."""
+    with LayerStream(directory, torch.float32, device) as stream:
+        return {name: perplexity(window_losses(stream, w.ids, f"{what} on {name}")) for name, w in judged.items()}
+
+
+def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
+    """The first model beside the others; writes `folder/conversion.json`. UserError where a text is one that any of
+    them was tuned on. `context` and `rounds` are the windows' length and number."""
+    if len(models) < 2:
+        raise UserError("give the original and at least one conversion: mlaforge bench conversion MODEL OUT ...")
+    device = resolve_device(config.device)
+    directories = {model: locate.locate(model) for model in models}
+    first = directories[models[0]]
+    seqlen, count = int(config.context or SEQLEN), config.rounds or WINDOWS
+    tokenizer = checkpoint.load_tokenizer(first)
+    sources = config.text or (corpus.EMBEDDED,)
+    judged = {Path(source).name: corpus.windows(tokenizer, source, count, seqlen, judged=True) for source in sources}
+    for model, directory in directories.items():
+        if (remembered := directory / corpus.PASSAGES).is_file():
+            known = corpus.read_passages(remembered)
+            judged = {name: corpus.refuse_overlap(w, known, f"of {model}") for name, w in judged.items()}
+    body: dict[str, Any] = machine.header("conversion", device) | {
+        "texts": {name: {"tokens": w.ids.numel(), "windows": len(w.ids)} for name, w in judged.items()}, "rows": [],
+    }  # fmt: skip
+    for directory in directories.values():
+        plan, manifest = plan_of(directory), Manifest.load(directory)
+        found = perplexities(directory, judged, directory.name, device)
+        before = body["rows"][0]["ppl"] if body["rows"] else found
+        body["rows"].append({
+            "model": directory.name, "path": str(directory), "layout": layout_of(plan),
+            "budget": manifest.config.get("budget") if manifest else None,
+            "cache_fraction": plan.model_fraction(plan.spec.max_position_embeddings),
+            "seconds": sum(manifest.seconds.values()) if manifest else None, "ppl": found,
+            "ratio": {name: found[name] / before[name] for name in judged},
+        })  # fmt: skip
+        log(f"{directory.name}: perplexity {', '.join(f'{value:.3f} on {name}' for name, value in found.items())}")
+        machine.write(folder / "conversion.json", body)
+    return body
+
+
+def table(body: dict[str, Any]) -> str:
+    """A line per model."""
+    heads = [f"{kind} {name}" for name in body["texts"] for kind in ("ppl", "ratio")]
+    lines: list[tuple[str, ...]] = [("model", "layout", "cache", "seconds", *heads)]
+    for row in body["rows"]:
+        pairs = [(f"{row['ppl'][name]:.3f}", f"{row['ratio'][name]:.4f}") for name in body["texts"]]
+        cells = [cell for pair in pairs for cell in pair]
+        took = "–" if row["seconds"] is None else f"{row['seconds']:.0f}"
+        lines.append((row["model"], row["layout"], f"{row['cache_fraction']:.1%}", took, *cells))
+    return aligned(lines)

@@ -1,0 +1,228 @@
+"""Ops against the machine's roof: GB/s, TFLOP/s and percent of it, over layouts, batches and contexts.
+
+Every row is compared with the fp32 reference before it is timed; a row that is wrong stops the run. As many layers'
+caches are visited in turn as the chip's own cache cannot hold (128 at most), block tables are shuffled, and on CUDA
+launches are timed inside a graph, as the engine replays them. The roof counts each visible cached row once, the queries
+and the outputs, at the machine's bandwidth, or the products at its achievable FLOP/s, whichever takes longer. No GPU
+has run this yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlaforge.bench import machine
+from mlaforge.bench.roof import describe, roof
+from mlaforge.config import nearest
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.check import check
+from mlaforge.ops.paged_attention import OP, reference
+from mlaforge.options import BenchConfig
+from mlaforge.plan import Cost, Gpu
+from mlaforge.runtime import UserError, log, resolve_device
+
+OPERATIONS = ("paged_attention",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """`rope` columns follow the value in a latent row; None: keys and values lie apart."""
+
+    heads: int
+    key_heads: int
+    value: int
+    rope: int | None = None
+    window: int | None = None
+
+    @property
+    def key(self) -> int:
+        return self.value + (self.rope or 0)
+
+    @property
+    def row(self) -> int:
+        """Numbers that a token caches."""
+        return self.key if self.rope is not None else self.key_heads * (self.key + self.value)
+
+
+LAYOUTS = {
+    "gqa 64/8 x 64": Layout(64, 8, 64),
+    "gqa 64/8 x 64, window 128": Layout(64, 8, 64, window=128),
+    "gqa 32/8 x 128": Layout(32, 8, 128),
+    "mla 64, 256+64": Layout(64, 1, 256, 64),
+    "mla 64, 320+32": Layout(64, 1, 320, 32),
+    "mla 64, 448+64": Layout(64, 1, 448, 64),
+    "mla 64, 512+64": Layout(64, 1, 512, 64),
+}
+# Sequences, tokens in the cache, query tokens.
+DECODE = [(1, 2048), (1, 32768), (1, 131072), (8, 8192), (32, 8192), (128, 2048), (128, 8192)]
+STEPS = [(S, P, T) for (S, P), T in itertools.product(DECODE, (1, 4))] + [(1, 2048, 2048), (1, 32768, 2048)]
+SMALL = [(1, 512, 1), (2, 256, 4), (1, 128, 64)]
+# A CPU's twin: the memory of a few layers, and minutes.
+CPU = [(1, 2048, 1), (1, 2048, 4), (8, 2048, 1), (1, 1024, 512)]
+CPU_LAYOUTS = ("gqa 64/8 x 64", "mla 64, 256+64")
+BLOCK = 64
+# Bytes of cached rows that are read before any is read again: several times an H200's 50 MB of L2.
+COLD = 256 << 20
+
+
+def make_inputs(layout: Layout, S: int, P: int, T: int, device: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Inputs of the op for S sequences of P tokens, the last T of them queries; blocks in random order."""
+    columns = -(-P // BLOCK)
+    blocks = random.Random(0).sample(range(S * columns), S * columns)
+    view = CacheView(
+        block_table_SB=torch.tensor(blocks, dtype=torch.int32, device=device).view(S, columns),
+        seq_lens_S=torch.full((S,), P, dtype=torch.int32, device=device),
+        first_S=torch.zeros(S, dtype=torch.int32, device=device),
+        query_start_S1=torch.arange(0, S * T + 1, T, dtype=torch.int32, device=device),
+        slots_N=torch.zeros(S * T, dtype=torch.int64, device=device),
+        block_size=BLOCK,
+        max_query=T,
+        max_seq_len=P,
+        window=layout.window,
+        queries=(T,) * S,
+        runs=tuple(
+            tuple((block * BLOCK, min(BLOCK, P - i * BLOCK)) for i, block in enumerate(blocks[s * columns :][:columns]))
+            for s in range(S)
+        ),
+    )
+    slots = S * columns * BLOCK
+    torch.manual_seed(0)
+    k, v = split(layout, torch.randn(slots, layout.row, device=device, dtype=dtype))
+    q = torch.randn(S * T, layout.heads, layout.key, device=device, dtype=dtype)
+    return q, k, v, view, layout.key**-0.5
+
+
+def split(layout: Layout, rows_LW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as the engine's layers view their rows."""
+    if layout.rope is not None:
+        return rows_LW[:, None], rows_LW[:, None, : layout.value]
+    k, v = rows_LW.view(-1, 2, layout.key_heads, layout.key).unbind(1)
+    return k, v
+
+
+def layers(layout: Layout, inputs: tuple[Any, ...], read: float, cold: int) -> list[tuple[Any, ...]]:
+    """The inputs with copies of the cache, `cold` bytes of what a run reads."""
+    q, k, _, view, scale = inputs
+    rows_LW = k.as_strided((len(k), layout.row), (layout.row, 1), 0)
+    copies = [inputs]
+    while len(copies) * read < cold and len(copies) < 128:
+        copies.append((q, *split(layout, rows_LW.clone()), view, scale))
+    return copies
+
+
+def cost(layout: Layout, S: int, P: int, T: int, itemsize: int) -> Cost:
+    """Bytes and FLOPs that no implementation can do without."""
+    window = layout.window or P
+    pairs = sum(min(window, P - T + t + 1) for t in range(T))
+    rows = min(P, window + T - 1)
+    io = T * layout.heads * (layout.key + layout.value)
+    flops = 2 * pairs * layout.heads * (layout.key + layout.value)
+    return Cost(float(S * flops), float(S * (rows * layout.row + io) * itemsize))
+
+
+def compare(inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+    """Against the reference, on a few sequences and the last query tokens where scores of all would not fit."""
+    q, k, v, view, scale = inputs
+    out, lse = outputs
+    starts = view.query_start_S1.tolist()
+    for s in sorted({0, len(starts) - 2}):
+        rows = slice(max(starts[s], starts[s + 1] - 64), starts[s + 1])
+        count = rows.stop - rows.start
+        part = dataclasses.replace(
+            view,
+            block_table_SB=view.block_table_SB[s : s + 1],
+            seq_lens_S=view.seq_lens_S[s : s + 1],
+            first_S=view.first_S[s : s + 1],
+            query_start_S1=torch.tensor([0, count], dtype=torch.int32, device=q.device),
+        )
+        check(
+            "paged_attention",
+            (q[rows], k, v, part, scale),
+            (out[rows], lse[rows]),
+            reference(q[rows], k, v, part, scale),
+        )
+
+
+def seconds(run: Callable[[], Any], device: str) -> float:
+    """Median of one run of all layers."""
+    if device == "cuda":
+        from triton.testing import do_bench_cudagraph
+
+        return float(do_bench_cudagraph(run, rep=100, return_mode="median")) * 1e-3
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def grid(scope: str) -> list[tuple[str, tuple[int, int, int]]]:
+    """Layouts by name, with sequences, cached tokens and query tokens. `small` is a few tiny steps."""
+    names, steps = {"cpu": (CPU_LAYOUTS, CPU), "small": (tuple(LAYOUTS), SMALL)}.get(scope, (tuple(LAYOUTS), STEPS))
+    return list(itertools.product(names, steps))
+
+
+def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str, Any]:
+    """Measures an op over its grid and writes `folder/kernels.json`; returns what was written. UserError for an unknown
+    op, AssertionError where a result is wrong."""
+    if config.op not in OPERATIONS:
+        raise UserError(
+            f"op {config.op!r} has no benchmark; use {', '.join(OPERATIONS)}{nearest(config.op, OPERATIONS)}"
+        )
+    device = resolve_device(config.device)
+    # Half the processors' products are no faster in bf16, and none is slower to read.
+    dtype = torch.bfloat16 if config.dtype in (None, "auto") else getattr(torch, str(config.dtype))
+    gpu = roof(config.roof, device)
+    if gpu is None:
+        raise UserError("this machine's roof is not known; name the nearest with --roof")
+    told, rows = machine.header("kernels", device), list[dict[str, Any]]()
+    for name, (S, P, T) in grid(scope or ("cpu" if device.type == "cpu" else "full")):
+        rows.append({"op": config.op, **measure(name, S, P, T, config.implementation, device.type, dtype, gpu, scope)})
+        log(f"{name}, {S} x {P} tokens, {T} queries: {rows[-1]['us']:.1f} us by {rows[-1]['by']}")
+        machine.write(folder / "kernels.json", {**told, "roof": describe(gpu), "rows": rows})
+    return {**told, "roof": describe(gpu), "rows": rows}
+
+
+def measure(
+    name: str, S: int, P: int, T: int, implementation: str | None, device: str, dtype: torch.dtype, gpu: Gpu,
+    scope: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """One row: checked, then timed."""
+    layout = LAYOUTS[name]
+    inputs = make_inputs(layout, S, P, T, device, dtype)
+    by, _ = OP.choose(*inputs, implementation=implementation)
+    compare(inputs, OP(*inputs, implementation=by))
+    least = cost(layout, S, P, T, dtype.itemsize)
+    copies = layers(layout, inputs, least.bytes, 0 if scope == "small" else COLD)
+
+    def every() -> None:
+        for each in copies:
+            OP(*each, implementation=by)
+
+    took = seconds(every, device) / len(copies)
+    return {
+        "layout": name, "sequences": S, "tokens": P, "queries": T, "dtype": str(dtype).removeprefix("torch."), "by": by,
+        "us": took * 1e6, "gbs": least.bytes / took / 1e9, "tflops": least.flops / took / 1e12,
+        "of_the_roof": gpu.seconds(least) / took, "limit": gpu.bound(least),
+    }  # fmt: skip
+
+
+def table(body: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = ["| layout | sequences | tokens | queries | by | us | GB/s | TFLOP/s | of the roof | limit |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    for row in body["rows"]:
+        cells = [row[key] for key in ("layout", "sequences", "tokens", "queries", "by")]
+        cells += [f"{row['us']:.1f}", f"{row['gbs']:.1f}", f"{row['tflops']:.3g}", f"{row['of_the_roof']:.0%}"]
+        lines.append("| " + " | ".join(map(str, [*cells, row["limit"]])) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,195 @@
+"""The engine as one of the peers of a run: loaded once per model and dtype, drafters take turns on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Protocol
+
+from mlaforge.bench.machine import Memory
+from mlaforge.bench.replay import Replay
+from mlaforge.engine.core import Engine
+from mlaforge.engine.drafter import Drafter, NgramDrafter
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.speculation import SpeculationStats
+from mlaforge.options import EngineConfig
+from mlaforge.runtime import UserError, resolve_device
+
+# Passes after which a replayed text is taken as it is: in bf16 a verified text may part from plain decoding at a tie.
+PASSES = 6
+
+
+@dataclasses.dataclass
+class Taken:
+    """One repetition. Seconds; `made` tokens were decoded in `seconds` after all requests had their first token."""
+
+    first: float
+    made: int
+    seconds: float
+    gaps: list[float]
+    token_ids: list[list[int]]
+    first_cached: float | None = None
+    cache_bytes: int | None = None
+    speculation: SpeculationStats | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How a peer decodes: `count` drafted tokens a step by `draft` (ngram, replay, head); 0 is plain decoding."""
+
+    count: int = 0
+    draft: str = "none"
+
+
+PLAIN = Variant()
+
+
+class DoesNotFit(Exception):
+    """A case is beyond the machine or the model: `what` is too much, and which setting to `change`."""
+
+    def __init__(self, what: str, change: str):
+        super().__init__(what)
+        self.what, self.change = what, change
+
+
+class Peer(Protocol):
+    """Something that continues prompts and can be timed."""
+
+    name: str
+    model: str
+    dtype: str
+    weight_bytes: int | None
+
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
+        """One repetition: every prompt and `tokens` decoded tokens after its first, greedily, whatever ends a text.
+        DoesNotFit where that is beyond the machine."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
+        ...
+
+
+class Ours:
+    """mlaforge's engine. `longest` is prompt and answer of the longest case, `most` the largest batch."""
+
+    name = "mlaforge"
+
+    def __init__(
+        self, directory: Path, model: str, head: Path | None, config: EngineConfig, longest: int, most: int
+    ):  # fmt: skip
+        self.model = model
+        config = dataclasses.replace(
+            config, max_model_len=longest, max_num_seqs=most, adaptive_speculation=False,
+            speculative=str(head) if head else "none",
+            max_num_batched_tokens=max(config.max_num_batched_tokens, most * (1 + config.num_speculative_tokens)),
+        )  # fmt: skip
+        self.memory = Memory(resolve_device(config.device))
+        before = self.memory.now()
+        self.llm = LLM(directory, config)
+        self.engine: Engine = self.llm.engine
+        self.dtype = self.engine.model.format
+        held = self.engine.cache.bytes if self.engine.device.type == "cuda" else 0
+        self.weight_bytes: int | None = max(0, self.memory.now() - before - held)
+        self.head: Drafter | None = self.engine.speculation.drafter if self.engine.speculation else None
+        # What plain decoding gave, by the prompts.
+        self.answers: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def close(self) -> None:
+        del self.llm, self.engine, self.head
+
+    def check_room(self, context: int, batch: int, tokens: int) -> None:
+        """DoesNotFit where model or cache hold less than the case needs."""
+        engine, length = self.engine, context + tokens + 1
+        most = engine.model.spec.max_position_embeddings
+        if length > most:
+            raise DoesNotFit(f"the model's context is {most:,} tokens, {length:,} are needed", "a smaller --context")
+        size = engine.config.block_size
+        full = [group.num_blocks for group in engine.cache.groups if group.window is None]
+        need = batch * -(-length // size)
+        if full and need > min(full):
+            raise DoesNotFit(
+                f"the cache holds {min(full) * size:,} tokens, {batch} x {length:,} need {need * size:,}",
+                "a larger --cache-fraction, a smaller --batch or --context, or a model converted with a smaller budget",
+            )
+
+    def use(self, variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
+        """From now on draft as `variant` says, with counters at nothing; `answers` is what a replay proposes."""
+        engine = self.engine
+        engine.speculation, engine.model.boundaries = None, ()
+        if not variant.count:
+            return
+        engine.config = dataclasses.replace(engine.config, num_speculative_tokens=variant.count)
+        if variant.draft == "ngram":
+            engine.speculate(NgramDrafter())
+        elif variant.draft == "replay":
+            both = enumerate(zip(prompts, answers, strict=True))
+            engine.speculate(Replay({str(index): prompt + answer for index, (prompt, answer) in both}))
+        else:
+            assert self.head is not None
+            engine.speculate(self.head)
+
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
+        """As Peer.run. The prompts are computed with nothing cached, then found again and continued, so that all
+        requests begin to decode together."""
+        self.check_room(len(prompts[0]), len(prompts), tokens)
+        key = tuple(hash(tuple(prompt)) for prompt in prompts)
+        answers = self.answers.get(key, [])
+        if variant.draft == "replay" and not answers:
+            raise UserError("draft replay needs plain decoding beside it; add 0 to --num-speculative-tokens")
+        try:
+            self.engine.forget()
+            self.use(variant, answers, prompts)
+            first = self.decode(prompts, 0).first
+            for _ in range(PASSES if variant.draft == "replay" else 0):
+                made = self.decode(prompts, tokens).token_ids
+                if made == answers:
+                    break
+                answers = made
+                self.use(variant, answers, prompts)
+            self.use(variant, answers, prompts)
+            taken = self.decode(prompts, tokens)
+        finally:
+            for index in range(len(prompts)):
+                self.engine.abort(str(index))
+        if variant == PLAIN:
+            self.answers[key] = taken.token_ids
+        cached = taken.first if self.engine.config.prefix_caching else None
+        return dataclasses.replace(taken, first=first, first_cached=cached)
+
+    def decode(self, prompts: list[list[int]], tokens: int) -> Taken:
+        """The prompts (as far as they are cached, found again) and `tokens` tokens each after the first."""
+        engine = self.engine
+        params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
+        start = time.perf_counter()
+        for index, prompt in enumerate(prompts):
+            engine.add(str(index), prompt, params)
+        last: dict[str, float] = {}
+        made: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+        began, gaps, count, most = 0.0, [], 0, 0
+        while engine.has_work:
+            outputs = engine.step()
+            now = time.perf_counter()
+            decoding = len(last) == len(prompts)
+            for output in outputs:
+                new = output.outputs[0].token_ids
+                made[output.request_id] += new
+                if decoding:
+                    gaps += [(now - last[output.request_id]) / len(new)] * len(new)
+                    count += len(new)
+                last[output.request_id] = now
+            if not decoding and len(last) == len(prompts):
+                began = now
+            most = max(most, self.held())
+        return Taken(
+            began - start, count, time.perf_counter() - began, gaps, list(made.values()), cache_bytes=most or None,
+            speculation=engine.speculation.stats if engine.speculation else None,
+        )  # fmt: skip
+
+    def held(self) -> int:
+        """Bytes of the model's own cache that requests hold; a draft head's rows are not among them."""
+        engine = self.engine
+        used = zip(engine.cache.groups, engine.tables.used_by_group, strict=True)
+        return sum(n * engine.cache.bytes_per_block(i) for i, (group, n) in enumerate(used) if group.name != "draft")

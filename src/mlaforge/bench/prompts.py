@@ -1,0 +1,56 @@
+"""Prompts of a given length out of real text: cut from the documents of files, one after another where one is short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mlaforge import corpus
+from mlaforge.artifact import sha256
+from mlaforge.runtime import UserError
+
+
+class Prompts:
+    """The text of some sources and what a tokenizer makes of it. Deterministic: the same call, the same prompts."""
+
+    def __init__(self, sources: tuple[str, ...], tokenizer: Any):
+        self.sources, self.tokenizer = sources, tokenizer
+        self.text = "\n\n".join(d for source in sources for d in corpus.documents(source, judged=True) if d.strip())
+        # What the tokenizer puts before any text, such as a beginning of text.
+        self.prefix: list[int] = list(tokenizer("")["input_ids"])
+
+    def __call__(self, context: int, batch: int, rounds: int) -> list[list[list[int]]]:
+        """[round][request]: token ids of `context` tokens each. Every one begins at a line of its own, so that no
+        prefix is shared; texts may overlap otherwise. UserError where the text is too short."""
+        count = batch * rounds
+        starts = [self.text.find("\n", number * len(self.text) // count) + 1 for number in range(count)]
+        if len(set(starts)) < count:
+            raise UserError(f"the text has too few lines for {count} prompts; give more text, or fewer --rounds")
+        found = [self._from(start, context) for start in starts]
+        return [found[first : first + batch] for first in range(0, count, batch)]
+
+    def _from(self, start: int, context: int) -> list[int]:
+        wanted = context - len(self.prefix)
+        # The end of the text is followed by its beginning.
+        ids = corpus.tokens(self.tokenizer, self.text[start:] + "\n\n" + self.text[:start], wanted)
+        if len(ids) < wanted:
+            raise UserError(
+                f"the text has {len(ids)} tokens, prompts of {context} are wanted; give more --text or less --context"
+            )
+        return self.prefix + ids[:wanted].tolist()
+
+    def describe(self) -> list[dict[str, str]]:
+        """What results record: every file and its hash."""
+        files = [p for source in self.sources if source != corpus.EMBEDDED for p in _files(Path(source).expanduser())]
+        told = [{"path": str(path), "sha256": sha256(path)} for path in files]
+        return [*told, *({"path": s, "sha256": ""} for s in self.sources if s == corpus.EMBEDDED)]
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def distinct_4_grams(token_ids: list[int]) -> float | None:
+    """Share of the runs of four tokens that are different ones: a text that repeats itself flatters every drafter."""
+    runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
+    return len(set(runs)) / len(runs) if runs else None

@@ -1,0 +1,131 @@
+"""What a machine could do at most: its roof, and the limit of a case under it.
+
+A CPU's roof is measured at the start of a run (reading memory, a product in fp32), a GPU's is its datasheet's
+(plan.GPUS).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlaforge import checkpoint
+from mlaforge.config import nearest
+from mlaforge.plan import CACHE_BYTES, GPUS, Cost, Gpu, LayerPlan, Plan
+from mlaforge.roofline import CACHE_LIMITS, WEIGHT_LIMITS, decode_step
+from mlaforge.runtime import UserError, log
+
+# Bits that a weight takes in the formats of the engine; int4 has a scale and a zero point per 32 weights.
+BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "int4": 5.0}
+
+
+def memory_speed(passes: int = 5) -> float:
+    """Bytes per second at which this machine reads memory, the best of several passes over 400 MB."""
+    numbers = torch.ones(100_000_000)
+    best = 0.0
+    for _ in range(passes):
+        start = time.perf_counter()
+        numbers.sum()
+        best = max(best, 4e8 / (time.perf_counter() - start))
+    return best
+
+
+def product_speed(passes: int = 5) -> float:
+    """FLOP per second of a product of two fp32 matrices of 1024 x 1024, the best of several."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    best = 0.0
+    for _ in range(passes + 1):
+        start = time.perf_counter()
+        a @ b
+        best = max(best, 2 * 1024**3 / (time.perf_counter() - start))
+    return best
+
+
+@functools.cache
+def measured() -> Gpu:
+    """This CPU's roof as measured now."""
+    pages = _memory_bytes() / 2**30
+    told = "measured at the start of the run: 400 MB read, products in fp32"
+    return Gpu("cpu", product_speed() / 1e12, memory_speed() / 1e12, pages, told, achievable=1.0)
+
+
+def _memory_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return int(next(file).split()[1]) * 1024
+
+
+def roof(name: str, device: torch.device) -> Gpu | None:
+    """The machine `name` of plan.GPUS; `auto` is this one, None where its datasheet is not known."""
+    if name != "auto":
+        if name not in GPUS:
+            raise UserError(f"roof {name!r} must be auto or one of {', '.join(GPUS)}{nearest(name, GPUS)}")
+        return GPUS[name]
+    if device.type == "cpu":
+        return measured()
+    own = torch.cuda.get_device_name(device).replace(" ", "").lower()
+    for gpu in GPUS.values():
+        if gpu.name in own:
+            return gpu
+    log(f"no datasheet of {torch.cuda.get_device_name(device)} is known: no roof; see --roof")
+    return None
+
+
+def describe(gpu: Gpu | None) -> dict[str, Any] | None:
+    """For results: bytes and FLOP per second."""
+    if gpu is None:
+        return None
+    return {"name": gpu.name, "bandwidth": gpu.bandwidth, "flops": gpu.flops, "source": gpu.source}
+
+
+def plan_of(directory: Path) -> Plan:
+    """What a model's layers are, original or converted, from its config.json."""
+    config = checkpoint.read_config(directory)
+    spec = checkpoint.read_spec(config)
+    layers = []
+    for index, kind in enumerate(config.get("mla_layer_types") or ["gqa"] * spec.num_layers):
+        rope = config["qk_rope_head_dim"] if kind == "latent_rope" else 0
+        rank = 0 if kind == "gqa" else config["mla_kv_lora_ranks"][index]
+        layers.append(LayerPlan(kind, rank, rope))
+    return Plan(spec, tuple(layers))
+
+
+def layout_of(plan: Plan) -> str:
+    """The layout of the converted layers, gqa where none is, mixed where they differ."""
+    kinds = {plan.layers[i].layout for i in plan.converted} or {"gqa"}
+    return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+def step_seconds(plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, queries: int) -> tuple[float, str]:
+    """The least time of a decode step with weights in `dtype`, and where most of it goes."""
+    spec = plan.spec
+    # Experts that are stored in a format of their own stay in it.
+    layers = tuple(
+        dataclasses.replace(la, mlp_bits=BITS[dtype] if la.mlp_bits == spec.bits else la.mlp_bits) for la in spec.layers
+    )
+    own = Plan(dataclasses.replace(spec, bits=BITS[dtype], layers=layers), plan.layers)
+    wider = (4 if dtype == "float32" else CACHE_BYTES) / CACHE_BYTES
+    limits: dict[str, float] = {}
+    for part, cost in decode_step(own, gpu, context, batch, queries).costs.items():
+        cache = part == "attention"
+        scaled = Cost(cost.flops, cost.bytes * (wider if cache else 1))
+        limit = (CACHE_LIMITS if cache else WEIGHT_LIMITS)[gpu.bound(scaled)]
+        limits[limit] = limits.get(limit, 0.0) + gpu.seconds(scaled)
+    return sum(limits.values()), max(limits, key=lambda name: limits[name])
+
+
+def limit(
+    plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, drafts: int, length: float | None
+) -> dict[str, Any]:
+    """The roofline of a case: tokens per second where a step makes `length` tokens of each sequence (None: one), what
+    limits them, and the speed-up if all drafts were accepted and free."""
+    plain, _ = step_seconds(plan, gpu, dtype, context, batch, 1)
+    seconds, told = step_seconds(plan, gpu, dtype, context, batch, 1 + drafts)
+    return {
+        "tokens_per_second": batch * (length or 1.0) / seconds, "limit": told,
+        "speedup_ceiling": (1 + drafts) * plain / seconds if drafts else None,
+    }  # fmt: skip

@@ -1,0 +1,41 @@
+"""`bench`: what is run under which name, and where its results go."""
+
+from __future__ import annotations
+
+import functools
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mlaforge.bench import gate, recipe, scenario, summary
+from mlaforge.config import nearest
+from mlaforge.options import BenchConfig
+from mlaforge.runtime import UserError
+
+KERNELS, CONVERSION, ALL = "kernels", "conversion", "all"
+KNOWN = (*recipe.SCENARIOS, ALL, *recipe.OTHERS, KERNELS, CONVERSION)
+
+
+def run(what: str, models: list[str], config: BenchConfig) -> tuple[Path, str]:
+    """Runs one benchmark, or scenarios (several with commas, or all) in a new folder of `config.out`; the folder, and
+    tables for the terminal.
+
+    UserError for what is not known; scenario.Broken where an invariant of PERF_MODE does not hold.
+    """
+    names = recipe.SCENARIOS if what == ALL else tuple(what.split(","))
+    for name in names if what not in KNOWN else ():
+        if name not in (known := (*recipe.SCENARIOS, *recipe.OTHERS)):
+            raise UserError(f"bench {what!r}: {name!r} must be one of {', '.join(known)}{nearest(name, KNOWN)}")
+    out = Path(config.out)
+    folder = out / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    if what == KERNELS:
+        from mlaforge.bench import kernels
+
+        return folder, kernels.table(kernels.run(config, folder))
+    if what == CONVERSION:
+        from mlaforge.bench import conversion
+
+        return folder, conversion.table(conversion.run(models, config, folder))
+    permit = functools.partial(gate.permit, out, config.force)
+    return folder, "\n\n".join(
+        f"{name}\n{summary.table(scenario.run(name, models, config, folder, permit))}" for name in names
+    )

@@ -1,0 +1,312 @@
+"""Runs a scenario: the engine beside its peers, interleaved round by round, and what came of it as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlaforge import locate
+from mlaforge.bench import machine, summary
+from mlaforge.bench.endpoint import Endpoint, PeerFailed
+from mlaforge.bench.invariants import Audit, Finding, together
+from mlaforge.bench.ours import PLAIN, DoesNotFit, Ours, Peer, Taken, Variant
+from mlaforge.bench.prompts import Prompts
+from mlaforge.bench.recipe import Recipe, read, scope_of
+from mlaforge.bench.roof import describe, layout_of, plan_of, roof
+from mlaforge.bench.transformers_peer import Transformers
+from mlaforge.checkpoint import load_tokenizer
+from mlaforge.engine.cache import CacheTooSmall
+from mlaforge.options import BenchConfig, EngineConfig
+from mlaforge.plan import Gpu, Plan
+from mlaforge.runtime import UserError, log, resolve_device
+
+# What torch's allocator on a CPU says when the system gives it nothing.
+CPU_FULL = ("not enough memory", "can't allocate memory")
+
+
+FLOATING = ("float32", "bfloat16", "float16")
+
+
+class Broken(Exception):
+    """An invariant of PERF_MODE does not hold."""
+
+
+@dataclasses.dataclass
+class Row:
+    """A case in the making: one peer decoding in one way."""
+
+    peer: Peer
+    variant: Variant
+    takens: list[Taken] = dataclasses.field(default_factory=list)
+    status: str = "ok"
+    limit: dict[str, str] | None = None
+    activations: int | None = None
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+
+
+class Absent:
+    """A peer that could not be loaded: every case of it says why."""
+
+    weight_bytes: int | None = None
+
+    def __init__(self, name: str, model: str, dtype: str, error: DoesNotFit | PeerFailed):
+        self.name, self.model, self.dtype, self.error = name, model, dtype, error
+
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
+        raise self.error
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    name: str
+    directory: Path
+    plan: Plan
+
+
+@contextlib.contextmanager
+def capacity(change: str) -> Iterator[None]:
+    """Memory that is not there becomes DoesNotFit, with the setting to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, CacheTooSmall) as error:
+        raise DoesNotFit(str(error).split("\n")[0] or "out of memory", change) from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in CPU_FULL):
+            raise
+        raise DoesNotFit(str(error).split("\n")[0], change) from error
+
+
+class Eta:
+    """Tells the watcher what was done and how long the rest takes, by the tokens that it computes."""
+
+    def __init__(self, what: str, total: float):
+        self.what, self.total, self.done, self.start = what, total, 0.0, time.monotonic()
+
+    def step(self, weight: float, told: str) -> None:
+        self.done += weight
+        left = (time.monotonic() - self.start) * (self.total - self.done) / self.done
+        log(f"{self.what} {100 * self.done / self.total:.0f} %, {left / 60:.1f} min left: {told}")
+
+
+def run(
+    what: str, models: list[str], config: BenchConfig, folder: Path, permit: Callable[[str, dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """Runs one scenario and writes `folder/<what>.json`, after every context and batch; returns what was written.
+
+    `permit(scope, header)` says whether the run was forced, or raises UserError where it may not begin. Raises Broken
+    where an invariant does not hold under --perf; what was found is written first.
+    """
+    device = resolve_device(config.device)
+    recipe = read(what, scope_of(config, device), config)
+    if not models:
+        raise UserError("MODEL is missing: mlaforge bench SCENARIO MODEL [CONVERTED ...]")
+    found = [_model(model) for model in models]
+    names = [model.name for model in found]
+    if len(set(names)) < len(names):
+        raise UserError(f"two models are called {max(names, key=names.count)}; rename one directory, results name them")
+    header = machine.header("scenario", device)
+    forced = permit(recipe.scope, header)
+    imported = [case for file in config.import_ or () for case in _imported(Path(file), what)]
+    gpu, start = roof(config.roof, device), time.monotonic()
+    # All models of a run read the same text; each with its own tokenizer.
+    prompts = {model.name: Prompts(recipe.text, load_tokenizer(model.directory)) for model in found}
+    body: dict[str, Any] = header | {
+        "scenario": what, "scope": recipe.scope, "told": recipe.told, "forced": forced, "seconds": 0.0,
+        "config": _recorded(recipe), "prompts": prompts[names[0]].describe(), "roof": describe(gpu),
+        "models": [
+            {"name": m.name, "path": str(m.directory), "layout": layout_of(m.plan),
+             "numbers_per_token": m.plan.cached_per_token} for m in found
+        ],
+        "perf": None, "cases": [],
+    }  # fmt: skip
+    path, findings = folder / f"{what}.json", list[Finding]()
+    groups = [(c, b) for c in sorted(recipe.contexts) for b in sorted(recipe.batches)]
+    eta = Eta(f"bench {what}", sum(_weight(recipe, c, b) for c, b in groups) * len(recipe.cache_fractions))
+    try:
+        for number, fraction in enumerate(recipe.cache_fractions):
+            with loaded(found, recipe, config, device, fraction, others=number == 0) as peers:
+                for context, batch in groups:
+                    rows = [Row(peer, variant) for peer in peers for variant in variants(peer, recipe)]
+                    wanted = {n: p(context, batch, recipe.rounds + recipe.warm_up) for n, p in prompts.items()}
+                    try:
+                        _rounds(rows, wanted, recipe, config.perf, eta, context, batch)
+                    finally:
+                        findings += [finding for row in rows for finding in row.findings]
+                        body["perf"] = together(findings) if config.perf else None
+                        body["seconds"] = time.monotonic() - start
+                        body["cases"] += _cases(rows, found, recipe, gpu, fraction, context, batch)
+                        machine.write(path, body)
+    finally:
+        body["cases"] += imported
+        machine.write(path, body)
+    return body
+
+
+def _rounds(
+    rows: list[Row], prompts: dict[str, list[list[list[int]]]], recipe: Recipe, perf: bool, eta: Eta, context: int,
+    batch: int,
+) -> None:  # fmt: skip
+    """Warm-up, the audit of every row of ours, then the measured rounds: every row once, one after another."""
+    weight = _weight(recipe, context, batch) / (recipe.rounds + recipe.warm_up) / len(rows)
+    for number in range(recipe.rounds + recipe.warm_up):
+        measured = number >= recipe.warm_up
+        for row in rows:
+            if row.status == "ok":
+                _once(row, prompts[row.peer.model][number], recipe.tokens, measured)
+            told = f"{context}x{batch} {row.peer.name} {row.peer.model} {row.peer.dtype} {label(row.variant)}"
+            taken = f"{row.takens[-1].made / row.takens[-1].seconds:.1f} tok/s" if row.takens else ""
+            eta.step(weight, f"{told}: {row.limit['what'] if row.limit else taken or 'warm-up'}")
+        if perf and number == max(0, recipe.warm_up - 1):
+            for row in rows:
+                if isinstance(row.peer, Ours) and row.status == "ok":
+                    _audit(row, prompts[row.peer.model][number], recipe.tokens)
+
+
+def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> None:
+    memory = (
+        machine.Memory(row.peer.device) if isinstance(row.peer, Transformers) else getattr(row.peer, "memory", None)
+    )
+    try:
+        with capacity("a smaller --context or --batch, a smaller --cache-fraction (caches leave room for activations)"):
+            if memory is not None:
+                memory.reset()
+                before = memory.now()
+            taken = row.peer.run(prompts, tokens, row.variant)
+            if memory is not None:
+                # On a CPU a cache's pages are the system's until they are first written.
+                first = taken.cache_bytes or 0 if row.activations is None and memory.device.type == "cpu" else 0
+                row.activations = max(row.activations or 0, memory.peak() - before - first)
+    except DoesNotFit as error:
+        row.status, row.limit, row.takens = "capacity", {"what": error.what, "change": error.change}, []
+        gc.collect()
+        torch.cuda.empty_cache()
+        return
+    except PeerFailed as error:
+        row.status, row.takens = "failed", []
+        row.limit = {"what": str(error), "change": "the peer's file (docs/bench.md), or leave the peer out"}
+        return
+    if measured:
+        row.takens.append(taken)
+
+
+def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
+    """PERF_MODE's invariants on one repetition that is not timed; raises Broken for the first that does not hold."""
+    assert isinstance(row.peer, Ours)
+    audit = Audit(row.peer)
+    row.findings = audit.run(prompts, tokens, row.variant)
+    for finding in row.findings:
+        if not finding.passed:
+            raise Broken(f"{finding.name}: {finding.told} ({row.peer.model}, {label(row.variant)})")
+
+
+def variants(peer: Peer, recipe: Recipe) -> list[Variant]:
+    """How a peer decodes in this scenario; plain decoding first, which the others are compared with."""
+    if peer.name != Ours.name:
+        return [PLAIN]
+    plain = [PLAIN] if 0 in recipe.counts else []
+    return plain + [Variant(count, draft) for draft in recipe.drafts for count in recipe.counts if count]
+
+
+def label(variant: Variant) -> str:
+    """`k3 ngram`, or `plain`."""
+    return f"k{variant.count} {variant.draft}" if variant.count else "plain"
+
+
+@contextlib.contextmanager
+def loaded(
+    models: list[Model], recipe: Recipe, config: BenchConfig, device: torch.device, fraction: float, others: bool
+) -> Iterator[list[Peer]]:
+    """All engines of a run, in memory together because they take turns; each has its share of `fraction`."""
+    longest, most = max(recipe.contexts) + recipe.tokens + 1, max(recipe.batches)
+    peers: list[Peer] = []
+
+    def load(name: str, model: Model, dtype: str, make: Callable[..., Peer], *words: Any) -> None:
+        try:
+            with capacity("fewer models at once, another --dtype, a larger --cache-fraction, or a smaller model"):
+                peers.append(make(model.directory, model.name, *words))
+        except (DoesNotFit, PeerFailed) as error:
+            peers.append(Absent(name, model.name, dtype, error))
+
+    try:
+        engines = [(model, dtype) for model in models for dtype in recipe.dtypes]
+        for model, dtype in engines:
+            settings = EngineConfig(
+                dtype=dtype, device=config.device, cache_fraction=fraction / len(engines),
+                prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts),
+            )  # fmt: skip
+            load(Ours.name, model, dtype, Ours, recipe.head, settings, longest, most)
+            # `auto` may stand for what is loaded already.
+            if len({(peer.name, peer.model, peer.dtype) for peer in peers}) < len(peers):
+                peers.pop().close()
+        for model in models if others else ():
+            own = next(peer.dtype for peer in peers if peer.model == model.name)
+            floating = own if own in FLOATING else "bfloat16"
+            for dtype in dict.fromkeys(floating if word == "auto" else word for word in recipe.transformers):
+                load("transformers", model, dtype, Transformers, dtype, device)
+        for file in config.peer or () if others else ():
+            for model in models:
+                load(Path(file).stem, model, "bfloat16", functools.partial(Endpoint, Path(file)), longest, most)
+        yield peers
+    finally:
+        for peer in peers:
+            peer.close()
+        peers.clear()
+        gc.collect()
+
+
+def _model(given: str) -> Model:
+    directory = locate.locate(given)
+    return Model(directory.name, directory, plan_of(directory))
+
+
+def _weight(recipe: Recipe, context: int, batch: int) -> float:
+    """What a group of cases takes, in tokens of a prompt; a decoded one takes as long as some twenty."""
+    return batch * (context + 20 * recipe.tokens)
+
+
+def _recorded(recipe: Recipe) -> dict[str, Any]:
+    told = dataclasses.asdict(recipe)
+    names = {"contexts": "context", "batches": "batch", "counts": "num_speculative_tokens", "drafts": "draft",
+             "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
+    kept = {names.get(key, key): value for key, value in told.items() if key not in ("scenario", "scope", "told")}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+
+
+def _cases(
+    rows: list[Row], models: list[Model], recipe: Recipe, gpu: Gpu | None, fraction: float, context: int, batch: int
+) -> list[dict[str, Any]]:
+    plans = {model.name: model.plan for model in models}
+    return [
+        summary.case(row, rows, plans[row.peer.model], gpu, recipe, fraction, context, batch)
+        for row in rows
+        if row.takens or row.limit
+    ]
+
+
+def _imported(file: Path, scenario: str) -> list[dict[str, Any]]:
+    """The cases of another run's file, marked. UserError where it is none of this scenario."""
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+        kind, name, cases = body["kind"], body["scenario"], body["cases"]
+        where = {"file": str(file), **{key: body[key] for key in ("device", "commit", "time")}}
+        own = [{**case, "id": f"{case['id']} @ {body['device']}", "imported": where} for case in cases]
+    except OSError as error:
+        raise UserError(f"results {file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} holds no results of `mlaforge bench`") from error
+    if kind != "scenario" or name != scenario:
+        raise UserError(f"{file} holds results of {name}; only those of {scenario} can stand beside it")
+    # What was itself imported stays where it was measured.
+    return [case for case, given in zip(own, cases, strict=True) if not given.get("imported")]

@@ -1,0 +1,162 @@
+"""What the repetitions of a case come to: medians, spreads, ratios, the share of the roof; and the table of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from mlaforge.bench.ours import PLAIN, Ours, Taken
+from mlaforge.bench.prompts import distinct_4_grams
+from mlaforge.bench.roof import layout_of, limit
+from mlaforge.engine.speculation import SpeculationStats
+from mlaforge.plan import Gpu, Plan
+
+if TYPE_CHECKING:
+    from mlaforge.bench.recipe import Recipe
+    from mlaforge.bench.scenario import Row
+
+
+def spread(runs: list[float]) -> dict[str, Any]:
+    """Median, least and most of the repetitions, and each of them."""
+    return {"median": statistics.median(runs), "min": min(runs), "max": max(runs), "runs": runs}
+
+
+def speeds(row: Row) -> list[float]:
+    """Decoded tokens per second of every repetition, all requests together."""
+    return [taken.made / taken.seconds for taken in row.takens]
+
+
+def case(
+    row: Row, rows: list[Row], plan: Plan, gpu: Gpu | None, recipe: Recipe, fraction: float, context: int, batch: int
+) -> dict[str, Any]:  # fmt: skip
+    """One entry of `cases`; `rows` are those that took turns with this one."""
+    peer, variant = row.peer, row.variant
+    own = peer.name == Ours.name
+    told: dict[str, Any] = {
+        "id": f"{peer.name} {peer.model} {peer.dtype} {context}x{batch} k{variant.count} {variant.draft} {fraction:g}",
+        "engine": peer.name, "model": peer.model, "layout": layout_of(plan), "dtype": peer.dtype, "context": context,
+        "batch": batch, "tokens": recipe.tokens, "num_speculative_tokens": variant.count, "draft": variant.draft,
+        "cache_fraction": fraction if own else None, "prefix_caching": recipe.prefix_caching if own else None,
+        "imported": None, "status": row.status, "limit": row.limit,
+    }  # fmt: skip
+    # A run that was ended by an invariant leaves cases that were not repeated.
+    if not row.takens:
+        return told
+    runs = speeds(row)
+    firsts = [taken.first for taken in row.takens]
+    gaps = [gap for taken in row.takens for gap in taken.gaps]
+    plain = next((r for r in rows if r.peer is peer and r.variant == PLAIN and r is not row), None)
+    others = [r for r in rows if r.peer.name == "transformers" and r.peer.model == peer.model and r.takens]
+    best = max(others, key=lambda r: statistics.median(speeds(r)), default=None)
+    ratios = {"speedup": plain, "over_transformers": best if peer.name != "transformers" else None}
+    answers = [ids for taken in row.takens for ids in taken.token_ids]
+    grams = [share for ids in answers if (share := distinct_4_grams(ids)) is not None]
+    block = _block(row.takens)
+    told |= {
+        "repetitions": len(runs), "tokens_per_second": spread(runs), "ms_per_token": _percentiles(gaps),
+        "time_to_first_token": spread(firsts),
+        "time_to_first_token_cached": _median([t.first_cached for t in row.takens if t.first_cached is not None]),
+        "prefill_tokens_per_second": spread([batch * context / first for first in firsts]),
+        **{name: _ratio(row, other) for name, other in ratios.items()},
+        "distinct_4_grams": statistics.mean(grams) if grams else None,
+        "output_sha256": hashlib.sha256(json.dumps(answers).encode()).hexdigest() if answers else None,
+        "peak_memory": _memory(row), "cache": _cache(row.takens, plan, peer.dtype, context + recipe.tokens, batch),
+        "roofline": None, "eagle_speculation": block,
+    }  # fmt: skip
+    if gpu is not None:
+        length = block["mean_acceptance_length"] if block else None
+        roofline = limit(plan, gpu, peer.dtype, context + recipe.tokens // 2, batch, variant.count, length)
+        told["roofline"] = {**roofline, "fraction": statistics.median(runs) / roofline["tokens_per_second"]}
+    return told
+
+
+def _ratio(row: Row, other: Row | None) -> dict[str, Any] | None:
+    """Speed over another's, repetition by repetition: those are neighbours in time."""
+    if other is None or len(other.takens) != len(row.takens):
+        return None
+    return spread([a / b for a, b in zip(speeds(row), speeds(other), strict=True)])
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _percentiles(gaps: list[float]) -> dict[str, float | None]:
+    if len(gaps) < 2:
+        return {"p50": None, "p90": None, "p99": None}
+    cuts = statistics.quantiles(gaps, n=100, method="inclusive")
+    return {f"p{at}": 1e3 * cuts[at - 1] for at in (50, 90, 99)}
+
+
+def _memory(row: Row) -> dict[str, Any] | None:
+    memory = getattr(row.peer, "memory", None)
+    if memory is None:
+        return None
+    cache = max((taken.cache_bytes or 0 for taken in row.takens), default=0) or None
+    parts = {"weights": row.peer.weight_bytes, "cache": cache, "activations": row.activations}
+    return {**parts, "total": sum(size or 0 for size in parts.values()), "how": memory.how}
+
+
+def _cache(takens: list[Taken], plan: Plan, dtype: str, length: int, batch: int) -> dict[str, Any] | None:
+    held = [taken.cache_bytes for taken in takens if taken.cache_bytes is not None]
+    if not held:
+        return None
+    return {"bytes": max(held), "planned_bytes": plan.cache_bytes(length, batch, 4 if dtype == "float32" else 2)}
+
+
+def _block(takens: list[Taken]) -> dict[str, Any] | None:
+    """`eagle_speculation` over all repetitions."""
+    counted = [taken.speculation for taken in takens if taken.speculation is not None]
+    return functools.reduce(_plus, counted).block() if counted else None
+
+
+def _plus(a: SpeculationStats, b: SpeculationStats) -> SpeculationStats:
+    """Both repetitions' counters."""
+    added: dict[str, Any] = {}
+    for field in dataclasses.fields(a):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        added[field.name] = [m + n for m, n in zip(x, y, strict=True)] if isinstance(x, list) else x + y
+    least, most = min(a.active_min, b.active_min), max(a.active_max, b.active_max)
+    return SpeculationStats(**{
+        **added, "num_speculative_tokens": a.num_speculative_tokens, "active_min": least, "active_max": most,
+    })  # fmt: skip
+
+
+def table(body: dict[str, Any]) -> str:
+    """A scenario's cases for the terminal."""
+    heads = ("engine", "model", "dtype", "tokens x batch", "drafts", "tok/s", "min..max", "ms p50", "p99", "first s",
+             "speed-up", "/transformers", "length", "of roof")  # fmt: skip
+    lines: list[tuple[str, ...]] = [heads]
+    for found in body["cases"]:
+        drafts = f"{found['num_speculative_tokens']} {found['draft']}" if found["num_speculative_tokens"] else "–"
+        name = found["engine"] + (" (imported)" if found["imported"] else "")
+        start = (name, found["model"], found["dtype"], f"{found['context']} x {found['batch']}", drafts)
+        if "tokens_per_second" not in found:
+            limit = found["limit"] or {"what": "not measured", "change": "–"}
+            lines.append((*start, f"{found['status']}: {limit['what']}; change: {limit['change']}"))
+            continue
+        rate, ms = found["tokens_per_second"], found["ms_per_token"]
+        block, top = found["eagle_speculation"], found["roofline"]
+        lines.append((
+            *start, f"{rate['median']:.1f}", f"{rate['min']:.1f}..{rate['max']:.1f}", _told(ms["p50"], ".1f"),
+            _told(ms["p99"], ".1f"), f"{found['time_to_first_token']['median']:.2f}",
+            *(_told((found[k] or {}).get("median"), ".2f") for k in ("speedup", "over_transformers")),
+            _told((block or {}).get("mean_acceptance_length"), ".2f"), _told((top or {}).get("fraction"), ".0%"),
+        ))  # fmt: skip
+    return aligned(lines)
+
+
+def _told(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def aligned(lines: list[tuple[str, ...]]) -> str:
+    """Columns of equal width; the last cell of a shorter line goes on to the right."""
+    columns = range(len(lines[0]))
+    cells = [[line[i] for line in lines if i < len(line) - 1 or len(line) == len(columns)] for i in columns]
+    widths = [max(map(len, own)) for own in cells]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)

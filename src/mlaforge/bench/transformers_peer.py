@@ -1,0 +1,73 @@
+"""transformers' own generate as a peer."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache, LogitsProcessor
+
+from mlaforge import checkpoint
+from mlaforge.bench.machine import Memory
+from mlaforge.bench.ours import Taken, Variant
+
+
+class Clock(LogitsProcessor):
+    """Notes when transformers has a token's logits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.times: list[float] = []
+        self.device = device
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.times.append(time.perf_counter())
+        return scores
+
+
+class Transformers:
+    """generate on a DynamicCache: the prompt as one pass, then a token at a time. Prompts must be of one length."""
+
+    name = "transformers"
+
+    def __init__(self, directory: Path, model: str, dtype: str, device: torch.device):
+        self.model, self.dtype, self.device = model, dtype, device
+        self.memory = Memory(device)
+        self.causal_lm = checkpoint.load_model(directory, dtype, device)
+        self.weight_bytes: int | None = sum(p.numel() * p.element_size() for p in self.causal_lm.parameters())
+
+    def close(self) -> None:
+        del self.causal_lm
+
+    @torch.inference_mode()
+    def prepare(self, prompts: list[list[int]]) -> None:
+        """Computes all but the last token of every prompt."""
+        self.ids = torch.tensor(prompts, device=self.device)
+        self.cache = DynamicCache(config=self.causal_lm.config)
+        self.causal_lm.model(self.ids[:, :-1], past_key_values=self.cache, use_cache=True)
+
+    @torch.inference_mode()
+    def generate(self, count: int) -> tuple[list[float], list[list[int]]]:
+        """When each of `count` tokens was there, and the tokens."""
+        clock = Clock(self.device)
+        made = self.causal_lm.generate(
+            self.ids, attention_mask=torch.ones_like(self.ids), past_key_values=self.cache, do_sample=False,
+            max_new_tokens=count, min_new_tokens=count, logits_processor=[clock],
+        )  # fmt: skip
+        return clock.times, made[:, self.ids.shape[1] :].tolist()
+
+    def rewind(self) -> None:
+        """The cache as `prepare` left it."""
+        self.cache.crop(self.ids.shape[1] - 1 - self.cache.get_seq_length())
+
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
+        """As Peer.run."""
+        start = time.perf_counter()
+        self.prepare(prompts)
+        times, made = self.generate(tokens + 1)
+        gaps = [b - a for a, b in itertools.pairwise(times) for _ in prompts]
+        del self.cache
+        return Taken(times[0] - start, tokens * len(prompts), times[-1] - times[0], gaps, made)

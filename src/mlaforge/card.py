@@ -1,0 +1,145 @@
+"""`card`: the Hugging Face model card of one checkpoint, and a technical report of the whole folder, in Markdown.
+
+Both hold what the report's JSON holds and no other number; what was not measured is said to be missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.config import nearest
+from mlaforge.deviations import WATCHED
+from mlaforge.options import CardConfig
+from mlaforge.page import at, jinja_page, number
+from mlaforge.report import summarise
+from mlaforge.results import dicts, measured
+from mlaforge.runtime import UserError
+
+CARD, TECHNICAL, NUMBERS = "README.md", "technical_report.md", "report.json"
+TAGS = ["mla", "multi-head-latent-attention", "kv-cache", "mlaforge"]
+
+
+def run(folder: Path, out: Path, config: CardConfig, overwrite: bool = False) -> Manifest:
+    """Writes README.md (the card of one model), technical_report.md and report.json (of all below `folder`) into the
+    new directory `out`.
+
+    Raises UserError where the folder holds no converted model, or several and none is named or canonical.
+    """
+    if not folder.is_dir():
+        raise UserError(f"folder {str(folder)!r} does not exist; give the folder that holds the artifacts")
+    report = summarise(folder)
+    record = choose(report, config.model)
+    numbers = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+    manifest = Manifest(
+        "card",
+        config=dataclasses.asdict(config),
+        inputs={
+            "model": {"name": record["name"], "fingerprint": record["fingerprint"]},
+            "report": {"sha256": hashlib.sha256(numbers.encode()).hexdigest()},
+        },
+    )
+    if done := finished(out, manifest, overwrite):
+        return done
+    facts = about(report, record)
+    with writing(out, manifest) as partial:
+        (partial / CARD).write_text(model_card(facts, config), encoding="utf-8")
+        told = jinja_page("technical_report.md.jinja").render(report, at=at, watched=WATCHED, measured=measured)
+        (partial / TECHNICAL).write_text(told, encoding="utf-8")
+        (partial / NUMBERS).write_text(numbers + "\n", encoding="utf-8")
+    return manifest
+
+
+def choose(report: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """The conversion or healing that the card is of: the named one, the only one, or the only canonical one."""
+    records = {record["name"]: record for record in report["conversions"] + report["healings"]}
+    if not records:
+        raise UserError(f"{report['folder']} holds no converted model; `mlaforge convert MODEL OUT` makes one")
+    if name is not None:
+        if name not in records:
+            raise UserError(f"model {name!r} is none of {', '.join(records)}{nearest(name, records)}")
+        return dict(records[name])
+    canonical = [record for record in records.values() if record["canonical"]]
+    for found in (list(records.values()), canonical):
+        if len(found) == 1:
+            return dict(found[0])
+    raise UserError(f"{report['folder']} holds several models: give --model, one of {', '.join(records)}")
+
+
+def about(report: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """What the card says of one model: its own record, the conversion it came from, and whatever was measured on it.
+
+    Other artifacts name a model by its path, of which the last part is compared.
+    """
+    own = Path(record["name"]).name
+    healed = record["stage"] == "heal"
+    student = Path(str(at(record, "inputs", "student", "path") or "")).name
+    conversion = next((c for c in report["conversions"] if Path(c["name"]).name == (student if healed else own)), None)
+
+    def of(records: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+        return [other for other in records if Path(str(at(other, *keys) or "")).name == own]
+
+    judged = of(report["acceptances"], "inputs", "student", "path")
+    cases = [{**c, "device": body.get("device")} for body in report["scenarios"] for c in measured(body["cases"])]
+    return {
+        "name": own,
+        "record": record,
+        "healed": healed,
+        "conversion": conversion,
+        "original": str(at(record, "inputs", "teacher", "path") if healed else at(record, "inputs", "model", "path")),
+        "evaluations": of(report["evaluations"], "inputs", "model", "path"),
+        "criteria": [criterion for acceptance in judged for criterion in acceptance["criteria"]],
+        # What replays a known answer is a ceiling, nothing to claim.
+        "cases": [case for case in of(cases, "model") if case["draft"] != "replay"],
+        "settings": [
+            {**setting, "found": [row for row in setting["found"] if own in row["where"] or own in row["value"]]}
+            for setting in report["settings"]
+        ],
+        "deviations": [
+            told for told in report["deviations"]
+            if own in (Path(told["where"]).name, *told["what"].replace(":", " ").split())
+            or (conversion and told["where"] == conversion["name"])
+        ],
+    }  # fmt: skip
+
+
+def model_card(facts: dict[str, Any], config: CardConfig) -> str:
+    """README.md: YAML front matter that the hub reads, and the text."""
+    from huggingface_hub import ModelCardData
+
+    results = _eval_results(facts)
+    data = ModelCardData(
+        model_name=facts["name"], license=config.license, base_model=config.base_model, library_name="transformers",
+        pipeline_tag="text-generation", tags=TAGS, eval_results=results or None,
+    )  # fmt: skip
+    body = jinja_page("card.md.jinja").render(facts, at=at, config=config)
+    return f"---\n{data.to_yaml()}\n---\n{body}"
+
+
+def _eval_results(facts: dict[str, Any]) -> list[Any]:
+    """The measured perplexities and criteria as the hub's model-index has them."""
+    from huggingface_hub import EvalResult
+
+    def result(text: str, metric: str, value: float, told: str) -> Any:
+        kind = Path(text).name or "text"
+        return EvalResult(
+            task_type="text-generation", dataset_type=kind, dataset_name=kind, metric_type=metric, metric_value=value,
+            metric_name=told,
+        )  # fmt: skip
+
+    found, conversion = [], facts["conversion"]
+    if conversion and not facts["healed"] and (ppl := number(conversion, "metrics", "mla_ppl")) is not None:
+        text = str(at(conversion, "inputs", "evaluation", "source"))
+        ratio = number(conversion, "metrics", "ratio")
+        found.append(result(text, "perplexity", ppl, f"perplexity ({ratio:.4f} times the original's)"))
+    for evaluation in facts["evaluations"]:
+        if (ppl := number(evaluation, "metrics", "ppl")) is not None:
+            found.append(result(str(at(evaluation, "inputs", "text", "source")), "perplexity", ppl, "perplexity"))
+    for criterion in dicts(facts["criteria"]):
+        if (value := number(criterion, "student")) is not None:
+            found.append(result("criteria", str(criterion.get("name")), value, f"{criterion.get('name')} (student)"))
+    return found

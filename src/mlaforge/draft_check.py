@@ -1,0 +1,163 @@
+"""`draft check`: which of the target's states a head was trained on, by how often it then says what the target says.
+
+Cheap because nothing is drafted step by step: on a given text, the head's likeliest token at every position is compared
+with the target's. That is the acceptance of a first drafted token on that text; later ones are accepted less often.
+What the target itself has written (`draft regenerate`) is what a head was trained on, other text understates it.
+
+Legend: T tokens of a window, C hidden size of the target, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge import checkpoint, corpus, locate
+from mlaforge.answers import STAGE, read_answers
+from mlaforge.artifact import Manifest
+from mlaforge.draft_head import check_head, read_head
+from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Head
+from mlaforge.options import DraftCheckConfig
+from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype
+from mlaforge.stream import HEAD_ROWS, LayerStream
+
+# One choice of states is better than another where so many standard errors lie between them.
+SURE = 3.0
+# Shortest text of which anything is measured: a head's row needs two tokens.
+SHORTEST = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A choice of states: what it is called, its boundaries, and at each position whether head and target agree."""
+
+    name: str
+    boundaries: tuple[int, ...]
+    agrees: Tensor
+
+    @property
+    def agreement(self) -> float:
+        return float(self.agrees.double().mean())
+
+
+def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any]:
+    """Agreement of the head in `directory` with the model `target`, for its own boundaries and those beside them.
+
+    `right` names the choice that is better than all others by SURE standard errors, None where none is. Raises
+    UserError for a head of another model and a text that is too short.
+    """
+    for name, least in (("windows", 1), ("seqlen", SHORTEST)):
+        if getattr(config, name) < least:
+            raise UserError(f"{name} = {getattr(config, name)} must be at least {least}")
+    model, device = locate.locate(target), resolve_device(config.device)
+    described = checkpoint.read_config(model)
+    dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(described))
+    spec = checkpoint.read_spec(described)
+    head = read_head(directory, spec.num_layers).to(device)
+    check_head(head.config, spec.hidden_size, spec.vocab_size)
+    texts = read_texts(checkpoint.load_tokenizer(model), config)
+    checkpoint.check_tokens(model, *texts)
+    choices = shifted(head.config.boundaries, spec.num_layers)
+    with LayerStream(model, dtype, device) as stream:
+        captured, said = target_states(stream, texts, {b for boundaries in choices.values() for b in boundaries})
+        embedded = [(head.embed_tokens(ids.to(device)) if head.config.own_embedding else stream.embed(ids[None])[0])
+                    for ids in texts]  # fmt: skip
+    rows = []
+    for name, boundaries in choices.items():
+        agrees = [
+            predictions(head, torch.cat([states[b] for b in boundaries], dim=-1), rest).cpu() == tokens[1:]
+            for states, rest, tokens in zip(captured, embedded, said, strict=True)
+        ]
+        rows.append(Row(name, boundaries, torch.cat(agrees)))
+    known = torch.zeros(spec.vocab_size, dtype=torch.bool)
+    known[head.target_ids.cpu()] = True
+    coverage = known[torch.cat([tokens[1:] for tokens in said])]
+    return {
+        "rows": [{"states": r.name, "boundaries": list(r.boundaries), "agreement": r.agreement} for r in rows],
+        "positions": len(coverage),
+        "coverage": float(coverage.double().mean()),
+        "right": best(rows),
+    }
+
+
+def read_texts(tokenizer: Any, config: DraftCheckConfig) -> list[Tensor]:
+    """At most `windows` texts of at most `seqlen` tokens: windows of a text, or answers of the target with their
+    prompts."""
+    found = Manifest.load(Path(config.text).expanduser()) if config.text != corpus.EMBEDDED else None
+    if found is None or found.stage != STAGE:
+        text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
+        return list(text.ids)
+    _, answers = read_answers(Path(config.text).expanduser())
+    whole = (torch.tensor([*answer.prompt_ids, *answer.answer_ids])[: config.seqlen] for answer in answers)
+    return [ids for ids in whole if len(ids) >= SHORTEST][: config.windows]
+
+
+def shifted(boundaries: tuple[int, ...], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Name -> boundaries: the head's own, a layer later, a layer earlier, and the last one on the other side of the
+    final norm; those that the target has."""
+    choices = {"as stored": boundaries}
+    for name, by in (("+1", 1), ("-1", -1)):
+        moved = tuple(b + by for b in boundaries)
+        if AFTER_NORM not in boundaries and all(0 <= b <= num_layers for b in moved):
+            choices[name] = moved
+    other = {num_layers: AFTER_NORM, AFTER_NORM: num_layers}
+    if any(b in other for b in boundaries):
+        name = "before the final norm" if AFTER_NORM in boundaries else "after the final norm"
+        choices[name] = tuple(other.get(b, b) for b in boundaries)
+    return choices
+
+
+def best(rows: list[Row]) -> str | None:
+    """The row that agrees more often than every other, by SURE standard errors of the difference at a position."""
+    first = max(rows, key=lambda row: row.agreement)
+    for row in rows:
+        if row is not first:
+            difference = first.agrees.double() - row.agrees.double()
+            error = float(difference.std()) / len(difference) ** 0.5
+            if not float(difference.mean()) > SURE * error:
+                return None
+    return first.name
+
+
+@torch.no_grad()
+def target_states(
+    stream: LayerStream, texts: list[Tensor], boundaries: set[int]
+) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
+    """Per text its states [T, C] at every boundary, and the target's likeliest token after every position [T]."""
+    hidden = [stream.embed(ids[None]) for ids in texts]
+    captured: list[dict[int, Tensor]] = [{} for _ in texts]
+
+    def keep(boundary: int, states: Tensor, n: int) -> None:
+        if boundary in boundaries:
+            captured[n][boundary] = states[0]
+
+    for index in progress(range(stream.num_layers), "target's states", stream.num_layers):
+        with stream.layer(index) as layer:
+            for n, states in enumerate(hidden):
+                keep(index, states, n)
+                hidden[n] = stream.run(layer, index, states)
+    said = []
+    with stream.head() as (norm, weight):
+        for n, states in enumerate(hidden):
+            keep(stream.num_layers, states, n)
+            normed = norm(states)
+            keep(AFTER_NORM, normed, n)
+            said.append(torch.cat([(rows @ weight.T).argmax(-1) for rows in normed[0].split(HEAD_ROWS)]).cpu())
+    return captured, said
+
+
+@torch.no_grad()
+def predictions(head: Eagle3Head, states_TS: Tensor, embedded_TC: Tensor) -> Tensor:
+    """The target's token [T - 1] that the head finds likeliest after each position but the first, from the states
+    captured at all positions and the embeddings of their tokens."""
+    hidden = head.fuse(states_TS[:-1].float())
+    T = len(hidden)
+    distance = torch.arange(T, device=hidden.device)[:, None] - torch.arange(T, device=hidden.device)
+    mask = (distance >= 0) & (distance < (head.config.sliding_window or T))
+    out = head(hidden[None], embedded_TC[None, 1:].float(), torch.arange(T, device=hidden.device)[None], mask)
+    likeliest = torch.cat([head.logits(rows).argmax(-1) for rows in out[0].split(HEAD_ROWS)])
+    return head.target_ids[likeliest]

@@ -1,0 +1,214 @@
+"""`draft import`: an EAGLE-3 head as another tool wrote it becomes one that `read_head` takes.
+
+What tools do differently is settled from the tensors and from the target, never guessed:
+
+names           `layers.0.*` for `midlayer.*`, both perhaps below `model.`
+sizes           what config.json leaves out (vocabularies, head_dim, biases, norms before fc) follows from shapes
+d2t             offsets, or the target's ids themselves as frequency maps of FR-Spec have them, in any order: the rows
+                of lm_head are then put into rising order. Only one of the two readings may be possible
+t2d             follows from d2t where it is missing, and is checked where it is there
+lm_head         the target's rows where it is missing
+embed_tokens    dropped where it is the target's own
+
+Legend: V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge import checkpoint, locate
+from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.checkpoint import Reader
+from mlaforge.draft_head import ARCHITECTURE, CONVENTIONS, check_head, head_config, write_head
+from mlaforge.modeling.eagle3 import Eagle3Head
+from mlaforge.options import DraftImportConfig
+from mlaforge.runtime import UserError, log, timed
+
+EMBEDDING, HEAD, QUERY = "embed_tokens.weight", "lm_head.weight", "midlayer.self_attn.q_proj."
+OFFSETS, IDS = "offsets", "ids"
+
+
+def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: bool = False) -> Manifest:
+    """Writes the head `src` for the model `target` into the new directory `out`.
+
+    Raises UserError for what is no EAGLE-3 head of this model, or can be read in two ways.
+    """
+    source, model = locate.locate(src), locate.locate(target)
+    manifest = Manifest(
+        "draft import",
+        config=dataclasses.asdict(config),
+        inputs={
+            name: {"path": given, "sha256": checkpoint.fingerprint(directory)}
+            for name, given, directory in (("head", src, source), ("target", target, model))
+        },
+    )
+    if done := finished(out, manifest, overwrite):
+        return done
+    with timed(manifest.seconds, "import"), Reader(source) as reader, Reader(model) as its:
+        head, dtype, manifest.metrics = _Import(source, reader, model, its, config).head()
+        with writing(out, manifest) as partial:
+            write_head(head, partial, dtype)
+    return manifest
+
+
+class _Import:
+    """One head under way. `stored`: our name of a tensor -> the file's."""
+
+    def __init__(self, source: Path, reader: Reader, model: Path, its: Reader, config: DraftImportConfig):
+        self.source, self.reader, self.its, self.config = source, reader, its, config
+        self.spec = checkpoint.read_spec(checkpoint.read_config(model))
+        self.stored: dict[str, str] = {}
+        for name in reader:
+            ours = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+            if ours in self.stored:
+                raise UserError(f"{source} has both {self.stored[ours]!r} and {name!r}, two names of one tensor")
+            self.stored[ours] = name
+        if "fc.weight" not in self.stored:
+            raise UserError(f"{source} is no EAGLE-3 head: it has no tensor 'fc.weight'")
+
+    def head(self) -> tuple[Eagle3Head, torch.dtype, dict[str, Any]]:
+        """The head, the dtype it was stored in, and what was found."""
+        dtype = self._tensor("fc.weight").dtype
+        embedding = self._tensor(EMBEDDING) if EMBEDDING in self.stored else None
+        if embedding is not None and self._is_the_targets(embedding):
+            log("embed_tokens is the target's own and not kept")
+            embedding = None
+        given = self._config()
+        config = head_config(self.source, given, self.spec.num_layers, embedding is not None)
+        check_head(config, self.spec.hidden_size, self.spec.vocab_size)
+        reading, ids_V = self._vocabulary()
+        with torch.device("meta"):
+            head = Eagle3Head(config)
+        state = self._state(head, ids_V)
+        if embedding is not None:
+            state[EMBEDDING] = embedding
+        head.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()}, assign=True)
+        metrics = {
+            "d2t": reading,
+            "sorted": bool((ids_V.diff() < 0).any()),
+            "draft_vocab_size": len(ids_V),
+            "boundaries": list(config.boundaries),
+            "convention": given["eagle_config"]["eagle_aux_hidden_state_convention"],
+            "lm_head": "its own" if HEAD in self.stored else "the target's",
+            "embed_tokens": "its own" if embedding is not None else "the target's",
+        }
+        return head, dtype, metrics
+
+    def _tensor(self, ours: str) -> Tensor:
+        return self.reader[self.stored[ours]]
+
+    def _rows(self, ours: str) -> int:
+        return self.reader.shape(self.stored[ours])[0]
+
+    def _is_the_targets(self, embedding: Tensor) -> bool:
+        if embedding.shape != self.its.shape(f"model.{EMBEDDING}"):
+            return False
+        return torch.equal(embedding, self.its[f"model.{EMBEDDING}"].to(embedding.dtype))
+
+    def _vocabulary(self) -> tuple[str | None, Tensor]:
+        """How d2t was read (None without one), and the target's id [V] of every row of the file's lm_head."""
+        vocabulary = self.spec.vocab_size
+        if "d2t" not in self.stored:
+            rows = self._rows(HEAD) if HEAD in self.stored else vocabulary
+            if rows != vocabulary:
+                raise UserError(
+                    f"{self.source}: lm_head has {rows} rows, the target {vocabulary} tokens, and there is no d2t that "
+                    "says which of them they are"
+                )
+            return None, torch.arange(vocabulary)
+        t2d = self._tensor("t2d").bool() if "t2d" in self.stored else None
+        try:
+            return target_ids(self._tensor("d2t"), t2d, vocabulary, self.config.d2t)
+        except UserError as error:
+            raise UserError(f"{self.source}: {error}") from error
+
+    def _config(self) -> dict[str, Any]:
+        """config.json, completed by what shapes say."""
+        given = checkpoint.read_config(self.source)
+        named = " ".join(map(str, given.get("architectures") or ()))
+        if "eagle3" not in named.lower():
+            raise UserError(f"{self.source} is no EAGLE-3 head: its architectures is {named!r}, not {ARCHITECTURE!r}")
+        if (layers := given.get("num_hidden_layers", 1)) != 1:
+            raise UserError(f"{self.source}: num_hidden_layers = {layers}; heads of 1 layer are read")
+        derived: dict[str, Any] = {
+            "vocab_size": self.spec.vocab_size,
+            "target_hidden_size": self.spec.hidden_size,
+            "attention_bias": f"{QUERY}bias" in self.stored,
+            "hidden_size": self._rows("fc.weight"),
+        }
+        heads = given.get("num_attention_heads")
+        if isinstance(heads, int) and heads > 0 and f"{QUERY}weight" in self.stored:
+            derived["head_dim"] = self._rows(f"{QUERY}weight") // heads
+        missing = {name: value for name, value in derived.items() if given.get(name) is None}
+        eagle = {**given, **(given.get("eagle_config") or {})}
+        # A norm is there or it is not.
+        eagle |= {"norm_before_fc": "input_norm.weight" in self.stored, "fc_norm": "fc_norm.0.weight" in self.stored}
+        convention = self.config.convention or eagle.get("eagle_aux_hidden_state_convention") or CONVENTIONS[0]
+        eagle["eagle_aux_hidden_state_convention"] = convention
+        known = next((self._rows(name) for name in ("d2t", HEAD) if name in self.stored), self.spec.vocab_size)
+        return {**given, **missing, "draft_vocab_size": known, "eagle_config": eagle}
+
+    def _state(self, head: Eagle3Head, ids_V: Tensor) -> dict[str, Tensor]:
+        """All tensors but the embedding, the head's rows in rising order of the target's ids. Strict."""
+        settled = {"d2t", "t2d", EMBEDDING}
+        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items() if name not in settled}
+        if HEAD not in self.stored:
+            del shapes[HEAD]
+        expected = {self.stored.get(name, name): shape for name, shape in shapes.items()}
+        expected |= {self.stored[name]: self.reader.shape(self.stored[name]) for name in settled if name in self.stored}
+        self.reader.check(expected)
+        state = {name: self._tensor(name) for name in shapes}
+        order = ids_V.argsort()
+        if HEAD in state:
+            state[HEAD] = state[HEAD][order]
+        else:
+            tied = HEAD not in self.its
+            state[HEAD] = self.its[f"model.{EMBEDDING}" if tied else HEAD][ids_V[order]]
+        if head.config.draft_vocab_size != head.config.layer.vocab_size:
+            state["d2t"] = ids_V[order] - torch.arange(len(ids_V))
+            state["t2d"] = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool)
+            state["t2d"][ids_V] = True
+        return state
+
+
+def target_ids(d2t_V: Tensor, t2d: Tensor | None, vocabulary: int, reading: str = "auto") -> tuple[str, Tensor]:
+    """How `d2t_V` is to be read and the target's ids [V] it names, in its own order.
+
+    Offsets (target = draft + d2t[draft]) must give rising ids; ids themselves may come in any order, none twice. Both
+    must stay in the target's vocabulary and name what `t2d` marks. `reading` decides where both are possible. Raises
+    UserError where none is.
+    """
+    if d2t_V.ndim != 1 or d2t_V.is_floating_point() or not len(d2t_V):
+        raise UserError(f"d2t is {d2t_V.dtype} {list(d2t_V.shape)}; it must be a list of whole numbers")
+    d2t_V = d2t_V.to(torch.int64)
+    found = {OFFSETS: d2t_V + torch.arange(len(d2t_V)), IDS: d2t_V}
+    if reading != "auto":
+        found = {reading: found[reading]}
+    wrong = {name: _wrong(name, ids_V, t2d, vocabulary) for name, ids_V in found.items()}
+    right = [name for name, reason in wrong.items() if reason is None]
+    if len(right) == 1:
+        return right[0], found[right[0]]
+    if right:
+        raise UserError("d2t can be offsets as well as ids, and no t2d decides: give --d2t offsets or --d2t ids")
+    raise UserError("d2t is wrong: " + "; ".join(f"as {name} it {reason}" for name, reason in wrong.items()))
+
+
+def _wrong(name: str, ids_V: Tensor, t2d: Tensor | None, vocabulary: int) -> str | None:
+    outside = ids_V[(ids_V < 0) | (ids_V >= vocabulary)]
+    if len(outside):
+        return f"names token {int(outside[0])}, the target has {vocabulary}"
+    if name == OFFSETS and bool((ids_V.diff() <= 0).any()):
+        at = int((ids_V.diff() <= 0).nonzero()[0, 0])
+        return f"falls from token {int(ids_V[at])} to {int(ids_V[at + 1])}"
+    rising = ids_V.sort().values
+    if bool((rising.diff() == 0).any()):
+        return f"names token {int(rising[:-1][rising.diff() == 0][0])} twice"
+    if t2d is not None and (len(t2d) != vocabulary or t2d.nonzero()[:, 0].tolist() != rising.tolist()):
+        return "names other tokens than t2d marks"
+    return None

@@ -1,0 +1,204 @@
+"""The drawings of the report: of what report.py gathered, only of numbers that were measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mlaforge import diagnosis_page, results_figures
+from mlaforge.page import INK, MARKERS, MUTED, PAINT, drawing, heat, logarithmic, number, shown
+from mlaforge.results import dicts
+
+RATIO, FRACTION, AT_128K = ("metrics", "ratio"), ("metrics", "cache", "fraction"), ("context_bytes", "128K")
+CACHED = ("cached", "gqa_cached")
+
+
+def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str, Any]:
+    """The page's drawings, as SVG: `tradeoff`, `memory` and `ranks` of all conversions, and lists with an entry for
+    each of report's conversions (`own`), healings, acceptances and diagnoses. diagnoses: what their files hold."""
+    conversions = report["conversions"]
+    points = [c for c in conversions if None not in (number(c, *RATIO), number(c, *FRACTION))]
+    held = [c for c in conversions if None not in (number(c, *AT_128K, "gqa"), number(c, *AT_128K, "mla"))]
+    return {
+        "tradeoff": drawing("tradeoff", _draw_tradeoff, points) if points else "",
+        "memory": drawing("memory", _draw_memory, held, max(2.9, 1.2 + 0.42 * len(held))) if held else "",
+        "ranks": _ranks(conversions),
+        "own": [_own(i, c) for i, c in enumerate(conversions)],
+        "healings": [_healing(i, record) for i, record in enumerate(report["healings"])],
+        "acceptances": [_acceptance(i, record) for i, record in enumerate(report["acceptances"])],
+        "diagnoses": [_diagnosis(i, body) for i, body in enumerate(diagnoses)],
+        "scenarios": [results_figures.scenario(body, f"s{i}") for i, body in enumerate(report["scenarios"])],
+        "kernels": [results_figures.kernels(body, f"k{i}") for i, body in enumerate(report["kernels"])],
+    }
+
+
+def _own(i: int, c: dict[str, Any]) -> dict[str, str]:
+    drawings = (
+        ("cached", _draw_cached, any(x > 0 for x in _column(c, "cached"))),
+        ("spectrum", _draw_spectrum, any(map(_spectrum, c["metrics"]["layers"]))),
+        ("loss", _draw_loss, c["predicted_loss"] is not None),
+        ("seconds", _draw_seconds, c["total_seconds"] is not None),
+    )
+    return {name: drawing(f"{name}{i}", draw, c) for name, draw, there in drawings if there}
+
+
+def _ranks(conversions: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Of each model with several conversions: what every layer of each keeps."""
+    found: list[dict[str, str]] = []
+    for model in dict.fromkeys(c["model"] for c in conversions):
+        kept = {
+            c["name"]: [a / b if b else math.nan for a, b in zip(*(_column(c, k) for k in CACHED), strict=True)]
+            for c in conversions if c["model"] == model and c["metrics"]["layers"]
+        }  # fmt: skip
+        if len(kept) > 1 and len({len(row) for row in kept.values()}) == 1:
+            columns = [list(column) for column in zip(*kept.values(), strict=True)]
+            what = {"columns": columns, "rows": "", "ticks": [name[-24:] for name in kept], "label": "of GQA's cache"}
+            svg = drawing(f"ranks{len(found)}", heat, what, 1.5 + 0.22 * len(kept))
+            found.append({"model": model, "svg": svg})
+    return found
+
+
+def _healing(i: int, record: dict[str, Any]) -> dict[str, str]:
+    """Perplexity and KL by tokens seen, where there is a measured curve."""
+    keys = ("tokens", "ppl", "teacher_ppl", "kl")
+    curve = [p for p in dicts(record["metrics"].get("curve")) if None not in [number(p, key) for key in keys]]
+    draws = {"ppl": _draw_healing, "kl": _draw_kl}
+    return {name: drawing(f"heal{name}{i}", draw, curve) for name, draw in draws.items()} if curve else {}
+
+
+def _draw_healing(ax: Any, curve: list[dict[str, Any]]) -> None:
+    seen = [point["tokens"] / 1e6 for point in curve]
+    ax.plot(seen, [p["ppl"] / p["teacher_ppl"] for p in curve], color=PAINT["latent"], marker="o", ms=3, lw=1.2)
+    ax.axhline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
+    ax.set(xlabel="tokens seen (millions)", ylabel="validation perplexity / teacher's")
+
+
+def _draw_kl(ax: Any, curve: list[dict[str, Any]]) -> None:
+    seen, kl = [point["tokens"] / 1e6 for point in curve], [point["kl"] for point in curve]
+    ax.plot(seen, kl, color=PAINT["latent"], marker="o", ms=3, lw=1.2)
+    if min(kl) > 0:
+        logarithmic(ax.yaxis)
+    ax.set(xlabel="tokens seen (millions)", ylabel="validation KL (nats per token)")
+
+
+def _acceptance(i: int, record: dict[str, Any]) -> str:
+    """How much of each criterion's allowance is used up."""
+    judged = [c for c in record["criteria"] if number(c, "worse") is not None and number(c, "limit")]
+    return drawing(f"criteria{i}", _draw_criteria, judged, 1.3 + 0.45 * len(judged)) if judged else ""
+
+
+def _draw_criteria(ax: Any, judged: list[dict[str, Any]]) -> None:
+    for y, c in enumerate(judged):
+        used, color = c["worse"] / c["limit"], INK if c.get("passed") is True else PAINT["latent_rope"]
+        ends = c.get("interval")
+        if isinstance(ends, list) and len(ends) == 2 and None not in map(number, ends):
+            ax.plot([end / c["limit"] for end in ends], [y, y], color=MUTED, lw=2)
+        ax.plot([used], [y], color=color, marker="o", ms=6, ls="")
+    ax.axvline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
+    ax.set_yticks(range(len(judged)), [str(c.get("name"))[:32] for c in judged])
+    ax.set(ylim=(len(judged) - 0.5, -0.5), xlabel="of what the criterion allows (below 1 passes)")
+    ax.grid(axis="y", visible=False)
+
+
+def _diagnosis(i: int, body: dict[str, Any]) -> list[dict[str, str]]:
+    """The drawings of a diagnosis; none where its file is not what `diagnose` writes."""
+    try:
+        return [figure for part in diagnosis_page.drawings(body, f"d{i}").values() for figure in part]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        return []
+
+
+def _column(conversion: dict[str, Any], key: str) -> list[float]:
+    layers = conversion["metrics"]["layers"]
+    return [math.nan if (found := number(layer, key)) is None else found for layer in layers]
+
+
+def _spectrum(layer: dict[str, Any]) -> list[float]:
+    values = layer.get("spectrum")
+    return [number(v) or 0.0 for v in values] if isinstance(values, list) else []
+
+
+def _draw_tradeoff(ax: Any, conversions: list[dict[str, Any]]) -> None:
+    for layout in dict.fromkeys(c["layout"] for c in conversions):
+        part = [c for c in conversions if c["layout"] == layout]
+        kept = [100 * c["metrics"]["cache"]["fraction"] for c in part]
+        ratio = [c["metrics"]["ratio"] for c in part]
+        ax.plot(kept, ratio, color=PAINT[layout], marker=MARKERS[layout], ms=7, ls="", label=layout)
+        for x, c in zip(kept, part, strict=True):
+            if c["ratio_interval"]:
+                ax.plot([x, x], c["ratio_interval"], color=PAINT[layout], lw=1.2, marker="_", ms=9)
+        for x, y in zip(kept, ratio, strict=True) if len(conversions) <= 4 else ():
+            ax.annotate(shown(y, "times"), (x, y), (7, 5), textcoords="offset points", color=INK)
+    ax.axhline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
+    ax.set(xlim=(0, 105), xlabel="KV cache kept (% of GQA)", ylabel="perplexity / original")
+    ax.margins(y=0.2)
+    ax.legend(loc="upper right")
+
+
+def _draw_memory(ax: Any, conversions: list[dict[str, Any]]) -> None:
+    before = {(c["model"], c["context_bytes"]["128K"]["gqa"]): "gqa" for c in conversions}
+    rows = [(f"{model}, GQA", size, layout) for (model, size), layout in before.items()]
+    rows += [(c["name"], c["context_bytes"]["128K"]["mla"], c["layout"]) for c in conversions]
+    names, sizes, layouts = zip(*rows, strict=True)
+    bars = ax.barh(range(len(rows)), sizes, height=0.42, color=[PAINT[layout] for layout in layouts])
+    ax.bar_label(bars, [shown(size, "bytes") for size in sizes], padding=4, color=INK)
+    for y, name in enumerate(names):
+        ax.text(0, y - 0.29, name, va="bottom", color=INK)
+    ax.set(ylim=(len(rows) - 0.5, -0.9), xlim=(0, 1.3 * max(sizes)), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+
+
+def _draw_cached(ax: Any, conversion: dict[str, Any]) -> None:
+    cached, before, rotary = (_column(conversion, k) for k in ("cached", "gqa_cached", "qk_rope_head_dim"))
+    layouts = [str(layer.get("layout")) for layer in conversion["metrics"]["layers"]]
+    for layout in dict.fromkeys(layouts):
+        own = [i for i, other in enumerate(layouts) if other == layout]
+        shared = [rotary[i] if rotary[i] > 0 else 0 for i in own]
+        latent = [cached[i] - width for i, width in zip(own, shared, strict=True)]
+        paint, label = PAINT.get(layout, MUTED), "stays GQA" if layout == "gqa" else "latent"
+        ax.bar(own, latent, color=paint, label=label)
+        if any(shared):
+            ax.bar(own, shared, bottom=latent, color=paint, alpha=0.45, label="rotary key")
+    ax.stairs(before, [i - 0.5 for i in range(len(before) + 1)], color=INK, lw=1, label="before")
+    ax.set(xlabel="layer", ylabel="numbers cached per token")
+    ax.grid(axis="x", visible=False)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
+
+
+def _draw_spectrum(ax: Any, conversion: dict[str, Any]) -> None:
+    spectra = [_spectrum(layer) for layer in conversion["metrics"]["layers"]]
+    deep = max(map(len, spectra))
+    grid = [[math.log10(s[r]) if r < len(s) and s[r] > 0 else math.nan for s in spectra] for r in range(deep)]
+    seen = sorted(v for row in grid for v in row if not math.isnan(v)) or [0.0]
+    # A few directions carry nearly all and the last ones only rounding: neither may use up the colours.
+    low, high = seen[len(seen) // 10], seen[len(seen) * 99 // 100]
+    image = ax.imshow(
+        grid, cmap="cividis", aspect="auto", origin="lower", interpolation="none", vmin=low, vmax=high,
+        extent=(-0.5, len(spectra) - 0.5, 0, deep),
+    )  # fmt: skip
+    ranks = [r if s else math.nan for r, s in zip(_column(conversion, "kv_lora_rank"), spectra, strict=True)]
+    edges = [i - 0.5 for i in range(len(ranks) + 1)]
+    for colour, width in (("#000000", 3.4), ("#ffffff", 1.6)):
+        ax.stairs(ranks, edges, baseline=None, color=colour, lw=width)
+    ax.figure.colorbar(image, ax=ax, label="log10 loss per direction", pad=0.02, extend="both")
+    ax.set(xlabel="layer", ylabel="direction of the latent")
+    ax.grid(visible=False)
+
+
+def _draw_loss(ax: Any, conversion: dict[str, Any]) -> None:
+    loss, layout = _column(conversion, "predicted_loss"), conversion["layout"]
+    ax.plot(range(len(loss)), loss, color=PAINT[layout], marker=MARKERS[layout], ms=4, lw=0.8)
+    seen = [v for v in loss if not math.isnan(v)]
+    if min(seen) > 0 and max(seen) / min(seen) > 50:
+        logarithmic(ax.yaxis)
+    ax.set(xlabel="layer", ylabel="predicted loss (nats per token)")
+
+
+def _draw_seconds(ax: Any, conversion: dict[str, Any]) -> None:
+    spent = {name: s for name, value in conversion["seconds"].items() if (s := number(value)) is not None}
+    bars = ax.barh(list(spent), list(spent.values()), height=0.62, color=PAINT[conversion["layout"]])
+    ax.bar_label(bars, [shown(value, "seconds") for value in spent.values()], padding=4, color=INK)
+    ax.invert_yaxis()
+    ax.set(xlim=(0, 1.18 * max(spent.values()) or 1), xlabel="seconds")
+    ax.tick_params(axis="y", length=0, labelcolor=INK)
+    ax.grid(axis="y", visible=False)

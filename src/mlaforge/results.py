@@ -1,0 +1,115 @@
+"""What `bench` and `gate` left below a folder: results/<time>/*.json, read for the report.
+
+Nothing is computed here but which cases belong together. docs/bench.md says what each field means.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mlaforge.page import NOT_FINITE, at, number
+
+KINDS = ("scenario", "kernels", "conversion", "gates")
+SCHEMA = 1
+OWN = "mlaforge"
+# A run's folder is named by its time.
+RUN = re.compile(r"\d{8}-\d{6}")
+# What makes a case another series of measurements: all but its context, its batch and its drafted tokens.
+SERIES = ("engine", "model", "layout", "dtype", "cache_fraction")
+# Every key of a case that the report reads: names, and what may be missing.
+NAMES = ("id", "engine", "model", "layout", "dtype", "draft")
+CASE = (
+    "cache_fraction", "context", "batch", "num_speculative_tokens", "imported", "status", "limit", "tokens_per_second",
+    "ms_per_token", "time_to_first_token", "prefill_tokens_per_second", "speedup", "peak_memory", "cache", "roofline",
+    "eagle_speculation", "distinct_4_grams",
+)  # fmt: skip
+SPEED = ("tokens_per_second", "median")
+
+
+def read_results(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """Kind -> its files, oldest first, each with its `name` below `folder`; and the names of those that cannot be read
+    or are of another schema."""
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    unreadable = []
+    for path in sorted(folder.resolve().rglob("*.json")):
+        if not RUN.fullmatch(path.parent.name):
+            continue
+        name = path.relative_to(folder.resolve()).as_posix()
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: NOT_FINITE)
+        except (OSError, ValueError):
+            body = None
+        if at(body, "kind") not in KINDS or at(body, "schema") != SCHEMA:
+            unreadable.append(name)
+            continue
+        body["name"] = name
+        found[body["kind"]].append(body)
+    for files in found.values():
+        files.sort(key=lambda body: str(body.get("time")))
+    for body in found["scenario"]:
+        body["cases"] = [_case(case) for case in dicts(body.get("cases"))]
+    for kind, key in (("gates", "gates"), ("kernels", "rows"), ("conversion", "rows")):
+        for body in found[kind]:
+            body[key] = dicts(body.get(key))
+    return found, unreadable
+
+
+def _case(case: dict[str, Any]) -> dict[str, Any]:
+    """A case that has every key."""
+    return {**dict.fromkeys(CASE), **case, **{name: str(case.get(name) or "not recorded") for name in NAMES}}
+
+
+def latest(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every scenario (of what is none: of its kind), scope and device the last run. files: oldest first."""
+    keys = ("scenario", "scope", "device")
+    return list({tuple(str(body.get(key)) for key in keys): body for body in files}.values())
+
+
+def dicts(value: Any) -> list[dict[str, Any]]:
+    """What of a list are dictionaries; nothing of anything else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def measured(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases that ran and have a context, a batch, a number of drafted tokens and a speed."""
+    keys = ("context", "batch", "num_speculative_tokens")
+    return [
+        case
+        for case in cases
+        if case["status"] == "ok" and None not in (number(case, *SPEED), *(number(case, key) for key in keys))
+    ]
+
+
+def spread(case: dict[str, Any], key: str = "tokens_per_second") -> tuple[float, float, float]:
+    """Least, median and greatest of the repetitions; the median where the others are missing."""
+    median = number(case, key, "median")
+    assert median is not None
+    least, most = number(case, key, "min"), number(case, key, "max")
+    return (median if least is None else least), median, (median if most is None else most)
+
+
+def groups(cases: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Cases that agree in `keys`, in the order in which they came."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for case in cases:
+        found.setdefault(tuple(case[key] for key in keys), []).append(case)
+    return found
+
+
+def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
+    """What tells a case's series from the others: the model, and whatever else differs, and its drafted tokens."""
+    among = list(among)
+    parts = [str(case["model"])]
+    for key, told in (("layout", "{}"), ("engine", "{}"), ("dtype", "{}"), ("cache_fraction", "cache {}")):
+        several = len({str(other[key]) for other in among if other[key] is not None}) > 1
+        if several and case[key] not in (None, OWN) and str(case[key]) not in parts[0]:
+            parts.append(told.format(case[key]))
+    if case["imported"]:
+        parts.append(f"imported: {at(case, 'imported', 'device')}")
+    if drafts := case["num_speculative_tokens"]:
+        parts.append(f"{drafts} by {case['draft']}")
+    return ", ".join(parts)

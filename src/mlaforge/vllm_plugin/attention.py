@@ -1,0 +1,127 @@
+"""Attention of a converted model's layers inside vLLM: modules of the model's own class with a rank's heads of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from mlaforge import checkpoint, families
+from mlaforge.engine.attention import PagedAttention, Step, paged
+from mlaforge.engine.batch import Batch
+from mlaforge.engine.cache import LayerCache, layer_caches
+from mlaforge.vllm_plugin.heads import Heads
+from mlaforge.vllm_plugin.row_cache import RowCache
+
+OP = "mlaforge_attention"
+
+
+class Attentions:
+    """All attention layers of a model, their weights and their caches."""
+
+    def __init__(self, vllm_config: Any, prefix: str):
+        model_config = vllm_config.model_config
+        raw: dict[str, Any] = model_config.hf_config.to_dict()
+        self.spec, self.dtype = checkpoint.read_spec(raw), model_config.dtype
+        self.head_dim = self.spec.layers[0].head_dim
+        size = get_tensor_model_parallel_world_size()
+        self.heads = Heads(raw["num_key_value_heads"], get_tensor_model_parallel_rank(), size)
+        own = self.heads.config(raw)
+        skeleton = checkpoint.skeleton(own)
+        self.device = torch.get_default_device()
+        self.rotary = type(skeleton.model.rotary_emb)(skeleton.config).to(self.device)
+        self.modules: list[Any] = [layer.self_attn for layer in skeleton.model.layers]
+        for module in self.modules:
+            if hasattr(module, "table"):
+                module.table.rotary = self.rotary
+        self._pending: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(self.modules))}
+        self._prefixes = {
+            families.family_of({"model_type": self.spec.model_type}).attention.format(layer=index): index
+            for index in range(len(self.modules))
+        }
+        self.caches = self._make_caches(checkpoint.read_spec(own), skeleton.config, prefix)
+        for cache in self.caches:
+            vllm_config.compilation_config.static_forward_context[cache.name] = cache
+
+    def _make_caches(self, spec: Any, config: Any, prefix: str) -> list[RowCache]:
+        """`spec` and `config` are of the rank's heads."""
+        kept, windows = layer_caches(spec, config)
+        self.kinds = [layer.kind for layer in kept]
+        caches = []
+        for group, window in enumerate(windows):
+            widths = {index: layer.width for index, layer in enumerate(kept) if layer.group == group}
+            # vLLM orders caches by the one number in their name.
+            name = f"{prefix}.layers.{min(widths)}.rows"
+            caches.append(RowCache(name, window, widths, self.dtype, self))
+        for cache in caches:
+            cache.siblings = caches
+        return caches
+
+    def layer(self, index: int) -> Attention:
+        """What stands in the place of a decoder layer's attention."""
+        name = next(cache.name for cache in self.caches if index in cache.widths)
+        return Attention(index, name, self.heads.size)
+
+    def take(self, name: str, tensor: Tensor) -> bool:
+        """Takes a checkpoint's tensor where it belongs to attention, and says whether it does."""
+        prefix, _, rest = name.partition(".self_attn.")
+        index = self._prefixes.get(f"{prefix}.self_attn.")
+        if not rest or index is None:
+            return False
+        part = self.heads.share(rest, tensor).to(self.device)
+        self._pending[index][rest] = part.to(self.dtype) if part.is_floating_point() else part.clone()
+        return True
+
+    def finish(self) -> None:
+        """Gives the modules what was taken; RuntimeError names what is missing, extra or wrongly shaped."""
+        for index, state in self._pending.items():
+            self.modules[index].load_state_dict(state, assign=True)
+            self.modules[index].requires_grad_(False).eval()
+        self._pending = {}
+
+    def on(self, index: int, rows_LW: Tensor) -> PagedAttention:
+        """Attention of a layer on its columns of a cache."""
+        kept = LayerCache(self.kinds[index], rows_LW.shape[1], 0)
+        format = str(self.dtype).removeprefix("torch.")
+        return paged(self.modules[index], kept, rows_LW, self.spec.layers[index].sinks, format)
+
+    def step(self, batch: Batch) -> Step:
+        """A step's tokens with their rotations."""
+        return Step.make(batch, self.rotary, self.head_dim, self.dtype)
+
+
+class Attention(nn.Module):
+    """Attention of decoder layer `index`, whose cache vLLM knows by `cache`."""
+
+    def __init__(self, index: int, cache: str, ranks: int):
+        super().__init__()
+        self.index, self.cache, self.ranks = index, cache, ranks
+
+    def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        """[N, C] normed -> [N, C], on all ranks the same. Positions follow from the cache."""
+        out = torch.zeros_like(hidden_states)
+        getattr(torch.ops.vllm, OP)(hidden_states, out, self.cache, self.index)
+        return tensor_model_parallel_all_reduce(out) if self.ranks > 1 else out
+
+
+def _attend(hidden: Tensor, out: Tensor, cache: str, layer: int) -> None:
+    """Fills `out` for the tokens that are there; a step may be filled up with others. Opaque to torch.compile."""
+    context = get_forward_context()
+    # Without it vLLM only measures how much memory the model takes.
+    if context.attn_metadata is not None:
+        batch = context.attn_metadata[cache]
+        N = len(batch.positions_N)
+        out[:N] = context.no_compile_layers[cache].attend(layer, hidden[:N], batch)
+
+
+def _attend_fake(hidden: Tensor, out: Tensor, cache: str, layer: int) -> None:
+    return None
+
+
+if not hasattr(torch.ops.vllm, OP):
+    direct_register_custom_op(OP, _attend, mutates_args=["out"], fake_impl=_attend_fake)

@@ -1,0 +1,115 @@
+"""Model classes by name: `<Family>MlaForCausalLM` is vLLM's `<Family>ForCausalLM` with attention replaced.
+
+vLLM's own classes bring embedding, norms, MLP, experts, head, their weights, tensor parallelism and the hidden states
+that draft heads read (`aux_hidden_states`); no family is named here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from vllm import ModelRegistry
+from vllm.model_executor.layers.attention import Attention as StockAttention
+
+from mlaforge import families
+from mlaforge.runtime import UserError
+from mlaforge.vllm_plugin import SUFFIX
+from mlaforge.vllm_plugin.attention import OP, Attentions
+
+_classes: dict[str, type] = {}
+
+
+def refuse(vllm_config: Any) -> None:
+    """UserError for what cannot be served, with the reason."""
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise UserError("converted models are served without pipeline parallelism: their cache is one for all layers")
+    if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise UserError("converted models are served without context parallelism: a row is read by one rank as a whole")
+    if (kind := vllm_config.cache_config.cache_dtype) not in ("auto", "float16", "bfloat16"):
+        raise UserError(f"--kv-cache-dtype {kind} is not supported: a latent is kept in the model's dtype; use auto")
+    size, heads = parallel.tensor_parallel_size, config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise UserError(f"{heads} query and {kv_heads} KV heads are not divisible among {size} tensor parallel ranks")
+    family = families.family_of({"model_type": config.model_type.removesuffix("_mla")})
+    for name, value in family.fixed.items():
+        given = getattr(config, name, None)
+        if given is not None and not math.isclose(given, value, rel_tol=1e-6):
+            raise UserError(f"{name} = {given}: vLLM computes this family with {value}, whatever config.json says")
+
+
+@contextmanager
+def _without_windows(config: Any) -> Iterator[None]:
+    """vLLM's classes refuse some arrangements of windows; what they would do with them is thrown away here."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        config.layer_types = ["full_attention"] * len(kinds)
+    try:
+        yield
+    finally:
+        if kinds is not None:
+            config.layer_types = kinds
+
+
+def _replace(model: Any, attentions: Attentions, context: dict[str, Any]) -> None:
+    """Every decoder layer's attention by ours; the original's caches are no longer known to vLLM."""
+    for index, layer in enumerate(model.layers):
+        [name] = [n for n, part in layer.named_children() if any(isinstance(m, StockAttention) for m in part.modules())]
+        for part in getattr(layer, name).modules():
+            if isinstance(part, StockAttention):
+                del context[part.layer_name]
+        setattr(layer, name, attentions.layer(index))
+
+
+def _make(name: str) -> type:
+    original = ModelRegistry.models[f"{name.removesuffix(SUFFIX)}ForCausalLM"].load_model_cls()
+
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        refuse(vllm_config)
+        with _without_windows(vllm_config.model_config.hf_config):
+            original.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        compilation = vllm_config.compilation_config
+        self.attentions = Attentions(vllm_config, prefix=f"{prefix}.model" if prefix else "model")
+        _replace(self.model, self.attentions, compilation.static_forward_context)
+        # Where vLLM cuts its graphs at attention, it has to cut at ours.
+        if compilation.splitting_ops and f"vllm::{OP}" not in compilation.splitting_ops:
+            compilation.splitting_ops.append(f"vllm::{OP}")
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded: set[str] = original.load_weights(self, _others(self, weights))
+        self.attentions.finish()
+        return loaded
+
+    said = f"vLLM's {original.__name__} with latent attention."
+    # An adapter would want vLLM's own projections; the cache is one for all layers.
+    flags = {"supports_lora": False, "supports_pp": False}
+    body = {"__module__": __name__, "__doc__": said, "__init__": __init__, "load_weights": load_weights, **flags}
+    return type(name, (original,), body)
+
+
+def _others(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """All weights but attention's, and the head's, where the checkpoint ties it and vLLM's class does not."""
+    embedding, has_head = None, False
+    for name, tensor in weights:
+        if model.attentions.take(name, tensor):
+            continue
+        embedding = tensor if name == "model.embed_tokens.weight" else embedding
+        has_head = has_head or name == "lm_head.weight"
+        yield name, tensor
+    tied = any(parameter is model.lm_head.weight for parameter in model.model.parameters())
+    if embedding is not None and not has_head and not tied:
+        yield "lm_head.weight", embedding
+
+
+def __getattr__(name: str) -> type:
+    """`<Family>MlaForCausalLM` (PEP 562: made once, on first use)."""
+    if not name.endswith(SUFFIX) or name == SUFFIX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _classes:
+        _classes[name] = _make(name)
+    return _classes[name]

@@ -1,0 +1,33 @@
+"""Pages of one size for groups of layers whose rows are of different widths, as vLLM's pool wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlaforge.runtime import UserError
+
+
+def even_pages(widths: Sequence[int], block_size: int, drafted: int = 0) -> tuple[list[int], list[int]]:
+    """Block sizes and row widths of groups whose rows need `widths`, so that all pages are of one size.
+
+    The first group (the layers that see everything, where there are some) keeps `block_size` and its width; a wider
+    row gets smaller blocks, a narrower one larger, and what remains is columns that stay empty. Beside several groups
+    the page of a draft head must divide, or be divided by, the others': the first group's rows grow to that.
+    """
+    first = widths[0]
+    if len(widths) > 1 and drafted:
+        divisors = [d for d in range(first, drafted + 1) if drafted % d == 0]
+        first = divisors[0] if divisors else -(-first // drafted) * drafted
+    sizes, filled = [block_size], [first]
+    for width in widths[1:]:
+        if width > first:
+            parts = next((k for k in range(1, block_size + 1) if block_size % k == 0 and k * first >= width), None)
+            if parts is None:
+                raise UserError(f"a block of {block_size} tokens is too small for this model's windows; --block-size")
+            sizes.append(block_size // parts)
+            filled.append(first * parts)
+        else:
+            times = max(k for k in range(1, first // width + 1) if first % k == 0)
+            sizes.append(block_size * times)
+            filled.append(first // times)
+    return sizes, filled

@@ -1,0 +1,180 @@
+"""The cache that vLLM allots to a converted model: one row per token and group of layers with the same window.
+
+A row holds what every layer of the group caches, side by side: latents (and rotary keys) of converted layers, keys and
+values of the others. So the bytes of a token are the sum over layers, whatever ranks they have; one cache per layer
+would be filled up to the widest, as vLLM wants pages of one size. Pages of several groups are made equal by block
+sizes, and by columns that stay empty in rows of windows alone, which are few.
+
+Legend: L slots (block * block_size + offset), W numbers in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from mlaforge.engine.attention import PagedAttention, Step
+from mlaforge.engine.batch import Batch, Chunk, make_batch
+from mlaforge.engine.block_tables import CacheGroup
+from mlaforge.runtime import UserError
+from mlaforge.vllm_plugin.pages import even_pages
+
+
+class RowBackend(AttentionBackend):
+    """vLLM's description of a backend; attention itself is mlaforge.engine.attention."""
+
+    supported_dtypes = [torch.float32, torch.float16, torch.bfloat16]  # noqa: RUF012
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return "MLAFORGE_ROWS"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("attention over rows is no AttentionImpl")
+
+    @staticmethod
+    def get_builder_cls() -> type[RowBatchBuilder]:
+        return RowBatchBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # Slots of a cache lie one after another; with one head these two are the same.
+        return KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return False
+
+
+class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
+    """vLLM's block tables -> the view that the engine's attention reads. Host numbers: it waits for the device."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.window: int | None = getattr(kv_cache_spec, "sliding_window", None)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+        given = common_attn_metadata
+        starts = given.query_start_loc_cpu[: given.num_reqs + 1].tolist()
+        lengths = given.seq_lens[: given.num_reqs].tolist()
+        chunks = [
+            Chunk(seq, (), length - (stop - start), length)
+            for seq, (start, stop, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
+            # Rows that fill up a batch have no tokens.
+            if stop > start
+        ]
+        tables = _Tables(given.block_table_tensor, chunks, self.kv_cache_spec.block_size, self.window)
+        return make_batch(chunks, tables, self.device)
+
+
+class _Tables:
+    """vLLM's block table of one group, as make_batch reads it."""
+
+    def __init__(self, table_SB: Tensor, chunks: Sequence[Chunk], block_size: int, window: int | None):
+        self.block_size = block_size
+        self.groups = (CacheGroup("rows", 0, window),)
+        self._table_SB = table_SB.cpu()
+        self._ends = {chunk.seq: -(-chunk.stop // block_size) for chunk in chunks}
+        # Blocks that have left the window are gone.
+        self._firsts = {
+            chunk.seq: 0 if window is None else max(0, chunk.start - window + 1) // block_size for chunk in chunks
+        }
+
+    def table(self, seq: int, group: int) -> tuple[int, list[int]]:
+        first = self._firsts[seq]
+        blocks: list[int] = self._table_SB[seq, first : self._ends[seq]].tolist()
+        return first * self.block_size, blocks
+
+
+class Model(Protocol):
+    """What a cache needs of the model whose layers it serves."""
+
+    def on(self, index: int, rows_LW: Tensor) -> PagedAttention:
+        """Attention of a layer on its columns of a cache."""
+
+    def step(self, batch: Batch) -> Step:
+        """A step's tokens with their rotations."""
+
+
+class RowCache(AttentionLayerBase):
+    """The cache of the layers that see `window` tokens (None: all); vLLM knows it as one layer named `name`.
+
+    `widths` is what each layer keeps of a token; in a row they lie one after another.
+    """
+
+    impl = None
+
+    def __init__(self, name: str, window: int | None, widths: dict[int, int], dtype: torch.dtype, model: Model):
+        self.name, self.window, self.widths, self.dtype, self.model = name, window, widths, dtype, model
+        self.siblings: Sequence[RowCache] = (self,)
+        self.kv_cache = torch.empty(0)
+        self._layers: dict[int, PagedAttention] = {}
+        self._step: tuple[Batch, Step] | None = None
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return RowBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
+        block_sizes, widths = even_pages(
+            [sum(cache.widths.values()) for cache in self.siblings],
+            vllm_config.cache_config.block_size,
+            drafted_width(vllm_config),
+        )
+        at = self.siblings.index(self)
+        told: dict[str, Any] = {
+            "block_size": block_sizes[at], "num_kv_heads": 1, "head_size": widths[at], "head_size_v": 0,
+            "dtype": self.dtype,
+        }  # fmt: skip
+        if self.window is None:
+            return FullAttentionSpec(**told)
+        return SlidingWindowSpec(**told, sliding_window=self.window)
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """`kv_cache`: [blocks, 1, block_size, W]. vLLM may bind a small one first, to measure."""
+        if not kv_cache.is_contiguous():
+            raise UserError(f"vLLM allotted {self.name} pages with gaps, which this plugin cannot read")
+        self.kv_cache = kv_cache
+        rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
+        for index, width in self.widths.items():
+            own = rows_LW[:, begin : begin + width]
+            if index in self._layers:
+                self._layers[index].keep_in(own)
+            else:
+                self._layers[index] = self.model.on(index, own)
+            begin += width
+
+    def attend(self, index: int, hidden_NC: Tensor, batch: Batch) -> Tensor:
+        """The output of a layer's attention, [N, C]."""
+        if self._step is None or self._step[0] is not batch:
+            self._step = batch, self.model.step(batch)
+        return self._layers[index](hidden_NC, self._step[1], None)
+
+
+def drafted_width(vllm_config: Any) -> int:
+    """Numbers that the layer of a draft head caches per token; 0 without one."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    draft = speculative.draft_model_config
+    return 2 * int(draft.get_num_kv_heads(vllm_config.parallel_config)) * int(draft.get_head_size())

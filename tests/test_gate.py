@@ -1,0 +1,355 @@
+"""Gates on made-up results, the ledger, and PERF_MODE's invariants on a real engine: each of them broken once."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from test_bench import known_roof  # noqa: F401
+
+from mlaforge.bench import gate, machine, roof
+from mlaforge.bench.invariants import Audit, check_view
+from mlaforge.bench.ours import Ours, Variant
+from mlaforge.config import resolve
+from mlaforge.engine import core
+from mlaforge.options import EngineConfig
+from mlaforge.plan import Gpu
+from mlaforge.runtime import UserError
+
+NO = ("scenario: batch\n", "quantity: speed\n")
+
+
+def case(count, runs, length=None, ceiling=None, **changes):
+    made = {
+        "id": f"k{count}", "engine": "mlaforge", "model": "m", "dtype": "bfloat16", "context": 16384, "batch": 4,
+        "num_speculative_tokens": count, "imported": None, "status": "ok", "limit": None,
+        "tokens_per_second": {"median": sorted(runs)[len(runs) // 2], "min": min(runs), "max": max(runs), "runs": runs},
+        "ms_per_token": {"p50": 5.0}, "eagle_speculation": {"mean_acceptance_length": length} if length else None,
+        "roofline": {"tokens_per_second": 400.0, "fraction": 0.5, "limit": "weights", "speedup_ceiling": ceiling},
+    }  # fmt: skip
+    return {**made, **changes}
+
+
+def results(*cases, **changes):
+    body = {
+        "kind": "scenario", "schema": 1, "scenario": "batch", "scope": "micro", "commit": "c" * 40, "dirty": False,
+        "device": "gpu", "forced": False, "time": "2026-01-01T00:00:00+00:00", "roof": {"name": "h200"},
+        "perf": [{"name": "deterministic", "passed": True, "told": "all"}], "cases": list(cases),
+    }  # fmt: skip
+    return {**body, **changes}
+
+
+def judged(text, body):
+    entry = yaml.safe_load(text)
+    made = gate._gate(Path("x.yaml"), 1, {"name": "g", "scenario": "batch", **entry})
+    return gate.judge(made, {"batch": body, "baseline": results(case(0, [50.0, 50.0]), scenario="baseline")})
+
+
+DRAFTED = "case: {num_speculative_tokens: 3, context: 16k}, "
+SPEED = "{quantity: tokens_per_second, " + DRAFTED + "over: {num_speculative_tokens: 0}, "
+LENGTH = "{quantity: mean_acceptance_length, " + DRAFTED
+PLAIN = "{quantity: tokens_per_second, case: {num_speculative_tokens: 0}, "
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "value", "ceiling"),
+    [
+        # Ratios of neighbours: 1.2 and 1.5, and not the ratio of the medians.
+        (SPEED + "at_least: 1.3}", "pass", 1.35, 2.0),
+        (SPEED + "at_least: 1.4}", "fail", 1.35, 2.0),
+        # No engine can: said, and not failed.
+        (SPEED + "at_least: 2.5}", "unreachable", 1.35, 2.0),
+        (SPEED + "at_most: 1.4}", "pass", 1.35, 2.0),
+        (LENGTH + "at_least: 2.2}", "pass", 2.4, 4.0),
+        (LENGTH + "at_least: 4.5}", "unreachable", 2.4, 4.0),
+        (PLAIN + "at_least: 500}", "unreachable", 100.0, 400.0),
+        # The worst of all that match.
+        ("{quantity: tokens_per_second, at_least: 110}", "fail", 100.0, 400.0),
+        ("{quantity: ms_per_token, at_most: 5}", "pass", 5.0, None),
+        ("{quantity: roof_fraction, at_least: 0.4}", "pass", 0.5, 1.0),
+        ("{quantity: invariants, at_least: 1}", "pass", 1.0, 1.0),
+        ("{quantity: tokens_per_second, case: {context: 32k}, at_least: 1}", "missing", None, None),
+        ("{quantity: tokens_per_second, case: {engine: vllm}, at_least: 1}", "missing", None, None),
+        (SPEED.replace("{num_speculative_tokens: 0}", "{scenario: baseline, num_speculative_tokens: 0}")
+         + "at_least: 2.4}", "pass", 2.7, 2.0),
+    ],
+)  # fmt: skip
+def test_verdicts(text, verdict, value, ceiling):
+    body = results(case(0, [100.0, 100.0]), case(3, [120.0, 150.0], 2.4, 2.0, tokens_per_second={
+        "median": 135.0, "min": 120.0, "max": 150.0, "runs": [120.0, 150.0]}))  # fmt: skip
+    found = judged(text, body)
+    assert (found["verdict"], found["ceiling"]) == (verdict, ceiling), found
+    assert found["value"] == (value if value is None else pytest.approx(value))
+
+
+def test_what_was_not_measured_says_why():
+    lacking = case(3, [1.0], status="capacity", limit={"what": "the cache holds 9 tokens", "change": "less"})
+    found = judged(SPEED + "at_least: 1}", results(case(0, [1.0]), lacking))
+    assert found["verdict"] == "missing" and "the cache holds 9 tokens" in found["told"]
+    found = judged("{quantity: invariants, at_least: 1}", results(perf=None))
+    assert found["verdict"] == "missing" and "--perf" in found["told"]
+    broken = [{"name": "deterministic", "passed": False, "told": "1 of 4 answers differ"}]
+    found = judged("{quantity: invariants, at_least: 1}", results(perf=broken))
+    assert found["verdict"] == "fail" and "1 of 4 answers differ" in found["told"]
+    # What another machine measured judges nothing here.
+    found = judged("{quantity: tokens_per_second, at_least: 1}", results(case(0, [9.0], imported={"file": "x"})))
+    assert found["verdict"] == "missing"
+
+
+def test_the_planned_gates_ship():
+    planned = {g.name: g for path in gate.FOLDER.glob("*.yaml") for g in gate.read(path)}
+    wanted = {
+        ("batch", 16384, 4, "tokens_per_second"): 1.0, ("batch", 16384, 4, "mean_acceptance_length"): 2.2,
+        ("single", 32768, 1, "tokens_per_second"): 2.0, ("single", 32768, 1, "mean_acceptance_length"): 3.0,
+    }  # fmt: skip
+    for scope in ("micro", "full"):
+        own = [g for g in planned.values() if scope in g.scopes]
+        found = {(g.scenario, g.case["context"], g.case["batch"], g.quantity): g.at_least for g in own if g.case}
+        assert found == wanted
+        assert all(g.case["num_speculative_tokens"] == 3 for g in own if g.case)
+        assert {g.scenario for g in own if g.quantity == "invariants"} == {"single", "batch"}
+    assert any(g.scopes == ("cpu",) for g in planned.values())
+
+
+def write_run(out, name, **changes):
+    body = results(case(0, [100.0]), **{"time": name, **changes})
+    machine.write(out / name / "batch.json", body)
+    return out / name
+
+
+@pytest.fixture
+def one_gate(tmp_path, monkeypatch):
+    folder = tmp_path / "gates"
+    folder.mkdir()
+    (folder / "g.yaml").write_text("gates:\n- {name: g, scenario: batch, quantity: tokens_per_second, at_least: 50}\n")
+    monkeypatch.setattr(gate, "FOLDER", folder)
+    return tmp_path / "results"
+
+
+def test_the_full_suite_waits_for_three_green_runs(one_gate):
+    out, told = one_gate, {"commit": "c" * 40, "device": "gpu", "dirty": False}
+    slow = case(0, [10.0])
+
+    def refused(**changes):
+        with pytest.raises(UserError, match=r"green \d of 3 times"):
+            gate.permit(out, False, "full", {**told, **changes})
+
+    counts = []
+    runs = [
+        {},
+        {},
+        {"cases": [slow]},
+        {},
+        {},
+        {"dirty": True},
+        {"commit": "d" * 40},
+        {"device": "cpu"},
+        {"scope": "cpu"},
+    ]
+    for number, changes in enumerate(runs):
+        gate.run(write_run(out, f"run{number}", **changes))
+        counts.append(gate.in_a_row(out / gate.LEDGER, told["commit"], told["device"]))
+        refused()
+    assert counts == [1, 2, 0, 1, 2, 2, 2, 2, 2]
+    # Judged again, or copied, it is the same run.
+    gate.run(out / "run4")
+    machine.write(out / "copy" / "batch.json", json.loads((out / "run4" / "batch.json").read_text()))
+    gate.run(out / "copy")
+    refused()
+    last = gate.run(write_run(out, "run9"))
+    assert last["ledger"]["in_a_row"] == 3 and last["passed"]
+    assert gate.permit(out, False, "full", told) is False
+    refused(dirty=True)
+    refused(commit="d" * 40)
+    assert gate.permit(out, True, "full", {**told, "device": "other"}) is True
+    assert gate.permit(out, False, "micro", {**told, "device": "other"}) is False
+    (out / gate.LEDGER).write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        gate.permit(out, False, "full", told)
+
+
+def test_own_gates_open_nothing(one_gate, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("gates:\n- {name: mine, scenario: batch, quantity: tokens_per_second, at_least: 1}\n")
+    found = gate.run(write_run(one_gate, "a"), own)
+    assert found["passed"] and found["ledger"]["in_a_row"] == 0 and found["gates"][0]["name"] == "mine"
+
+
+def test_the_exit_code_and_the_newest_run(one_gate, cli):
+    write_run(one_gate, "20260101-000000", cases=[case(0, [10.0])])
+    done = cli("gate", one_gate)
+    assert (
+        done.exit_code == 1
+        and "FAIL" in done.stdout
+        and "not 10 >= 50" in json.dumps(json.loads((one_gate / "20260101-000000" / "gates.json").read_text()))
+    )
+    write_run(one_gate, "20260102-000000")
+    done = cli("gate", one_gate)
+    assert done.exit_code == 0 and "passed: micro on gpu" in done.stdout and "1 of 3 times" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gates: 3", "must hold one key, gates"),
+        ("gates:\n- {name: g}", "needs name, scenario and quantity"),
+        (
+            "gates:\n- {name: g, scenario: batch, quantity: tokens_per_secnd, at_least: 1}",
+            "did you mean 'tokens_per_sec",
+        ),
+        ("gates:\n- {name: g, scenario: batch, quantity: invariants}", "needs at_least or at_most"),
+        ("gates:\n- {name: g, scenario: batch, quantity: invariants, at_least: a lot}", "a number"),
+        ("gates:\n- {name: g, scenario: batch, quantity: invariants, at_last: 1}", "did you mean 'at_least'?"),
+        (
+            "gates:\n- {name: g, scenario: batch, quantity: invariants, at_least: 1, over: {batch: 1}}",
+            "over names fields",
+        ),
+        ("gates:\n- {name: g, scope: macro, scenario: batch, quantity: invariants, at_least: 1}", "scope 'macro'"),
+    ],
+)
+def test_a_gates_file_that_is_wrong(tmp_path, text, words):
+    path = tmp_path / "g.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        gate.read(path)
+
+
+def test_results_of_several_runs_are_refused(tmp_path, refused):
+    out = tmp_path / "results"
+    machine.write(out / "a" / "batch.json", results())
+    machine.write(out / "a" / "single.json", results(scenario="single", commit="d" * 40))
+    refused("results of several commits", "gate", out / "a")
+    refused("holds no results", "gate", tmp_path / "nothing")
+
+
+@pytest.fixture
+def ours(tiny_models):
+    config = resolve(EngineConfig, None, dtype="float32", device="cpu", cache_bytes=1 << 20, num_speculative_tokens=3)
+    peer = Ours(tiny_models["llama"], "llama", None, config, 64, 2)
+    yield peer
+    peer.close()
+
+
+PROMPTS = [[1, 2, 3, 4, 5] * 6, [9, 8, 7] * 10]
+
+
+def broken(peer, variant=None):
+    variant = variant or Variant(3, "ngram")
+    return {f.name: f for f in Audit(peer).run(PROMPTS, 6, variant) if not f.passed}
+
+
+def test_a_good_engine_passes_and_is_left_as_it_was(ours):
+    before = ours.engine.runner
+    assert broken(ours) == {}
+    peers = ours.run(PROMPTS, 6, Variant())
+    assert broken(ours, Variant(3, "replay")) == {} and peers.token_ids
+    assert ours.engine.runner is before and "step" not in vars(ours.engine) and "use" not in vars(ours)
+
+
+def spoil(monkeypatch, engine, name):
+    """One mistake of each kind."""
+    hidden, make = engine.model.hidden, core.make_batch
+    if name == "tuned_kernels":
+        monkeypatch.setenv("MLAFORGE_OPS", "reference")
+    elif name == "drafting_goes_on":
+        # After the first steps nobody drafts any more.
+        counts = core.Speculation.counts
+
+        def fewer(self, *words):
+            of = counts(self, *words)
+            return of if self.stats.steps < 3 else lambda sequence: 0
+
+        monkeypatch.setattr(core.Speculation, "counts", fewer)
+    elif name == "cache_integrity":
+
+        def shifted(*words):
+            batch = make(*words)
+            views = tuple(dataclasses.replace(v, slots_N=v.slots_N.flip(0)) for v in batch.views)
+            return dataclasses.replace(batch, views=views)
+
+        monkeypatch.setattr(core, "make_batch", shifted)
+    elif name == "no_host_reads":
+        monkeypatch.setattr(
+            engine.model, "hidden", lambda *w: hidden(*w) * (1 + 0 * float(engine.model.embedding[0, 0]))
+        )
+    elif name == "no_debug_copies":
+        monkeypatch.setattr(engine.model, "hidden", lambda *w: (engine.cache.rows[0].clone(), hidden(*w))[1])
+    else:
+        logits, turns = engine.model.logits, itertools.count()
+        monkeypatch.setattr(engine.model, "logits", lambda h: logits(h).roll(next(turns), -1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tuned_kernels", "drafting_goes_on", "cache_integrity", "no_host_reads", "no_debug_copies", "deterministic"],
+)
+def test_every_invariant_can_break(ours, monkeypatch, name):
+    spoil(monkeypatch, ours.engine, name)
+    found = broken(ours)
+    assert name in found, found
+    # A wrong slot makes other numbers, the same ones twice.
+    assert set(found) <= {name, "deterministic"}, found
+
+
+def test_a_broken_invariant_ends_the_run(cli, tiny_models, monkeypatch, tmp_path, evaluation_file):
+    monkeypatch.setenv("MLAFORGE_OPS", "reference")
+    monkeypatch.setattr(roof, "measured", lambda: Gpu("cpu", 0.05, 0.01, 8.0, "made up"))
+    words = ["--context", 32, "--tokens", 4, "--rounds", 1, "--device", "cpu", "--perf", "--text", evaluation_file]
+    done = cli("bench", "single", tiny_models["llama"], *words, "--cache-fraction", 0.001, "--out", tmp_path)
+    assert done.exit_code == 1 and "an invariant is broken: tuned_kernels" in done.stderr
+    assert "Traceback" not in done.stderr
+    (path,) = tmp_path.glob("*/single.json")
+    body = json.loads(path.read_text())
+    assert [found["name"] for found in body["perf"] if not found["passed"]] == ["tuned_kernels"]
+    # Nothing was timed.
+    assert body["cases"] == []
+
+
+@pytest.fixture(scope="module")
+def step_view(tiny_models):
+    """A step's view, its positions, and the tables that it was made of: a chunk of a prompt and a drafting sequence."""
+    from mlaforge.engine.batch import Chunk, make_batch
+    from mlaforge.engine.block_tables import BlockTables, CacheGroup
+
+    tables = BlockTables([CacheGroup("full", 32)], 4)
+    chunks = []
+    for number, (start, stop) in enumerate([(0, 7), (9, 13)]):
+        tokens = list(range(100 * number, 100 * number + stop))
+        tables.start(number, tokens, False)
+        if start:
+            tables.reserve(number, start)
+            tables.commit(number, tokens, start)
+        tables.reserve(number, stop)
+        chunks.append(Chunk(number, tokens, start, stop))
+    batch = make_batch(chunks, tables, torch.device("cpu"))
+    return batch.views[0], batch.positions_N.tolist(), [tables.table(number, 0) for number in range(2)]
+
+
+@given(data=st.data())
+def test_any_wrong_number_of_a_view_is_seen(step_view, data):
+    view, positions, tables = step_view
+    assert check_view(view, positions, tables) == []
+    field = data.draw(st.sampled_from(["slots_N", "seq_lens_S", "block_table_SB", "first_S", "runs", "positions"]))
+    change = data.draw(st.integers(1, 9))
+    if field == "positions":
+        at = data.draw(st.integers(0, len(positions) - 1))
+        positions = [p + change * (i == at) for i, p in enumerate(positions)]
+    elif field == "runs":
+        (start, length), *rest = view.runs[0]
+        view = dataclasses.replace(view, runs=(((start + change, length), *rest), *view.runs[1:]))
+    else:
+        tensor = copy.deepcopy(getattr(view, field))
+        used = 2 if field == "block_table_SB" else tensor.numel()
+        step = view.block_size if field == "first_S" else 1
+        tensor.view(-1)[data.draw(st.integers(0, used - 1))] += change * step
+        view = dataclasses.replace(view, **{field: tensor})
+    # A length may lie beyond the table.
+    with contextlib.suppress(IndexError):
+        assert check_view(view, positions, tables)
