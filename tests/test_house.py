@@ -108,9 +108,10 @@ ALLOWED = {
     "course": {"runtime", "artifact", "packing", "spill", "trainer", "sharding"},
     "token_map": BOTTOM,
     "draft_vocab": NOUNS | {"answers", "token_map"},
+    "draft_start": {"runtime", "modeling", "packing", "unroll"},
     "unroll": {"distill", "kl", "modeling", "packing"},
     "draft_train": NOUNS
-    | {"answers", "token_map", "packing", "trainer", "sharding", "teacher_cache", "course", "unroll"},
+    | {"answers", "token_map", "packing", "trainer", "sharding", "teacher_cache", "course", "unroll", "draft_start"},
     "heal": NOUNS | {"refit", "packing", "distill", "trainer", "sharding", "teacher_cache", "course"},
     "ops": {"runtime"},
     "engine": NOUNS | {"ops"},

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, locate, packing, sharding, token_map
+from mlaforge import checkpoint, draft_start, locate, packing, sharding, token_map
 from mlaforge.answers import TEXT, Answer, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.course import Course, Marks, board, check_shares, running
@@ -34,8 +35,6 @@ from mlaforge.unroll import States, Unrolled, Validation, capture, columns
 NOT_HASHED = ("device", "tensorboard", "text", "vocabulary", "init")
 # The tensors after the last step, fp16, where those written were better.
 LAST = "last_step.safetensors"
-# Spread of what is drawn, as transformers draws new layers.
-SPREAD = 0.02
 
 
 def check_options(config: DraftTrainConfig) -> None:
@@ -78,29 +77,10 @@ def new_config(raw: dict[str, Any], spec: ModelSpec, config: DraftTrainConfig, s
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta}, mlp_bias=False,
     )  # fmt: skip
     return Eagle3Config(
-        layer, spec.hidden_size, size, boundaries(config.boundaries, spec.num_layers), config.sliding_window or None
-    )
-
-
-def new_head(config: Eagle3Config, ids: Tensor, target: Any, seed: int) -> Eagle3Head:
-    """A head that begins close to its target: it reads the last captured state, its final norm and the rows of its
-    language model head are the target's, and so is its MLP where the shapes are the same; the rest is drawn."""
-    head = Eagle3Head(config).requires_grad_(False)
-    draw = torch.Generator().manual_seed(seed)
-    for parameter in head.parameters():
-        if parameter.ndim == 2:
-            parameter.normal_(std=SPREAD, generator=draw)
-    head.load_state_dict(_mapping(config, ids), strict=False)
-    C = config.layer.hidden_size
-    head.fc.weight[:, -C:] += torch.eye(C)
-    head.lm_head.weight.copy_(target.lm_head.weight[ids])
-    head.norm.weight.copy_(target.model.norm.weight)
-    layer = target.model.layers[min(config.boundaries[-1], len(target.model.layers) - 1)]
-    theirs = dict(layer.named_parameters())
-    for name, parameter in head.midlayer.named_parameters():
-        if name.startswith(("mlp.", "post_attention")) and name in theirs and theirs[name].shape == parameter.shape:
-            parameter.copy_(theirs[name])
-    return head
+        layer, spec.hidden_size, size, boundaries(config.boundaries, spec.num_layers), config.sliding_window or None,
+        # States of a few tokens are hundreds of times larger than the others.
+        fc_norm=True,
+    )  # fmt: skip
 
 
 def _mapping(config: Eagle3Config, ids: Tensor) -> dict[str, Tensor]:
@@ -202,6 +182,21 @@ def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -
         raise UserError(f"{config.init} has embed_tokens of its own, which is not trained here; give another head")
 
 
+def _new_head(
+    shape: Eagle3Config, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States], embedding: Tensor,
+    wanted_head: Tensor, seed: int, work: Spill, group: sharding.Group,
+) -> Eagle3Head:  # fmt: skip
+    """A head that begins as a linear map (draft_start.py), solved by the first process, once."""
+    head = Eagle3Head(shape)
+    if "start" not in work and group.first:
+        found = draft_start.solve(rows, states, embedding, shape.layer.rms_norm_eps)
+        draft_start.start(head, found, wanted_head.cpu(), seed)
+        work["start"] = dict(head.named_parameters())
+    group.wait()
+    head.load_state_dict({**_mapping(shape, ids), **work["start"]})
+    return head
+
+
 def states_cache(work: Spill, places: tuple[int, ...]) -> TeacherCache:
     """Keeps the target's states in bf16, which is what it mostly drafts with."""
 
@@ -225,17 +220,21 @@ def _train(
         target.set_attn_implementation(FUSED)
         embedding = target.get_input_embeddings().weight.detach().clone()
         wanted_head = target.lm_head.weight.detach()[ids.to(device)]
-        with torch.no_grad():
-            head = old or new_head(shape, ids, target, config.seed)
-        # Shards are kept in fp32; what is not sharded has its masters in the trainer.
-        head = head.to(device, torch.float32 if group.world > 1 else dtype)
-    cache = states_cache(work, head.config.boundaries)
+    cache = states_cache(work, shape.boundaries)
     # Phase 0 is what is learnt from, 1 what is kept back.
     phases = (texts.feed.phases[0] if config.cache else packing.Phase(rows.take(torch.arange(0)), 0),
               packing.Phase(texts.validation, 0))  # fmt: skip
     with timed(seconds, "target"):
         cache.fill(target, phases, group.rank, group.world)
         group.wait()
+    with timed(seconds, "start"):
+        if config.cache:
+            states: Callable[[packing.Rows], States] = functools.partial(cache, 0)
+        else:
+            states = functools.partial(capture, target, boundaries=shape.boundaries)
+        head = old or _new_head(shape, ids, rows, states, embedding, wanted_head, config.seed, work, group)
+    # Shards are kept in fp32; what is not sharded has its masters in the trainer.
+    head = head.to(device, torch.float32 if group.world > 1 else dtype)
     lesson = Unrolled(
         head, None if config.cache else target, embedding, wanted_head, config.unroll,
         texts.described["columns"] / len(rows),
