@@ -1,5 +1,7 @@
 """`draft train` on tiny models: what it learns the engine accepts, and it resumes to the bit."""
 
+import copy
+import dataclasses
 import json
 import os
 import signal
@@ -15,14 +17,15 @@ from safetensors.torch import load_file
 from test_eagle3 import make
 from torch.nn import functional as F
 
-from mlaforge import answers, checkpoint, draft_train, draft_vocab
+from mlaforge import answers, checkpoint, draft_start, draft_train, draft_vocab
 from mlaforge.artifact import Manifest
 from mlaforge.config import resolve
 from mlaforge.draft_head import read_head, write_head
+from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import DraftTrainConfig, VocabularyConfig
 from mlaforge.packing import Rows
 from mlaforge.runtime import Resumable, UserError
-from mlaforge.unroll import Unrolled, capture
+from mlaforge.unroll import Unrolled, capture, columns
 
 FEW = {
     "steps": 6, "batch_tokens": 128, "micro_tokens": 64, "seqlen": 64, "unroll": 3, "evaluate_every": 3,
@@ -91,10 +94,10 @@ def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
     draft_vocab.run(str(target), [text], tmp_path / "vocab", VocabularyConfig(size=256))
     head, manifest = trained(
         vocabulary=str(tmp_path / "vocab"), steps=80, batch_tokens=256, micro_tokens=256, evaluate_every=40,
-        sliding_window=8, learning_rate=0.1,
+        sliding_window=8, learning_rate=0.03,
     )  # fmt: skip
     curve, losses = manifest.metrics["curve"], manifest.metrics["losses"]
-    assert sum(losses[-10:]) < 0.1 * sum(losses[:10])
+    assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
     assert manifest.metrics["best"]["acceptance_length"] == max(point["acceptance_length"] for point in curve) > 2.5
     learnt, held = answers.split(answers.read_answers(text)[1])
     config = read_head(head, 3).config
@@ -121,19 +124,52 @@ def test_states_are_what_the_engine_captures(target):
     torch.testing.assert_close(states.final, found[3][0])
 
 
-def test_it_begins_close_to_its_target(target):
+def test_it_begins_at_the_best_linear_map(target, text):
+    """Least squares by another solver; and a new head says nearly that, where its heads can hold it."""
     model = checkpoint.load_model(target, "float32")
-    config = draft_train.new_config(
-        checkpoint.read_config(target), checkpoint.read_spec(checkpoint.read_config(target)), DraftTrainConfig(), 100
-    )
-    head = draft_train.new_head(config, torch.arange(50, 150), model, 0)
-    assert torch.equal(head.lm_head.weight, model.lm_head.weight[50:150])
-    assert torch.equal(head.midlayer.mlp.up_proj.weight, model.model.layers[config.boundaries[-1]].mlp.up_proj.weight)
-    assert head.target_ids.tolist() == list(range(50, 150))
-    layer, theirs = config.layer, model.config
-    assert (layer.hidden_size, layer.intermediate_size) == (theirs.hidden_size, theirs.intermediate_size)
-    again = draft_train.new_head(config, torch.arange(50, 150), model, 0)
-    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+    config = DraftTrainConfig(text=(str(text),), seqlen=64, batch_tokens=64, boundaries="0,1,3")
+    rows = draft_train.read_texts(config, answers.read_answers(text)[1]).feed.phases[0].rows
+    embedding, wanted_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
+    states = capture(model, rows, (0, 1, 3))
+    found = draft_start.solve(rows, lambda part: capture(model, part, (0, 1, 3)), embedding, 1e-6)
+    keep = ~rows.last.flatten()
+    read = [*states.captured.split(64, dim=-1), embedding[rows.ids.roll(-1, dims=1).flatten()]]
+    x = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1)[keep].double()
+    y = states.final.roll(-1, dims=0)[keep].double()
+    ridge = (len(x) * draft_start.RIDGE * x.square().mean()).sqrt() * torch.eye(256).double()
+    wanted = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
+    torch.testing.assert_close(x @ found.weight, x @ wanted, rtol=1e-3, atol=1e-3)
+    assert found.size == pytest.approx(float((x @ wanted).square().mean().sqrt()), rel=1e-3)
+    raw = checkpoint.read_config(target)
+    shape = draft_train.new_config(raw, checkpoint.read_spec(raw), config, 260)
+    shape = dataclasses.replace(shape, layer=copy.deepcopy(shape.layer))
+    shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 4
+    head = Eagle3Head(shape).requires_grad_(False)
+    draft_start.start(head, found, wanted_head, 0)
+    at, left = columns(rows)
+    out = Unrolled(head, None, embedding, wanted_head, 1, 1.0)._outs(rows, states, at)[0][left > 0]
+    places = (torch.arange(len(rows))[:, None] * 64 + at)[left > 0]
+    said = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1).double()[places]
+    assert float(torch.cosine_similarity(out.double(), said @ wanted, dim=-1).mean()) > 0.85
+
+
+@pytest.mark.parametrize("rank", [5, 12, 20])
+def test_factors_are_the_best_of_their_rank(rank):
+    """For inputs that are not alike in size: no other factors, drawn or found by SVD of the weight alone, do better."""
+    draw = torch.Generator().manual_seed(rank)
+    x = torch.randn(400, 12, generator=draw).double() * torch.logspace(-1, 1, 12).double()
+    weight = torch.randn(12, 9, generator=draw).double()
+    values, mixed = draft_start.low_rank(weight, x.mT @ x / 400, rank)
+    assert values.shape == (rank, 12) and mixed.shape == (9, rank)
+
+    def error(product):
+        return float((x @ product - x @ weight).square().mean())
+
+    U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
+    plain = U[:, :rank] * S[:rank] @ Vh[:rank]
+    assert error(values.mT @ mixed.mT) < error(plain) + 0.01
+    if rank < 9:
+        assert error(values.mT @ mixed.mT) < 0.9 * error(plain)
 
 
 def test_without_a_cache_it_learns_the_same(trained):

@@ -232,7 +232,7 @@ class DraftTrainConfig:
     batch_tokens: int = option(2048, "text of a step, prompts and padding counted", "tokens")
     micro_tokens: int = option(2048, "of it, what goes through the models at once", "tokens")
     seqlen: int = option(512, "length of packed rows; longer conversations are cut", "tokens")
-    learning_rate: float = option(0.03, "after the warm-up; for a matrix's row it is a share of the row's own size")
+    learning_rate: float = option(3e-3, "after the warm-up; for a matrix's row it is a share of the row's own size")
     warm_up: float = option(
         0.05, "share of the steps over which the rate grows; a cosine takes it back to 0", "fraction"
     )
