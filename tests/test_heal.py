@@ -402,4 +402,4 @@ def test_two_processes_lose_what_one_does(healed, tiny_models, student, healing_
 
 def test_the_recipe_is_one():
     config = resolve(HealConfig, Path(__file__).parents[1] / "recipes" / "smollm2-heal.yaml")
-    assert heal.check_options(config) == ["attention", "all"] and heal.lengths(config) == [512, 2048]
+    assert heal.check_options(config) == ["attention", "all"] and heal.lengths(config) == [512, 512, 512, 2048]

@@ -47,6 +47,7 @@ class Op:
         self.implementations: dict[str, Implementation] = {}
         # Who counts calls: told what ran, and on what.
         self.watch: Callable[[str, Sequence[Any]], None] | None = None
+        assert name not in OPS, name
         OPS[name] = self
         self._logged: set[tuple[str, str]] = set()
 
