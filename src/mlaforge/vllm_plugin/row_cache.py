@@ -11,6 +11,7 @@ Legend: L slots (block * block_size + offset), W numbers in a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -28,18 +29,12 @@ from mlaforge.vllm_plugin.pages import even_pages
 
 
 class RowBackend(AttentionBackend):
-    """vLLM's description of a backend; attention itself is mlaforge.engine.attention."""
-
-    supported_dtypes = [torch.float32, torch.float16, torch.bfloat16]  # noqa: RUF012
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]  # noqa: RUF012
+    """What vLLM asks of the layers that have a cache. It picks no kernel by this and makes no AttentionImpl of it:
+    attention is mlaforge.engine.attention."""
 
     @staticmethod
     def get_name() -> str:
         return "MLAFORGE_ROWS"
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        raise NotImplementedError("attention over rows is no AttentionImpl")
 
     @staticmethod
     def get_builder_cls() -> type[RowBatchBuilder]:
@@ -49,22 +44,6 @@ class RowBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         # Slots of a cache lie one after another; with one head these two are the same.
         return KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_pcp(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_dcp(cls) -> bool:
-        return False
 
 
 class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
@@ -80,7 +59,7 @@ class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
         lengths = given.seq_lens[: given.num_reqs].tolist()
         chunks = [
             Chunk(seq, (), length - (stop - start), length)
-            for seq, (start, stop, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
+            for seq, ((start, stop), length) in enumerate(zip(pairwise(starts), lengths, strict=True))
             # Rows that fill up a batch have no tokens.
             if stop > start
         ]
@@ -123,6 +102,7 @@ class RowCache(AttentionLayerBase):
     `widths` is what each layer keeps of a token; in a row they lie one after another.
     """
 
+    # vLLM's builders of other layers' metadata look at it.
     impl = None
 
     def __init__(self, name: str, window: int | None, widths: dict[int, int], dtype: torch.dtype, model: Model):

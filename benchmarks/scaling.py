@@ -1,0 +1,66 @@
+"""The tables of docs/scaling.md: what `mlaforge plan` computes for GPT-OSS, by ranks of tensor parallelism. Seconds.
+
+python benchmarks/scaling.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from memory import CONFIG
+
+from mlaforge.checkpoint import read_spec
+from mlaforge.plan import GPUS, Gpu, Plan, make_plan, unconverted, weight_bytes
+from mlaforge.vllm_plugin.heads import Heads
+
+MODELS = {
+    "20B": {**CONFIG, "num_hidden_layers": 24, "num_local_experts": 32},
+    "120B": {**CONFIG, "num_hidden_layers": 36, "num_local_experts": 128},
+}
+MACHINES = {"H100": GPUS["h100"], "H200": GPUS["h200"]}
+CONTEXTS = {"32K": 32 * 1024, "128K": 128 * 1024}
+KINDS, RANKS = ("GQA", "converted"), (1, 2, 4, 8)
+
+
+def plan(raw: dict[str, Any], kind: str) -> Plan:
+    """As recipes/ convert: full layers to a latent of 512 and a rotary key of 64."""
+    spec = read_spec(raw)
+    return unconverted(spec) if kind == "GQA" else make_plan(spec, 0.5, "latent_rope", "auto", 512, 64)
+
+
+def cache_bytes(raw: dict[str, Any], kind: str, context: int, ranks: int) -> int:
+    """Bytes of a request on each of so many ranks, as the plugin shares out heads: latents are on all of them."""
+    own = read_spec(Heads(raw["num_key_value_heads"], 0, ranks).config(raw))
+    return Plan(own, plan(raw, kind).layers).cache_bytes(context)
+
+
+def requests(raw: dict[str, Any], kind: str, gpu: Gpu, context: int, ranks: int) -> int:
+    """Requests that fit beside a rank's share of the weights."""
+    free = gpu.memory_gib * 2**30 - weight_bytes(plan(raw, kind)) / ranks
+    return int(free // cache_bytes(raw, kind, context, ranks))
+
+
+def lines() -> Iterator[str]:
+    """The tables' rows, as docs/scaling.md has them."""
+    for model, raw in MODELS.items():
+        for name, gpu in MACHINES.items():
+            found = [requests(raw, kind, gpu, context, 1) for context in CONTEXTS.values() for kind in KINDS]
+            yield _row(model, name, *found)
+    for context, tokens in CONTEXTS.items():
+        for kind in KINDS:
+            mib = [round(cache_bytes(MODELS["120B"], kind, tokens, ranks) / 2**20) for ranks in RANKS]
+            yield _row(f"{context}, {kind}", f"{mib[0]:,} MiB", *mib[1:])
+    for model, raw in MODELS.items():
+        for name, gpu in MACHINES.items():
+            for kind in KINDS:
+                found = [8 // ranks * requests(raw, kind, gpu, CONTEXTS["32K"], ranks) for ranks in RANKS]
+                yield _row(f"{model}, {name}, {kind}", *found)
+
+
+def _row(*cells: str | int) -> str:
+    return f"| {' | '.join(cell if isinstance(cell, str) else f'{cell:,}' for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))
