@@ -289,39 +289,52 @@ def test_real_model(calibration_file, tmp_path):
 
 
 SERVE = """
-import json, sys
+import gc, json, sys
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
-    # Its CPU kernel for rotary embedding misreads queries by head: docs/export.md.
-    llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4,
-              compilation_config={"custom_ops": ["-rotary_embedding"]})
-    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
-    out = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1))
-    told = [[list(o.outputs[0].token_ids), [s[t].logprob for t, s in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]]
-            for o in out]
-    print("TOLD " + json.dumps(told))
-"""  # noqa: E501
+    from vllm.distributed import cleanup_dist_env_and_memory
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[1])]
+    for directory in sys.argv[2:]:
+        # Its CPU kernel for rotary embedding misreads queries by head: docs/export.md.
+        llm = LLM(model=directory, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4,
+                  compilation_config={"custom_ops": ["-rotary_embedding"]})
+        out = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1))
+        told = [[list(o.token_ids), [s[t].logprob for t, s in zip(o.token_ids, o.logprobs)]]
+                for o in (each.outputs[0] for each in out)]
+        print("TOLD " + json.dumps(told), flush=True)
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+"""
+
+
+@pytest.fixture(scope="module")
+def stock_vllm(exported, tmp_path_factory):
+    """Prompts, and what vLLM made of them with its own DeepSeek class, for a model without and one with biases."""
+    python = os.environ.get("MLAFORGE_VLLM_PYTHON")
+    if not python:
+        pytest.skip("MLAFORGE_VLLM_PYTHON names no Python that has vLLM (its CPU build: make test-vllm)")
+    folder, names = tmp_path_factory.mktemp("stock"), ("served", "dropped")
+    prompts = [tokens(1, n)[0].tolist() for n in (7, 20)]
+    (folder / "serve.py").write_text(SERVE)
+    # Both engines in this one process, so that vLLM is imported once.
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = [python, str(folder / "serve.py"), json.dumps(prompts), *(str(exported(name)[1]) for name in names)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    assert len(lines) == len(names), done.stderr[-3000:]
+    return prompts, {name: json.loads(line[5:]) for name, line in zip(names, lines, strict=True)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "right"), [("served", True), ("dropped", False)])
-def test_stock_vllm(name, right, exported, tmp_path):
+def test_stock_vllm(name, right, exported, stock_vllm):
     """vLLM's own DeepSeek gives the same log probabilities; with biases, which it drops in silence, it does not."""
-    python = os.environ.get("MLAFORGE_VLLM_PYTHON")
-    if not python:
-        pytest.skip("MLAFORGE_VLLM_PYTHON names no Python that has vLLM (its CPU build: docs/export.md)")
-    _, out = exported(name)
-    prompts = [tokens(1, n)[0].tolist() for n in (7, 20)]
-    (tmp_path / "serve.py").write_text(SERVE)
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONPATH", None)
-    command = [python, str(tmp_path / "serve.py"), str(out), json.dumps(prompts)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("TOLD "))
-    model, worst = stock(out), 0.0
-    for prompt, (new, logprobs) in zip(prompts, json.loads(line.removeprefix("TOLD ")), strict=True):
+    prompts, told = stock_vllm
+    model, worst = stock(exported(name)[1]), 0.0
+    for prompt, (new, logprobs) in zip(prompts, told[name], strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         chosen = expected.gather(1, torch.tensor(new)[:, None])[:, 0]
