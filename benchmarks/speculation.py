@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from mlaforge import demo_model
-from mlaforge.bench.prompts import distinct_4_grams
+from mlaforge.answers import distinct_share
 from mlaforge.bench.replay import Replay
 from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
@@ -153,7 +153,7 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, An
                 margins[name].append(modes.margin(prompt, made, plain))
         modes.use("plain", None)
         seconds["plain"].append((first + modes.run(prompt, tokens)[1]) / 2)
-        shares.append(distinct_4_grams(plain) or 0.0)
+        shares.append(distinct_share(plain) or 0.0)
         log(f"prompt {number + 1} of {len(prompts)}")
     rows = {}
     for name in names:

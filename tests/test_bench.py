@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from mlaforge import checkpoint, evaluate
+from mlaforge.answers import distinct_share
 from mlaforge.bench import kernels, machine, recipe, roof, scenario
-from mlaforge.bench.prompts import Prompts, distinct_4_grams
+from mlaforge.bench.prompts import Prompts
 from mlaforge.config import resolve
 from mlaforge.engine.core import Engine
 from mlaforge.ops.paged_attention import OP
@@ -145,7 +146,7 @@ def test_prompts_are_text_of_the_wanted_length_and_always_the_same(tiny_models, 
     assert all(tokenizer.decode(ids) in text + "\n\n" + text for ids in flat)
     with pytest.raises(UserError, match=r"tokens, prompts of \d+ are wanted"):
         prompts(20 * len(text), 1, 1)
-    assert distinct_4_grams([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+    assert distinct_share([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
 
 
 def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):

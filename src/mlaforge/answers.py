@@ -118,7 +118,8 @@ def split(answers: list[Answer]) -> tuple[list[Answer], list[Answer]]:
 
 
 def distinct_share(token_ids: list[int]) -> float | None:
-    """Share of the runs of four tokens that are different ones; None of fewer than four tokens."""
+    """Share of the runs of four tokens that are different ones; None of fewer than four tokens. Text that repeats
+    itself flatters every drafter."""
     runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
     return len(set(runs)) / len(runs) if runs else None
 
