@@ -14,26 +14,18 @@ from safetensors.torch import load_file
 
 from mlaforge import checkpoint, evaluate
 from mlaforge.answers import distinct_share
-from mlaforge.bench import kernels, machine, recipe, roof, scenario
+from mlaforge.bench import kernels, machine, recipe, scenario
 from mlaforge.bench.prompts import Prompts
 from mlaforge.config import resolve
 from mlaforge.engine.core import Engine
 from mlaforge.ops.paged_attention import OP
 from mlaforge.options import BenchConfig, EvalConfig
-from mlaforge.plan import Gpu
 from mlaforge.runtime import UserError
 
 STUB = Path(__file__).with_name("endpoint_stub.py")
 SHORT = ["--context", "48", "--tokens", "8", "--rounds", "2", "--warm-up", "0", "--device", "cpu", "--cache-fraction",
          "0.001"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def known_roof(monkeypatch):
-    """Not measured: 400 MB and a crowded machine."""
-    gpu = Gpu("cpu", 0.05, 0.01, 8.0, "made up", achievable=1.0)
-    monkeypatch.setattr(roof, "measured", lambda: gpu)
-    return gpu
+pytestmark = pytest.mark.usefixtures("known_roof")
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +45,10 @@ def bench(cli, evaluation_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def twins(bench, tiny_models, converted):
+def twins(bench, tiny_models, converted, known_roof):
     """The CPU's twins of `single` and `batch`, original and converted, with the invariants."""
     options = ("--perf", "--num-speculative-tokens", "0,3", "--scope", "cpu", "--dtype", "float32")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roof, "measured", lambda: Gpu("cpu", 0.05, 0.01, 8.0, "made up", achievable=1.0))
-        return bench("single,batch", tiny_models["llama"], converted("llama", "latent_rope"), *options)
+    return bench("single,batch", tiny_models["llama"], converted("llama", "latent_rope"), *options)
 
 
 def read(folder, name):

@@ -297,10 +297,12 @@ if __name__ == "__main__":
               compilation_config={"custom_ops": ["-rotary_embedding"]})
     prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
     out = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1))
-    told = [[list(o.outputs[0].token_ids), [s[t].logprob for t, s in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]]
-            for o in out]
+    told = []
+    for answer in (o.outputs[0] for o in out):
+        ids = list(answer.token_ids)
+        told.append([ids, [step[t].logprob for t, step in zip(ids, answer.logprobs, strict=True)]])
     print("TOLD " + json.dumps(told))
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def load(directory: Path, dtype: str, device: torch.device) -> Any:
 
 def _nf4() -> Any:
     try:
-        import bitsandbytes  # noqa: F401
+        import bitsandbytes  # noqa: F401 (only to say in words that it is missing)
     except ModuleNotFoundError as error:
         raise UserError("bitsandbytes is missing: pip install 'mlaforge[heal]'") from error
     from transformers import BitsAndBytesConfig

@@ -241,6 +241,7 @@ def _shared(record: dict[str, Any]) -> int:
     """Characters before the word in which the texts of a `generate` record part; all of a single text."""
     runs = record["metrics"]["runs"] = dicts(record["metrics"].get("runs"))
     texts = [str(run.get("text") or "") for run in runs]
+    # Up to the end of the shortest.
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
     common = "".join(letters[0] for letters in alike)
     return len(common) if all(text == common for text in texts) else common.rfind(" ") + 1

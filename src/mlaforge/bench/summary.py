@@ -159,4 +159,6 @@ def aligned(lines: list[tuple[str, ...]]) -> str:
     columns = range(len(lines[0]))
     cells = [[line[i] for line in lines if i < len(line) - 1 or len(line) == len(columns)] for i in columns]
     widths = [max(map(len, own)) for own in cells]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(line, widths[: len(line)], strict=True)).rstrip() for line in lines
+    )

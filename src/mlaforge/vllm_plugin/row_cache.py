@@ -30,6 +30,7 @@ from mlaforge.vllm_plugin.pages import even_pages
 class RowBackend(AttentionBackend):
     """vLLM's description of a backend; attention itself is mlaforge.engine.attention."""
 
+    # Lists of the class, as vLLM declares them.
     supported_dtypes = [torch.float32, torch.float16, torch.bfloat16]  # noqa: RUF012
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]  # noqa: RUF012
 
@@ -80,7 +81,7 @@ class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
         lengths = given.seq_lens[: given.num_reqs].tolist()
         chunks = [
             Chunk(seq, (), length - (stop - start), length)
-            for seq, (start, stop, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
+            for seq, (start, stop, length) in enumerate(zip(starts[:-1], starts[1:], lengths, strict=True))
             # Rows that fill up a batch have no tokens.
             if stop > start
         ]
