@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from mlaforge import checkpoint, evaluate
 from mlaforge.answers import distinct_share
+from mlaforge.artifact import Manifest
 from mlaforge.bench import kernels, machine, recipe, scenario
 from mlaforge.bench.prompts import Prompts
 from mlaforge.config import resolve
@@ -142,13 +143,18 @@ def test_prompts_are_text_of_the_wanted_length_and_always_the_same(tiny_models, 
 def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):
     from test_eagle3 import saved
 
-    words = ["--draft", saved(tmp_path / "head"), "--num-speculative-tokens", "0,2", "--perf"]
+    head = saved(tmp_path / "head")
+    words = ["--draft", head, "--num-speculative-tokens", "0,2", "--perf"]
     body = read(bench("single", tiny_models["llama"], *words), "single")
+    assert body["unknown"].startswith("nothing says what")
     plain, drafted = cases(body, engine="mlaforge")
     assert (drafted["draft"], drafted["eagle_speculation"]["drafted"] > 0) == ("head", True)
     assert drafted["output_sha256"] == plain["output_sha256"]
     # The model's own rows, not the head's.
     assert drafted["cache"]["bytes"] == plain["cache"]["bytes"] == 64 * 192 * 4
+    Manifest("draft train", {}, {"text": [{"exclude": []}], "init": None}).save(head)
+    said, out = bench("single", tiny_models["llama"], *words, fails=2)
+    assert "need not be free of" in said and list(out.iterdir()) == []
 
 
 def test_what_is_beyond_the_model_or_the_cache_is_a_limit(bench, tiny_models, monkeypatch):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge import checkpoint, draft_start, locate, packing, sharding, token_map
-from mlaforge.answers import TEXT, Answer, read_answers, split
+from mlaforge.answers import TEXT, TRAINED, Answer, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.draft_head import read_head, write_head
@@ -144,7 +144,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     group = sharding.join(resolve_device(config.device))
     check_shares(texts.feed, group.world)
     manifest = Manifest(
-        "draft train",
+        TRAINED,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
         inputs={
             "model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)},
