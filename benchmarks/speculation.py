@@ -5,12 +5,14 @@
 SmolLM2-135M-Instruct, greedy, batch 1, the first turns of mt_bench.jsonl through the chat template, --tokens new tokens
 each (past the end of the text). For each prompt every drafter continues it in turn, in one process and on one engine;
 what counts is the time from the first new token to the last, and the median over the prompts of the ratio to plain
-decoding. `adaptive` lets measurement choose how many tokens to draft. The perfect drafter proposes what plain decoding
-gave: no drafter of so many tokens is faster. Its drafting costs nothing. In bf16 several rows are summed in another
-order than one, so that a near tie may fall the other way: `differ` counts answers, `margin` is the largest difference
-of the two tokens' log probabilities where they part.
+decoding; beside it the least and the most. `adaptive` lets measurement choose how many tokens to draft, as the engine
+does by default. The perfect drafter proposes what plain decoding gave: no drafter of so many tokens is faster. Its
+drafting costs nothing. `by place`: of the drafts that had a token there, the share that was accepted that far. In bf16
+several rows are summed in another order than one, so that a near tie may fall the other way: `differ` counts answers,
+`margin` is the largest difference of the two tokens' log probabilities where they part.
 Small models repeat themselves under greedy decoding, which flatters every drafter: `distinct` is the share of an
-answer's runs of four tokens that occur once. Prompts of random tokens make a model repeat itself entirely: refused.
+answer's runs of four tokens that are different ones. Prompts of random tokens make a model repeat itself entirely:
+refused, and so is a head that was trained on text which these prompts were not kept out of.
 """
 
 from __future__ import annotations
@@ -19,16 +21,20 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mlaforge import demo_model
-from mlaforge.bench.prompts import distinct_4_grams
+from mlaforge import answers, demo_model
+from mlaforge.artifact import sha256
 from mlaforge.bench.replay import Replay
+from mlaforge.bench.summary import aligned, spread
+from mlaforge.checkpoint import fingerprint
 from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
@@ -118,19 +124,14 @@ class Modes:
 
 
 def read_prompts(path: Path, llm: LLM, most: int) -> list[list[int]]:
-    """The first turns of a .jsonl file of {"turns": [text, ...]}, as conversations. UserError where one is no text."""
-    texts: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:most], start=1):
-        turns = json.loads(line).get("turns")
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-            raise UserError(f"{path}:{number} has no turns of text; token ids are no benchmark of speculation")
-        texts.append(turns[0])
+    """The first turns of a file of prompts, as conversations. UserError where one is no text."""
+    texts = answers.read_prompts(path)[:most]
     refuse_random(llm, [llm.tokenizer(text)["input_ids"] for text in texts])
     return [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts]
 
 
-def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Per mode its times and ratios, how often its tokens were not plain decoding's, and the largest margin there."""
+def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, dict[str, Any]]:
+    """Per mode its speed and ratios, how often its tokens were not plain decoding's, and the largest margin there."""
     drafters: dict[str, Any] = {"plain": None, "ngram": NgramDrafter(), "ngram adaptive": NgramDrafter()}
     if modes.head is not None:
         drafters |= {"head": modes.head, "head adaptive": modes.head}
@@ -139,7 +140,7 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, An
     names = [*drafters, "perfect"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     margins: dict[str, list[float]] = {name: [] for name in names}
-    shares: list[float] = []
+    shares: dict[str, list[float]] = {name: [] for name in names}
     for number, prompt in enumerate(prompts):
         # Plain decoding at both ends, and the mean of the two: the machine gets faster and slower.
         modes.use("plain", None)
@@ -149,24 +150,40 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, An
             modes.use(name, Replay({"0": prompt + known}) if name == "perfect" else drafters[name])
             made, took = modes.run(prompt, tokens)
             seconds[name].append(took)
+            shares[name].append(answers.distinct_share(made) or 0.0)
             if made != plain:
                 margins[name].append(modes.margin(prompt, made, plain))
         modes.use("plain", None)
         seconds["plain"].append((first + modes.run(prompt, tokens)[1]) / 2)
-        shares.append(distinct_4_grams(plain) or 0.0)
+        shares["plain"].append(answers.distinct_share(plain) or 0.0)
         log(f"prompt {number + 1} of {len(prompts)}")
     rows = {}
     for name in names:
         ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[name], strict=True)]
         rows[name] = {
-            "tokens_per_second": (tokens - 1) * len(prompts) / sum(seconds[name]), "ratio": statistics.median(ratios),
-            "worst_ratio": min(ratios), "bar": BAR if name in ("head", "head tree") else None,
-            "differ": len(margins[name]),
-            "largest_margin": max(margins[name], default=0.0),
+            "tokens_per_second": spread([(tokens - 1) / took for took in seconds[name]]), "ratio": spread(ratios),
+            "bar": BAR if name in ("head", "head tree") else None, "differ": len(margins[name]),
+            "largest_margin": max(margins[name], default=0.0), "distinct_4_grams": statistics.mean(shares[name]),
         }  # fmt: skip
         if name in modes.stats:
             rows[name]["eagle_speculation"] = modes.stats[name][0].block()
-    return {"rows": rows, "distinct_4_grams": statistics.mean(shares)}
+    return rows
+
+
+def table(rows: dict[str, Any]) -> str:
+    """What the rows come to, for the terminal."""
+    heads = ("", "tok/s", "ratio", "least..most", "differ", "margin", "distinct", "length", "by place")
+    lines = [heads]
+    for name, row in rows.items():
+        ratio, block = row["ratio"], row.get("eagle_speculation")
+        places = [f"{share:.2f}" for share in block["acceptance_per_position"] if share is not None] if block else []
+        lines.append((
+            name, f"{row['tokens_per_second']['median']:.1f}", f"{ratio['median']:.2f}",
+            f"{ratio['min']:.2f}..{ratio['max']:.2f}", str(row["differ"]), f"{row['largest_margin']:.3f}",
+            f"{row['distinct_4_grams']:.2f}", f"{block['mean_acceptance_length'] or 1:.2f}" if block else "1.00",
+            " ".join(places),
+        ))  # fmt: skip
+    return aligned(lines)
 
 
 def main() -> None:
@@ -183,25 +200,22 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/speculation.json"))
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
+    path = options.data / "prompts" / "mt_bench.jsonl"
+    judged = {"path": str(path), "sha256": sha256(path)}
+    unknown = answers.check_unseen(options.draft, [judged]) if options.draft else ""
     modes = Modes(options)
-    prompts = read_prompts(options.data / "prompts" / "mt_bench.jsonl", modes.llm, options.prompts)
+    prompts = read_prompts(path, modes.llm, options.prompts)
     modes.use("plain", None)
     modes.run(prompts[0], 8)
-    made = measure(modes, prompts, options.tokens)
-    made |= {
-        "command": "python benchmarks/speculation.py", "num_speculative_tokens": options.count,
-        "tree_tokens": options.tree, "tokens": options.tokens,
-        "prompts": len(prompts), "dtype": modes.llm.engine.model.format, "environment": environment(),
+    rows = measure(modes, prompts, options.tokens)
+    print(table(rows) + (f"\n{unknown}" if unknown else ""))
+    made = {
+        "command": shlex.join(["python", *sys.argv]), "model": modes.llm.engine.model_name,
+        "head": {"path": str(options.draft), "sha256": fingerprint(options.draft)} if options.draft else None,
+        "unknown": unknown, "judged": judged, "prompts": len(prompts), "tokens": options.tokens,
+        "num_speculative_tokens": options.count, "tree_tokens": options.tree, "threads": options.threads,
+        "dtype": modes.llm.engine.model.format, "environment": environment(), "rows": rows,
     }  # fmt: skip
-    print(f"{'':18} {'tok/s':>7} {'ratio':>6} {'worst':>6} {'length':>7} {'rate':>6} {'differ':>7} margin")
-    for name, row in made["rows"].items():
-        block = row.get("eagle_speculation")
-        told = (
-            f"{block['mean_acceptance_length']:7.2f} {block['mean_acceptance_rate'] or 0:6.2f}" if block else " " * 14
-        )
-        print(f"{name:18} {row['tokens_per_second']:7.1f} {row['ratio']:6.2f} {row['worst_ratio']:6.2f} {told} "
-              f"{row['differ']:7} {row['largest_margin']:6.3f}")  # fmt: skip
-    print(f"distinct 4-grams: {made['distinct_4_grams']:.2f}")
     options.out.write_text(json.dumps(made, indent=1) + "\n")
 
 

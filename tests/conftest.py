@@ -317,6 +317,18 @@ def converts(cli, short) -> Callable[..., Any]:
     return run
 
 
+@pytest.fixture(scope="module")
+def known_roof() -> Iterator[Any]:
+    """A CPU's roof that is not measured: that takes 400 MB and a machine that is not crowded."""
+    from mlaforge.bench import roof
+    from mlaforge.plan import Gpu
+
+    gpu = Gpu("cpu", 0.05, 0.01, 8.0, "made up", achievable=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roof, "measured", lambda: gpu)
+        yield gpu
+
+
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Callable[..., Path]]:
     """small_disk(size) -> a folder on a file system of `size` bytes of its own; skips where none can be mounted."""

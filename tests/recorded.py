@@ -88,6 +88,19 @@ def healing(tokens: int = 4096) -> Manifest:
     return made
 
 
+def training() -> Manifest:
+    """A head's, three evaluations: one place of the third drafted token was never asked for."""
+    shares = ((0.3, 0.2, None), (0.42, 0.33, 0.25), (0.44, 0.35, 0.31))
+    points = [
+        {"step": n, "tokens": 2048 * n, "acceptance": list(own), "acceptance_length": 1.2 + 0.1875 * n,
+         "loss": 4.5 - n if n else None} for n, own in enumerate(shares)
+    ]  # fmt: skip
+    made = Manifest("draft train", {"steps": 2}, {"model": {"path": "models/Tiny-135M"}}, environment=MACHINE)
+    made.metrics = {"curve": points, "best": points[2], "last": points[2], "tokens_per_second": 645.5,
+                    "parameters": 7654321, "text": {"answers": 2345}}  # fmt: skip
+    return made
+
+
 def judged() -> Manifest:
     """Two criteria, one of which fails."""
     criteria = [

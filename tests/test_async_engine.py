@@ -210,8 +210,8 @@ def test_merging_is_associative_and_loses_nothing(steps, cut):
     whole = fold(outputs)
     cut = min(cut, len(outputs) - 1)
     parts = [fold(outputs[:cut]), fold(outputs[cut:])] if cut else outputs
-    key = lambda output: sorted(output.outputs, key=lambda c: c.index)  # noqa: E731
-    assert key(fold(parts)) == key(whole)
+    made = [sorted(output.outputs, key=lambda c: c.index) for output in (fold(parts), whole)]
+    assert made[0] == made[1]
     assert whole.finished
     for completion in whole.outputs:
         mine = [c for output in outputs for c in output.outputs if c.index == completion.index]

@@ -13,26 +13,20 @@ import torch
 from safetensors.torch import load_file
 
 from mlaforge import checkpoint, evaluate
-from mlaforge.bench import kernels, machine, recipe, roof, scenario
-from mlaforge.bench.prompts import Prompts, distinct_4_grams
+from mlaforge.answers import distinct_share
+from mlaforge.artifact import Manifest
+from mlaforge.bench import kernels, machine, recipe, scenario
+from mlaforge.bench.prompts import Prompts
 from mlaforge.config import resolve
 from mlaforge.engine.core import Engine
 from mlaforge.ops.paged_attention import OP
 from mlaforge.options import BenchConfig, EvalConfig
-from mlaforge.plan import Gpu
 from mlaforge.runtime import UserError
 
 STUB = Path(__file__).with_name("endpoint_stub.py")
 SHORT = ["--context", "48", "--tokens", "8", "--rounds", "2", "--warm-up", "0", "--device", "cpu", "--cache-fraction",
          "0.001"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def known_roof(monkeypatch):
-    """Not measured: 400 MB and a crowded machine."""
-    gpu = Gpu("cpu", 0.05, 0.01, 8.0, "made up", achievable=1.0)
-    monkeypatch.setattr(roof, "measured", lambda: gpu)
-    return gpu
+pytestmark = pytest.mark.usefixtures("known_roof")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +46,10 @@ def bench(cli, evaluation_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def twins(bench, tiny_models, converted):
+def twins(bench, tiny_models, converted, known_roof):
     """The CPU's twins of `single` and `batch`, original and converted, with the invariants."""
     options = ("--perf", "--num-speculative-tokens", "0,3", "--scope", "cpu", "--dtype", "float32")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roof, "measured", lambda: Gpu("cpu", 0.05, 0.01, 8.0, "made up", achievable=1.0))
-        return bench("single,batch", tiny_models["llama"], converted("llama", "latent_rope"), *options)
+    return bench("single,batch", tiny_models["llama"], converted("llama", "latent_rope"), *options)
 
 
 def read(folder, name):
@@ -145,19 +137,24 @@ def test_prompts_are_text_of_the_wanted_length_and_always_the_same(tiny_models, 
     assert all(tokenizer.decode(ids) in text + "\n\n" + text for ids in flat)
     with pytest.raises(UserError, match=r"tokens, prompts of \d+ are wanted"):
         prompts(20 * len(text), 1, 1)
-    assert distinct_4_grams([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+    assert distinct_share([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
 
 
 def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):
     from test_eagle3 import saved
 
-    words = ["--draft", saved(tmp_path / "head"), "--num-speculative-tokens", "0,2", "--perf"]
+    head = saved(tmp_path / "head")
+    words = ["--draft", head, "--num-speculative-tokens", "0,2", "--perf"]
     body = read(bench("single", tiny_models["llama"], *words), "single")
+    assert body["unknown"].startswith("nothing says what")
     plain, drafted = cases(body, engine="mlaforge")
     assert (drafted["draft"], drafted["eagle_speculation"]["drafted"] > 0) == ("head", True)
     assert drafted["output_sha256"] == plain["output_sha256"]
     # The model's own rows, not the head's.
     assert drafted["cache"]["bytes"] == plain["cache"]["bytes"] == 64 * 192 * 4
+    Manifest("draft train", {}, {"text": [{"exclude": []}], "init": None}).save(head)
+    said, out = bench("single", tiny_models["llama"], *words, fails=2)
+    assert "need not be free of" in said and list(out.iterdir()) == []
 
 
 def test_what_is_beyond_the_model_or_the_cache_is_a_limit(bench, tiny_models, monkeypatch):

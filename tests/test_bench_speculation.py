@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from conftest import save_model
 from test_eagle3 import saved
 
+from mlaforge.artifact import Manifest
 from mlaforge.engine.llm import LLM
 from mlaforge.runtime import UserError
 
@@ -49,30 +51,43 @@ def test_random_tokens_are_refused(reader, tmp_path):
     (prompt,) = bench.read_prompts(path, llm, 80)
     assert prompt == llm.chat_prompt([{"role": "user", "content": "abcd"}])
     path.write_text(json.dumps({"turns": [[1, 2, 3]]}) + "\n")
-    with pytest.raises(UserError, match="token ids are no benchmark"):
+    with pytest.raises(UserError, match="line 1 is not"):
         bench.read_prompts(path, llm, 80)
+
+
+def test_a_head_that_may_know_the_prompts_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "prompts").mkdir()
+    path = tmp_path / "prompts" / "mt_bench.jsonl"
+    path.write_text(json.dumps({"turns": ["abcd"]}) + "\n")
+    head = saved(tmp_path / "head")
+    Manifest("draft train", {}, {"text": [{"exclude": ["of other prompts"]}], "init": None}).save(head)
+    monkeypatch.setattr(sys, "argv", ["speculation.py", "--data", str(tmp_path), "--draft", str(head)])
+    with pytest.raises(UserError, match=r"need not be free of .*mt_bench\.jsonl"):
+        bench.main()
 
 
 def test_the_table(tiny_models):
     options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=None, count=3, tree=0)
     modes = bench.Modes(options)
-    made = bench.measure(modes, [[1, 2, 3, 4] * 8, [7, 8, 9] * 5], 30)
-    assert set(made["rows"]) == {"plain", "ngram", "ngram adaptive", "perfect"}
-    perfect, plain = made["rows"]["perfect"], made["rows"]["plain"]
+    rows = bench.measure(modes, [[1, 2, 3, 4] * 8, [7, 8, 9] * 5], 30)
+    assert set(rows) == {"plain", "ngram", "ngram adaptive", "perfect"}
+    perfect, plain = rows["perfect"], rows["plain"]
     block = perfect["eagle_speculation"]
     # 29 tokens after the first: seven steps of four, and one of one, which has room for no draft.
     assert (block["steps"], block["total_accepted_tokens"], block["mean_acceptance_rate"]) == (16, 58, 1)
-    assert plain["ratio"] == 1 and "eagle_speculation" not in plain
-    assert all(row["differ"] == 0 for row in made["rows"].values())
-    assert 0 < made["distinct_4_grams"] <= 1
-    assert bench.distinct_4_grams([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+    assert plain["ratio"]["runs"] == [1, 1] and "eagle_speculation" not in plain
+    assert all(row["differ"] == 0 and len(row["tokens_per_second"]["runs"]) == 2 for row in rows.values())
+    # The same tokens from all of them.
+    assert 0 < plain["distinct_4_grams"] <= 1 and len({row["distinct_4_grams"] for row in rows.values()}) == 1
+    lines = bench.table(rows).splitlines()
+    assert len(lines) == 5 and lines[-1].startswith("perfect") and lines[-1].endswith("3.62    1.00 1.00 1.00")
 
 
 def test_a_heads_rows(tiny_models, tmp_path):
     """A chain's and a tree's, each with counters of its own."""
     folder = saved(tmp_path / "head")
     options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=folder, count=2, tree=6)
-    made = bench.measure(bench.Modes(options), [[1, 2, 3, 4] * 4], 12)
-    blocks = {name: row["eagle_speculation"] for name, row in made["rows"].items() if name.startswith("head")}
+    rows = bench.measure(bench.Modes(options), [[1, 2, 3, 4] * 4], 12)
+    blocks = {name: row["eagle_speculation"] for name, row in rows.items() if name.startswith("head")}
     assert set(blocks) == {"head", "head adaptive", "head tree", "head tree adaptive"}
     assert blocks["head"]["tree_tokens"] == 0 < blocks["head tree"]["tree_tokens"]

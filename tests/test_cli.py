@@ -10,6 +10,7 @@ import typing
 
 import pytest
 import yaml
+from test_eagle3 import saved
 from typer.testing import CliRunner
 
 from mlaforge import __version__, options
@@ -210,9 +211,12 @@ def test_env_prints_json(cli):
 
 def test_demo_is_the_whole_chain_and_reuses_what_is_finished(tiny_models, cli, tree, monkeypatch, tmp_path):
     monkeypatch.setattr("mlaforge.demo_model.fetch", lambda: tiny_models["llama"])
+    monkeypatch.setattr("mlaforge.demo_model.head", lambda form: saved(tmp_path / form))
     more = ("--nsamples", 1, "--eval-windows", 1, "--prompt", "Hello")
     first = cli("demo", tmp_path / "demo", *more)
-    assert printed(first).count("latent") >= 2 and "> Hello" in first.stdout
+    assert printed(first).count("latent") >= 2 and first.stdout.count("> Hello") == 3
+    # The drafted talks say how many tokens a step gave.
+    assert len(re.findall(r"tokens/s, \d\.\d\d a step, cache", first.stdout)) == 2
     assert f"report: {tmp_path / 'demo' / 'report.html'}" in first.stdout
     made = tree(tmp_path)
     again = cli("demo", tmp_path / "demo", *more)

@@ -12,7 +12,6 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bench import known_roof  # noqa: F401
 
 from mlaforge.bench import gate, machine, roof
 from mlaforge.bench.invariants import Audit, check_view
@@ -22,6 +21,8 @@ from mlaforge.engine import core
 from mlaforge.options import EngineConfig
 from mlaforge.plan import Gpu
 from mlaforge.runtime import UserError
+
+pytestmark = pytest.mark.usefixtures("known_roof")
 
 NO = ("scenario: batch\n", "quantity: speed\n")
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_model
+from killed import check_same_tensors, killed_after
 from safetensors.torch import load_file
 
 from mlaforge import checkpoint, convert, corpus, heal
@@ -103,39 +102,13 @@ def test_it_is_done_once(healed):
         healed(steps=2)
 
 
-KILLED = """
-import sys
-from mlaforge import course, heal
-from mlaforge.options import HealConfig
-from pathlib import Path
-import json
-whole = course.Course._save
-def slow(self):
-    whole(self)
-    print("saved", self.trainer.step, flush=True)
-    sys.stdin.readline()
-course.Course._save = slow
-teacher, student, out, options = sys.argv[1:]
-heal.run(teacher, student, Path(out), HealConfig(**json.loads(options)))
-"""
-
-
 def test_a_killed_run_ends_in_the_same_bits(healed, tiny_models, student, healing_file, tmp_path):
     """Two subsets, so that the moments of both kinds have to come back; killed where the second has begun."""
     options = {**FEW, "text": str(healing_file), "subset": "projections,attention", "patience": 1,
                "learning_rate": 1e-9, "steps": 10, "evaluate_every": 2}  # fmt: skip
     whole, manifest = healed("whole", **options)
     assert {point["subset"] for point in manifest.metrics["curve"]} == {"projections", "attention"}
-    out = tmp_path / "killed"
-    command = [sys.executable, "-c", KILLED, str(tiny_models["llama"]), str(student), str(out), json.dumps(options)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        for step in (3, 6):
-            assert process.stdout.readline() == f"saved {step}\n"
-            if step == 3:
-                process.stdin.write("\n")
-                process.stdin.flush()
-        os.kill(process.pid, signal.SIGKILL)
-    assert not out.exists()
+    killed_after((3, 6), heal, [tiny_models["llama"], student], tmp_path / "killed", HealConfig(**options))
     work = tmp_path / ".killed.partial" / "work"
     assert {path.name for path in work.glob("state-*")} == {"state-00000006.json", "state-00000006.safetensors"}
     again, resumed = healed("killed", **options)
@@ -143,11 +116,7 @@ def test_a_killed_run_ends_in_the_same_bits(healed, tiny_models, student, healin
     assert [(p["step"], p["kl"], p["ppl"]) for p in resumed.metrics["curve"]] == [
         (p["step"], p["kl"], p["ppl"]) for p in manifest.metrics["curve"]
     ]
-    for path in whole.glob("*.safetensors"):
-        ours, theirs = load_file(path), load_file(again / path.name)
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert torch.equal(ours[name], theirs[name]), name
+    check_same_tensors(whole, again)
 
 
 def test_a_loss_that_is_no_number_stops_with_its_batch(healed, tmp_path, monkeypatch):

@@ -115,8 +115,8 @@ ALLOWED = {
     "heal": NOUNS | {"refit", "packing", "distill", "trainer", "sharding", "teacher_cache", "course"},
     "ops": {"runtime"},
     "engine": NOUNS | {"ops"},
-    # Artifacts, and the engine as LLM hands it out; `evaluate` is what a perplexity is.
-    "bench": NOUNS | {"engine", "ops", "evaluate"},
+    # Artifacts, and the engine as LLM hands it out; `evaluate` is what a perplexity is; `answers` knows prompts.
+    "bench": NOUNS | {"answers", "engine", "ops", "evaluate"},
     "vllm_plugin": {"runtime", "families", "checkpoint", "modeling", "engine"},
     "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "refit", "packing", "distill", "trainer"},
 }

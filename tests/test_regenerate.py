@@ -199,3 +199,35 @@ def test_damaged_text_is_refused(line, tmp_path):
     (tmp_path / "text" / answers.TEXT).write_text(line + "\n")
     with pytest.raises(UserError, match="line 1 is damaged"):
         read_answers(tmp_path / "text")
+
+
+def test_what_a_head_may_be_judged_on(tmp_path):
+    """Files that all of its text is free of; of anything else it is refused, or said that nothing is known."""
+
+    def head(name, *excludes, init=None, stage=answers.TRAINED):
+        (tmp_path / name).mkdir()
+        Manifest(stage, {}, {"text": [{"exclude": list(found)} for found in excludes], "init": init}).save(
+            tmp_path / name
+        )
+        return tmp_path / name
+
+    one, two, embedded = ({"path": n, "sha256": s} for n, s in (("one.jsonl", "1"), ("two.txt", "2"), ("embedded", "")))
+    both = head("both", ["1", "2"], ["3", "2", "1"])
+    assert answers.check_unseen(both, [one, two]) == ""
+    assert "embedded" in answers.check_unseen(both, [one, embedded])
+    for name, excludes in (("some", (["1", "2"], ["1"])), ("none", ([],)), ("other", (["3"],))):
+        with pytest.raises(UserError, match=r"need not be free of two\.txt"):
+            answers.check_unseen(head(name, *excludes), [two])
+    assert "began as another" in answers.check_unseen(head("again", ["1"], init="of a head"), [one])
+    assert "nothing says" in answers.check_unseen(head("imported", stage="draft import"), [one])
+    assert "nothing says" in answers.check_unseen(tmp_path, [one])
+    with pytest.raises(UserError, match="damaged"):
+        answers.check_unseen(head("empty"), [one])
+
+
+def test_text_can_be_excluded(tmp_path):
+    path = tmp_path / "judged.txt"
+    path.write_text("It begins so. " + LONG)
+    assert " ".join(LONG.split()[:13]) in Excluded(answers.read_judged(path))
+    with pytest.raises(UserError, match="cannot be read"):
+        answers.read_judged(tmp_path / "nothing.txt")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import MACHINE, conversion, evaluation, healing, save, talk
+from recorded import MACHINE, conversion, evaluation, healing, save, talk, training
 
-from mlaforge import report
+from mlaforge import report, report_figures
 from mlaforge.artifact import Manifest
 from mlaforge.page import shown
 from mlaforge.report import write_report
@@ -301,3 +301,21 @@ def test_healings_are_drawn(tmp_path: Path) -> None:
         assert text in page.text, text
     assert {"where": 'a/"><script>x', "what": "the validation KL was best at step 2 of 3; those weights were written"} \
         in made["deviations"]  # fmt: skip
+
+
+def test_trainings_of_heads_are_drawn(tmp_path: Path) -> None:
+    """Three drawings of a whole curve, and of another what it has."""
+    save(training(), tmp_path / "a" / '"><script>x')
+    partly = [{"tokens": 5, "acceptance": "?", "loss": "?"}, {"tokens": 9, "acceptance_length": 1.5}, {"loss": 3}, 7]
+    save(Manifest("draft train", {}, {}, metrics={"curve": partly}, environment=MACHINE), tmp_path / "b")
+    save(Manifest("draft train", {}, {}, metrics={"curve": None}, environment=MACHINE), tmp_path / "c")
+    made = write_report(tmp_path, tmp_path / "r.html")
+    assert [len(figures) for figures in report_figures.figures(made, [])["trainings"]] == [3, 1, 0]
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert len(page.paths) == 4 and min(page.paths) > 3 and "script" not in page.tags
+    for text in (
+        "Draft heads", "models/Tiny-135M", "7,654,321", "2,345", "645.5", "1.200", "1.575", "4,096",
+        "accepted, by drafted token", "tokens a step, 3 drafted",
+    ):  # fmt: skip
+        assert text in page.text, text
+    assert "draft train" not in made["missing"]

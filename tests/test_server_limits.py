@@ -1,6 +1,7 @@
 """Keys, limits, clients that go, read slowly or say nothing; shutting down; an engine that dies."""
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -97,8 +98,7 @@ def test_a_stream_that_is_closed_half_way(tokenizer):
     engine = ScriptedEngine(tokenizer, delay=0.005)
     with serving(engine) as served:
         with served.client().completions.create(model="scripted", stream=True, **_no_eos()) as stream:
-            for _, _chunk in zip(range(3), stream, strict=False):
-                pass
+            assert len(list(itertools.islice(stream, 3))) == 3
         served.settles()
         assert engine.counts["aborted_requests"] == 1
 

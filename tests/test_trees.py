@@ -145,7 +145,7 @@ def test_what_cannot_takes_no_trees():
     tables.reserve(0, 4)
     (view,) = make_batch([Chunk(0, range(4), 0, 4, ancestry([-1, 0, 0, 0]))], tables, torch.device("cpu")).views
     rows = torch.zeros(32, 1, 8, dtype=torch.bfloat16)
-    assert OP.implementations["triton"].supports(rows[:4], rows, rows, view, 1.0) != True  # noqa: E712 (a reason)
+    assert OP.implementations["triton"].supports(rows[:4], rows, rows, view, 1.0) is not True
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

@@ -1,4 +1,5 @@
-"""Prompts, and what a model itself answered to them: the text that its draft head learns from.
+"""Prompts, and what a model itself answered to them: the text that its draft head learns from; and what a head may be
+judged on.
 
 A file of prompts is .jsonl of {"turns": [text, ...]}, of which the first turn is asked. Regenerated text is a directory
 that `mlaforge draft regenerate` wrote: a manifest beside TEXT, .jsonl of {"number", "said", "prompt", "answer"}, the
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from mlaforge.artifact import Manifest
 from mlaforge.runtime import UserError
 
 STAGE, TEXT = "draft regenerate", "text.jsonl"
+# The stage that trains heads on it.
+TRAINED = "draft train"
 # Two prompts are the same text where they share so many words in a row (Brown et al. 2020, arXiv:2005.14165), or are
 # equal but for blanks and capitals.
 RUN = 13
@@ -58,6 +61,41 @@ def read_prompts(path: Path) -> list[str]:
     if not said:
         raise UserError(f"{path} holds no prompts")
     return said
+
+
+def read_judged(path: Path) -> list[str]:
+    """What a file holds that something is judged on: its prompts (.jsonl), or its text."""
+    if path.suffix == ".jsonl":
+        return read_prompts(path)
+    try:
+        return [path.read_text(encoding="utf-8")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"text {path} cannot be read: {error}") from error
+
+
+def check_unseen(head: Path, judged: Iterable[Mapping[str, str]]) -> str:
+    """Refuses to judge a trained head on files that its text may hold, by its manifest.
+
+    judged: path and sha256 of each file; no sha256: the embedded text. Returns what is not known of the head, "" where
+    all of its text is free of all of them. Raises UserError for a file that some of its text may share something with.
+    """
+    manifest = Manifest.load(head)
+    if manifest is None or manifest.stage != TRAINED:
+        return f"nothing says what {head} was trained on: it may have seen what it is judged on"
+    try:
+        free = set.intersection(*(set(text["exclude"]) for text in manifest.inputs["text"]))
+        unknown = f"{head} began as another head, of whose text nothing is known" if manifest.inputs["init"] else ""
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the manifest of {head} is damaged: it does not say what the head was trained on") from error
+    for file in judged:
+        if not file["sha256"]:
+            unknown = unknown or f"whether {head} was trained on text like the embedded one is not known"
+        elif file["sha256"] not in free:
+            raise UserError(
+                f"{head} was trained on text that need not be free of {file['path']}; nothing may be judged on what it "
+                "was tuned on: give another text, or train on what `draft regenerate --exclude` of that file wrote"
+            )
+    return unknown
 
 
 def words(text: str) -> str:
@@ -118,7 +156,8 @@ def split(answers: list[Answer]) -> tuple[list[Answer], list[Answer]]:
 
 
 def distinct_share(token_ids: list[int]) -> float | None:
-    """Share of the runs of four tokens that are different ones; None of fewer than four tokens."""
+    """Share of the runs of four tokens that are different ones; None of fewer than four tokens. Text that repeats
+    itself flatters every drafter."""
     runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
     return len(set(runs)) / len(runs) if runs else None
 

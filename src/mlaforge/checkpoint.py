@@ -74,7 +74,7 @@ class Reader:
                 raise UserError(f"{path} is missing, though {INDEX} names it; fetch the model again") from error
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is truncated or not safetensors ({error}); fetch it again") from error
-            self._file_of.update((name, file) for name in file.keys() if not name.endswith(TABLE))  # noqa: SIM118
+            self._file_of.update((name, file) for name in file.keys() if not name.endswith(TABLE))  # noqa: SIM118 (no mapping)
         for name in indexed:
             if name not in self._file_of and not name.endswith(TABLE):
                 raise UserError(f"{directory} has no tensor {name!r}, though {INDEX} names it; fetch the model again")
@@ -217,7 +217,7 @@ def is_converted(config: dict[str, Any]) -> bool:
     return str(config.get("model_type")).endswith(SUFFIX) and "mla_layer_types" in config
 
 
-def model_class(config: dict[str, Any]) -> tuple[type, type]:
+def model_class(config: dict[str, Any]) -> tuple[Any, Any]:
     """The config class and the causal-LM class of a config.json, ours or transformers'."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -249,9 +249,9 @@ def load_model(
     with Reader(directory) as reader:
         reader.check_shapes(*expected_tensors(config))
         left_out = set(reader.left_out)
-    model, info = causal_lm.from_pretrained(  # type: ignore[attr-defined]
+    model, info = causal_lm.from_pretrained(
         directory,
-        config=config_class.from_dict({**config, "model_type": config_class.model_type}),  # type: ignore[attr-defined]
+        config=config_class.from_dict({**config, "model_type": config_class.model_type}),
         dtype=resolve_dtype(dtype, stored_dtype(config)),
         output_loading_info=True,
         local_files_only=True,

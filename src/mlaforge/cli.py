@@ -251,7 +251,8 @@ def demo(
     quiet()
     made = stage.run(folder, config)
     print(conversion_table(list(made["conversions"].values())))
-    print(talk(made["talk"].metrics))
+    for said in made["talks"]:
+        print(talk(said.metrics))
     print(f"report: {made['report']}")
 
 
@@ -395,8 +396,10 @@ def talk(metrics: dict[str, Any]) -> str:
     """The prompt and each model's continuation, with its speed and measured cache."""
     parts = [f"\n> {metrics['prompt']}"]
     for run in metrics["runs"]:
+        length = (run.get("eagle_speculation") or {}).get("mean_acceptance_length")
+        drafts = f", {length:.2f} a step" if length else ""
         parts.append(
-            f"\n[{run['model']}: {run['tokens_per_second']:.1f} tokens/s, cache {run['cache_bytes']} bytes for "
+            f"\n[{run['model']}: {run['tokens_per_second']:.1f} tokens/s{drafts}, cache {run['cache_bytes']} bytes for "
             f"{run['cached_tokens']} tokens]\n{run['text'].strip()}"
         )
     return "\n".join(parts) + "\n"

@@ -12,11 +12,14 @@ import types
 import typing
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlaforge.runtime import UserError
 
-C = TypeVar("C")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
 
 
 def option(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -100,7 +103,7 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
 
     Raises UserError for an unknown key (naming the nearest), a wrong type or an illegal value.
     """
-    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = {f.name for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for where, given in (
         (f"recipe {recipe}", read_recipe(recipe) if recipe else {}),

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mlaforge import sharding
@@ -27,6 +28,8 @@ from mlaforge.trainer import NotFinite, Trainer
 
 # The goal has to fall by this share to count as falling.
 GAIN = 0.01
+# The tensors after the last step, where those of the best evaluation are others.
+LAST = "last_step.safetensors"
 
 
 class Judge(Protocol):
@@ -67,8 +70,8 @@ class Course:
             "subset": 0, "mark": None, "stale": 0, "best": None, "curve": [], "losses": [], "seconds": 0.0
         }  # fmt: skip
 
-    def run(self) -> dict[str, Any]:
-        """Trains to the end and returns what is remembered; the best weights are in `best`."""
+    def run(self) -> None:
+        """Trains to the end; the best weights are then in `best`."""
         from tqdm import tqdm
 
         self._resume()
@@ -97,7 +100,6 @@ class Course:
                     self._evaluate(speed)
                 if trainer.step % self.marks.checkpoint_every == 0 or done:
                     self._save()
-        return self.memory
 
     def tokens_of(self, step: int) -> int:
         """Tokens that a step reads."""
@@ -187,6 +189,29 @@ class Course:
         if best:
             return self.spill["best"]
         return {name: sharding.whole(tensor).cpu() for name, tensor in self.trainer.weights().items()}
+
+    def write_last(self, folder: Path, dtype: torch.dtype) -> None:
+        """LAST into `folder`, where the best evaluation was an earlier step's (every process has to ask)."""
+        from safetensors.torch import save_file
+
+        if self.memory["best"]["step"] == self.trainer.step:
+            return
+        last = self.trained(best=False)
+        if self.group.first:
+            save_file({name: tensor.to(dtype) for name, tensor in last.items()}, folder / LAST)
+
+    def metrics(self) -> dict[str, Any]:
+        """What a manifest tells of the training: evaluations, the loss of every step, speed."""
+        memory, last = self.memory, self.memory["curve"][-1]
+        return {
+            "best": memory["best"],
+            "last": last,
+            "tokens": last["tokens"],
+            "tokens_per_second": last["tokens"] / memory["seconds"] if memory["seconds"] else None,
+            "processes": self.group.world,
+            "curve": memory["curve"],
+            "losses": memory["losses"],
+        }
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from mlaforge.runtime import log
 
 
 def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
-    """Converts the demo's model in both layouts at half the cache, talks with it, and writes FOLDER/report.html."""
+    """Converts the demo's model in both layouts at half the cache, talks with original and latent, then with the
+    draft head of each, and writes FOLDER/report.html."""
     source = demo_model.fetch()
     made: dict[str, Manifest] = {}
     # Both layouts are made from the same moments.
@@ -27,13 +29,13 @@ def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
         out = folder / f"smollm2-{layout}-50"
         made[layout] = convert.run(str(source), out, settings, overwrite=True, calibrated=calibrated)
     shutil.rmtree(calibrated, ignore_errors=True)
-    talk = folder / "talk"
-    said = generate.run(
-        str(source),
-        talk,
-        GenerateConfig(prompt=config.prompt, against=str(folder / "smollm2-latent-50"), chat=True, device="cpu"),
-        overwrite=True,
-    )
+    converted = folder / "smollm2-latent-50"
+    said = GenerateConfig(prompt=config.prompt, chat=True, device="cpu")
+    both = dataclasses.replace(said, against=str(converted))
+    talks = [generate.run(str(source), folder / "talk", both, overwrite=True)]
+    for form, model in (("original", source), ("latent-50", converted)):
+        drafted = dataclasses.replace(said, speculative=str(demo_model.head(form)))
+        talks.append(generate.run(str(model), folder / f"talk-{form}-drafted", drafted, overwrite=True))
     report = folder / "report.html"
     write_report(folder, report)
-    return {"conversions": made, "talk": said, "report": report}
+    return {"conversions": made, "talks": talks, "report": report}

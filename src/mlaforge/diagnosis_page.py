@@ -45,7 +45,7 @@ def _picture(path: Path, figures: list[dict[str, Any]]) -> None:
     with rc_context(PLOT_STYLE):
         sheet = Figure(figsize=(16.5, 3.3 * rows), dpi=110, layout="constrained")
         axes = sheet.subplots(rows, 3, squeeze=False).flatten()
-        for ax, figure in zip(axes, maps, strict=False):
+        for ax, figure in zip(axes[: len(maps)], maps, strict=True):
             heat(ax, figure["what"])
             ax.set_title(figure["title"], loc="left", fontsize=10)
             ax.locator_params(axis="x", integer=True)
@@ -161,6 +161,7 @@ def _log(value: float | None) -> float:
 
 
 def _lines(ax: Any, what: dict[str, Any]) -> None:
+    # There are more colours than lines.
     for (name, values), colour, marker in zip(what["lines"].items(), PAINT.values(), "oDs^", strict=False):
         ax.plot(range(len(values)), values, color=colour, marker=marker, ms=3.5, lw=0.9, label=name)
     if now := what.get("now"):

@@ -86,7 +86,7 @@ def read_reference(path: Path, head: Eagle3Head) -> dict[str, Tensor]:
     """The tensors of a reference; UserError where they cannot be those of this head."""
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in (IDS, STATES, *STAGES) if name in file.keys()}  # noqa: SIM118
+            found = {name: file.get_tensor(name) for name in (IDS, STATES, *STAGES) if name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is no safetensors file: {error}") from error
     if IDS not in found or not set(STAGES) & set(found):

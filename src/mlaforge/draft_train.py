@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge import checkpoint, draft_start, locate, packing, sharding, token_map
-from mlaforge.answers import TEXT, Answer, read_answers, split
+from mlaforge.answers import TEXT, TRAINED, Answer, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.draft_head import read_head, write_head
@@ -33,8 +33,6 @@ from mlaforge.unroll import States, Unrolled, Validation, capture, columns
 
 # Options that do not change the result, or not beyond rounding.
 NOT_HASHED = ("device", "tensorboard", "text", "vocabulary", "init")
-# The tensors after the last step, fp16, where those written were better.
-LAST = "last_step.safetensors"
 
 
 def check_options(config: DraftTrainConfig) -> None:
@@ -146,7 +144,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     group = sharding.join(resolve_device(config.device))
     check_shares(texts.feed, group.world)
     manifest = Manifest(
-        "draft train",
+        TRAINED,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
         inputs={
             "model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)},
@@ -235,6 +233,7 @@ def _train(
         head = old or _new_head(shape, ids, rows, states, embedding, wanted_head, config.seed, work, group)
     # Shards are kept in fp32; what is not sharded has its masters in the trainer.
     head = head.to(device, torch.float32 if group.world > 1 else dtype)
+    parameters = sum(tensor.numel() for tensor in head.parameters())
     lesson = Unrolled(
         head, None if config.cache else target, embedding, wanted_head, config.unroll,
         texts.described["columns"] / len(rows),
@@ -257,25 +256,11 @@ def _train(
         board(config.tensorboard, group),
     )  # fmt: skip
     with timed(seconds, "train"):
-        memory = course.run()
+        course.run()
     group.wait()
-    last = course.trained(best=False)
+    course.write_last(partial, torch.float16)
     if group.first:
         written = Eagle3Head(shape)
         written.load_state_dict({**_mapping(shape, ids), **course.trained(best=True)})
         write_head(written, partial)
-        if memory["best"]["step"] != trainer.step:
-            from safetensors.torch import save_file
-
-            save_file({name: tensor.half() for name, tensor in last.items()}, partial / LAST)
-    manifest.metrics = {
-        "text": texts.described,
-        "parameters": sum(tensor.numel() for tensor in last.values()),
-        "best": memory["best"],
-        "last": memory["curve"][-1],
-        "tokens": memory["curve"][-1]["tokens"],
-        "tokens_per_second": memory["curve"][-1]["tokens"] / memory["seconds"] if memory["seconds"] else None,
-        "processes": group.world,
-        "curve": memory["curve"],
-        "losses": memory["losses"],
-    }
+    manifest.metrics = {"text": texts.described, "parameters": parameters, **course.metrics()}

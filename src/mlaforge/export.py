@@ -67,7 +67,7 @@ def mla_config(
     return {
         **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
         # Of the class that computes it, which for some families is another's.
-        "model_type": config_class.model_type + checkpoint.SUFFIX,  # type: ignore[attr-defined]
+        "model_type": config_class.model_type + checkpoint.SUFFIX,
         "architectures": [f"{prefix}MlaForCausalLM"],
         "auto_map": {
             "AutoConfig": f"configuration_mla.{prefix}MlaConfig",

@@ -43,6 +43,7 @@ def continue_prompt(directory: Path, config: GenerateConfig) -> dict[str, Any]:
         "cache_bytes": cached,
         "cached_tokens": len(prompt) + len(ids) - 1,
         "dtype": engine.model.format,
+        "eagle_speculation": engine.speculation.stats.block() if engine.speculation else None,
     }
 
 

@@ -31,8 +31,6 @@ from mlaforge.teacher_cache import final_states_cache, top_k_cache
 from mlaforge.trainer import Pace, Trainer
 
 SUBSETS = ("projections", "attention", "all")
-# The tensors after the last step, where those written were better.
-LAST = "last_step.safetensors"
 # Options that do not change the result, or not beyond rounding.
 NOT_HASHED = ("device", "tensorboard")
 
@@ -170,7 +168,7 @@ def load(directory: Path, dtype: str, device: torch.device) -> Any:
 
 def _nf4() -> Any:
     try:
-        import bitsandbytes  # noqa: F401
+        import bitsandbytes  # noqa: F401 (only to say in words that it is missing)
     except ModuleNotFoundError as error:
         raise UserError("bitsandbytes is missing: pip install 'mlaforge[heal]'") from error
     from transformers import BitsAndBytesConfig
@@ -229,26 +227,15 @@ def _heal(
         functools.partial(trainable, student), partial / WORK, group, board(config.tensorboard, group),
     )  # fmt: skip
     with timed(seconds, "train"):
-        memory = course.run()
+        course.run()
     group.wait()
-    last = course.trained(best=False)
+    course.write_last(partial, torch.float32)
     if group.first:
-        best = course.trained(best=True)
-        write(converted, partial, {**solved, **best})
-        if memory["best"]["step"] != trainer.step:
-            from safetensors.torch import save_file
-
-            save_file(last, partial / LAST)
+        write(converted, partial, {**solved, **course.trained(best=True)})
         (partial / corpus.PASSAGES).write_text(json.dumps(texts.passages), encoding="utf-8")
     manifest.metrics = {
         "refit": None if config.refit == "off" else json.loads((work.folder / "refit.json").read_text()),
-        "best": memory["best"],
-        "last": memory["curve"][-1],
-        "tokens": memory["curve"][-1]["tokens"],
-        "tokens_per_second": memory["curve"][-1]["tokens"] / memory["seconds"] if memory["seconds"] else None,
-        "processes": group.world,
-        "curve": memory["curve"],
-        "losses": memory["losses"],
+        **course.metrics(),
     }
 
 

@@ -84,7 +84,7 @@ def from_gguf(path: Path) -> Path:
 
     try:
         import accelerate  # noqa: F401 (only to say in words that one is missing)
-        import gguf  # noqa: F401
+        import gguf  # noqa: F401 (the same)
     except ImportError as error:
         raise UserError(f"reading .gguf files needs {error.name}: pip install 'mlaforge[gguf]'") from error
     from mlaforge.artifact import Manifest, writing

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge import checkpoint, locate
-from mlaforge.answers import STAGE, TEXT, Excluded, distinct_share, read_prompts, told, words
+from mlaforge.answers import STAGE, TEXT, Excluded, distinct_share, read_judged, read_prompts, told, words
 from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
@@ -44,7 +44,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
     directory = locate.locate(model)
     files = {name: [Path(path) for path in getattr(config, name) or ()] for name in ("prompts", "exclude")}
     given = [said for path in files["prompts"] for said in read_prompts(path)]
-    excluded = Excluded(said for path in files["exclude"] for said in read_prompts(path))
+    excluded = Excluded(said for path in files["exclude"] for said in read_judged(path))
     ignored = {*NOT_HASHED, *files}
     manifest = Manifest(
         STAGE,

@@ -29,6 +29,7 @@ PARTS = {
     "calibrate": ("calibration sets", "mlaforge calibrate --source TEXT --out GOLDEN"),
     "convert": ("conversions: perplexity and cache", "mlaforge convert MODEL OUT --calibration TEXT"),
     "heal": ("healing curves", "mlaforge heal --teacher MODEL --student OUT --out HEALED --text TEXT"),
+    "draft train": ("draft heads: how they learn", "mlaforge draft train MODEL --text TEXT --out HEAD"),
     "acceptance": (
         "whether a student may stand for its teacher",
         "mlaforge eval --teacher MODEL --student OUT --criteria criteria.yaml",
@@ -115,7 +116,8 @@ def summarise(folder: Path) -> dict[str, Any]:
         "conversions": conversions,
         "calibrations": of["calibrate"],
         "diagnoses": of["diagnose"],
-        "healings": [{**r, "first": (dicts(r["metrics"].get("curve")) or [{}])[0]} for r in of["heal"]],
+        "healings": [_learning(record) for record in of["heal"]],
+        "trainings": [_learning(record) for record in of["draft train"]],
         "acceptances": accepted or [_acceptance({**r, "metrics": r["acceptance"]}) for r in found["acceptance"]],
         "evaluations": [_evaluation(record) for record in of["eval"]],
         "generations": [{**record, "shared": _shared(record)} for record in of["generate"]],
@@ -160,6 +162,11 @@ def _exponential(metrics: dict[str, Any], mean: str, stderr: str) -> list[float]
     if center is None or error is None or n is None or not (ends := interval(center, error, int(n))):
         return None
     return [math.exp(min(end, 700.0)) for end in ends]
+
+
+def _learning(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with a curve, and the evaluation that it began with."""
+    return {**record, "first": (dicts(record["metrics"].get("curve")) or [{}])[0]}
 
 
 def _acceptance(record: dict[str, Any]) -> dict[str, Any]:
@@ -241,6 +248,7 @@ def _shared(record: dict[str, Any]) -> int:
     """Characters before the word in which the texts of a `generate` record part; all of a single text."""
     runs = record["metrics"]["runs"] = dicts(record["metrics"].get("runs"))
     texts = [str(run.get("text") or "") for run in runs]
+    # Up to the end of the shortest.
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
     common = "".join(letters[0] for letters in alike)
     return len(common) if all(text == common for text in texts) else common.rfind(" ") + 1

@@ -15,7 +15,8 @@ CACHED = ("cached", "gqa_cached")
 
 def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str, Any]:
     """The page's drawings, as SVG: `tradeoff`, `memory` and `ranks` of all conversions, and lists with an entry for
-    each of report's conversions (`own`), healings, acceptances and diagnoses. diagnoses: what their files hold."""
+    each of report's conversions (`own`), healings, trainings, acceptances and diagnoses. diagnoses: what the files of
+    the last hold."""
     conversions = report["conversions"]
     points = [c for c in conversions if None not in (number(c, *RATIO), number(c, *FRACTION))]
     held = [c for c in conversions if None not in (number(c, *AT_128K, "gqa"), number(c, *AT_128K, "mla"))]
@@ -25,6 +26,7 @@ def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str
         "ranks": _ranks(conversions),
         "own": [_own(i, c) for i, c in enumerate(conversions)],
         "healings": [_healing(i, record) for i, record in enumerate(report["healings"])],
+        "trainings": [_training(i, record) for i, record in enumerate(report["trainings"])],
         "acceptances": [_acceptance(i, record) for i, record in enumerate(report["acceptances"])],
         "diagnoses": [_diagnosis(i, body) for i, body in enumerate(diagnoses)],
         "scenarios": [results_figures.scenario(body, f"s{i}") for i, body in enumerate(report["scenarios"])],
@@ -79,6 +81,40 @@ def _draw_kl(ax: Any, curve: list[dict[str, Any]]) -> None:
     if min(kl) > 0:
         logarithmic(ax.yaxis)
     ax.set(xlabel="tokens seen (millions)", ylabel="validation KL (nats per token)")
+
+
+def _training(i: int, record: dict[str, Any]) -> dict[str, str]:
+    """Acceptance by drafted token, tokens a step and the loss by tokens seen, each where it was measured."""
+    curve = [p for p in dicts(record["metrics"].get("curve")) if number(p, "tokens") is not None]
+    places: list[list[tuple[float, float]]] = []
+    for point in curve:
+        found = point.get("acceptance")
+        for place, share in enumerate(found if isinstance(found, list) else []):
+            if place == len(places):
+                places.append([])
+            if number(share) is not None:
+                places[place].append((point["tokens"] / 1e6, share))
+    drawn = {"acceptance": drawing(f"draftacceptance{i}", _draw_places, places)} if any(places) else {}
+    for key, label in (("acceptance_length", "tokens a step, 3 drafted"), ("loss", "loss")):
+        line = [(p["tokens"] / 1e6, p[key]) for p in curve if number(p, key) is not None]
+        if line:
+            drawn[key] = drawing(f"draft{key}{i}", _draw_learning, (line, label))
+    return drawn
+
+
+def _draw_places(ax: Any, places: list[list[tuple[float, float]]]) -> None:
+    for place, line in ((place, line) for place, line in enumerate(places) if line):
+        # From the first token's full colour to the last one's pale.
+        pale = 1 - 0.8 * place / len(places)
+        ax.plot(*zip(*line, strict=True), color=PAINT["latent"], alpha=pale, marker="o", ms=3, lw=1.2, label=place + 1)
+    ax.set(xlabel="tokens seen (millions)", ylabel="accepted, by drafted token")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=8, borderaxespad=0.2, handlelength=1, columnspacing=1)
+
+
+def _draw_learning(ax: Any, what: tuple[list[tuple[float, float]], str]) -> None:
+    line, label = what
+    ax.plot(*zip(*line, strict=True), color=PAINT["latent"], marker="o", ms=3, lw=1.2)
+    ax.set(xlabel="tokens seen (millions)", ylabel=label)
 
 
 def _acceptance(i: int, record: dict[str, Any]) -> str:

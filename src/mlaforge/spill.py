@@ -42,7 +42,7 @@ class Spill:
         from safetensors import safe_open
 
         with safe_open(self._path(name), framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(start)}  # noqa: SIM118
+            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(start)}  # noqa: SIM118 (no mapping)
 
     def drop(self, start: str) -> None:
         """Forgets every name that begins with `start`."""

@@ -67,19 +67,19 @@ class Endpoint:
         self.name, self.model, self.dtype = self.config.name, model, self.config.dtype
         self.url, self.api_name = _filled(self.config.url, words), _filled(self.config.model, words)
         self.process: subprocess.Popen[bytes] | None = None
-        # Seen when it fails; a pipe that nobody reads would stop it.
+        # Seen when it fails; a pipe that nobody reads would stop it. Open for as long as the server runs: see close.
         self.told = tempfile.TemporaryFile()  # noqa: SIM115
-        if self.config.command:
-            command = [_filled(word, words) for word in shlex.split(self.config.command)]
-            told = {str(key): str(value) for key, value in environment.items()}
-            try:
-                self.process = subprocess.Popen(
-                    command, env={**os.environ, **told}, stdout=self.told, stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )  # fmt: skip
-            except OSError as error:
-                raise UserError(f"{file}: {command[0]} cannot be started: {error.strerror}") from error
         try:
+            if self.config.command:
+                command = [_filled(word, words) for word in shlex.split(self.config.command)]
+                told = {str(key): str(value) for key, value in environment.items()}
+                try:
+                    self.process = subprocess.Popen(
+                        command, env={**os.environ, **told}, stdout=self.told, stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )  # fmt: skip
+                except OSError as error:
+                    raise UserError(f"{file}: {command[0]} cannot be started: {error.strerror}") from error
             self._wait()
         except BaseException:
             self.close()

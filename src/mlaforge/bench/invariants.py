@@ -1,14 +1,13 @@
 """PERF_MODE: what must hold while the engine decodes, checked on a repetition that is not timed.
 
-| name | holds where |
-|---|---|
-| tuned_kernels | every call of an op ran the fastest implementation that is made for this device and can be had here, and on CUDA every decoding step was a graph's replay |
-| drafting_goes_on | every decoding sequence got room for all drafts that its end left to draft, and the drafter filled it |
-| cache_integrity | tables, pools and sequences agree; every view says what the tables say; no slot is written twice |
-| no_host_reads | at most one reading of a device's tensor per decoding step (the drawn tokens), and no waiting for it |
-| no_debug_copies | nothing that lies in the cache or among the weights is cloned or copied to the host |
-| deterministic | the same prompts give the same tokens again |
-"""  # noqa: E501
+tuned_kernels     every call of an op ran the fastest implementation that is made for this device and can be had here,
+                  and on CUDA every decoding step was a graph's replay
+drafting_goes_on  every decoding sequence got room for all drafts that its end left to draft, and the drafter filled it
+cache_integrity   tables, pools and sequences agree; every view says what the tables say; no slot is written twice
+no_host_reads     at most one reading of a device's tensor per decoding step (the drawn tokens), and no waiting for it
+no_debug_copies   nothing that lies in the cache or among the weights is cloned or copied to the host
+deterministic     the same prompts give the same tokens again
+"""
 
 from __future__ import annotations
 
@@ -78,6 +77,7 @@ class Audit:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Everything that counts is in place, and taken away again."""
+        # mypy lets nobody replace methods of an object that runs; watching it is just that.
         engine, made = self.engine, self.peer.use
         runner, step = engine.runner, engine.step
 

@@ -48,9 +48,3 @@ class Prompts:
 
 def _files(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-
-
-def distinct_4_grams(token_ids: list[int]) -> float | None:
-    """Share of the runs of four tokens that are different ones: a text that repeats itself flatters every drafter."""
-    runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
-    return len(set(runs)) / len(runs) if runs else None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mlaforge import locate
+from mlaforge.answers import check_unseen
 from mlaforge.bench import machine, summary
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
 from mlaforge.bench.invariants import Audit, Finding, together
@@ -122,9 +123,13 @@ def run(
     gpu, start = roof(config.roof, device), time.monotonic()
     # All models of a run read the same text; each with its own tokenizer.
     prompts = {model.name: Prompts(recipe.text, load_tokenizer(model.directory)) for model in found}
+    judged = prompts[names[0]].describe()
+    unknown = check_unseen(recipe.head, judged) if recipe.head is not None else ""
+    if unknown:
+        log(unknown)
     body: dict[str, Any] = header | {
         "scenario": what, "scope": recipe.scope, "told": recipe.told, "forced": forced, "seconds": 0.0,
-        "config": _recorded(recipe), "prompts": prompts[names[0]].describe(), "roof": describe(gpu),
+        "config": _recorded(recipe), "prompts": judged, "unknown": unknown, "roof": describe(gpu),
         "models": [
             {"name": m.name, "path": str(m.directory), "layout": layout_of(m.plan),
              "numbers_per_token": m.plan.cached_per_token} for m in found

@@ -9,8 +9,8 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from mlaforge.answers import distinct_share
 from mlaforge.bench.ours import PLAIN, Ours, Taken
-from mlaforge.bench.prompts import distinct_4_grams
 from mlaforge.bench.roof import layout_of, limit
 from mlaforge.engine.speculation import SpeculationStats
 from mlaforge.plan import Gpu, Plan
@@ -54,7 +54,7 @@ def case(
     best = max(others, key=lambda r: statistics.median(speeds(r)), default=None)
     ratios = {"speedup": plain, "over_transformers": best if peer.name != "transformers" else None}
     answers = [ids for taken in row.takens for ids in taken.token_ids]
-    grams = [share for ids in answers if (share := distinct_4_grams(ids)) is not None]
+    grams = [share for ids in answers if (share := distinct_share(ids)) is not None]
     block = _block(row.takens)
     told |= {
         "repetitions": len(runs), "tokens_per_second": spread(runs), "ms_per_token": _percentiles(gaps),
@@ -159,4 +159,6 @@ def aligned(lines: list[tuple[str, ...]]) -> str:
     columns = range(len(lines[0]))
     cells = [[line[i] for line in lines if i < len(line) - 1 or len(line) == len(columns)] for i in columns]
     widths = [max(map(len, own)) for own in cells]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(line, widths[: len(line)], strict=True)).rstrip() for line in lines
+    )

@@ -252,6 +252,7 @@ class BlockTables:
                 where = f"sequence {seq}, group {self.groups[group].name}, {state.computed} tokens"
                 assert table.first <= self._first_seen(group, state.computed), f"{where}: starts at {table.first}"
                 assert state.computed <= table.end * self.block_size, f"{where}: ends at {table.end}"
+                # The last block has no digest until it is full.
                 for block, digest in zip(table.blocks, state.digests[table.first :], strict=False):
                     assert pool.digest(block) in (None, digest), f"{where}: block {block} is published as another's"
 

@@ -166,7 +166,9 @@ class Pace:
         below = max((r for r in self.seconds if r < rows), default=None)
         above = min((r for r in self.seconds if r > rows), default=None)
         if below is None or above is None:
-            return self.seconds[above if below is None else below]  # type: ignore[index]
+            nearest = above if below is None else below
+            assert nearest is not None, "no step has been timed"
+            return self.seconds[nearest]
         share = (rows - below) / (above - below)
         return (1 - share) * self.seconds[below] + share * self.seconds[above]
 

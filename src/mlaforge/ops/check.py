@@ -87,7 +87,7 @@ def load(path: Path, kinds: dict[int, type], device: str = "cpu") -> list[Any]:
     """What `save` wrote; `kinds` says which input is which dataclass."""
     values: dict[int, Any] = {}
     with safe_open(path, "pt", device=device) as file:
-        storages = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        storages = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
         for name, value in json.loads(file.metadata()["inputs"]).items():
             if isinstance(value, dict):
                 value = storages[value["storage"]].as_strided(*value["view"])

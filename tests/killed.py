@@ -1,0 +1,51 @@
+"""A training (course.py) in a process of its own, which is killed as soon as a checkpoint is whole."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import torch
+from safetensors.torch import load_file
+
+# It waits for a line after every checkpoint.
+SLOW = """
+import importlib, json, sys
+from pathlib import Path
+from mlaforge import course, options
+whole = course.Course._save
+def slow(self):
+    whole(self)
+    print("saved", self.trainer.step, flush=True)
+    sys.stdin.readline()
+course.Course._save = slow
+stage, kind, *models, out, given = sys.argv[1:]
+importlib.import_module(stage).run(*models, Path(out), getattr(options, kind)(**json.loads(given)))
+"""
+
+
+def killed_after(steps, stage, models, out, config):
+    """Runs stage.run(*models, out, config), whose checkpoints come after `steps`, and kills it after the last one."""
+    given = json.dumps(dataclasses.asdict(config))
+    command = [sys.executable, "-c", SLOW, stage.__name__, type(config).__name__, *map(str, models), str(out), given]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        for step in steps:
+            assert process.stdout.readline() == f"saved {step}\n"
+            if step != steps[-1]:
+                process.stdin.write("\n")
+                process.stdin.flush()
+        os.kill(process.pid, signal.SIGKILL)
+    assert not out.exists()
+
+
+def check_same_tensors(ours, theirs):
+    """That two directories' weights are the same to the bit."""
+    names = {path.name for path in ours.glob("*.safetensors")}
+    assert names == {path.name for path in theirs.glob("*.safetensors")} != set()
+    for file in names:
+        a, b = load_file(ours / file), load_file(theirs / file)
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), name
