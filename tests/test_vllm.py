@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch
 from conftest import save_model
 from safetensors.torch import load_file, save_file
+from serving import free_port, name_vllm
 from test_eagle3 import make
 
 from mlaforge import checkpoint, convert, demo_model, make_gptoss
@@ -250,10 +250,10 @@ def test_the_command_serves(tiny, tmp_path):
     command = [Path(PYTHON).with_name("vllm"), "serve", directory, "--port", port, "--max-model-len", 256,
                "--max-num-batched-tokens", 64, "--dtype", "float32", "--enforce-eager"]  # fmt: skip
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    own["PYTHONPATH"] = name_vllm(tmp_path / "named")
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(
-            list(map(str, command)), env={**inherited, **own}, stdout=log, stderr=log, cwd=tmp_path,
+            list(map(str, command)), env={**os.environ, **own}, stdout=log, stderr=log, cwd=tmp_path,
             start_new_session=True,
         )  # fmt: skip
     try:
@@ -272,12 +272,6 @@ def test_the_command_serves(tiny, tmp_path):
     finally:
         os.killpg(server.pid, signal.SIGKILL)
     assert faults(directory, PROMPTS, [choice["token_ids"] for choice in choices]) == []
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def as_others_compute(directory):
