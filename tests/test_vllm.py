@@ -270,7 +270,8 @@ def test_the_command_serves(tiny, tmp_path):
                 # It is not listening yet.
                 time.sleep(2)
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
     assert faults(directory, PROMPTS, [choice["token_ids"] for choice in choices]) == []
 
 
