@@ -34,7 +34,7 @@ def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
     both = dataclasses.replace(said, against=str(converted))
     talks = [generate.run(str(source), folder / "talk", both, overwrite=True)]
     for form, model in (("original", source), ("latent-50", converted)):
-        drafted = dataclasses.replace(said, speculative=str(demo_model.head("original")))
+        drafted = dataclasses.replace(said, speculative=str(demo_model.head(form)))
         talks.append(generate.run(str(model), folder / f"talk-{form}-drafted", drafted, overwrite=True))
     report = folder / "report.html"
     write_report(folder, report)
