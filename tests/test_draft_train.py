@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_eagle3 import make
 from torch.nn import functional as F
 
-from mlaforge import answers, checkpoint, draft_start, draft_train, draft_vocab
+from mlaforge import answers, checkpoint, demo_model, draft_start, draft_train, draft_vocab
 from mlaforge.artifact import Manifest
 from mlaforge.config import resolve
 from mlaforge.draft_head import read_head, write_head
@@ -188,7 +188,7 @@ def test_another_head_is_a_start(trained, converted, tmp_path):
     assert new.config.sliding_window == 9 and new.config.boundaries == (1, 2, 3)
     for name, tensor in old.state_dict().items():
         torch.testing.assert_close(new.state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
-    assert manifest.inputs["init"] == checkpoint.fingerprint(tmp_path / "old")
+    assert manifest.inputs["init"] == {"sha256": checkpoint.fingerprint(tmp_path / "old"), "text": None}
     with pytest.raises(UserError, match="of its own"):
         trained("other", init=str(tmp_path / "old"), boundaries="0,1,2")
 
@@ -275,7 +275,10 @@ def test_two_processes_learn_what_one_does(cache, trained, target, text, tmp_pat
         torch.testing.assert_close(theirs[name], ours[name], rtol=1e-2, atol=1e-3)
 
 
-def test_the_recipe_is_one():
+def test_the_recipe_is_that_of_the_shipped_head():
     config = resolve(DraftTrainConfig, Path(__file__).parents[1] / "recipes" / "smollm2-draft.yaml")
-    assert config.text is None and config.unroll == 7
-    draft_train.check_options(DraftTrainConfig(**{**vars(config), "text": ("TEXT",)}))
+    draft_train.check_options(dataclasses.replace(config, text=("TEXT",)))
+    told = Manifest.load(demo_model.head("original"))
+    assert told.config == {
+        key: value for key, value in dataclasses.asdict(config).items() if key not in draft_train.NOT_HASHED
+    }

@@ -218,7 +218,14 @@ def test_what_a_head_may_be_judged_on(tmp_path):
     for name, excludes in (("some", (["1", "2"], ["1"])), ("none", ([],)), ("other", (["3"],))):
         with pytest.raises(UserError, match=r"need not be free of two\.txt"):
             answers.check_unseen(head(name, *excludes), [two])
-    assert "began as another" in answers.check_unseen(head("again", ["1"], init="of a head"), [one])
+    assert "began as another" in answers.check_unseen(head("again", ["1"], init={"text": None}), [one])
+    # What it began as counts too.
+    assert answers.learnt_from(tmp_path / "imported-1") is None
+    known = head("known", ["1", "2"], init={"text": answers.learnt_from(head("first", ["2"]))})
+    assert [text["exclude"] for text in answers.learnt_from(known)] == [["1", "2"], ["2"]]
+    assert answers.check_unseen(known, [two]) == ""
+    with pytest.raises(UserError, match=r"need not be free of one\.jsonl"):
+        answers.check_unseen(known, [one])
     assert "nothing says" in answers.check_unseen(head("imported", stage="draft import"), [one])
     assert "nothing says" in answers.check_unseen(tmp_path, [one])
     with pytest.raises(UserError, match="damaged"):

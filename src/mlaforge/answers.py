@@ -73,6 +73,17 @@ def read_judged(path: Path) -> list[str]:
         raise UserError(f"text {path} cannot be read: {error}") from error
 
 
+def learnt_from(head: Path) -> list[dict[str, Any]] | None:
+    """`inputs.text` of a trained head's manifest and of the heads that it began as; None where that is not known."""
+    manifest = Manifest.load(head)
+    if manifest is None or manifest.stage != TRAINED:
+        return None
+    own, init = manifest.inputs.get("text"), manifest.inputs.get("init")
+    if own is None or (init and init["text"] is None):
+        return None
+    return [*own, *(init["text"] if init else [])]
+
+
 def check_unseen(head: Path, judged: Iterable[Mapping[str, str]]) -> str:
     """Refuses to judge a trained head on files that its text may hold, by its manifest.
 
@@ -83,8 +94,10 @@ def check_unseen(head: Path, judged: Iterable[Mapping[str, str]]) -> str:
     if manifest is None or manifest.stage != TRAINED:
         return f"nothing says what {head} was trained on: it may have seen what it is judged on"
     try:
-        free = set.intersection(*(set(text["exclude"]) for text in manifest.inputs["text"]))
-        unknown = f"{head} began as another head, of whose text nothing is known" if manifest.inputs["init"] else ""
+        init = manifest.inputs["init"]
+        earlier = init["text"] if init else []
+        free = set.intersection(*(set(text["exclude"]) for text in [*manifest.inputs["text"], *(earlier or [])]))
+        unknown = "" if earlier is not None else f"{head} began as another head, of whose text nothing is known"
     except (KeyError, TypeError) as error:
         raise UserError(f"the manifest of {head} is damaged: it does not say what the head was trained on") from error
     for file in judged:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge import checkpoint, draft_start, locate, packing, sharding, token_map
-from mlaforge.answers import TEXT, TRAINED, Answer, read_answers, split
+from mlaforge.answers import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.draft_head import read_head, write_head
@@ -148,7 +148,8 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
         inputs={
             "model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)},
-            "init": checkpoint.fingerprint(Path(config.init)) if config.init else None,
+            "init": {"sha256": checkpoint.fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
+            if config.init else None,
             "vocabulary": sha256(Path(config.vocabulary) / token_map.FILE) if config.vocabulary else None,
             # Prompts that the text is free of, by the SHA-256 of their files: what the head may be judged on.
             "text": [
