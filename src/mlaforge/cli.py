@@ -253,6 +253,7 @@ def demo(
     print(conversion_table(list(made["conversions"].values())))
     for said in made["talks"]:
         print(talk(said.metrics))
+    print("With drafts a near tie may fall the other way in bfloat16, and the text goes on otherwise.")
     print(f"report: {made['report']}")
 
 
