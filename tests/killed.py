@@ -30,7 +30,9 @@ def killed_after(steps, stage, models, out, config):
     """Runs stage.run(*models, out, config), whose checkpoints come after `steps`, and kills it after the last one."""
     given = json.dumps(dataclasses.asdict(config))
     command = [sys.executable, "-c", SLOW, stage.__name__, type(config).__name__, *map(str, models), str(out), given]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    # The same bits are promised for the same number of threads.
+    own = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         for step in steps:
             assert process.stdout.readline() == f"saved {step}\n"
             if step != steps[-1]:

@@ -61,7 +61,11 @@ def test_a_head_that_may_know_the_prompts_is_refused(tmp_path, monkeypatch):
     path.write_text(json.dumps({"turns": ["abcd"]}) + "\n")
     head = saved(tmp_path / "head")
     Manifest("draft train", {}, {"text": [{"exclude": ["of other prompts"]}], "init": None}).save(head)
-    monkeypatch.setattr(sys, "argv", ["speculation.py", "--data", str(tmp_path), "--draft", str(head)])
+    # It sets torch's threads for all that comes after.
+    threads = str(torch.get_num_threads())
+    monkeypatch.setattr(
+        sys, "argv", ["speculation.py", "--data", str(tmp_path), "--draft", str(head), "--threads", threads]
+    )
     with pytest.raises(UserError, match=r"need not be free of .*mt_bench\.jsonl"):
         bench.main()
 
