@@ -245,10 +245,10 @@ def test_two_ranks(tiny, tmp_path):
 
 
 def test_the_command_serves(tiny, tmp_path):
-    """`vllm serve OUT` as a user starts it: all its processes, chunked prefill, default block size, OpenAI's API."""
+    """`vllm serve OUT` as a user starts it: all its processes, compiled, chunked prefill, default block size, OpenAI's API."""
     directory, port = tiny("llama latent_rope"), free_port()
     command = [Path(PYTHON).with_name("vllm"), "serve", directory, "--port", port, "--max-model-len", 256,
-               "--max-num-batched-tokens", 64, "--dtype", "float32", "--enforce-eager"]  # fmt: skip
+               "--max-num-batched-tokens", 64, "--dtype", "float32"]  # fmt: skip
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     own["PYTHONPATH"] = name_vllm(tmp_path / "named")
     with (tmp_path / "log").open("w") as log:
