@@ -245,7 +245,7 @@ def test_two_ranks(tiny, tmp_path):
 
 
 def test_the_command_serves(tiny, tmp_path):
-    """`vllm serve OUT` as a user starts it: compiled, all its processes, chunked prefill, default blocks, OpenAI's API."""
+    """`vllm serve OUT` as a user starts it: compiled, all processes, chunked prefill, default blocks, OpenAI's API."""
     directory, port = tiny("llama latent_rope"), free_port()
     command = [Path(PYTHON).with_name("vllm"), "serve", directory, "--port", port, "--max-model-len", 256,
                "--max-num-batched-tokens", 64, "--dtype", "float32"]  # fmt: skip
