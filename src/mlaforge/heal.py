@@ -241,7 +241,8 @@ def _heal(
 
 def _put(student: Any, tensors: dict[str, Tensor]) -> None:
     """Some of the student's tensors by name; a name that it lacks is an error of ours."""
-    assert not student.load_state_dict(tensors, strict=False).unexpected_keys
+    unknown = student.load_state_dict(tensors, strict=False).unexpected_keys
+    assert not unknown, unknown
 
 
 def _refit(

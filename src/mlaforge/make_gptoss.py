@@ -204,7 +204,8 @@ def heal(
         model.requires_grad_(False)
     shutil.rmtree(folder)
     # Only the attention is solved anew; a name that the student lacks is an error of ours.
-    assert not student.load_state_dict(solved, strict=False).unexpected_keys
+    unknown = student.load_state_dict(solved, strict=False).unexpected_keys
+    assert not unknown, unknown
     student.set_attn_implementation(FUSED)
     names = [name for name, _ in student.named_parameters() if ".self_attn." in name]
     halves = tuned.ids.reshape(-1, TOKENS // 2) if tuned.ids.shape[1] == TOKENS else tuned.ids
