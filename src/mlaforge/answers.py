@@ -73,15 +73,29 @@ def read_judged(path: Path) -> list[str]:
         raise UserError(f"text {path} cannot be read: {error}") from error
 
 
-def learnt_from(head: Path) -> list[dict[str, Any]] | None:
-    """`inputs.text` of a trained head's manifest and of the heads that it began as; None where that is not known."""
+def _texts(head: Path, manifest: Manifest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """`inputs.text` of a trained head, and of the heads that it began as: None where that is not known."""
+    try:
+        own, init = manifest.inputs["text"], manifest.inputs["init"]
+        found = own, init["text"] if init else []
+        if own and all(isinstance(text["exclude"], list) for some in found for text in some or []):
+            return found
+    except (KeyError, TypeError):
+        pass
+    raise UserError(f"the manifest of {head} is damaged: it does not say what the head was trained on")
+
+
+def _trained(head: Path) -> Manifest | None:
     manifest = Manifest.load(head)
-    if manifest is None or manifest.stage != TRAINED:
-        return None
-    own, init = manifest.inputs.get("text"), manifest.inputs.get("init")
-    if own is None or (init and init["text"] is None):
-        return None
-    return [*own, *(init["text"] if init else [])]
+    return manifest if manifest is not None and manifest.stage == TRAINED else None
+
+
+def learnt_from(head: Path) -> list[dict[str, Any]] | None:
+    """All text that a head and those it began as were trained on, as their manifests name it; None where that is not
+    known. Raises UserError for a damaged manifest."""
+    manifest = _trained(head)
+    own, earlier = ([], None) if manifest is None else _texts(head, manifest)
+    return None if earlier is None else [*own, *earlier]
 
 
 def check_unseen(head: Path, judged: Iterable[Mapping[str, str]]) -> str:
@@ -90,16 +104,12 @@ def check_unseen(head: Path, judged: Iterable[Mapping[str, str]]) -> str:
     judged: path and sha256 of each file; no sha256: the embedded text. Returns what is not known of the head, "" where
     all of its text is free of all of them. Raises UserError for a file that some of its text may share something with.
     """
-    manifest = Manifest.load(head)
-    if manifest is None or manifest.stage != TRAINED:
+    manifest = _trained(head)
+    if manifest is None:
         return f"nothing says what {head} was trained on: it may have seen what it is judged on"
-    try:
-        init = manifest.inputs["init"]
-        earlier = init["text"] if init else []
-        free = set.intersection(*(set(text["exclude"]) for text in [*manifest.inputs["text"], *(earlier or [])]))
-        unknown = "" if earlier is not None else f"{head} began as another head, of whose text nothing is known"
-    except (KeyError, TypeError) as error:
-        raise UserError(f"the manifest of {head} is damaged: it does not say what the head was trained on") from error
+    own, earlier = _texts(head, manifest)
+    free = set.intersection(*(set(text["exclude"]) for text in [*own, *(earlier or [])]))
+    unknown = "" if earlier is not None else f"{head} began as another head, of whose text nothing is known"
     for file in judged:
         if not file["sha256"]:
             unknown = unknown or f"whether {head} was trained on text like the embedded one is not known"
