@@ -16,7 +16,7 @@ class Knowing:
         self.texts, self.right, self.vocab_size = texts, right, vocab_size
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, asked):
+    def propose(self, asked, least):
         return [self._draft(sequence.token_ids, count) for sequence, count in asked]
 
     def _draft(self, token_ids, count):
@@ -42,7 +42,7 @@ class Drawing:
         self.tokens, self.vocab_size = torch.tensor(tokens), vocab_size
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, asked):
+    def propose(self, asked, least):
         return [self._draft(count) for _, count in asked]
 
     def _draft(self, count):

@@ -76,13 +76,13 @@ def draft_logits(head, oracle, token_ids, drafted):
     return torch.stack(logits[:-1])
 
 
-def recorded(drafter):
-    """Every (text, draft) that it proposes from now on."""
+def recorded(drafter, least=0.0):
+    """Every (text, how many tokens were asked for, draft) that it proposes from now on, likely by `least`."""
     seen, propose = [], drafter.propose
 
-    def watching(asked):
-        drafts = propose(asked)
-        seen.extend((list(s.token_ids), d) for (s, _), d in zip(asked, drafts, strict=True))
+    def watching(asked, _):
+        drafts = propose(asked, least)
+        seen.extend((list(s.token_ids), count, d) for (s, count), d in zip(asked, drafts, strict=True))
         return drafts
 
     drafter.propose = watching
@@ -92,7 +92,7 @@ def recorded(drafter):
 def check_drafts(seen, head, oracle):
     """The likeliest tokens of the plain path, or as likely to 1e-3."""
     assert seen
-    for text, draft in seen:
+    for text, _, draft in seen:
         assert draft is not None
         logits = draft_logits(head, oracle, text, draft.token_ids)
         own = [head.target_ids.tolist().index(token) for token in draft.token_ids]
@@ -134,6 +134,26 @@ def test_drafts_and_tokens(name, family, layout, tiny_models, converted, tmp_pat
     idle(engine)
 
 
+def test_a_draft_ends_before_what_is_unlikely(tiny_models, tmp_path):
+    """By the product of the plain path's likeliest tokens."""
+    directory, folder, least = tiny_models["llama"], saved(tmp_path / "head"), 0.15
+    oracle, head = Oracle(directory), read_head(folder, 3)
+    llm = watched(directory, speculative=str(folder), adaptive_speculation=False, num_speculative_tokens=4)
+    seen = recorded(llm.engine.speculation.drafter, least)
+    for output in llm.generate([*BASES, *random_prompts(9, 30, 21)], greedy(12)):
+        oracle.check(output.prompt_token_ids, output.outputs[0].token_ids, 12)
+    check_drafts([each for each in seen if each[2].token_ids], head, oracle)
+    for text, count, draft in seen:
+        # One token more than was drafted, whichever.
+        logits = draft_logits(head, oracle, text, [*draft.token_ids, 0])
+        likely = logits.softmax(-1).amax(-1).cumprod(0)
+        assert (likely[:-1] > least - 1e-4).all()
+        assert len(draft.token_ids) == count or likely[-1] < least + 1e-4
+    assert {0, 1, 2} <= {len(draft.token_ids) for _, _, draft in seen}
+    check_identities(llm.engine.stats().speculation)
+    idle(llm.engine)
+
+
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_what_is_accepted_is_the_targets(count, tiny_models, tmp_path):
     """Target and head confined to two tokens, so that some drafts are accepted: the tokens of plain decoding."""
@@ -152,14 +172,16 @@ def test_what_is_accepted_is_the_targets(count, tiny_models, tmp_path):
     idle(llm.engine)
 
 
-def test_draws_from_a_draft_vocabulary_are_the_targets(tiny_models, tmp_path):
-    """As test_speculation's, q being the head's own over its few tokens."""
+@pytest.mark.parametrize("least", [0.0, 0.5])
+def test_draws_from_a_draft_vocabulary_are_the_targets(least, tiny_models, tmp_path):
+    """As test_speculation's, q being the head's own over its few tokens, with all drafts and with likely ones alone."""
     vocabulary, prompt = [20, 21, 22], BASES[1][:9]
     exact = outcomes(Oracle(tiny_models["llama"]), prompt, 4, vocabulary, 2.0)
     folder = saved(tmp_path / "head", tokens=[7, 20, 21, 22])
     llm = watched(tiny_models["llama"], speculative=str(folder), cache_bytes=16 << 20)
     renew(llm.engine, 2000, 40, block_size=4, max_step=2048, max_num_seqs=600)
     speculate(llm.engine, llm.engine.speculation.drafter, 2)
+    seen = recorded(llm.engine.speculation.drafter, least)
     # One after another, as a continuation's first step has no draft.
     counts: dict = {}
     for seed in range(2):
@@ -172,6 +194,8 @@ def test_draws_from_a_draft_vocabulary_are_the_targets(tiny_models, tmp_path):
             counts[key] = counts.get(key, 0) + 1
     stats = llm.engine.stats().speculation
     assert 0.1 < stats.accepted / stats.drafted < 0.95
+    lengths = {len(draft.token_ids) for _, count, draft in seen if draft is not None and count == 2}
+    assert lengths == ({0, 1, 2} if least else {2})
     found, freedom = chi_square(counts, exact)
     assert freedom > 10
     assert ((found / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5 < 3.5

@@ -15,7 +15,7 @@ class Replay:
     def __init__(self, texts: dict[str, list[int]]):
         self.texts = texts
 
-    def propose(self, asked: Any) -> list[Draft | None]:
+    def propose(self, asked: Any, least: float) -> list[Draft | None]:
         """As Drafter.propose; None at the end of the text."""
         drafts: list[Draft | None] = []
         for sequence, count in asked:

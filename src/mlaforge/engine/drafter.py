@@ -69,8 +69,12 @@ class Drafter(Protocol):
         """Where the target's residual stream is captured for `observe`: boundary b is the input of layer b."""
         ...
 
-    def propose(self, asked: Several[tuple[Sequence, int]]) -> list[Draft | None]:
-        """Per (sequence, k) at most k tokens that may follow its `token_ids`. There is room in the cache for them."""
+    def propose(self, asked: Several[tuple[Sequence, int]], least: float) -> list[Draft | None]:
+        """Per (sequence, k) at most k tokens that may follow its `token_ids`. There is room in the cache for them.
+
+        A drafter that knows how likely its tokens are ends a draft before one whose path is less likely than `least`,
+        which may leave nothing of it. It must not ask which token was drawn: what is drafted would no longer be drawn
+        from q."""
         ...
 
     def observe(self, ran: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
@@ -97,7 +101,7 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._indices: weakref.WeakKeyDictionary[Sequence, _Index] = weakref.WeakKeyDictionary()
 
-    def propose(self, asked: Several[tuple[Sequence, int]]) -> list[Draft | None]:
+    def propose(self, asked: Several[tuple[Sequence, int]], least: float) -> list[Draft | None]:
         """As Drafter.propose; None where the newest tokens are new to the text."""
         drafts: list[Draft | None] = []
         for sequence, count in asked:

@@ -121,8 +121,9 @@ class EagleDrafter:
             self._outs[sequence.number] = sequence.computed, out_NC[row - 1]
 
     @torch.inference_mode()
-    def propose(self, asked: Several[tuple[Sequence, int]]) -> list[Draft | None]:
-        """As Drafter.propose; None for a sequence whose state is not known: a continuation in its first step."""
+    def propose(self, asked: Several[tuple[Sequence, int]], least: float) -> list[Draft | None]:
+        """As Drafter.propose; None for a sequence whose state is not known: a continuation in its first step. How
+        likely a path is, is said by the likeliest token at each of its places."""
         known = [i for i, (s, _) in enumerate(asked) if self._outs.get(s.number, (0,))[0] == s.computed]
         drafts: list[Draft | None] = [None] * len(asked)
         if not known:
@@ -131,13 +132,21 @@ class EagleDrafter:
         tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in going}
         qs: dict[Sequence, list[Tensor]] = {sequence: [] for sequence, _ in going}
         out_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in going])
+        likely = dict.fromkeys(tokens, 1.0)
         with span("DRAFT", self.model.device):
             for depth in range(max(count for _, count in going)):
                 if depth:
-                    keep = [i for i, (_, count) in enumerate(going) if count > depth]
+                    keep = [i for i, (s, count) in enumerate(going) if count > depth == len(tokens[s])]
+                    if not keep:
+                        break
                     going = [going[i] for i in keep]
                     out_SC = self._chained(out_SC[keep], [(s, tokens[s]) for s, _ in going])
-                for (sequence, _), token, q_V in zip(going, *self._drawn(out_SC, going), strict=True):
+                logits_SV = self.head(self.norm(out_SC))
+                sure_S = logits_SV.float().softmax(-1).amax(-1).tolist() if least else [1.0] * len(going)
+                for (sequence, _), sure, token, q_V in zip(going, sure_S, *self._drawn(logits_SV, going), strict=True):
+                    likely[sequence] *= sure
+                    if likely[sequence] < least:
+                        continue
                     tokens[sequence].append(token)
                     if q_V is not None:
                         qs[sequence].append(q_V)
@@ -193,9 +202,8 @@ class EagleDrafter:
         fed_SC = self.norm(out_SC) if self.config.norm_output else out_SC
         return self._layer(fed_SC, self._ids([tokens[-1] for _, tokens in drafted]), self._make_batch(chunks))
 
-    def _drawn(self, out_SC: Tensor, asked: Several[tuple[Sequence, int]]) -> tuple[list[int], list[Tensor | None]]:
+    def _drawn(self, logits_SV: Tensor, asked: Several[tuple[Sequence, int]]) -> tuple[list[int], list[Tensor | None]]:
         """A token of the target's vocabulary for each row, and the distribution where it was drawn from one."""
-        logits_SV = self.head(self.norm(out_SC))
         tokens = logits_SV.argmax(-1)
         qs: list[Tensor | None] = [None] * len(asked)
         for i, (sequence, _) in enumerate(asked):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
@@ -12,12 +14,13 @@ from typing import Any
 from mlaforge.engine.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.sequence import Sequence
 
-# Weight of a new measurement in a running mean.
-RECENT = 0.1
+# Weight of a new measurement in a running mean: of times, and of drafts, which are right or not, and so need many.
+RECENT, RECENT_DRAFT = 0.1, 0.02
 # One decision in so many tries a token more than what seems best, and one in so many times that, plain decoding.
 TRY_AGAIN = 64
-# A drafted token is believed to be accepted so often before anything was measured.
-PRIOR = 0.7
+# A drafted token is believed to be accepted so often before anything was measured, as if that had been measured on so
+# many.
+PRIOR, PRIOR_DRAFTS = 0.7, 4
 
 DEFINITIONS = {
     "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
@@ -124,15 +127,16 @@ def _share(part: float, whole: float) -> float | None:
 class Pace:
     """How many tokens to draft, from the measured time of steps and acceptance: whatever makes most tokens a second.
 
-    A step's time is taken to depend on its rows alone. What was not measured is first taken to cost what fewer rows
-    cost, so that it is tried; plain decoding is measured first, so that there is something to compare with. With
-    `tree` the choice is between a tree of so many tokens, `most` deep, and none.
+    A step's time is taken to depend on its rows alone, those included that a drafter was asked for and thought too
+    unlikely. What was not measured is first taken to cost what fewer rows cost, so that it is tried; plain decoding is
+    measured first, so that there is something to compare with. With `tree` the choice is between a tree of so many
+    tokens, `most` deep, and none.
     """
 
     def __init__(self, most: int, tree: int = 0):
         self.most, self.tree = most, tree
-        # Of drafted tokens whose predecessors were accepted, by position: how many are.
-        self.acceptance = [PRIOR] * most
+        # Of tokens asked for whose predecessors were accepted, by position: how many are.
+        self.acceptance, self._seen = [PRIOR] * most, [PRIOR_DRAFTS] * most
         self.seconds: dict[int, float] = {}
         self._decisions = 0
 
@@ -159,6 +163,13 @@ class Pace:
         # A tree costs as much as several steps, and is tried that much less often.
         return best if self._decisions % math.ceil(TRY_AGAIN * seconds / self.expected(active)) else self.most
 
+    def least(self, active: int, count: int) -> float:
+        """How likely a drafted token must be to pay for itself where `count` are drafted for each of `active`
+        sequences: the time that it adds over the time that a token takes."""
+        tokens = 1.0 + sum(itertools.accumulate(self.acceptance[:count], operator.mul))
+        seconds = self.expected(active * (1 + count))
+        return max(0.0, (seconds - self.expected(active)) / count * tokens / seconds)
+
     def expected(self, rows: int) -> float:
         """Seconds of a decoding step of so many rows, between the neighbours that were measured."""
         if rows in self.seconds:
@@ -178,17 +189,20 @@ class Pace:
         # One step may be slow for reasons of its own.
         self.seconds[rows] = seconds if known is None else known + RECENT * (min(seconds, 2 * known) - known)
 
-    def saw(self, drafted: int, accepted: int) -> None:
-        """What became of one draft."""
-        for position in range(min(drafted, accepted + 1)):
-            self.acceptance[position] += RECENT * ((position < accepted) - self.acceptance[position])
+    def saw(self, asked: int, accepted: int) -> None:
+        """What became of one draft of at most so many tokens."""
+        for position in range(min(asked, accepted + 1)):
+            self._seen[position] += 1
+            weight = max(RECENT_DRAFT, 1 / self._seen[position])
+            self.acceptance[position] += weight * ((position < accepted) - self.acceptance[position])
 
 
 class Speculation:
     """An engine's drafter and how it is used: `counts` and `propose` before a step, `verified` after it.
 
-    `most` tokens are drafted per sequence and step, fewer where `adaptive` measurement says so; where one sequence runs
-    alone a tree of `tree` tokens that is so deep, if that is not 0.
+    `most` tokens are drafted per sequence and step, fewer where `adaptive` measurement says so, by what drafts cost and
+    how likely the drafter thinks them; where one sequence runs alone a tree of `tree` tokens that is so deep, if that
+    is not 0.
     """
 
     def __init__(self, drafter: Drafter, most: int, adaptive: bool, max_model_len: int, tree: int = 0):
@@ -201,7 +215,9 @@ class Speculation:
         # When the step under way began, had its drafts, and had its tokens; whether it may have a tree.
         self._times: list[float] = []
         self._branching = False
-        self._count = 0
+        self._count, self._least = 0, 0.0
+        # How many tokens were asked for, for whom there was a draft.
+        self._asked: dict[Sequence, int] = {}
 
     def counts(self, running: Several[Sequence], waiting: bool = False) -> Callable[[Sequence], int]:
         """How many tokens to draft for each decoding sequence in the step that begins now; `waiting`: others may join
@@ -211,6 +227,7 @@ class Speculation:
         self._branching = bool(self.tree) and active == len(running) == 1 and not waiting
         pace = self._pace()
         self._count = self.most if pace is None or not active else pace.choose(active)
+        self._least = pace.least(active, self._count) if pace is not None and active and self._count else 0.0
 
         def of(sequence: Sequence) -> int:
             depth = self._depth(sequence)
@@ -234,17 +251,20 @@ class Speculation:
 
     def propose(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Fills the positions that were reserved beyond the sequences' tokens; returns the chunks cut to what came."""
+        self._asked = {}
         asked = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
         if asked:
             for (sequence, count), draft in zip(asked, self._drafts(asked), strict=True):
-                assert draft is None or 0 < len(draft.token_ids) <= count
-                sequence.draft = draft
+                if draft is not None:
+                    assert len(draft.token_ids) <= count
+                    sequence.draft = draft if draft.token_ids else None
+                    self._asked[sequence] = draft.length if self._branching else count
         self._times.append(time.perf_counter())
         return [(s, min(upto, len(s.token_ids) + len(s.drafted))) for s, upto in chunks]
 
     def _drafts(self, asked: list[tuple[Sequence, int]]) -> list[Draft | None]:
         if not self._branching:
-            return self.drafter.propose(asked)
+            return self.drafter.propose(asked, self._least)
         assert isinstance(self.drafter, TreeDrafter)
         ((sequence, count),) = asked
         return [self.drafter.propose_tree(sequence, count, min(count, self._depth(sequence)))]
@@ -262,15 +282,15 @@ class Speculation:
                     self.stats.tree_tokens += len(draft.token_ids)
                 # Where the text ended among the drafted tokens, the rest was not judged.
                 if pace is not None and (accepted == drafted or accepted < len(tokens)):
-                    pace.saw(drafted, accepted)
+                    pace.saw(self._asked.get(sequence, 0), accepted)
 
     def ended(self, decoding: int, speculating: int, rows: int | None) -> None:
-        """The step is over. `speculating` of the `decoding` sequences may be drafted for; `rows` is None where the step
-        computed anything but decoding sequences."""
+        """The step is over. `speculating` of the `decoding` sequences may be drafted for; `rows` are those computed,
+        None where the step computed anything but decoding sequences."""
         began, drafted, verified = self._times
         seconds = time.perf_counter() - began
         if speculating:
             self.stats.count_engine_step(speculating, seconds, drafted - began, verified - drafted)
         pace = self._pace()
         if pace is not None and rows is not None and decoding == speculating:
-            pace.took(rows, seconds)
+            pace.took(rows if self._branching else decoding + sum(self._asked.values()), seconds)
