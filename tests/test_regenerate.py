@@ -108,7 +108,8 @@ def test_a_broken_off_run_loses_nothing(asked, written, tiny_models, tmp_path, m
     assert len(kept) == 60
 
 
-def test_questions_of_its_own(tiny_models, tmp_path, monkeypatch):
+@pytest.mark.parametrize("openings", [[], ["Tell us of", "And now?"]])
+def test_questions_of_its_own(openings, tiny_models, tmp_path, monkeypatch):
     """A tiny model draws no text: a bias has it end its turns."""
     tokenizer = load_tokenizer(tiny_models["llama"])
     (end,) = tokenizer("\n")["input_ids"]
@@ -116,14 +117,20 @@ def test_questions_of_its_own(tiny_models, tmp_path, monkeypatch):
     monkeypatch.setattr(regenerate, "MOST_TOKENS", 30)
     biased = {"logit_bias": {end: 3.5}}
     monkeypatch.setattr(regenerate, "SamplingParams", lambda **told: SamplingParams(**told, **biased))
-    done = regenerate.run(str(tiny_models["llama"]), tmp_path / "text", config(synthesize=16, max_new_tokens=2))
+    options = {"synthesize": 16, "max_new_tokens": 2}
+    if openings:
+        (tmp_path / "openings.txt").write_text("\n\n".join(openings) + " \n")
+        options["openings"] = (str(tmp_path / "openings.txt"),)
+    done = regenerate.run(str(tiny_models["llama"]), tmp_path / "text", config(**options))
     _, found = read_answers(tmp_path / "text")
     assert done.metrics["answers"] == len(found) >= 3
     assert done.metrics["answers"] + sum(done.metrics["dropped"].values()) == 16
+    assert len(done.inputs["openings"]) == bool(openings)
     for line in (tmp_path / "text" / "text.jsonl").read_text().splitlines():
         # Asked again through the template, as a user's words would be.
         line = json.loads(line)
         assert line["said"] == line["said"].strip() and "\n" not in line["said"]
+        assert not openings or line["said"].startswith(openings[line["number"] % 2])
         assert line["prompt"] == tokenizer(f"<s>user: {line['said']}\nassistant:")["input_ids"]
 
 
@@ -140,12 +147,17 @@ def test_nothing_left_to_answer(asked, tiny_models, tmp_path):
         ([], "nothing to answer"),
         (["--prompts", "/nowhere.jsonl"], "cannot be read"),
         (["--prompts", "LINES"], "line 2 is not"),
+        (["--synthesize", "1", "--openings", "/nowhere.txt"], "cannot be read"),
+        (["--synthesize", "1", "--openings", "BLANK"], "no openings"),
+        (["--prompts", "/nowhere.jsonl", "--openings", "LINES"], "begin questions"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(options, words, refused, tiny_models, tmp_path):
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"turns": ["a"]}\n{"text": "b"}\n')
-    options = [str(lines) if option == "LINES" else option for option in options]
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    files = {"LINES": str(lines), "BLANK": str(tmp_path / "blank.txt")}
+    options = [files.get(option, option) for option in options]
     refused(words, "draft", "regenerate", tiny_models["llama"], "--out", tmp_path / "out", *options)
 
 

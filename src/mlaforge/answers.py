@@ -65,10 +65,13 @@ def read_prompts(path: Path) -> list[str]:
 
 def read_judged(path: Path) -> list[str]:
     """What a file holds that something is judged on: its prompts (.jsonl), or its text."""
-    if path.suffix == ".jsonl":
-        return read_prompts(path)
+    return read_prompts(path) if path.suffix == ".jsonl" else [read_text(path)]
+
+
+def read_text(path: Path) -> str:
+    """A file of text. Raises UserError where it is none."""
     try:
-        return [path.read_text(encoding="utf-8")]
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"text {path} cannot be read: {error}") from error
 

@@ -199,6 +199,7 @@ class RegenerateConfig(EngineConfig):
 
     prompts: tuple[str, ...] | None = option(None, 'files of prompts, .jsonl of {"turns": [text, ...]}: first turns')
     synthesize: int = option(0, "questions that the model draws itself, beside these", "prompts")
+    openings: tuple[str, ...] | None = option(None, "files of how such questions begin, a line each: a domain's")
     exclude: tuple[str, ...] | None = option(None, "prompts (.jsonl) or text not to be asked: what will be judged on")
     max_new_tokens: int = option(256, "length of an answer", "tokens")
     temperature: float = option(0.0, "of the answers; 0 takes the likeliest token, as greedy decoding will")

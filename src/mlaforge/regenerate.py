@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge import checkpoint, locate
-from mlaforge.answers import STAGE, TEXT, Excluded, distinct_share, read_judged, read_prompts, told, words
+from mlaforge.answers import STAGE, TEXT, Excluded, distinct_share, read_judged, read_prompts, read_text, told, words
 from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
@@ -26,6 +26,8 @@ from mlaforge.runtime import UserError, log, timed
 MARK = "WHAT THE USER SAYS"
 # Questions of a model's own are kept between these lengths, and where so many of their runs of 4 tokens are distinct.
 FEWEST_WORDS, MOST_TOKENS, DISTINCT = 4, 256, 0.7
+# At which they are drawn: at 1 as the model would say them; after an opening, which varies them already, more soberly.
+TEMPERATURE, OPENED = 1.0, 0.7
 # Options that change nothing but speed. `dtype` does.
 NOT_HASHED = {field.name for field in dataclasses.fields(EngineConfig)} - {"dtype", "max_model_len"}
 
@@ -41,10 +43,15 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
             raise UserError(f"{name} = {given} must be at least {least}")
     if not config.prompts and not config.synthesize:
         raise UserError("there is nothing to answer; give --prompts FILE, or --synthesize N")
+    if config.openings and not config.synthesize:
+        raise UserError("openings begin questions that the model draws itself; give --synthesize N")
     directory = locate.locate(model)
-    files = {name: [Path(path) for path in getattr(config, name) or ()] for name in ("prompts", "exclude")}
+    files = {name: [Path(path) for path in getattr(config, name) or ()] for name in ("prompts", "exclude", "openings")}
     given = [said for path in files["prompts"] for said in read_prompts(path)]
     excluded = Excluded(said for path in files["exclude"] for said in read_judged(path))
+    openings = [line.strip() for path in files["openings"] for line in read_text(path).splitlines() if line.strip()]
+    if config.openings and not openings:
+        raise UserError(f"{', '.join(config.openings)} holds no openings; give one a line")
     ignored = {*NOT_HASHED, *files}
     manifest = Manifest(
         STAGE,
@@ -59,7 +66,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         return done
     with writing(out, manifest, resumable=True) as partial:
         with timed(manifest.seconds, "answer"):
-            kept = Regeneration(directory, given, excluded, config, partial / WORK / TEXT).run()
+            kept = Regeneration(directory, given, excluded, openings, config, partial / WORK / TEXT).run()
         answered = sorted((line for line in kept if "answer" in line), key=lambda line: int(line["number"]))
         if not answered:
             raise UserError("no prompt was left to answer: all were excluded, too long, or said nothing")
@@ -87,12 +94,14 @@ class Regeneration:
     """One run: prompts 0 to n - 1 are those given, the others the model's own. `path` keeps a line for each."""
 
     def __init__(
-        self, directory: Path, given: list[str], excluded: Excluded, config: RegenerateConfig, path: Path
+        self, directory: Path, given: list[str], excluded: Excluded, openings: list[str], config: RegenerateConfig,
+        path: Path,
     ):  # fmt: skip
         self.given, self.excluded, self.config, self.path = given, excluded, config, path
         self.llm = LLM(directory, config)
         self.engine = self.llm.engine
         self.header, self.end = self._template()
+        self.openings = [self.llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in openings or [""]]
         self.special = set(self.llm.tokenizer.all_special_ids)
         self.kept: list[dict[str, Any]] = []
         # What was said already, and request -> what is under way: number, text, prompt.
@@ -152,10 +161,12 @@ class Regeneration:
             if number < len(self.given):
                 self._ask(number, self.given[number], file, bar)
             else:
+                opening = self.openings[number % len(self.openings)]
                 params = SamplingParams(
-                    max_tokens=MOST_TOKENS, temperature=1.0, seed=self.config.seed + number, stop_token_ids=(self.end,)
-                )
-                self._add(f"question {number}", number, "", self.header, params)
+                    max_tokens=MOST_TOKENS, temperature=OPENED if opening else TEMPERATURE,
+                    seed=self.config.seed + number, stop_token_ids=(self.end,),
+                )  # fmt: skip
+                self._add(f"question {number}", number, "", self.header + opening, params)
         return bool(self.asked)
 
     def _add(self, request: str, number: int, said: str, ids: list[int], params: SamplingParams) -> None:
@@ -186,7 +197,7 @@ class Regeneration:
         if request.startswith("answer"):
             self._keep(told(number, said, ids, made), file, bar)
             return
-        question = made[:-1]
+        question = ids[len(self.header) :] + made[:-1]
         text = self.llm.tokenizer.decode(question).strip()
         share = distinct_share(question)
         if made[-1] != self.end or self.special.intersection(question):
