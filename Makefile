@@ -59,7 +59,8 @@ bench-engine: $(VENV)/.ready
 	$(BIN)/python benchmarks/engine.py --data ../shared/data
 
 bench-speculation: $(VENV)/.ready
-	$(BIN)/python benchmarks/speculation.py --data ../shared/data
+	$(BIN)/python benchmarks/acceptance.py --data ../shared/data
+	$(BIN)/python benchmarks/speculation.py --data ../shared/data --draft src/mlaforge/heads/smollm2-135m-instruct-original
 
 # MODEL: what is served; by default the demo's.
 bench-load: $(VENV)/.ready

@@ -15,10 +15,18 @@ from mlaforge.artifact import Manifest
 from mlaforge.engine.llm import LLM
 from mlaforge.runtime import UserError
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "speculation.py"
-spec = importlib.util.spec_from_file_location("bench_speculation", PATH)
-bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(name, known_as):
+    spec = importlib.util.spec_from_file_location(known_as, FOLDER / f"{name}.py")
+    sys.modules[known_as] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# By this name the second reads the first.
+bench, acceptance = script("speculation", "speculation"), script("acceptance", "bench_acceptance")
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +103,22 @@ def test_a_heads_rows(tiny_models, tmp_path):
     blocks = {name: row["eagle_speculation"] for name, row in rows.items() if name.startswith("head")}
     assert set(blocks) == {"head", "head adaptive", "head tree", "head tree adaptive"}
     assert blocks["head"]["tree_tokens"] == 0 < blocks["head tree"]["tree_tokens"]
+
+
+def test_acceptance(reader, tmp_path):
+    """Every answer of every prompt is counted, past its end."""
+    path = tmp_path / "mt_bench.jsonl"
+    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("abcd", "abcabcabc", "ee", "ba")))
+    rows = {
+        name: acceptance.count(reader, "float32", path, drafter, 3, 12)
+        for name, drafter in (("head", str(saved(tmp_path / "head"))), ("ngram", "ngram"))
+    }
+    for row in rows.values():
+        block = row["eagle_speculation"]
+        assert (row["prompts"], block["total_accepted_tokens"], block["num_speculative_tokens"]) == (3, 3 * 11, 3)
+        assert 0 < row["distinct_4_grams"] < 1
+    # The model says one letter for ever, which prompt lookup finds.
+    assert rows["ngram"]["eagle_speculation"]["mean_acceptance_length"] > 2
+    assert rows["head"]["eagle_speculation"]["drafted"] > 0
+    lines = acceptance.table(rows).splitlines()
+    assert len(lines) == 3 and lines[2].startswith("ngram")

@@ -1,0 +1,92 @@
+"""How many tokens a step a draft head gives: the first turns of mt_bench.jsonl, greedy, and prompt lookup beside it.
+
+    python benchmarks/acceptance.py --data ../shared/data [--draft DIR] [--model MODEL] [--out FILE.json]
+
+Always 3 drafted tokens, --tokens new tokens for each prompt, past the end of the text, sixteen prompts together, which
+speculation.py takes one by one to time them. What it refuses is refused here, and `distinct` means the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from speculation import read_prompts
+
+from mlaforge import answers, demo_model
+from mlaforge.artifact import sha256
+from mlaforge.bench.summary import aligned
+from mlaforge.checkpoint import fingerprint
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.params import SamplingParams
+from mlaforge.runtime import environment
+
+DRAFTED, TOGETHER = 3, 16
+
+
+def count(model: str | Path, dtype: str, path: Path, drafter: str, most: int, tokens: int) -> dict[str, Any]:
+    """`eagle_speculation` of one drafter, and how many of the answers' runs of four tokens are different ones."""
+    llm = LLM(
+        model, dtype=dtype, device="cpu", cache_bytes=1 << 30, max_num_seqs=TOGETHER, speculative=drafter,
+        num_speculative_tokens=DRAFTED, adaptive_speculation=False,
+    )  # fmt: skip
+    prompts = read_prompts(path, llm, most)
+    asks = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    made = [output.outputs[0].token_ids for output in llm.generate(prompts, asks)]
+    found = llm.engine.stats().speculation
+    assert found is not None
+    return {
+        "prompts": len(made), "distinct_4_grams": statistics.mean(answers.distinct_share(ids) or 0.0 for ids in made),
+        "eagle_speculation": found.block(),
+    }  # fmt: skip
+
+
+def table(rows: dict[str, Any]) -> str:
+    """What the rows come to, for the terminal."""
+    lines = [("", "tokens a step", "by place", "distinct")]
+    for name, row in rows.items():
+        block = row["eagle_speculation"]
+        places = " ".join(f"{share or 0:.2f}" for share in block["acceptance_per_position"])
+        lines.append((name, f"{block['mean_acceptance_length']:.3f}", places, f"{row['distinct_4_grams']:.2f}"))
+    return aligned(lines)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
+    arguments.add_argument("--model", help="by default the demo's")
+    arguments.add_argument(
+        "--draft", type=Path, default=demo_model.head("original"), help="directory of an EAGLE-3 head"
+    )
+    arguments.add_argument("--dtype", default="bfloat16")
+    arguments.add_argument("--prompts", type=int, default=80)
+    arguments.add_argument("--tokens", type=int, default=128)
+    arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--out", type=Path, default=Path("benchmarks/acceptance.json"))
+    options = arguments.parse_args()
+    torch.set_num_threads(options.threads)
+    path = options.data / "prompts" / "mt_bench.jsonl"
+    judged = {"path": str(path), "sha256": sha256(path)}
+    unknown = answers.check_unseen(options.draft, [judged])
+    model = options.model or demo_model.fetch()
+    rows = {
+        name: count(model, options.dtype, path, drafter, options.prompts, options.tokens)
+        for name, drafter in (("head", str(options.draft)), ("ngram", "ngram"))
+    }
+    print(table(rows) + (f"\n{unknown}" if unknown else ""))
+    made = {
+        "command": shlex.join(["python", *sys.argv]), "model": str(model), "threads": options.threads,
+        "head": {"path": str(options.draft), "sha256": fingerprint(options.draft)}, "unknown": unknown,
+        "judged": judged, "tokens": options.tokens, "dtype": options.dtype, "environment": environment(), "rows": rows,
+    }  # fmt: skip
+    options.out.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
