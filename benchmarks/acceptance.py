@@ -8,7 +8,6 @@ speculation.py takes one by one to time them. What it refuses is refused here, a
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speculation import read_prompts
+from speculation import parser, read_prompts
 
 from mlaforge import answers, demo_model
 from mlaforge.artifact import sha256
@@ -58,18 +57,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
-    arguments.add_argument("--model", help="by default the demo's")
-    arguments.add_argument(
-        "--draft", type=Path, default=demo_model.head("original"), help="directory of an EAGLE-3 head"
-    )
-    arguments.add_argument("--dtype", default="bfloat16")
-    arguments.add_argument("--prompts", type=int, default=80)
-    arguments.add_argument("--tokens", type=int, default=128)
-    arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/acceptance.json"))
-    options = arguments.parse_args()
+    options = parser(__doc__, demo_model.head("original"), "bfloat16", "benchmarks/acceptance.json").parse_args()
     torch.set_num_threads(options.threads)
     path = options.data / "prompts" / "mt_bench.jsonl"
     judged = {"path": str(path), "sha256": sha256(path)}

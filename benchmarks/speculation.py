@@ -186,18 +186,24 @@ def table(rows: dict[str, Any]) -> str:
     return aligned(lines)
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(doc: str | None, draft: Path | None, dtype: str, out: str) -> argparse.ArgumentParser:
+    """The options of this script and of acceptance.py, with these defaults."""
+    arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
     arguments.add_argument("--model", help="by default the demo's")
-    arguments.add_argument("--draft", type=Path, help="directory of an EAGLE-3 head")
-    arguments.add_argument("--dtype", default="auto")
-    arguments.add_argument("--count", type=int, default=3, help="drafted tokens per step")
-    arguments.add_argument("--tree", type=int, default=0, help="tokens of a tree; 0: chains only")
+    arguments.add_argument("--draft", type=Path, default=draft, help="directory of an EAGLE-3 head")
+    arguments.add_argument("--dtype", default=dtype)
     arguments.add_argument("--prompts", type=int, default=80)
     arguments.add_argument("--tokens", type=int, default=128)
     arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/speculation.json"))
+    arguments.add_argument("--out", type=Path, default=Path(out))
+    return arguments
+
+
+def main() -> None:
+    arguments = parser(__doc__, None, "auto", "benchmarks/speculation.json")
+    arguments.add_argument("--count", type=int, default=3, help="drafted tokens per step")
+    arguments.add_argument("--tree", type=int, default=0, help="tokens of a tree; 0: chains only")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     path = options.data / "prompts" / "mt_bench.jsonl"

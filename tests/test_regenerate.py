@@ -150,15 +150,20 @@ def test_nothing_left_to_answer(asked, tiny_models, tmp_path):
         (["--synthesize", "1", "--openings", "/nowhere.txt"], "cannot be read"),
         (["--synthesize", "1", "--openings", "BLANK"], "no openings"),
         (["--prompts", "/nowhere.jsonl", "--openings", "LINES"], "begin questions"),
+        (["--synthesize", "1", "--openings", "SPECIAL", "--device", "cpu"], "holds a special token"),
+        (["--synthesize", "1", "--openings", "LONG", "--max-model-len", "64", "--device", "cpu"], "leaves room for 63"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(options, words, refused, tiny_models, tmp_path):
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"turns": ["a"]}\n{"text": "b"}\n')
-    (tmp_path / "blank.txt").write_text(" \n\n")
-    files = {"LINES": str(lines), "BLANK": str(tmp_path / "blank.txt")}
+    files = {"LINES": str(lines)}
+    for name, text in (("BLANK", " \n\n"), ("SPECIAL", "Tell us\nof </s>"), ("LONG", "Tell us of " * 40)):
+        files[name] = str(tmp_path / f"{name}.txt")
+        (tmp_path / f"{name}.txt").write_text(text)
     options = [files.get(option, option) for option in options]
     refused(words, "draft", "regenerate", tiny_models["llama"], "--out", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
 
 
 # The vocabulary

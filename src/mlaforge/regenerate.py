@@ -101,8 +101,10 @@ class Regeneration:
         self.llm = LLM(directory, config)
         self.engine = self.llm.engine
         self.header, self.end = self._template()
-        self.openings = [self.llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in openings or [""]]
         self.special = set(self.llm.tokenizer.all_special_ids)
+        self.openings = [self.llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in openings or [""]]
+        if special := [text for text, ids in zip(openings, self.openings, strict=False) if self.special & set(ids)]:
+            raise UserError(f"the opening {special[0]!r} holds a special token; give words alone")
         self.kept: list[dict[str, Any]] = []
         # What was said already, and request -> what is under way: number, text, prompt.
         self.seen: set[str] = set()

@@ -255,9 +255,9 @@ class Speculation:
         asked = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
         if asked:
             for (sequence, count), draft in zip(asked, self._drafts(asked), strict=True):
+                sequence.draft = draft if draft is not None and draft.token_ids else None
+                assert len(sequence.drafted) <= count
                 if draft is not None:
-                    assert len(draft.token_ids) <= count
-                    sequence.draft = draft if draft.token_ids else None
                     self._asked[sequence] = draft.length if self._branching else count
         self._times.append(time.perf_counter())
         return [(s, min(upto, len(s.token_ids) + len(s.drafted))) for s, upto in chunks]
