@@ -1,13 +1,16 @@
 """How many tokens a step a draft head gives: the first turns of mt_bench.jsonl, greedy, and prompt lookup beside it.
 
-    python benchmarks/acceptance.py --data ../shared/data [--draft DIR] [--model MODEL] [--out FILE.json]
+    python benchmarks/acceptance.py --data ../shared/data [--draft DIR] [--model MODEL] [--context N] [--out FILE.json]
 
 Always 3 drafted tokens, --tokens new tokens for each prompt, past the end of the text, sixteen prompts together, which
-speculation.py takes one by one to time them. What it refuses is refused here, and `distinct` means the same.
+speculation.py takes one by one to time them. What it refuses is refused here, and `distinct` means the same. With
+--context each question stands behind so many tokens of WikiText-2, a stretch of its own: heads that learnt from short
+text may fail on long.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import statistics
@@ -29,14 +32,22 @@ from mlaforge.runtime import environment
 DRAFTED, TOGETHER = 3, 16
 
 
-def count(model: str | Path, dtype: str, path: Path, drafter: str, most: int, tokens: int) -> dict[str, Any]:
+def passages(llm: LLM, data: Path, count: int, tokens: int) -> list[str]:
+    """Stretches of WikiText-2, one after another."""
+    text = (data / "wikitext-2" / "wiki.test.raw").read_text(encoding="utf-8")
+    ids = llm.tokenizer(text)["input_ids"]
+    return [llm.tokenizer.decode(ids[n * tokens : (n + 1) * tokens]) + "\n\n" for n in range(count)]
+
+
+def count(options: argparse.Namespace, model: str | Path, path: Path, drafter: str) -> dict[str, Any]:
     """`eagle_speculation` of one drafter, and how many of the answers' runs of four tokens are different ones."""
     llm = LLM(
-        model, dtype=dtype, device="cpu", cache_bytes=1 << 30, max_num_seqs=TOGETHER, speculative=drafter,
+        model, dtype=options.dtype, device="cpu", cache_bytes=1 << 31, max_num_seqs=TOGETHER, speculative=drafter,
         num_speculative_tokens=DRAFTED, adaptive_speculation=False,
     )  # fmt: skip
-    prompts = read_prompts(path, llm, most)
-    asks = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    before = passages(llm, options.data, options.prompts, options.context) if options.context else None
+    prompts = read_prompts(path, llm, options.prompts, before)
+    asks = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
     made = [output.outputs[0].token_ids for output in llm.generate(prompts, asks)]
     found = llm.engine.stats().speculation
     assert found is not None
@@ -57,21 +68,24 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, demo_model.head("original"), "bfloat16", "benchmarks/acceptance.json").parse_args()
+    arguments = parser(__doc__, demo_model.head("original"), "bfloat16", "benchmarks/acceptance.json")
+    arguments.add_argument("--context", type=int, default=0, help="tokens of WikiText-2 before each question")
+    options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     path = options.data / "prompts" / "mt_bench.jsonl"
     judged = {"path": str(path), "sha256": sha256(path)}
     unknown = answers.check_unseen(options.draft, [judged])
     model = options.model or demo_model.fetch()
     rows = {
-        name: count(model, options.dtype, path, drafter, options.prompts, options.tokens)
+        name: count(options, model, path, drafter)
         for name, drafter in (("head", str(options.draft)), ("ngram", "ngram"))
     }
     print(table(rows) + (f"\n{unknown}" if unknown else ""))
     made = {
         "command": shlex.join(["python", *sys.argv]), "model": str(model), "threads": options.threads,
         "head": {"path": str(options.draft), "sha256": fingerprint(options.draft)}, "unknown": unknown,
-        "judged": judged, "tokens": options.tokens, "dtype": options.dtype, "environment": environment(), "rows": rows,
+        "judged": judged, "tokens": options.tokens, "context": options.context,
+        "dtype": options.dtype, "environment": environment(), "rows": rows,
     }  # fmt: skip
     options.out.write_text(json.dumps(made, indent=1) + "\n")
 

@@ -123,11 +123,13 @@ class Modes:
         return text
 
 
-def read_prompts(path: Path, llm: LLM, most: int) -> list[list[int]]:
-    """The first turns of a file of prompts, as conversations. UserError where one is no text."""
+def read_prompts(path: Path, llm: LLM, most: int, before: list[str] | None = None) -> list[list[int]]:
+    """The first turns of a file of prompts, as conversations; `before`: a passage for the head of each. UserError where
+    one is no text."""
     texts = answers.read_prompts(path)[:most]
     refuse_random(llm, [llm.tokenizer(text)["input_ids"] for text in texts])
-    return [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts]
+    told = zip(before or [""] * len(texts), texts, strict=False)
+    return [llm.chat_prompt([{"role": "user", "content": passage + text}]) for passage, text in told]
 
 
 def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, dict[str, Any]]:

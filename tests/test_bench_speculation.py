@@ -109,8 +109,9 @@ def test_acceptance(reader, tmp_path):
     """Every answer of every prompt is counted, past its end."""
     path = tmp_path / "mt_bench.jsonl"
     path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("abcd", "abcabcabc", "ee", "ba")))
+    options = argparse.Namespace(data=tmp_path, dtype="float32", prompts=3, tokens=12, context=0)
     rows = {
-        name: acceptance.count(reader, "float32", path, drafter, 3, 12)
+        name: acceptance.count(options, reader, path, drafter)
         for name, drafter in (("head", str(saved(tmp_path / "head"))), ("ngram", "ngram"))
     }
     for row in rows.values():
@@ -122,3 +123,16 @@ def test_acceptance(reader, tmp_path):
     assert rows["head"]["eagle_speculation"]["drafted"] > 0
     lines = acceptance.table(rows).splitlines()
     assert len(lines) == 3 and lines[2].startswith("ngram")
+
+
+def test_each_question_stands_behind_a_passage_of_its_own(reader, tmp_path):
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2" / "wiki.test.raw").write_text("abcde" * 4)
+    (tmp_path / "mt_bench.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("abc", "ee")))
+    llm = LLM(reader, dtype="float32", device="cpu", cache_bytes=1 << 20)
+    before = acceptance.passages(llm, tmp_path, 2, 3)
+    assert before == ["abc\n\n", "dea\n\n"]
+    prompts = bench.read_prompts(tmp_path / "mt_bench.jsonl", llm, 2, before)
+    texts = ["abc\n\nabc", "dea\n\nee"]
+    assert prompts == [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts]
+    assert prompts != bench.read_prompts(tmp_path / "mt_bench.jsonl", llm, 2)

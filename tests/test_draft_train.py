@@ -130,26 +130,29 @@ def test_it_begins_at_the_best_linear_map(target, text):
     rows = draft_train.read_texts(config, answers.read_answers(text)[1]).feed.phases[0].rows
     embedding, wanted_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
     states = capture(model, rows, (0, 1, 3))
-    found = draft_start.solve(rows, lambda part: capture(model, part, (0, 1, 3)), embedding, 1e-6)
+    text = draft_start.Text(rows, lambda part: capture(model, part, (0, 1, 3)), embedding, 1e-6)
     keep = ~rows.last.flatten()
     read = [*states.captured.split(64, dim=-1), embedding[rows.ids.roll(-1, dims=1).flatten()]]
     x = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1)[keep].double()
     y = states.final.roll(-1, dims=0)[keep].double()
     ridge = (len(x) * draft_start.RIDGE * x.square().mean()).sqrt() * torch.eye(256).double()
     wanted = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
-    torch.testing.assert_close(x @ found.weight, x @ wanted, rtol=1e-3, atol=1e-3)
-    assert found.size == pytest.approx(float((x @ wanted).square().mean().sqrt()), rel=1e-3)
+    torch.testing.assert_close(x @ text.moments(None).solve(), x @ wanted, rtol=1e-3, atol=1e-3)
     raw = checkpoint.read_config(target)
     shape = draft_train.new_config(raw, checkpoint.read_spec(raw), config, 260)
     shape = dataclasses.replace(shape, layer=copy.deepcopy(shape.layer))
-    shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 4
+    # One head looks nothing up, and has values of full rank.
+    shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 1
+    shape.layer.head_dim = 64
     head = Eagle3Head(shape).requires_grad_(False)
-    draft_start.start(head, found, wanted_head, 0)
+    draft_start.start(head, text, wanted_head, 0)
     at, left = columns(rows)
     out = Unrolled(head, None, embedding, wanted_head, 1, 1.0)._outs(rows, states, at)[0][left > 0]
     places = (torch.arange(len(rows))[:, None] * 64 + at)[left > 0]
-    said = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1).double()[places]
-    assert float(torch.cosine_similarity(out.double(), said @ wanted, dim=-1).mean()) > 0.85
+    read = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1).double()[places]
+    said, logits = head.logits(out).double(), read @ wanted @ wanted_head.mT.double()
+    assert float(torch.cosine_similarity(said, logits, dim=-1).mean()) > 0.85
+    assert 0.8 < float(said.std() / logits.std()) < 1.25
 
 
 @pytest.mark.parametrize("rank", [5, 12, 20])

@@ -108,7 +108,8 @@ ALLOWED = {
     "course": {"runtime", "artifact", "packing", "spill", "trainer", "sharding"},
     "token_map": BOTTOM,
     "draft_vocab": NOUNS | {"answers", "token_map"},
-    "draft_start": {"runtime", "modeling", "packing", "unroll"},
+    "draft_lookup": {"runtime", "modeling", "packing", "unroll"},
+    "draft_start": {"runtime", "modeling", "packing", "unroll", "draft_lookup"},
     "unroll": {"distill", "kl", "modeling", "packing"},
     "draft_train": NOUNS
     | {"answers", "token_map", "packing", "trainer", "sharding", "teacher_cache", "course", "unroll", "draft_start"},

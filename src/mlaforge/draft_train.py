@@ -67,11 +67,14 @@ def new_config(raw: dict[str, Any], spec: ModelSpec, config: DraftTrainConfig, s
     from transformers import LlamaConfig
 
     first = spec.layers[0]
+    if config.kv_heads < 0 or (config.kv_heads and first.num_heads % config.kv_heads):
+        raise UserError(f"kv_heads = {config.kv_heads} must divide the model's {first.num_heads} heads, or be 0")
     layer = LlamaConfig(
         vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_hidden_layers=1,
         intermediate_size=first.mlp_params // (3 * spec.hidden_size) * (first.moe.top_k if first.moe else 1),
-        num_attention_heads=first.num_heads, num_key_value_heads=first.num_kv_heads, head_dim=first.head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), max_position_embeddings=spec.max_position_embeddings,
+        num_attention_heads=first.num_heads, num_key_value_heads=config.kv_heads or first.num_kv_heads,
+        head_dim=first.head_dim, rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=spec.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta}, mlp_bias=False,
     )  # fmt: skip
     return Eagle3Config(
@@ -137,8 +140,8 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         ids = token_map.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else every
         shape = new_config(raw, spec, config, len(ids))
     else:
-        if config.vocabulary or config.boundaries != "auto":
-            raise UserError("--init brings vocabulary and boundaries of its own; give neither")
+        if config.vocabulary or config.boundaries != "auto" or config.kv_heads:
+            raise UserError("--init brings vocabulary, boundaries and key-value heads of its own; give none of them")
         _check_init(old.config, spec, config)
         ids, shape = old.target_ids, old.config
     group = sharding.join(resolve_device(config.device))
@@ -185,11 +188,11 @@ def _new_head(
     shape: Eagle3Config, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States], embedding: Tensor,
     wanted_head: Tensor, seed: int, work: Spill, group: sharding.Group,
 ) -> Eagle3Head:  # fmt: skip
-    """A head that begins as a linear map (draft_start.py), solved by the first process, once."""
+    """A head that begins as draft_start.py says, made by the first process, once."""
     head = Eagle3Head(shape)
     if "start" not in work and group.first:
-        found = draft_start.solve(rows, states, embedding, shape.layer.rms_norm_eps)
-        draft_start.start(head, found, wanted_head.cpu(), seed)
+        text = draft_start.Text(rows, states, embedding.float(), shape.layer.rms_norm_eps)
+        draft_start.start(head, text, wanted_head, seed)
         work["start"] = dict(head.named_parameters())
     group.wait()
     head.load_state_dict({**_mapping(shape, ids), **work["start"]})

@@ -228,6 +228,9 @@ class DraftTrainConfig:
         "half, three before the last",
     )  # fmt: skip
     sliding_window: int = option(2048, "tokens that the head's attention sees, 0 for all", "tokens")
+    kv_heads: int = option(
+        0, "key-value heads of a new head, 0: as many as MODEL; more copy better from the text, and are cached", "heads"
+    )
     unroll: int = option(7, "drafted tokens in a row that training unrolls", "tokens")
     steps: int = option(1000, "steps of the optimiser", "steps")
     batch_tokens: int = option(2048, "text of a step, prompts and padding counted", "tokens")
