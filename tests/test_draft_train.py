@@ -192,8 +192,9 @@ def test_another_head_is_a_start(trained, converted, tmp_path):
     for name, tensor in old.state_dict().items():
         torch.testing.assert_close(new.state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
     assert manifest.inputs["init"] == {"sha256": checkpoint.fingerprint(tmp_path / "old"), "text": None}
-    with pytest.raises(UserError, match="of its own"):
-        trained("other", init=str(tmp_path / "old"), boundaries="0,1,2")
+    for option in ({"boundaries": "0,1,2"}, {"boundaries": "auto", "kv_heads": 2}):
+        with pytest.raises(UserError, match="of its own"):
+            trained("other", init=str(tmp_path / "old"), **option)
 
 
 def test_a_killed_run_ends_in_the_same_bits(trained, target, text, tmp_path):
@@ -237,6 +238,8 @@ def test_the_verb(cli, target, text, tmp_path):
         ({"boundaries": "1,2,4"}, "three places of 0 to 3"),
         ({"vocabulary": "/nowhere"}, "not what `mlaforge draft vocab` wrote"),
         ({"seqlen": 6}, "no answer has two tokens"),
+        ({"kv_heads": 3}, "kv_heads = 3 must divide the model's 4 heads"),
+        ({"kv_heads": -1}, "kv_heads = -1 must divide"),
     ],
 )
 def test_options_that_train_nothing_are_refused(trained, tmp_path, options, words):
