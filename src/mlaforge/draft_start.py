@@ -128,6 +128,7 @@ def start(head: Eagle3Head, text: Text, wanted_head: Tensor, seed: int) -> None:
         if parameter.ndim == 2:
             parameter.normal_(std=SPREAD, generator=draw)
     head.fc.weight[:R] = weight[:S].mT
+    # Of an average state, which the final norm divides by.
     squares = (weight * (moments.gram @ weight)).sum()
     if lookup is not None:
         head.fc.weight[R:] = lookup.identity
