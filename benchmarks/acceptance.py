@@ -11,6 +11,7 @@ text may fail on long.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import statistics
@@ -27,15 +28,19 @@ from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint import fingerprint
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
-from mlaforge.runtime import environment
+from mlaforge.runtime import UserError, environment
 
 DRAFTED, TOGETHER = 3, 16
 
 
-def passages(llm: LLM, data: Path, count: int, tokens: int) -> list[str]:
-    """Stretches of WikiText-2, one after another."""
+def passages(llm: LLM, data: Path, tokens: int, count: int) -> list[str]:
+    """Stretches of WikiText-2, one after another. UserError where there is too little of it."""
     text = (data / "wikitext-2" / "wiki.test.raw").read_text(encoding="utf-8")
     ids = llm.tokenizer(text)["input_ids"]
+    if len(ids) < count * tokens:
+        raise UserError(
+            f"{count} passages of {tokens} tokens are more than {len(ids)}; give --prompts or --context less"
+        )
     return [llm.tokenizer.decode(ids[n * tokens : (n + 1) * tokens]) + "\n\n" for n in range(count)]
 
 
@@ -45,7 +50,7 @@ def count(options: argparse.Namespace, model: str | Path, path: Path, drafter: s
         model, dtype=options.dtype, device="cpu", cache_bytes=1 << 31, max_num_seqs=TOGETHER, speculative=drafter,
         num_speculative_tokens=DRAFTED, adaptive_speculation=False,
     )  # fmt: skip
-    before = passages(llm, options.data, options.prompts, options.context) if options.context else None
+    before = functools.partial(passages, llm, options.data, options.context) if options.context else None
     prompts = read_prompts(path, llm, options.prompts, before)
     asks = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
     made = [output.outputs[0].token_ids for output in llm.generate(prompts, asks)]

@@ -25,6 +25,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,15 @@ class Modes:
         return text
 
 
-def read_prompts(path: Path, llm: LLM, most: int, before: list[str] | None = None) -> list[list[int]]:
-    """The first turns of a file of prompts, as conversations; `before`: a passage for the head of each. UserError where
-    one is no text."""
+def read_prompts(
+    path: Path, llm: LLM, most: int, before: Callable[[int], list[str]] | None = None
+) -> list[list[int]]:  # fmt: skip
+    """The first turns of a file of prompts, as conversations; `before` gives so many passages to stand before them.
+    UserError where one is no text."""
     texts = answers.read_prompts(path)[:most]
     refuse_random(llm, [llm.tokenizer(text)["input_ids"] for text in texts])
-    told = zip(before or [""] * len(texts), texts, strict=False)
+    passages = before(len(texts)) if before else [""] * len(texts)
+    told = zip(passages, texts, strict=True)
     return [llm.chat_prompt([{"role": "user", "content": passage + text}]) for passage, text in told]
 
 

@@ -1,6 +1,7 @@
 """The benchmark of speculation: what it refuses, and that its table is what its runs were."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import sys
@@ -130,8 +131,10 @@ def test_each_question_stands_behind_a_passage_of_its_own(reader, tmp_path):
     (tmp_path / "wikitext-2" / "wiki.test.raw").write_text("abcde" * 4)
     (tmp_path / "mt_bench.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("abc", "ee")))
     llm = LLM(reader, dtype="float32", device="cpu", cache_bytes=1 << 20)
-    before = acceptance.passages(llm, tmp_path, 2, 3)
-    assert before == ["abc\n\n", "dea\n\n"]
+    before = functools.partial(acceptance.passages, llm, tmp_path, 3)
+    assert before(2) == ["abc\n\n", "dea\n\n"]
+    with pytest.raises(UserError, match="more than 20"):
+        before(7)
     prompts = bench.read_prompts(tmp_path / "mt_bench.jsonl", llm, 2, before)
     texts = ["abc\n\nabc", "dea\n\nee"]
     assert prompts == [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts]

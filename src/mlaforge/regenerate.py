@@ -102,8 +102,9 @@ class Regeneration:
         self.engine = self.llm.engine
         self.header, self.end = self._template()
         self.special = set(self.llm.tokenizer.all_special_ids)
-        self.openings = [self.llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in openings or [""]]
-        if special := [text for text, ids in zip(openings, self.openings, strict=False) if self.special & set(ids)]:
+        texts = openings or [""]
+        self.openings = [self.llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        if special := [text for text, ids in zip(texts, self.openings, strict=True) if self.special & set(ids)]:
             raise UserError(f"the opening {special[0]!r} holds a special token; give words alone")
         self.kept: list[dict[str, Any]] = []
         # What was said already, and request -> what is under way: number, text, prompt.
