@@ -13,8 +13,8 @@ from mlaforge.attention_stats import AttentionStats
 from mlaforge.families import family_of
 from mlaforge.geometry import Geometry, effective_rank
 from mlaforge.routing import RoutingStats
-from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
+from mlaforge.tensor_store import Spill
 
 T = 64
 # Windows that texts of T tokens can tell.

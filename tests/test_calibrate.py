@@ -17,7 +17,7 @@ from mlaforge.checkpoint import load_tokenizer
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError
 from mlaforge.shards import Shards
-from mlaforge.spill import Spill
+from mlaforge.tensor_store import Spill
 
 FEW = {"window": 120, "passage": 4, "clusters": 6, "neighbours": 3, "device": "cpu"}
 OPTIONS = [part for name, value in FEW.items() for part in (f"--{name}", str(value))]

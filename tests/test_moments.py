@@ -6,8 +6,8 @@ from conftest import load_original
 
 from mlaforge import checkpoint, moments
 from mlaforge.families import read_spec
-from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
+from mlaforge.tensor_store import Spill
 
 T = 20
 

@@ -2,7 +2,7 @@
 
 Moments of the running model (moments.py) -> latent projections per layer (rebuild.py, with factorize.py and the
 closed-form refit of o_proj) -> a Hugging Face directory (export.py), read again to be measured. All of it one layer
-at a time (stream.py), and what is finished waits on disk (spill.py) for a run that was killed.
+at a time (stream.py), and what is finished waits on disk (tensor_store.py) for a run that was killed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mlaforge.plan import CONTEXTS, Plan, make_plan, window_choices
 from mlaforge.rebuild import Choices, Rebuild
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.spec import ModelSpec
-from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
+from mlaforge.tensor_store import Spill
 
 # What a plan decides, so that options may not.
 PLANNED = ("budget", "layout", "kv_lora_rank", "qk_rope_head_dim", "layers", "ranks", "qk_mqa_dim", "collapse",

@@ -23,7 +23,7 @@ from mlaforge import sharding
 from mlaforge.artifact import WORK, Manifest, writing
 from mlaforge.packing import Feed
 from mlaforge.runtime import Resumable, UserError, log
-from mlaforge.spill import Spill
+from mlaforge.tensor_store import Spill
 from mlaforge.trainer import NotFinite, Trainer
 
 # The goal has to fall by this share to count as falling.

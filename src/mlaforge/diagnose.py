@@ -32,8 +32,8 @@ from mlaforge.options import DiagnoseConfig
 from mlaforge.plan import LATENT_LAYOUTS, Plan, make_plan
 from mlaforge.routing import RoutingStats
 from mlaforge.runtime import UserError, progress, resolve_device, timed
-from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream, losses
+from mlaforge.tensor_store import Spill
 
 DIAGNOSIS = "diagnosis.json"
 # Shares of a layer's cache at which its loss is predicted.

@@ -26,8 +26,8 @@ from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import DraftTrainConfig
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.spec import ModelSpec
-from mlaforge.spill import Spill
 from mlaforge.teacher_cache import TeacherCache
+from mlaforge.tensor_store import Spill
 from mlaforge.trainer import Pace, Trainer
 from mlaforge.unroll import States, Unrolled, Validation, capture, columns
 

@@ -25,9 +25,9 @@ from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import HealConfig
 from mlaforge.refit import TOKENS, steer
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
 from mlaforge.teacher_cache import final_states_cache, top_k_cache
+from mlaforge.tensor_store import Spill
 from mlaforge.trainer import Pace, Trainer
 
 SUBSETS = ("projections", "attention", "all")

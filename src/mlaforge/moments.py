@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.runtime import progress
 from mlaforge.spec import LayerSpec
-from mlaforge.spill import Spill
 from mlaforge.stream import HEAD_ROWS, LayerStream
+from mlaforge.tensor_store import Spill
 
 # Query rows per window at which the Gauss-Newton weights are sampled, and keys drawn for each of them.
 ROWS, DRAWS = 256, 4

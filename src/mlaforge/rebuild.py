@@ -19,8 +19,8 @@ from mlaforge.plan import Plan, rank_limit
 from mlaforge.refit import TOKENS, refit_o_proj
 from mlaforge.runtime import progress
 from mlaforge.spectra import allocate_ranks, at_every_rank, check_moments, projections, spectrum, with_ranks
-from mlaforge.spill import Spill
 from mlaforge.stream import LayerStream
+from mlaforge.tensor_store import Spill
 
 
 @dataclasses.dataclass(frozen=True)

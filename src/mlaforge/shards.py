@@ -20,7 +20,7 @@ import torch
 
 from mlaforge.embedder import Embedder, unit
 from mlaforge.sources import Document
-from mlaforge.spill import Spill
+from mlaforge.tensor_store import Spill
 
 # Windows of a shard, at least: what a killed run loses.
 SHARD = 512

@@ -14,7 +14,7 @@ from mlaforge.distill import final_states
 from mlaforge.kl import Hidden, TopK, top_k
 from mlaforge.packing import Phase, Rows
 from mlaforge.runtime import progress
-from mlaforge.spill import Spill
+from mlaforge.tensor_store import Spill
 
 # Rows of one shard.
 SHARD = 32
