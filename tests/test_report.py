@@ -14,7 +14,7 @@ from recorded import MACHINE, conversion, evaluation, healing, save, talk, train
 
 from mlaforge import report, report_figures
 from mlaforge.artifact import Manifest
-from mlaforge.page import shown
+from mlaforge.rendering.page import shown
 from mlaforge.report import write_report
 from mlaforge.runtime import UserError
 

@@ -11,7 +11,7 @@ import recorded
 from recorded import case, gates, kernels, put, scenario
 
 from mlaforge.advice import COMMANDS, RULES
-from mlaforge.page import interval
+from mlaforge.rendering.page import interval
 from mlaforge.report import summarise, write_report
 
 

@@ -15,7 +15,7 @@ from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.config import nearest
 from mlaforge.deviations import WATCHED
 from mlaforge.options import CardConfig
-from mlaforge.page import at, jinja_page, number
+from mlaforge.rendering.page import at, jinja_page, number
 from mlaforge.report import summarise
 from mlaforge.results import dicts, measured
 from mlaforge.runtime import UserError

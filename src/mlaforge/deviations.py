@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlaforge.page import at, number, shown
+from mlaforge.rendering.page import at, number, shown
 from mlaforge.results import dicts
 
 # A predicted loss is an order of magnitude, no more.

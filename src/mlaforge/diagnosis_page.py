@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlaforge.page import INK, MUTED, PAINT, PLOT_STYLE, drawing, heat, jinja_page
+from mlaforge.rendering.page import INK, MUTED, PAINT, PLOT_STYLE, drawing, heat, jinja_page
 
 PAGE, PICTURE = "diagnosis.html", "diagnosis.png"
 QUESTIONS = {

@@ -17,7 +17,7 @@ from typing import Any
 from mlaforge.advice import recommend
 from mlaforge.artifact import MANIFEST, Manifest
 from mlaforge.deviations import WATCHED, deviations
-from mlaforge.page import NOT_FINITE, NOT_MEASURED, PAINT, at, interval, jinja_page, number, shown
+from mlaforge.rendering.page import NOT_FINITE, NOT_MEASURED, PAINT, at, interval, jinja_page, number, shown
 from mlaforge.report_figures import figures
 from mlaforge.results import dicts, latest, read_results
 from mlaforge.runtime import UserError

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mlaforge import diagnosis_page, results_figures
-from mlaforge.page import INK, MARKERS, MUTED, PAINT, drawing, heat, logarithmic, number, shown
+from mlaforge.rendering.page import INK, MARKERS, MUTED, PAINT, drawing, heat, logarithmic, number, shown
 from mlaforge.results import dicts
 
 RATIO, FRACTION, AT_128K = ("metrics", "ratio"), ("metrics", "cache", "fraction"), ("context_bytes", "128K")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlaforge.page import NOT_FINITE, at, number
+from mlaforge.rendering.page import NOT_FINITE, at, number
 
 KINDS = ("scenario", "kernels", "conversion", "gates")
 SCHEMA = 1

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mlaforge.page import INK, MARKERS, MUTED, PAINT, at, drawing, logarithmic, number
+from mlaforge.rendering.page import INK, MARKERS, MUTED, PAINT, at, drawing, logarithmic, number
 from mlaforge.results import SERIES, groups, label, measured, spread
 
 LINES = ("-", (0, (6, 2)), (0, (3, 2)), (0, (5, 1.5, 1, 1.5)))

@@ -138,7 +138,7 @@ def plain(value: Any) -> str:
 
 
 def jinja_page(name: str) -> Any:
-    """A template that stands beside this file, with this page's look at hand; everything it prints is escaped, for
+    """A template of `templates/`, with this page's look at hand; everything it prints is escaped, for
     HTML or, where it is named *.md.jinja, for a line or a table of Markdown."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -146,6 +146,6 @@ def jinja_page(name: str) -> Any:
     jinja = Environment(autoescape=not markdown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     if markdown:
         jinja.finalize = plain
-    jinja.loader = FileSystemLoader(Path(__file__).parent)
+    jinja.loader = FileSystemLoader(Path(__file__).with_name("templates"))
     jinja.filters["shown"] = shown
     return jinja.get_template(name)
