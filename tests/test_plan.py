@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlaforge.config import resolve
 from mlaforge.families import read_spec
+from mlaforge.families.spec import ModelSpec
 from mlaforge.plan import GPUS, LayerPlan, Plan, make_plan, rank_limit, unconverted
 from mlaforge.plan_report import PlanConfig, parse_context, run_plan
 from mlaforge.roofline import (
@@ -22,7 +23,6 @@ from mlaforge.roofline import (
     weight_bytes,
 )
 from mlaforge.runtime import UserError
-from mlaforge.spec import ModelSpec
 
 GPT_OSS = {
     "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlaforge.spec import LayerSpec
+from mlaforge.families.spec import LayerSpec
 
 # Rows are chunked so that one chunk's weights (fp32) stay below this many numbers.
 MAX_WEIGHTS = 1 << 23

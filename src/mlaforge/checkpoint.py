@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mlaforge import families, mxfp4
 from mlaforge.artifact import MANIFEST, sha256
+from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError, log, progress, resolve_dtype
-from mlaforge.spec import ModelSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 2 * 10**9

@@ -22,12 +22,12 @@ from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.evaluate import perplexity, standard_error, window_losses
 from mlaforge.export import write_checkpoint
 from mlaforge.families import family_of
+from mlaforge.families.spec import ModelSpec
 from mlaforge.moments import collect
 from mlaforge.options import ConvertConfig
 from mlaforge.plan import CONTEXTS, Plan, make_plan, window_choices
 from mlaforge.rebuild import Choices, Rebuild
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.spec import ModelSpec
 from mlaforge.stream import LayerStream
 from mlaforge.tensor_store import Spill
 

@@ -21,11 +21,11 @@ from mlaforge.answers import TEXT, TRAINED, Answer, learnt_from, read_answers, s
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.draft_head import read_head, write_head
+from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import DraftTrainConfig
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.spec import ModelSpec
 from mlaforge.teacher_cache import TeacherCache
 from mlaforge.tensor_store import Spill
 from mlaforge.trainer import Pace, Trainer

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import mlaforge.modeling
 from mlaforge import checkpoint, factorize
 from mlaforge.families import family_of
+from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling import configuration_mla, modeling_mla
 from mlaforge.moments import LayerMoments
 from mlaforge.plan import Plan
-from mlaforge.spec import ModelSpec
 from mlaforge.stream import LayerStream
 
 

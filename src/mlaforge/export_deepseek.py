@@ -20,9 +20,9 @@ from torch import Tensor
 from mlaforge import checkpoint, corpus
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.families import family_of
+from mlaforge.families.spec import ModelSpec
 from mlaforge.options import ExportConfig
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
-from mlaforge.spec import ModelSpec
 
 # Epsilon of the norms on latents: fixed in transformers and in DeepSeek's own code, rms_norm_eps in vLLM.
 LATENT_EPS = 1e-6

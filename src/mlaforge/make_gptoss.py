@@ -18,12 +18,12 @@ from mlaforge import checkpoint, corpus, demo_model, locate, mxfp4, sinks, upcyc
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.distill import Distillation, Loss
 from mlaforge.families import read_rope, read_spec
+from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import MakeGptOssConfig
 from mlaforge.packing import Feed, Phase, pack
 from mlaforge.refit import steer
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
-from mlaforge.spec import ModelSpec
 from mlaforge.stream import LayerStream
 from mlaforge.trainer import NotFinite, Pace, Trainer
 

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mlaforge.families.spec import LayerSpec
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.runtime import progress
-from mlaforge.spec import LayerSpec
 from mlaforge.stream import HEAD_ROWS, LayerStream
 from mlaforge.tensor_store import Spill
 

@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 
 from mlaforge.config import nearest
+from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
 from mlaforge.runtime import UserError
-from mlaforge.spec import LayerSpec, ModelSpec, MoeSpec
 
 LATENT_LAYOUTS = ("latent", "latent_rope")
 # A budget becomes a rank that is a multiple of this: what vector loads and tensor cores take without padding.

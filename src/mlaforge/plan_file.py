@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.config import nearest
+from mlaforge.families.spec import ModelSpec
 from mlaforge.plan import LATENT_LAYOUTS, LayerPlan, Plan, make_plan
 from mlaforge.runtime import UserError
-from mlaforge.spec import ModelSpec
 
 PLAN = "plan.json"
 KEYS = ("kv_lora_rank", "qk_rope_head_dim")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mlaforge.families.spec import ModelSpec
 from mlaforge.plan import (
     LATENT_LAYOUTS,
     Cost,
@@ -27,7 +28,6 @@ from mlaforge.plan import (
     weight_bytes,
 )
 from mlaforge.runtime import UserError
-from mlaforge.spec import ModelSpec
 
 PARTS = ("attention", "projections", "mlp", "lm_head")
 # The limits of attention over the cache, and of every other part, by what bounds it.

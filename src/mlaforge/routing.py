@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.spec import MoeSpec
+from mlaforge.families.spec import MoeSpec
 
 # Beside a fair share of the load: experts below DEAD hardly ever work, those above HOT are the bottleneck.
 DEAD, HOT = 0.05, 3.0

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mlaforge import factorize
 from mlaforge.factorize import Projections, RopeSplit, Spectrum
+from mlaforge.families.spec import ModelSpec
 from mlaforge.moments import LayerMoments
 from mlaforge.plan import LayerPlan, Plan, rank_limit
 from mlaforge.runtime import UserError
-from mlaforge.spec import ModelSpec
 
 
 def projections(attention: dict[str, Tensor]) -> Projections:

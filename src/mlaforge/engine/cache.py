@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from mlaforge.engine.block_tables import CacheGroup, Copy
+from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
-from mlaforge.spec import ModelSpec
 
 
 class CacheTooSmall(UserError):

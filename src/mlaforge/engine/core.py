@@ -33,10 +33,10 @@ from mlaforge.engine.speculation import Speculation
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.stopping import Stopping
 from mlaforge.engine.verification import verify
+from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, log, resolve_device
-from mlaforge.spec import ModelSpec
 
 
 class Engine:

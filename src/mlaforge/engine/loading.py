@@ -19,10 +19,10 @@ from mlaforge import checkpoint
 from mlaforge.engine.attention import PagedAttention, Step
 from mlaforge.engine.linear import QUANTIZED, PackedLinear, fastest_format
 from mlaforge.engine.mlp import Mlp, rewritten
+from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import log, progress, resolve_dtype
-from mlaforge.spec import ModelSpec
 from mlaforge.stream import LayerStream
 
 

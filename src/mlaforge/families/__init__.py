@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlaforge.families.spec import ModelSpec, RopeSpec
 from mlaforge.runtime import UserError
-from mlaforge.spec import ModelSpec, RopeSpec
 
 Config = Mapping[str, Any]
 

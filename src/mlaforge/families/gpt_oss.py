@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlaforge.families import Config, Family, read_rope, require, weight_bits
-from mlaforge.spec import LayerSpec, ModelSpec, MoeSpec
+from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
 
 
 def read_spec(config: Config) -> ModelSpec:

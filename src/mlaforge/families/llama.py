@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from mlaforge.families import Config, Family, read_rope, require, weight_bits
+from mlaforge.families.spec import LayerSpec, ModelSpec
 from mlaforge.runtime import UserError
-from mlaforge.spec import LayerSpec, ModelSpec
 
 
 def dense_spec(config: Config, window: int | None = None) -> ModelSpec:

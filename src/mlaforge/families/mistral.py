@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlaforge.families import Config, Family, require
 from mlaforge.families.llama import dense_spec
-from mlaforge.spec import ModelSpec
+from mlaforge.families.spec import ModelSpec
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -6,8 +6,8 @@ import dataclasses
 
 from mlaforge.families import Config, Family, require
 from mlaforge.families.llama import dense_spec
+from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError
-from mlaforge.spec import ModelSpec
 
 
 def with_windows(spec: ModelSpec, config: Config) -> ModelSpec:

@@ -7,7 +7,7 @@ import dataclasses
 from mlaforge.families import Config, Family, require
 from mlaforge.families.llama import dense_spec
 from mlaforge.families.qwen2 import with_windows
-from mlaforge.spec import ModelSpec
+from mlaforge.families.spec import ModelSpec
 
 
 def read_spec(config: Config) -> ModelSpec:
