@@ -25,7 +25,7 @@ from speculation import parser, read_prompts
 from mlaforge import answers, demo_model
 from mlaforge.artifact import sha256
 from mlaforge.bench.summary import aligned
-from mlaforge.checkpoint import fingerprint
+from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
 from mlaforge.runtime import UserError, environment

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from mlaforge import calibrate, checkpoint, convert, corpus, demo_model
+from mlaforge import calibrate, convert, corpus, demo_model
+from mlaforge.checkpoint import reader
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import CalibrateConfig, ConvertConfig
 from mlaforge.runtime import environment, log
 from mlaforge.sources import Notes, Source
-from mlaforge.stream import LayerStream
 
 SEEDS = (0, 1, 2)
 WAYS = ("golden", "random", "first")
@@ -76,7 +77,7 @@ def convert_one(way: str, seed: int, given: argparse.Namespace, model: Path) -> 
         calibrate.run(text, wanted, embedded=scratch / "embedded")
     elif way == "first":
         # Convert draws windows at random where there are more than it takes: it is given no more.
-        tokenizer = checkpoint.load_tokenizer(model)
+        tokenizer = reader.load_tokenizer(model)
         first = corpus.windows(tokenizer, str(text), given.windows, seqlen)
         text = scratch / "first.txt"
         # A few tokens more, because the last one may be cut otherwise.
@@ -100,7 +101,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/calibration.json"))
     given = arguments.parse_args()
     model = demo_model.fetch()
-    tokenizer = checkpoint.load_tokenizer(model)
+    tokenizer = reader.load_tokenizer(model)
     # What a run that was cut off had measured is not measured again.
     settings = {"windows": given.windows, "seqlen": given.seqlen, "judged_windows": given.judged_windows}
     result = json.loads(given.out.read_text()) if given.out.exists() else {}

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint, convert, corpus, demo_model
+from mlaforge import convert, corpus, demo_model
 from mlaforge.bench.conversion import perplexities
+from mlaforge.checkpoint import reader
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import environment, log
 
@@ -56,7 +57,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/conversion.json"))
     given = arguments.parse_args()
     directory = demo_model.fetch()
-    tokenizer = checkpoint.load_tokenizer(directory)
+    tokenizer = reader.load_tokenizer(directory)
     sources = {"wiki": str(given.data / "wikitext-2" / "wiki.valid.tokens"), "embedded": corpus.EMBEDDED}
     count = {"wiki": given.calibration_windows, "embedded": ConvertConfig().nsamples}
     # What a run that was cut off had measured is not measured again.

@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint, corpus, demo_model
+from mlaforge import corpus, demo_model
 from mlaforge.bench.roof import memory_speed
 from mlaforge.bench.transformers_peer import Transformers as Peer
+from mlaforge.checkpoint import reader
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
 from mlaforge.runtime import environment, log
@@ -142,7 +143,7 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(2)
     directory = demo_model.fetch()
-    tokenizer = checkpoint.load_tokenizer(directory)
+    tokenizer = reader.load_tokenizer(directory)
     windows = corpus.windows(tokenizer, str(options.data / "wikitext-2" / "wiki.test.raw"), 16, 2048).ids
     cases = {case: tuple(map(int, case.split("x"))) for case in options.cases}
     prompts = {

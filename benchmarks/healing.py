@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint, convert, corpus, demo_model, heal
+from mlaforge import convert, corpus, demo_model, heal
+from mlaforge.checkpoint import reader
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.config import resolve
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.runtime import environment, log
-from mlaforge.stream import LayerStream
 
 # Layout and budget: what issue 6 asks for, as healed / original perplexity, and what differs from the recipe. The less
 # a model has lost, the slower it must learn: at 1e-3 the validation KL of latent-0.5 more than doubled in 5 steps, and
@@ -54,7 +55,7 @@ def main() -> None:
     given = arguments.parse_args()
     directory = demo_model.fetch()
     valid, test = (str(given.data / "wikitext-2" / name) for name in ("wiki.valid.tokens", "wiki.test.raw"))
-    text = corpus.windows(checkpoint.load_tokenizer(directory), test, WINDOWS, SEQLEN)
+    text = corpus.windows(reader.load_tokenizer(directory), test, WINDOWS, SEQLEN)
     # What a run that was cut off had measured is not measured again.
     result = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}, "environment": environment()}
     if "original" not in result:

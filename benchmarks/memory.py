@@ -36,10 +36,11 @@ CONFIG = {
 
 def write_sparse(directory: Path, layers: int, experts: int) -> int:
     """A checkpoint of that geometry in one sparse file; returns the bytes it would take."""
-    from mlaforge import checkpoint, demo_model
+    from mlaforge import demo_model
+    from mlaforge.checkpoint import reader
 
     config = {**CONFIG, "num_hidden_layers": layers, "num_local_experts": experts}
-    shapes, _ = checkpoint.expected_tensors(config)
+    shapes, _ = reader.expected_tensors(config)
     header, at = {}, 0
     for name, shape in shapes.items():
         packed = name.endswith(("_blocks", "_scales"))
@@ -53,7 +54,7 @@ def write_sparse(directory: Path, layers: int, experts: int) -> int:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + at)
     (directory / "config.json").write_text(json.dumps(config))
-    for path in checkpoint.companions(demo_model.fetch()):
+    for path in reader.companions(demo_model.fetch()):
         shutil.copyfile(path, directory / path.name)
     return at
 

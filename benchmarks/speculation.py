@@ -35,7 +35,7 @@ from mlaforge import answers, demo_model
 from mlaforge.artifact import sha256
 from mlaforge.bench.replay import Replay
 from mlaforge.bench.summary import aligned, spread
-from mlaforge.checkpoint import fingerprint
+from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams

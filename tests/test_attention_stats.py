@@ -8,12 +8,13 @@ from conftest import load_original
 from test_moments import norm_of, qkv, rotated
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlaforge import attention_stats, checkpoint, diagnose, geometry, moments
+from mlaforge import attention_stats, diagnose, geometry, moments
 from mlaforge.attention_stats import AttentionStats
+from mlaforge.checkpoint import reader
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.families import family_of
 from mlaforge.geometry import Geometry, effective_rank
 from mlaforge.routing import RoutingStats
-from mlaforge.stream import LayerStream
 from mlaforge.tensor_store import Spill
 
 T = 64
@@ -27,7 +28,7 @@ def ids(n=2, t=T):
 
 def watched(directory, folder, tokens):
     """Per layer what `diagnose` sees: AttentionStats, Geometry, RoutingStats or None, and its cache's bytes."""
-    family = family_of(checkpoint.read_config(directory))
+    family = family_of(reader.read_config(directory))
     spill = Spill(folder)
     with LayerStream(directory, torch.float32, torch.device("cpu")) as stream:
         watch = diagnose.Watch(stream, tokens, spill, family.router, torch.bfloat16)
@@ -241,7 +242,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(tiny_models, monkeyp
         largest[length] = seen.numbers
     assert largest[1024] < 2.1 * largest[512]
     # What attention alone takes is bounded whatever the length.
-    layer = checkpoint.read_spec(checkpoint.read_config(tiny_models["llama"])).layers[0]
+    layer = reader.read_spec(reader.read_config(tiny_models["llama"])).layers[0]
     for length in (512, 2048):
         stats, (q, k) = AttentionStats.empty(layer, length, torch.device("cpu")), torch.randn(2, 4, length, 16)
         with Largest() as seen:

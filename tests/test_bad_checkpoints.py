@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from mlaforge.checkpoint import TABLE
+from mlaforge.checkpoint.reader import TABLE
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM = "model.layers.1.post_attention_layernorm.weight"

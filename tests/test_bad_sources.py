@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlaforge import locate
+from mlaforge.checkpoint import resolve
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def hub(tmp_path_factory, monkeypatch) -> Callable[[str], None]:
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
-        monkeypatch.setattr(locate, "HUB_SECONDS", 1.0)
+        monkeypatch.setattr(resolve, "HUB_SECONDS", 1.0)
 
     return at
 

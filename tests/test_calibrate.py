@@ -13,7 +13,7 @@ import torch
 
 from mlaforge import calibrate, convert, corpus, shards
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import load_tokenizer
+from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError
 from mlaforge.shards import Shards

@@ -15,7 +15,8 @@ import torch
 from conftest import load_original
 from serving import free_port, name_vllm, until
 
-from mlaforge import checkpoint, demo_model
+from mlaforge import demo_model
+from mlaforge.checkpoint import reader
 from mlaforge.runtime import UserError
 
 TASKS = Path(__file__).with_name("lm_eval")
@@ -77,7 +78,7 @@ class Oracle:
 
     def __init__(self, directory):
         self.model = load_original(directory)
-        self.tokenizer = checkpoint.load_tokenizer(directory)
+        self.tokenizer = reader.load_tokenizer(directory)
 
     def ids(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.checkpoint import load_tokenizer
+from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.engine.constraint import Constraint
 from mlaforge.engine.params import SamplingParams
 from mlaforge.engine.sampler import Sampler

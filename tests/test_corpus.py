@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from mlaforge import corpus
-from mlaforge.checkpoint import load_tokenizer
+from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.corpus import DISTINCT, EMBEDDED, LONG, SHINGLE, Windows
 from mlaforge.runtime import UserError
 

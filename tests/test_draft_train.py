@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from test_eagle3 import make
 from torch.nn import functional as F
 
-from mlaforge import answers, checkpoint, demo_model, draft_start, draft_train, draft_vocab
+from mlaforge import answers, demo_model, draft_start, draft_train, draft_vocab
 from mlaforge.artifact import Manifest
+from mlaforge.checkpoint import reader
+from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.config import resolve
-from mlaforge.draft_head import read_head, write_head
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import DraftTrainConfig, VocabularyConfig
 from mlaforge.packing import Rows
@@ -63,7 +64,7 @@ def text(target, tmp_path_factory):
         answers.told(n, "", p, o.outputs[0].token_ids) for n, (p, o) in enumerate(zip(prompts, found, strict=True))
     ]
     (directory / answers.TEXT).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    inputs = {"model": {"sha256": checkpoint.fingerprint(target)}, "exclude": ["of judged prompts"]}
+    inputs = {"model": {"sha256": reader.fingerprint(target)}, "exclude": ["of judged prompts"]}
     Manifest(answers.STAGE, {}, inputs, files=[answers.TEXT]).save(directory)
     return directory
 
@@ -111,7 +112,7 @@ def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
 
 def test_states_are_what_the_engine_captures(target):
     """Boundaries as transformers' hidden states, the last one before the final norm."""
-    model = checkpoint.load_model(target, "float32")
+    model = reader.load_model(target, "float32")
     ids = torch.arange(40)[None] * 3 % 256
     rows = Rows(ids, torch.arange(40)[None], torch.arange(1), torch.ones_like(ids, dtype=torch.bool))
     states = capture(model, rows, (0, 2, 3))
@@ -125,7 +126,7 @@ def test_states_are_what_the_engine_captures(target):
 
 def test_it_begins_at_the_best_linear_map(target, text):
     """Least squares by another solver; and a new head says nearly that, where its heads can hold it."""
-    model = checkpoint.load_model(target, "float32")
+    model = reader.load_model(target, "float32")
     config = DraftTrainConfig(text=(str(text),), seqlen=64, batch_tokens=64, boundaries="0,1,3")
     rows = draft_train.read_texts(config, answers.read_answers(text)[1]).feed.phases[0].rows
     embedding, wanted_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
@@ -138,8 +139,8 @@ def test_it_begins_at_the_best_linear_map(target, text):
     ridge = (len(x) * draft_start.RIDGE * x.square().mean()).sqrt() * torch.eye(256).double()
     wanted = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
     torch.testing.assert_close(x @ text.moments(None).solve(), x @ wanted, rtol=1e-3, atol=1e-3)
-    raw = checkpoint.read_config(target)
-    shape = draft_train.new_config(raw, checkpoint.read_spec(raw), config, 260)
+    raw = reader.read_config(target)
+    shape = draft_train.new_config(raw, reader.read_spec(raw), config, 260)
     shape = dataclasses.replace(shape, layer=copy.deepcopy(shape.layer))
     # One head looks nothing up, and has values of full rank.
     shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 1
@@ -191,7 +192,7 @@ def test_another_head_is_a_start(trained, converted, tmp_path):
     assert new.config.sliding_window == 9 and new.config.boundaries == (1, 2, 3)
     for name, tensor in old.state_dict().items():
         torch.testing.assert_close(new.state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
-    assert manifest.inputs["init"] == {"sha256": checkpoint.fingerprint(tmp_path / "old"), "text": None}
+    assert manifest.inputs["init"] == {"sha256": reader.fingerprint(tmp_path / "old"), "text": None}
     for option in ({"boundaries": "0,1,2"}, {"boundaries": "auto", "kv_heads": 2}):
         with pytest.raises(UserError, match="of its own"):
             trained("other", init=str(tmp_path / "old"), **option)

@@ -9,7 +9,7 @@ import pytest
 from conftest import CASES, FAMILIES
 from engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 
-from mlaforge import checkpoint
+from mlaforge.checkpoint import reader
 
 PROMPTS = random_prompts(5, 17, 40, 70, 33)
 COUNT = 20
@@ -72,7 +72,7 @@ def test_originals(family, tiny_models, oracle):
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_converted(family, layout, converted, oracle):
     directory = converted(family, layout, budget=0.75)
-    assert layout in checkpoint.read_config(directory)["mla_layer_types"]
+    assert layout in reader.read_config(directory)["mla_layer_types"]
     check_every_way(directory, oracle(directory))
 
 

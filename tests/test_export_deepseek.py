@@ -11,7 +11,8 @@ import torch
 from conftest import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from mlaforge import checkpoint, convert, demo_model, export_deepseek
+from mlaforge import convert, demo_model, export_deepseek
+from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig, ExportConfig
 from mlaforge.runtime import UserError

@@ -12,8 +12,9 @@ from conftest import save_model
 from killed import check_same_tensors, killed_after
 from safetensors.torch import load_file
 
-from mlaforge import checkpoint, convert, corpus, heal
+from mlaforge import convert, corpus, heal
 from mlaforge.artifact import Manifest
+from mlaforge.checkpoint import reader
 from mlaforge.config import resolve
 from mlaforge.distill import Distillation, Loss, trainable
 from mlaforge.kl import compare
@@ -58,7 +59,7 @@ def divergence(teacher, directory, ids):
     """Mean KL(teacher | model) on token ids [T], by whole models."""
     states = []
     for path in (directory, teacher):
-        model = checkpoint.load_model(path, "float32")
+        model = reader.load_model(path, "float32")
         with torch.no_grad():
             states.append((model.model(ids[None]).last_hidden_state[0], model.lm_head.weight.detach()))
     return float(compare(*states, ids)[2].mean())
@@ -66,7 +67,7 @@ def divergence(teacher, directory, ids):
 
 def test_it_comes_closer_to_the_original(healed, tiny_models, student, evaluation_file):
     out, manifest = healed(refit="auto", steps=12)
-    ids = corpus.windows(checkpoint.load_tokenizer(student), str(evaluation_file), 1, 400).ids[0]
+    ids = corpus.windows(reader.load_tokenizer(student), str(evaluation_file), 1, 400).ids[0]
     # Twelve steps: 0.947 and 0.953 were measured, alone and after other tests.
     assert divergence(tiny_models["llama"], out, ids) < 0.98 * divergence(tiny_models["llama"], student, ids)
     metrics = manifest.metrics
@@ -75,7 +76,7 @@ def test_it_comes_closer_to_the_original(healed, tiny_models, student, evaluatio
     assert metrics["curve"][0]["kl"] == pytest.approx(min(metrics["refit"]["kl"].values()))
     # Only what the subset names has moved, beside the refit.
     moved = {"kv_a_proj_with_mqa", "kv_b_proj"} | ({"o_proj"} if metrics["refit"]["chosen"] != "none" else set())
-    with checkpoint.Reader(student) as before, checkpoint.Reader(out) as after:
+    with reader.Reader(student) as before, reader.Reader(out) as after:
         assert set(before) == set(after)
         for name in before:
             assert before.dtype(name) == after.dtype(name)
@@ -198,7 +199,7 @@ def test_a_window_layers_phase_moves_only_window_layers(converted, tiny_models):
     rows = pack([torch.arange(256) % 250], 64)
     names = trainable(student, "attention")
     trainer = Trainer(Distillation(student, teacher, Loss()), Feed((Phase(rows, 2, True),), 128, 0), Pace(), names,
-                      windowed=heal.windowed(checkpoint.read_config(start)))  # fmt: skip
+                      windowed=heal.windowed(reader.read_config(start)))  # fmt: skip
     before = {name: student.get_parameter(name).detach().clone() for name in names}
     trainer.advance()
     kinds = student.config.layer_types
@@ -364,7 +365,7 @@ def test_two_processes_lose_what_one_does(healed, tiny_models, student, healing_
     assert found["processes"] == 2
     assert found["losses"] == pytest.approx(manifest.metrics["losses"], rel=1e-3)
     assert [p["kl"] for p in found["curve"]] == pytest.approx([p["kl"] for p in manifest.metrics["curve"]], rel=1e-3)
-    with checkpoint.Reader(whole) as ours, checkpoint.Reader(out) as theirs:
+    with reader.Reader(whole) as ours, reader.Reader(out) as theirs:
         for name in ours:
             torch.testing.assert_close(theirs[name], ours[name], rtol=1e-2, atol=1e-4)
 

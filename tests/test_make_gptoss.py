@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
-from mlaforge import checkpoint, corpus, demo_model, mxfp4
+from mlaforge import corpus, demo_model
+from mlaforge.checkpoint import mxfp4
+from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.make_gptoss import TOKENS, WINDOW, run
 from mlaforge.options import MakeGptOssConfig
 from mlaforge.runtime import UserError

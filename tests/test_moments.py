@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import load_original
 
-from mlaforge import checkpoint, moments
+from mlaforge import moments
+from mlaforge.checkpoint import reader
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.families import read_spec
-from mlaforge.stream import LayerStream
 from mlaforge.tensor_store import Spill
 
 T = 20
@@ -24,7 +25,7 @@ def tiny(request, tiny_models):
             moments.collect(stream, range(stream.num_layers), windows, spill, seed)
         return [moments.load(spill, i) for i in range(stream.num_layers)]
 
-    return model, read_spec(checkpoint.read_config(directory)), collect
+    return model, read_spec(reader.read_config(directory)), collect
 
 
 def ids(n=2, t=T):

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge import mxfp4
-from mlaforge.checkpoint import Reader, Writer
+from mlaforge.checkpoint import mxfp4
+from mlaforge.checkpoint.reader import Reader, Writer
 from mlaforge.runtime import UserError
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mlaforge import answers, demo_model
 from mlaforge.artifact import sha256
-from mlaforge.draft_head import read_head
+from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
 

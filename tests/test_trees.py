@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_eagle3 import HEADS, draft_logits, recorded, saved
 from test_speculation import CASES, HOW, check_identities, tokens
 
-from mlaforge.draft_head import read_head
+from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.drafter import Draft, ancestry

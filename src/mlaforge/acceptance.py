@@ -1,7 +1,7 @@
 """`eval --criteria`: a healed model beside its original, judged by criteria that were written down before.
 
 All pass: its manifest says `canonical`. Nothing is judged on text that shares passages with what the student was
-converted or healed on. Both models are read one layer at a time (stream.py), except by lm-eval's tasks.
+converted or healed on. Both models are read one layer at a time (checkpoint/layerwise.py), except by lm-eval's tasks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus, harness, locate, needle
+from mlaforge import corpus, harness, needle
 from mlaforge.artifact import MANIFEST, Manifest, finished, sha256, writing
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.criteria import Criterion, Measured, read
 from mlaforge.kl import compare
 from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
-from mlaforge.stream import LayerStream
 
 # Hay to draw from, in lengths of the longest needle's text.
 HAY = 8
@@ -86,13 +87,13 @@ class Judgement:
 
     def __init__(self, student: Path, teacher: Path, dtype: torch.dtype, device: torch.device, seed: int):
         self.paths, self.dtype, self.device, self.seed = (student, teacher), dtype, device, seed
-        self.tokenizer = checkpoint.load_tokenizer(teacher)
+        self.tokenizer = reader.load_tokenizer(teacher)
         self.tuned = corpus.read_passages(student / corpus.PASSAGES)
         self._compared: dict[tuple[str, int, int], tuple[np.ndarray, ...]] = {}
 
     def _states(self, texts: list[Tensor], what: str) -> list[tuple[list[Tensor], Tensor]]:
         """Student's and teacher's final states on every text, and their heads."""
-        checkpoint.check_tokens(self.paths[1], *texts)
+        reader.check_tokens(self.paths[1], *texts)
         found = []
         for who, path in zip(("student", "teacher"), self.paths, strict=True):
             with LayerStream(path, self.dtype, self.device) as stream:
@@ -146,7 +147,7 @@ class Judgement:
     def _task(self, criterion: Criterion) -> Measured:
         found = []
         for path in self.paths:
-            model = checkpoint.load_model(path, str(self.dtype).removeprefix("torch."), self.device)
+            model = reader.load_model(path, str(self.dtype).removeprefix("torch."), self.device)
             found.append(harness.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit))
         (ours, higher, texts), (theirs, _, _) = found
         asked = corpus.tokens(self.tokenizer, "\n".join(dict.fromkeys(texts)))
@@ -164,23 +165,23 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     if not (config.teacher and config.student and config.criteria):
         raise UserError("criteria compare two models: give --teacher, --student and --criteria together")
     criteria, seed = read(Path(config.criteria).expanduser())
-    teacher, student = locate.locate(config.teacher), locate.locate(config.student)
+    teacher, student = resolve.locate(config.teacher), resolve.locate(config.student)
     if Manifest.load(student) is None or not (student / corpus.PASSAGES).is_file():
         raise UserError(
             f"{student} has no {MANIFEST} and {corpus.PASSAGES}: only what mlaforge made can be judged, because nobody "
             "else says what it was tuned on"
         )
     device = resolve_device(config.device)
-    raw, theirs = checkpoint.read_config(student), checkpoint.read_config(teacher)
+    raw, theirs = reader.read_config(student), reader.read_config(teacher)
     if raw.get("vocab_size") != theirs.get("vocab_size"):
         raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
-    dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(theirs))
+    dtype = resolve_dtype(config.dtype, reader.stored_dtype(theirs))
     manifest = Manifest(
         "acceptance",
         config={"dtype": str(dtype), "criteria": [dataclasses.asdict(c) for c in criteria], "seed": seed},
         inputs={
-            "teacher": {"path": str(config.teacher), "sha256": checkpoint.fingerprint(teacher)},
-            "student": {"path": str(config.student), "sha256": checkpoint.fingerprint(student)},
+            "teacher": {"path": str(config.teacher), "sha256": reader.fingerprint(teacher)},
+            "student": {"path": str(config.student), "sha256": reader.fingerprint(student)},
             "criteria": {"path": str(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
         },
     )

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlaforge import checkpoint, corpus, datasheet, embedder, golden, locate
+from mlaforge import corpus, datasheet, embedder, golden
 from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.checkpoint import reader, resolve
 from mlaforge.options import CalibrateConfig
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
 from mlaforge.shards import LEAST, Passage, Shards, long_enough, passages
@@ -47,15 +48,15 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
     sources = [Source.of(given) for given in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
     known = licences(config.license or (), sources)
     own = embedder.directory(config.embedder)
-    counter = locate.locate(config.tokenizer) if config.tokenizer else own
-    tokenizer = checkpoint.load_tokenizer(counter)
+    counter = resolve.locate(config.tokenizer) if config.tokenizer else own
+    tokenizer = reader.load_tokenizer(counter)
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "source", "license")}
     manifest = Manifest(
         "calibrate",
         config=settings,
         inputs={
             "sources": {source.given: source.describe(known.get(source.given)) for source in sources},
-            "embedder": {"name": config.embedder, "sha256": checkpoint.fingerprint(own)},
+            "embedder": {"name": config.embedder, "sha256": reader.fingerprint(own)},
             "tokenizer": {
                 "name": config.tokenizer or f"the embedder {config.embedder}", "sha256": _hash(tokenizer),
             },

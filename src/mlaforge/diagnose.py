@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge import checkpoint, corpus, locate, moments, plan_file, spectra, verdicts
+from mlaforge import corpus, moments, plan_file, spectra, verdicts
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.attention_stats import AttentionStats
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.layerwise import LayerStream, losses
 from mlaforge.families import family_of
 from mlaforge.geometry import Geometry, effective_rank
 from mlaforge.modeling.rope_mla import pairs, rotate
@@ -32,7 +34,6 @@ from mlaforge.options import DiagnoseConfig
 from mlaforge.plan import LATENT_LAYOUTS, Plan, make_plan
 from mlaforge.routing import RoutingStats
 from mlaforge.runtime import UserError, progress, resolve_device, timed
-from mlaforge.stream import LayerStream, losses
 from mlaforge.tensor_store import Spill
 
 DIAGNOSIS = "diagnosis.json"
@@ -124,18 +125,18 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
     stopped. Raises UserError for the user's mistakes; `out` is either complete or untouched.
     """
     check_options(config)
-    source = locate.locate(model)
-    raw = checkpoint.read_config(source)
-    if checkpoint.is_converted(raw):
+    source = resolve.locate(model)
+    raw = reader.read_config(source)
+    if reader.is_converted(raw):
         raise UserError(f"{source} is already converted ({raw['model_type']}); diagnose the original")
     family = family_of(raw)
     plan = make_plan(family.read_spec(raw), config.budget, config.layout, config.layers)
     device = resolve_device(config.device)
-    tokenizer = checkpoint.load_tokenizer(source)
+    tokenizer = reader.load_tokenizer(source)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
-    checkpoint.check_tokens(source, text.ids)
+    reader.check_tokens(source, text.ids)
     name = source.resolve().name if Path(model).expanduser().exists() else model
-    told = {"path": name, "model_type": plan.spec.model_type, "sha256": checkpoint.fingerprint(source)}
+    told = {"path": name, "model_type": plan.spec.model_type, "sha256": reader.fingerprint(source)}
     manifest = Manifest(
         "diagnose",
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
@@ -143,7 +144,7 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
-    stored = checkpoint.stored_dtype(raw)
+    stored = reader.stored_dtype(raw)
     with contextlib.ExitStack() as opened:
         if out is None:
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))

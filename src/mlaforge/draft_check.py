@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus, locate
+from mlaforge import corpus
 from mlaforge.answers import STAGE, read_answers
 from mlaforge.artifact import Manifest
-from mlaforge.draft_head import check_head, read_head
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.eagle3 import check_head, read_head
+from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Head
 from mlaforge.options import DraftCheckConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype
-from mlaforge.stream import HEAD_ROWS, LayerStream
 
 # One choice of states is better than another where so many standard errors lie between them.
 SURE = 3.0
@@ -53,14 +54,14 @@ def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any
     for name, least in (("windows", 1), ("seqlen", SHORTEST)):
         if getattr(config, name) < least:
             raise UserError(f"{name} = {getattr(config, name)} must be at least {least}")
-    model, device = locate.locate(target), resolve_device(config.device)
-    described = checkpoint.read_config(model)
-    dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(described))
-    spec = checkpoint.read_spec(described)
+    model, device = resolve.locate(target), resolve_device(config.device)
+    described = reader.read_config(model)
+    dtype = resolve_dtype(config.dtype, reader.stored_dtype(described))
+    spec = reader.read_spec(described)
     head = read_head(directory, spec.num_layers).to(device)
     check_head(head.config, spec.hidden_size, spec.vocab_size)
-    texts = read_texts(checkpoint.load_tokenizer(model), config)
-    checkpoint.check_tokens(model, *texts)
+    texts = read_texts(reader.load_tokenizer(model), config)
+    reader.check_tokens(model, *texts)
     choices = shifted(head.config.boundaries, spec.num_layers)
     with LayerStream(model, dtype, device) as stream:
         captured, said = target_states(stream, texts, {b for boundaries in choices.values() for b in boundaries})

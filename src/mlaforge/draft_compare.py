@@ -26,16 +26,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus, locate
+from mlaforge import corpus
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.eagle3 import check_head, read_head
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.draft_check import target_states
-from mlaforge.draft_head import check_head, read_head
 from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.core import Engine
 from mlaforge.engine.eagle3 import EagleDrafter
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import DraftCompareConfig, EngineConfig
 from mlaforge.runtime import UserError, resolve_device
-from mlaforge.stream import LayerStream
 
 IDS, STATES = "input_ids", "aux_hidden_states"
 # In the order in which they are computed.
@@ -49,18 +50,18 @@ def run(directory: Path, target: str, reference: Path | None, config: DraftCompa
     """
     if config.tokens < 2 or config.top_k < 1:
         raise UserError(f"tokens = {config.tokens} must be at least 2, top_k = {config.top_k} at least 1")
-    model = locate.locate(target)
-    spec = checkpoint.read_spec(checkpoint.read_config(model))
+    model = resolve.locate(target)
+    spec = reader.read_spec(reader.read_config(model))
     head = read_head(directory, spec.num_layers)
     check_head(head.config, spec.hidden_size, spec.vocab_size)
     given = {} if reference is None else read_reference(reference, head)
     if reference is None:
-        text = corpus.windows(checkpoint.load_tokenizer(model), config.text, 1, config.tokens, judged=True)
+        text = corpus.windows(reader.load_tokenizer(model), config.text, 1, config.tokens, judged=True)
         given[IDS] = text.ids[0]
     ids = given[IDS]
     if len(ids) > spec.max_position_embeddings:
         raise UserError(f"{len(ids)} tokens are more than the model's {spec.max_position_embeddings}")
-    checkpoint.check_tokens(model, ids)
+    reader.check_tokens(model, ids)
     told = "the reference"
     if STATES not in given:
         told = "the target in float64"

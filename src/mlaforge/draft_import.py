@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, locate
 from mlaforge.artifact import Manifest, finished, writing
-from mlaforge.checkpoint import Reader
-from mlaforge.draft_head import ARCHITECTURE, CONVENTIONS, check_head, head_config, write_head
+from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import resolve
+from mlaforge.checkpoint.eagle3 import ARCHITECTURE, CONVENTIONS, check_head, head_config, write_head
+from mlaforge.checkpoint.reader import Reader
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import DraftImportConfig
 from mlaforge.runtime import UserError, log, timed
@@ -39,7 +40,7 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
 
     Raises UserError for what is no EAGLE-3 head of this model, or can be read in two ways.
     """
-    source, model = locate.locate(src), locate.locate(target)
+    source, model = resolve.locate(src), resolve.locate(target)
     manifest = Manifest(
         "draft import",
         config=dataclasses.asdict(config),

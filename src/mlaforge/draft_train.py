@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, draft_start, locate, packing, sharding, token_map
+from mlaforge import draft_start, packing, sharding, token_map
 from mlaforge.answers import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.course import Course, Marks, board, check_shares, running
-from mlaforge.draft_head import read_head, write_head
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -127,13 +128,13 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     on one machine. Raises UserError for the user's mistakes, and where the loss stops being a number.
     """
     check_options(config)
-    directory = locate.locate(model)
-    raw = checkpoint.read_config(directory)
-    spec = checkpoint.read_spec(raw)
+    directory = resolve.locate(model)
+    raw = reader.read_config(directory)
+    spec = reader.read_spec(raw)
     folders = [Path(text) for text in config.text or ()]
     read = [read_answers(folder) for folder in folders]
     texts = read_texts(config, [answer for _, answers in read for answer in answers])
-    checkpoint.check_tokens(directory, texts.feed.phases[0].rows.ids, texts.validation.ids)
+    reader.check_tokens(directory, texts.feed.phases[0].rows.ids, texts.validation.ids)
     old = read_head(Path(config.init), spec.num_layers) if config.init else None
     if old is None:
         every = torch.arange(spec.vocab_size)
@@ -150,8 +151,8 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         TRAINED,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
         inputs={
-            "model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)},
-            "init": {"sha256": checkpoint.fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
+            "model": {"path": str(model), "sha256": reader.fingerprint(directory)},
+            "init": {"sha256": reader.fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
             if config.init else None,
             "vocabulary": sha256(Path(config.vocabulary) / token_map.FILE) if config.vocabulary else None,
             # Prompts that the text is free of, by the SHA-256 of their files: what the head may be judged on.
@@ -218,7 +219,7 @@ def _train(
     dtype = resolve_dtype(config.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
-        target = checkpoint.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
+        target = reader.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
         target.set_attn_implementation(FUSED)
         embedding = target.get_input_embeddings().weight.detach().clone()
         wanted_head = target.lm_head.weight.detach()[ids.to(device)]

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, locate
 from mlaforge.answers import TEXT, Answer, read_answers, split
 from mlaforge.artifact import Manifest, finished, sha256, writing
+from mlaforge.checkpoint import reader, resolve
 from mlaforge.options import VocabularyConfig
 from mlaforge.runtime import UserError, log
 from mlaforge.token_map import FILE, STAGE, mapping
@@ -46,9 +46,9 @@ def run(
     model: str, texts: list[Path], out: Path, config: VocabularyConfig, overwrite: bool = False
 ) -> Manifest:  # fmt: skip
     """Writes d2t and t2d of the tokens that `model` answered most often into the new directory `out`."""
-    directory = locate.locate(model)
-    vocab_size = checkpoint.read_spec(checkpoint.read_config(directory)).vocab_size
-    special = sorted(token for token in checkpoint.load_tokenizer(directory).all_special_ids if token < vocab_size)
+    directory = resolve.locate(model)
+    vocab_size = reader.read_spec(reader.read_config(directory)).vocab_size
+    special = sorted(token for token in reader.load_tokenizer(directory).all_special_ids if token < vocab_size)
     if not max(1, len(special)) <= config.size <= vocab_size:
         raise UserError(f"size = {config.size} must be from {max(1, len(special))} to {vocab_size}, the model's own")
     learnt, held = split([answer for text in texts for answer in read_answers(text)[1]])

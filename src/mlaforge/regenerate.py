@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge import checkpoint, locate
 from mlaforge.answers import STAGE, TEXT, Excluded, distinct_share, read_judged, read_prompts, read_text, told, words
 from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
+from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams
 from mlaforge.options import EngineConfig, RegenerateConfig
@@ -45,7 +45,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         raise UserError("there is nothing to answer; give --prompts FILE, or --synthesize N")
     if config.openings and not config.synthesize:
         raise UserError("openings begin questions that the model draws itself; give --synthesize N")
-    directory = locate.locate(model)
+    directory = resolve.locate(model)
     files = {name: [Path(path) for path in getattr(config, name) or ()] for name in ("prompts", "exclude", "openings")}
     given = [said for path in files["prompts"] for said in read_prompts(path)]
     excluded = Excluded(said for path in files["exclude"] for said in read_judged(path))
@@ -57,7 +57,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         STAGE,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in ignored},
         inputs={
-            "model": {"path": str(model), "sha256": checkpoint.fingerprint(directory)},
+            "model": {"path": str(model), "sha256": reader.fingerprint(directory)},
             **{name: [sha256(path) for path in paths] for name, paths in files.items()},
         },
     )

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint, corpus, locate
+from mlaforge import corpus
 from mlaforge.artifact import Manifest
 from mlaforge.bench import machine
 from mlaforge.bench.roof import layout_of, plan_of
 from mlaforge.bench.summary import aligned
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import BenchConfig
 from mlaforge.runtime import UserError, log, resolve_device
-from mlaforge.stream import LayerStream
 
 # 32,768 tokens of every text, as in the README's table.
 WINDOWS, SEQLEN = 16, 2048
@@ -35,10 +36,10 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
     if len(models) < 2:
         raise UserError("give the original and at least one conversion: mlaforge bench conversion MODEL OUT ...")
     device = resolve_device(config.device)
-    directories = {model: locate.locate(model) for model in models}
+    directories = {model: resolve.locate(model) for model in models}
     first = directories[models[0]]
     seqlen, count = int(config.context or SEQLEN), config.rounds or WINDOWS
-    tokenizer = checkpoint.load_tokenizer(first)
+    tokenizer = reader.load_tokenizer(first)
     sources = config.text or (corpus.EMBEDDED,)
     judged = {Path(source).name: corpus.windows(tokenizer, source, count, seqlen, judged=True) for source in sources}
     for model, directory in directories.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mlaforge import checkpoint
+from mlaforge.checkpoint import reader
 from mlaforge.config import nearest
 from mlaforge.plan import CACHE_BYTES, GPUS, Cost, Gpu, LayerPlan, Plan
 from mlaforge.roofline import CACHE_LIMITS, WEIGHT_LIMITS, decode_step
@@ -84,8 +84,8 @@ def describe(gpu: Gpu | None) -> dict[str, Any] | None:
 
 def plan_of(directory: Path) -> Plan:
     """What a model's layers are, original or converted, from its config.json."""
-    config = checkpoint.read_config(directory)
-    spec = checkpoint.read_spec(config)
+    config = reader.read_config(directory)
+    spec = reader.read_spec(config)
     layers = []
     for index, kind in enumerate(config.get("mla_layer_types") or ["gqa"] * spec.num_layers):
         rope = config["qk_rope_head_dim"] if kind == "latent_rope" else 0

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from mlaforge import locate
 from mlaforge.answers import check_unseen
 from mlaforge.bench import machine, summary
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
@@ -24,7 +23,8 @@ from mlaforge.bench.prompts import Prompts
 from mlaforge.bench.recipe import Recipe, read, scope_of
 from mlaforge.bench.roof import describe, layout_of, plan_of, roof
 from mlaforge.bench.transformers_peer import Transformers
-from mlaforge.checkpoint import load_tokenizer
+from mlaforge.checkpoint import resolve
+from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.engine.cache import CacheTooSmall
 from mlaforge.options import BenchConfig, EngineConfig
 from mlaforge.plan import Gpu, Plan
@@ -272,7 +272,7 @@ def loaded(
 
 
 def _model(given: str) -> Model:
-    directory = locate.locate(given)
+    directory = resolve.locate(given)
     return Model(directory.name, directory, plan_of(directory))
 
 

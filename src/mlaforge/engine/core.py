@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlaforge import checkpoint, locate
-from mlaforge.draft_head import check_head, read_head
+from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.engine.attention import paged
 from mlaforge.engine.batch import Batch, Chunk, make_batch
 from mlaforge.engine.block_tables import BlockTables
@@ -49,11 +49,11 @@ class Engine:
     def __init__(self, model: str | Path, config: EngineConfig | None = None):
         config = config or EngineConfig()
         _check(config)
-        directory = locate.locate(str(model))
+        directory = resolve.locate(str(model))
         self.config, self.model_name = config, directory.name
         self.device = resolve_device(config.device)
-        self.tokenizer = checkpoint.load_tokenizer(directory)
-        spec = checkpoint.read_spec(checkpoint.read_config(directory))
+        self.tokenizer = reader.load_tokenizer(directory)
+        spec = reader.read_spec(reader.read_config(directory))
         format = choose_format(config.dtype, directory, spec, self.device)
         self.model = EngineModel(directory, format, self.device)
         self.vocab_size = spec.vocab_size
@@ -362,7 +362,7 @@ def _parts(items: list[int], size: int) -> list[list[int]]:
 def _ends_of_text(directory: Path, tokenizer: object) -> tuple[int, ...]:
     """Token ids that end a text: generation_config.json's, and the tokenizer's."""
     found = (
-        checkpoint.read_config(directory, "generation_config.json")
+        reader.read_config(directory, "generation_config.json")
         if (directory / "generation_config.json").is_file()
         else {}
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mlaforge.draft_head import check_head
+from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.batch import Batch, Chunk
 from mlaforge.engine.cache import LayerCache

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge import checkpoint
+from mlaforge.checkpoint import reader
+from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.engine.attention import PagedAttention, Step
 from mlaforge.engine.linear import QUANTIZED, PackedLinear, fastest_format
 from mlaforge.engine.mlp import Mlp, rewritten
@@ -23,14 +24,13 @@ from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import log, progress, resolve_dtype
-from mlaforge.stream import LayerStream
 
 
 def choose_format(name: str, directory: Path, spec: ModelSpec, device: torch.device) -> str:
     """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU it is measured and said."""
     if name in QUANTIZED:
         return name
-    stored = checkpoint.stored_dtype(checkpoint.read_config(directory))
+    stored = reader.stored_dtype(reader.read_config(directory))
     if name != "auto" or device.type != "cpu":
         return str(resolve_dtype(name, stored)).removeprefix("torch.")
     layer, hidden = spec.layers[0], spec.hidden_size

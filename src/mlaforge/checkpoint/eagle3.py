@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from mlaforge.checkpoint import SINGLE, Reader, read_config
+from mlaforge.checkpoint.reader import SINGLE, Reader, read_config
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 

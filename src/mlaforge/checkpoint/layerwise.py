@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mlaforge import checkpoint, mxfp4
+from mlaforge.checkpoint import mxfp4, reader
 from mlaforge.modeling.latent_attention_mla import FUSED
 
 # Rows of logits held at once (each is as long as the vocabulary).
@@ -33,9 +33,9 @@ class LayerStream:
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device):
         """Raises UserError as `checkpoint.Reader` does, and for a config.json that makes no model."""
         self.directory, self.dtype, self.device = directory, dtype, device
-        self.config_json = checkpoint.read_config(directory)
-        self.spec = checkpoint.read_spec(self.config_json)
-        model: Any = checkpoint.skeleton(self.config_json).eval()
+        self.config_json = reader.read_config(directory)
+        self.spec = reader.read_spec(self.config_json)
+        model: Any = reader.skeleton(self.config_json).eval()
         self.causal_lm, self.decoder = model, model.model
         self.config = model.config
         # The fused path of our attention: a learned sink needs it, and it never holds all scores at once.
@@ -47,7 +47,7 @@ class LayerStream:
             if hasattr(layer.self_attn, "table"):
                 layer.self_attn.table.rotary = rotary
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
-        self.reader = checkpoint.Reader(directory)
+        self.reader = reader.Reader(directory)
 
     def __enter__(self) -> LayerStream:
         return self
@@ -61,7 +61,7 @@ class LayerStream:
 
     def check(self) -> None:
         """Raises UserError for the first weight that is missing, extra, wrongly shaped, or holds NaN or infinity."""
-        self.reader.check(*checkpoint.expected_tensors(self.config_json))
+        self.reader.check(*reader.expected_tensors(self.config_json))
 
     def tensor(self, name: str) -> Tensor:
         """A weight by the name that the model class has for it."""

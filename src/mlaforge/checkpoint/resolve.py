@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mlaforge.artifact import sha256
-from mlaforge.checkpoint import COMPANIONS, read_config
+from mlaforge.checkpoint.reader import COMPANIONS, read_config
 from mlaforge.runtime import UserError, cache_home, log
 
 # How long to wait for the hub's first answer.

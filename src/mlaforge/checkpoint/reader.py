@@ -17,8 +17,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from mlaforge import families, mxfp4
+from mlaforge import families
 from mlaforge.artifact import MANIFEST, sha256
+from mlaforge.checkpoint import mxfp4
 from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError, log, progress, resolve_dtype
 
