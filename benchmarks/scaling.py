@@ -11,7 +11,7 @@ from typing import Any
 from memory import CONFIG
 
 from mlaforge.checkpoint.reader import read_spec
-from mlaforge.plan import GPUS, Gpu, Plan, make_plan, unconverted, weight_bytes
+from mlaforge.planning.plan import GPUS, Gpu, Plan, make_plan, unconverted, weight_bytes
 from mlaforge.vllm_plugin.heads import Heads
 
 MODELS = {

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge import plan_file
 from mlaforge.artifact import MANIFEST, Manifest, finished, writing
 from mlaforge.checkpoint import reader
 from mlaforge.options import ConvertConfig
-from mlaforge.plan import make_plan
+from mlaforge.planning import plan_file
+from mlaforge.planning.plan import make_plan
 from mlaforge.runtime import UserError
 
 PLAIN = st.recursive(

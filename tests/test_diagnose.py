@@ -11,14 +11,15 @@ import pytest
 import torch
 from test_report import Page
 
-from mlaforge import convert, corpus, diagnose, plan_file
+from mlaforge import convert, corpus, diagnose
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.diagnosis_page import draw
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.geometry import Geometry
 from mlaforge.options import ConvertConfig, DiagnoseConfig
-from mlaforge.plan import make_plan
+from mlaforge.planning import plan_file
+from mlaforge.planning.plan import make_plan
 from mlaforge.runtime import UserError
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"

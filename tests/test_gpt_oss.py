@@ -19,7 +19,7 @@ from mlaforge.checkpoint import mxfp4, reader
 from mlaforge.config import resolve
 from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig
-from mlaforge.plan import window_choices
+from mlaforge.planning.plan import window_choices
 from mlaforge.report import write_report
 
 

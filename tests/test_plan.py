@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 from mlaforge.config import resolve
 from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
-from mlaforge.plan import GPUS, LayerPlan, Plan, make_plan, rank_limit, unconverted
-from mlaforge.plan_report import PlanConfig, parse_context, run_plan
-from mlaforge.roofline import (
-    Row,
-    attention_op,
-    compare,
-    decode_step,
-    projections,
-    recommend,
-    weight_bytes,
-)
+from mlaforge.planning.plan import GPUS, LayerPlan, Plan, make_plan, rank_limit, unconverted
+from mlaforge.planning.report import PlanConfig, parse_context, run_plan
+from mlaforge.planning.roofline import Row, attention_op, compare, decode_step, projections, recommend, weight_bytes
 from mlaforge.runtime import UserError
 
 GPT_OSS = {

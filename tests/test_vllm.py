@@ -28,7 +28,7 @@ from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.families.gpt_oss import FAMILY as GPT_OSS
 from mlaforge.options import ConvertConfig, MakeGptOssConfig
-from mlaforge.plan import LayerPlan, Plan
+from mlaforge.planning.plan import LayerPlan, Plan
 from mlaforge.runtime import UserError
 
 PYTHON = os.environ.get("MLAFORGE_VLLM_PYTHON")

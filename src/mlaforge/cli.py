@@ -31,7 +31,7 @@ from mlaforge.options import (
     MakeGptOssConfig,
     ServeConfig,
 )
-from mlaforge.plan_report import PlanConfig
+from mlaforge.planning.report import PlanConfig
 from mlaforge.runtime import UserError
 from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
@@ -45,8 +45,8 @@ OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new dir
 @verb(PlanConfig)
 def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
     """What conversion would save and what is physically possible; needs only a config.json."""
-    from mlaforge import plan_report
     from mlaforge.checkpoint import resolve
+    from mlaforge.planning import report as plan_report
 
     report = plan_report.run_plan(resolve.find_config(model), config)
     print(json.dumps(report.as_dict(), indent=1) if json_output else report.render())

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mlaforge import corpus, plan_file
+from mlaforge import corpus
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
@@ -27,7 +27,8 @@ from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
 from mlaforge.moments import collect
 from mlaforge.options import ConvertConfig
-from mlaforge.plan import CONTEXTS, Plan, make_plan, window_choices
+from mlaforge.planning import plan_file
+from mlaforge.planning.plan import CONTEXTS, Plan, make_plan, window_choices
 from mlaforge.rebuild import Choices, Rebuild
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.tensor_store import Spill

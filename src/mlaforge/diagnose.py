@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge import corpus, moments, plan_file, spectra, verdicts
+from mlaforge import corpus, moments, spectra, verdicts
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.attention_stats import AttentionStats
 from mlaforge.checkpoint import reader, resolve
@@ -31,7 +31,8 @@ from mlaforge.families import family_of
 from mlaforge.geometry import Geometry, effective_rank
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.options import DiagnoseConfig
-from mlaforge.plan import LATENT_LAYOUTS, Plan, make_plan
+from mlaforge.planning import plan_file
+from mlaforge.planning.plan import LATENT_LAYOUTS, Plan, make_plan
 from mlaforge.routing import RoutingStats
 from mlaforge.runtime import UserError, progress, resolve_device, timed
 from mlaforge.tensor_store import Spill

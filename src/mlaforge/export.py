@@ -24,7 +24,7 @@ from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling import configuration_mla, modeling_mla
 from mlaforge.moments import LayerMoments
-from mlaforge.plan import Plan
+from mlaforge.planning.plan import Plan
 
 
 @dataclasses.dataclass

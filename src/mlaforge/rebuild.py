@@ -16,7 +16,7 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.evaluate import head_losses, perplexity
 from mlaforge.export import LayerWeights, attention_module, mla_config
 from mlaforge.factorize import Projections, RopeSplit, Spectrum
-from mlaforge.plan import Plan, rank_limit
+from mlaforge.planning.plan import Plan, rank_limit
 from mlaforge.refit import TOKENS, refit_o_proj
 from mlaforge.runtime import progress
 from mlaforge.spectra import allocate_ranks, at_every_rank, check_moments, projections, spectrum, with_ranks

@@ -15,7 +15,7 @@ from mlaforge import factorize
 from mlaforge.factorize import Projections, RopeSplit, Spectrum
 from mlaforge.families.spec import ModelSpec
 from mlaforge.moments import LayerMoments
-from mlaforge.plan import LayerPlan, Plan, rank_limit
+from mlaforge.planning.plan import LayerPlan, Plan, rank_limit
 from mlaforge.runtime import UserError
 
 

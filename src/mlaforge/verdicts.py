@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mlaforge.attention_stats import RECENT
-from mlaforge.plan import Plan, unconverted
+from mlaforge.planning.plan import Plan, unconverted
 from mlaforge.routing import DEAD, HOT
 from mlaforge.runtime import UserError
 

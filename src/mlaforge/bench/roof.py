@@ -16,8 +16,8 @@ import torch
 
 from mlaforge.checkpoint import reader
 from mlaforge.config import nearest
-from mlaforge.plan import CACHE_BYTES, GPUS, Cost, Gpu, LayerPlan, Plan
-from mlaforge.roofline import CACHE_LIMITS, WEIGHT_LIMITS, decode_step
+from mlaforge.planning.plan import CACHE_BYTES, GPUS, Cost, Gpu, LayerPlan, Plan
+from mlaforge.planning.roofline import CACHE_LIMITS, WEIGHT_LIMITS, decode_step
 from mlaforge.runtime import UserError, log
 
 # Bits that a weight takes in the formats of the engine; int4 has a scale and a zero point per 32 weights.

@@ -27,7 +27,7 @@ from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.engine.cache import CacheTooSmall
 from mlaforge.options import BenchConfig, EngineConfig
-from mlaforge.plan import Gpu, Plan
+from mlaforge.planning.plan import Gpu, Plan
 from mlaforge.runtime import UserError, log, resolve_device
 
 # What torch's allocator on a CPU says when the system gives it nothing.

@@ -13,7 +13,7 @@ from mlaforge.answers import distinct_share
 from mlaforge.bench.ours import PLAIN, Ours, Taken
 from mlaforge.bench.roof import layout_of, limit
 from mlaforge.engine.speculation import SpeculationStats
-from mlaforge.plan import Gpu, Plan
+from mlaforge.planning.plan import Gpu, Plan
 
 if TYPE_CHECKING:
     from mlaforge.bench.recipe import Recipe

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mlaforge.families.spec import ModelSpec
-from mlaforge.plan import (
+from mlaforge.planning.plan import (
     LATENT_LAYOUTS,
     Cost,
     Gpu,

@@ -11,8 +11,8 @@ from typing import Any
 from mlaforge.config import nearest, option
 from mlaforge.families import read_spec
 from mlaforge.families.spec import LayerSpec
-from mlaforge.plan import CONTEXTS, GPUS, LATENT_LAYOUTS, make_plan, weight_bytes, window_choices
-from mlaforge.roofline import PARTS, Row, analyse, compare, in_bytes, in_digits, recommend
+from mlaforge.planning.plan import CONTEXTS, GPUS, LATENT_LAYOUTS, make_plan, weight_bytes, window_choices
+from mlaforge.planning.roofline import PARTS, Row, analyse, compare, in_bytes, in_digits, recommend
 from mlaforge.runtime import UserError
 
 

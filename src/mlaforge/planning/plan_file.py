@@ -11,7 +11,7 @@ from typing import Any
 
 from mlaforge.config import nearest
 from mlaforge.families.spec import ModelSpec
-from mlaforge.plan import LATENT_LAYOUTS, LayerPlan, Plan, make_plan
+from mlaforge.planning.plan import LATENT_LAYOUTS, LayerPlan, Plan, make_plan
 from mlaforge.runtime import UserError
 
 PLAN = "plan.json"
