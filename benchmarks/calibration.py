@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from mlaforge import calibrate, convert, corpus, demo_model
+from mlaforge import calibrate, convert, demo_model
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import CalibrateConfig, ConvertConfig
 from mlaforge.runtime import environment, log

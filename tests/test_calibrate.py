@@ -11,9 +11,10 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from mlaforge import calibrate, convert, corpus, shards
+from mlaforge import calibrate, convert, shards
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint.reader import load_tokenizer
+from mlaforge.data import corpus
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError
 from mlaforge.shards import Shards

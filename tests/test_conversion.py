@@ -196,7 +196,7 @@ def test_gradients_reach_every_projection_and_checkpointing_changes_nothing(fami
 
 
 def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evaluation_file):
-    from mlaforge import corpus
+    from mlaforge.data import corpus
 
     directory = converted("llama", "latent_rope", budget=0.75)
     made = json.loads((directory / "manifest.json").read_text())

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mlaforge import corpus
 from mlaforge.checkpoint.reader import load_tokenizer
-from mlaforge.corpus import DISTINCT, EMBEDDED, LONG, SHINGLE, Windows
+from mlaforge.data import corpus
+from mlaforge.data.corpus import DISTINCT, EMBEDDED, LONG, SHINGLE, Windows
 from mlaforge.runtime import UserError
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from test_report import Page
 
-from mlaforge import convert, corpus, diagnose
+from mlaforge import convert, diagnose
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.data import corpus
 from mlaforge.diagnosis_page import draw
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.geometry import Geometry

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from mlaforge import draft_start
+from mlaforge.data.packing import Rows, place
 from mlaforge.draft_lookup import identity_size, places_before, taught_heads
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
-from mlaforge.packing import Rows, place
 from mlaforge.unroll import States, Unrolled
 
 VOCABULARY, WIDTH, PHRASE = 64, 96, 10

@@ -21,9 +21,9 @@ from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.config import resolve
+from mlaforge.data.packing import Rows
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import DraftTrainConfig, VocabularyConfig
-from mlaforge.packing import Rows
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.unroll import Unrolled, capture, columns
 

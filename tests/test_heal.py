@@ -12,14 +12,15 @@ from conftest import save_model
 from killed import check_same_tensors, killed_after
 from safetensors.torch import load_file
 
-from mlaforge import convert, corpus, heal
+from mlaforge import convert, heal
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import reader
 from mlaforge.config import resolve
+from mlaforge.data import corpus
+from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.distill import Distillation, Loss, trainable
 from mlaforge.kl import compare
 from mlaforge.options import ConvertConfig, HealConfig
-from mlaforge.packing import Feed, Phase, pack
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.trainer import NotFinite, Pace, Trainer, unit
 

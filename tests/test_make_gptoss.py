@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from mlaforge import corpus, demo_model
+from mlaforge import demo_model
 from mlaforge.checkpoint import mxfp4
 from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.data import corpus
 from mlaforge.make_gptoss import TOKENS, WINDOW, run
 from mlaforge.options import MakeGptOssConfig
 from mlaforge.runtime import UserError

@@ -8,12 +8,12 @@ from conftest import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge import corpus, packing
 from mlaforge.checkpoint import reader
+from mlaforge.data import corpus, packing
+from mlaforge.data.packing import Feed, Phase, Rows, pack
 from mlaforge.distill import final_states, masks
 from mlaforge.kl import NO_LABEL
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.packing import Feed, Phase, Rows, pack
 from mlaforge.runtime import UserError
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge import corpus, rfc, sources
+from mlaforge import rfc, sources
+from mlaforge.data import corpus
 from mlaforge.runtime import UserError
 from mlaforge.sources import Notes, Source, licences
 

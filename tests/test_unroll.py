@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_eagle3 import HEADS, make
 from torch.nn import functional as F
 
-from mlaforge.packing import Feed, Phase, place
+from mlaforge.data.packing import Feed, Phase, place
 from mlaforge.trainer import Pace, Trainer
 from mlaforge.unroll import DECAY, States, Unrolled, Validation, _decoded, columns
 

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlaforge import corpus, harness, needle
+from mlaforge import harness, needle
 from mlaforge.artifact import MANIFEST, Manifest, finished, sha256, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.criteria import Criterion, Measured, read
+from mlaforge.data import corpus
 from mlaforge.kl import compare
 from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed

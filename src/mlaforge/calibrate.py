@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlaforge import corpus, datasheet, embedder, golden
+from mlaforge import datasheet, embedder, golden
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
+from mlaforge.data import corpus
 from mlaforge.options import CalibrateConfig
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
 from mlaforge.shards import LEAST, Passage, Shards, long_enough, passages

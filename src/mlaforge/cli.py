@@ -74,7 +74,7 @@ def calibrate(
 ) -> None:
     """Golden calibration sets from text: of every cluster its typical and its hard passages, for `convert`."""
     from mlaforge import calibrate as stage
-    from mlaforge.corpus import GOLDEN
+    from mlaforge.data.corpus import GOLDEN
 
     quiet()
     for name, counts in stage.run(out, config, overwrite).metrics["sets"].items():

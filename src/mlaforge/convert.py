@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from mlaforge import corpus
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, standard_error, window_losses
 from mlaforge.export import write_checkpoint
 from mlaforge.families import family_of

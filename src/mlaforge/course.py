@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mlaforge import sharding
 from mlaforge.artifact import WORK, Manifest, writing
-from mlaforge.packing import Feed
+from mlaforge.data.packing import Feed
 from mlaforge.runtime import Resumable, UserError, log
 from mlaforge.tensor_store import Spill
 from mlaforge.trainer import NotFinite, Trainer

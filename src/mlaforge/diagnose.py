@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge import corpus, moments, spectra, verdicts
+from mlaforge import moments, spectra, verdicts
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.attention_stats import AttentionStats
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
+from mlaforge.data import corpus
 from mlaforge.families import family_of
 from mlaforge.geometry import Geometry, effective_rank
 from mlaforge.modeling.rope_mla import pairs, rotate

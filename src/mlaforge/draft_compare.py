@@ -26,10 +26,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mlaforge import corpus
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.data import corpus
 from mlaforge.draft_check import target_states
 from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.core import Engine

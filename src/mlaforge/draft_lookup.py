@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from mlaforge.data.packing import Rows
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.rope_mla import pairs, rotate
-from mlaforge.packing import Rows
 from mlaforge.runtime import progress
 from mlaforge.unroll import visible
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mlaforge.data.packing import Rows
 from mlaforge.draft_lookup import TOKENS, Lookup, identity_size, teach
 from mlaforge.modeling.eagle3 import Eagle3Attention, Eagle3Head
-from mlaforge.packing import Rows
 from mlaforge.runtime import progress
 from mlaforge.unroll import States
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import draft_start, packing, sharding, token_map
+from mlaforge import draft_start, sharding, token_map
 from mlaforge.answers import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.course import Course, Marks, board, check_shares, running
+from mlaforge.data import packing
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import corpus
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.data import corpus
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
 from mlaforge.options import ExportConfig

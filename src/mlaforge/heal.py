@@ -1,7 +1,7 @@
 """`heal`: a converted model distilled from its original until as little as possible is left of the difference.
 
 Closed-form refits layer by layer (refit.py), then gradient steps on the KL divergence from the original (kl.py,
-distill.py, trainer.py, course.py) over packed text (packing.py); what was best on text kept back is written as an
+distill.py, trainer.py, course.py) over packed text (data/packing.py); what was best on text kept back is written as an
 ordinary converted checkpoint. The same command under torchrun shards it over processes (sharding.py).
 """
 
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import corpus, packing, sharding
+from mlaforge import sharding
 from mlaforge.artifact import WORK, Manifest, finished
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.course import Course, Marks, board, check_shares, running
+from mlaforge.data import corpus, packing
 from mlaforge.distill import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import HealConfig

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import corpus, demo_model, sinks, upcycle
+from mlaforge import demo_model, sinks, upcycle
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import mxfp4, resolve
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.data import corpus
+from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.distill import Distillation, Loss
 from mlaforge.families import read_rope, read_spec
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import MakeGptOssConfig
-from mlaforge.packing import Feed, Phase, pack
 from mlaforge.refit import steer
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 from mlaforge.trainer import NotFinite, Pace, Trainer

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import corpus
+from mlaforge.data import corpus
 from mlaforge.runtime import UserError
 
 NEEDLE = "\n\nThe special magic number for {name} is {number}.\n\n"

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge import corpus, rfc
+from mlaforge import rfc
 from mlaforge.artifact import sha256
 from mlaforge.config import nearest
+from mlaforge.data import corpus
 from mlaforge.runtime import UserError, log
 
 CODE = (".c", ".cc", ".cpp", ".cu", ".go", ".h", ".hpp", ".java", ".js", ".rb", ".rs", ".sh", ".sql", ".ts")

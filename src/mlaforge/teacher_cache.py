@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlaforge.data.packing import Phase, Rows
 from mlaforge.distill import final_states
 from mlaforge.kl import Hidden, TopK, top_k
-from mlaforge.packing import Phase, Rows
 from mlaforge.runtime import progress
 from mlaforge.tensor_store import Spill
 

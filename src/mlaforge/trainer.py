@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mlaforge.packing import Feed, Rows
+from mlaforge.data.packing import Feed, Rows
 
 # The unit of a row is at least this share of its matrix's size: a row of zeros may learn.
 LEAST = 0.01

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from mlaforge import corpus
 from mlaforge.artifact import Manifest
 from mlaforge.bench import machine
 from mlaforge.bench.roof import layout_of, plan_of
 from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import BenchConfig
 from mlaforge.runtime import UserError, log, resolve_device

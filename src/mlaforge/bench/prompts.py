@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlaforge import corpus
 from mlaforge.artifact import sha256
+from mlaforge.data import corpus
 from mlaforge.runtime import UserError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import corpus
+from mlaforge.data import corpus
 from mlaforge.kl import NO_LABEL
 from mlaforge.runtime import UserError, log
 

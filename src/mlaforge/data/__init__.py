@@ -1,0 +1,1 @@
+"""Text to rows: windows of tokens, what two texts share, packed documents."""
