@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge import factorize as F
+from mlaforge.factorization import latent as F
+from mlaforge.factorization.moments import LayerMoments
 from mlaforge.families.spec import LayerSpec
 from mlaforge.modeling.rope_mla import rotate
-from mlaforge.moments import LayerMoments
 
 LAYER = LayerSpec(num_heads=6, num_kv_heads=2, head_dim=8, mlp_params=0, mlp_bits=16)
 HIDDEN = 24

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import load_original
 
-from mlaforge import moments
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.factorization import moments
 from mlaforge.families import read_spec
 from mlaforge.tensor_store import Spill
 

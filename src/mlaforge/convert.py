@@ -1,6 +1,6 @@
 """`convert`: a grouped-query-attention checkpoint in, a multi-head latent attention checkpoint out, no training.
 
-Moments of the running model (moments.py) -> latent projections per layer (rebuild.py, with factorize.py and the
+Moments of the running model (factorization/moments.py) -> latent projections per layer (rebuild.py, with factorization/latent.py and the
 closed-form refit of o_proj) -> a Hugging Face directory (export.py), read again to be measured. All of it one layer
 at a time (checkpoint/layerwise.py), and what is finished waits on disk (tensor_store.py) for a run that was killed.
 """
@@ -23,9 +23,9 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, standard_error, window_losses
 from mlaforge.export import write_checkpoint
+from mlaforge.factorization.moments import collect
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
-from mlaforge.moments import collect
 from mlaforge.options import ConvertConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import CONTEXTS, Plan, make_plan, window_choices

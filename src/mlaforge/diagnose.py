@@ -1,6 +1,6 @@
 """`diagnose`: what a model's attention does on a text, and what converting it would cost, before anything is converted.
 
-The forward and backward pass of calibration (moments.py) is watched layer by layer: where attention looks
+The forward and backward pass of calibration (factorization/moments.py) is watched layer by layer: where attention looks
 (attention_stats.py), how experts are routed (routing.py), the shape of keys and values (geometry.py). The moments give
 the predicted loss of every layer by budget and layout, and from it a plan for `convert --plan`. docs/diagnose.md says
 what each number means.
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge import moments, spectra, verdicts
+from mlaforge import verdicts
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.attention_stats import AttentionStats
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
 from mlaforge.data import corpus
+from mlaforge.factorization import moments, ranks
 from mlaforge.families import family_of
 from mlaforge.geometry import Geometry, effective_rank
 from mlaforge.modeling.rope_mla import pairs, rotate
@@ -175,7 +176,7 @@ def _records(
 ) -> tuple[list[dict[str, Any]], Plan]:
     """Everything about each layer as plain numbers, and `plan` with ranks by predicted loss."""
     found = {i: _predicted(stream, work, plan, i) for i in progress(range(stream.num_layers), "predict")}
-    suggested = spectra.allocate_ranks(plan, {i: found[i]["values"] for i in plan.converted})
+    suggested = ranks.allocate_ranks(plan, {i: found[i]["values"] for i in plan.converted})
     records = []
     for i, (own, chosen) in enumerate(zip(stream.spec.layers, suggested.layers, strict=True)):
         seen = work[_seen(i)]
@@ -224,14 +225,14 @@ def _predicted(stream: LayerStream, work: Spill, plan: Plan, index: int) -> dict
     if name in work:
         return work[name]
     m, spec = moments.load(work, index, stream.device), stream.spec
-    spectra.check_moments(m, index, stream.dtype)
-    own = spectra.projections(stream.attention(index))
+    ranks.check_moments(m, index, stream.dtype)
+    own = ranks.projections(stream.attention(index))
     parts: dict[tuple[str, int], Any] = {}
 
     def part(chosen: Any) -> Any:
         key = chosen.layout, chosen.qk_rope_head_dim
         if key not in parts:
-            parts[key] = spectra.at_every_rank(own, m, spec, index, chosen)
+            parts[key] = ranks.at_every_rank(own, m, spec, index, chosen)
         return parts[key]
 
     table = torch.full((len(LATENT_LAYOUTS), len(BUDGETS)), torch.nan, dtype=torch.float64)
@@ -240,14 +241,14 @@ def _predicted(stream: LayerStream, work: Spill, plan: Plan, index: int) -> dict
             # Too small for one block of ranks, or a layout that the layer's norms rule out.
             with contextlib.suppress(UserError):
                 chosen = make_plan(spec, budget, layout, str(index)).layers[index]
-                table[row, column] = spectra.loss(part(chosen), chosen.kv_lora_rank)
+                table[row, column] = ranks.loss(part(chosen), chosen.kv_lora_rank)
     seen = {n.split(".")[1]: t.to(stream.device) for n, t in work[_seen(index)].items() if n.startswith("geometry.")}
     found = {f"spectrum.{n}": v for n, v in Geometry(**seen).spectra(own, m, spec.layers[index]).items()}
-    found["spectrum.loss"] = spectra.spectrum(part(plan.layers[plan.converted[0]])).values
+    found["spectrum.loss"] = ranks.spectrum(part(plan.layers[plan.converted[0]])).values
     if index in plan.converted:
         chosen = plan.layers[index]
-        found["values"] = spectra.spectrum(part(chosen)).values.clone()
-        found["lost"] = torch.tensor(spectra.loss(part(chosen), len(found["values"])), dtype=torch.float64)
+        found["values"] = ranks.spectrum(part(chosen)).values.clone()
+        found["lost"] = torch.tensor(ranks.loss(part(chosen), len(found["values"])), dtype=torch.float64)
     else:
         found["values"], found["lost"] = torch.zeros(0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     work[name] = {**found, "loss": table}

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import mlaforge.modeling
-from mlaforge import factorize
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.factorization import latent as factorize
+from mlaforge.factorization.moments import LayerMoments
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling import configuration_mla, modeling_mla
-from mlaforge.moments import LayerMoments
 from mlaforge.planning.plan import Plan
 
 

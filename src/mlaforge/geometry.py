@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.factorize import Projections, key_weight, roots, value_weight, with_ridge
+from mlaforge.factorization.latent import Projections, key_weight, roots, value_weight, with_ridge
+from mlaforge.factorization.moments import LayerMoments
 from mlaforge.families.spec import LayerSpec
-from mlaforge.moments import LayerMoments
 
 # A dimension is an outlier if its root mean square is so many times the median of its head (of x: of all).
 OUTLIER = 5.0

@@ -1,6 +1,6 @@
 """`heal`: a converted model distilled from its original until as little as possible is left of the difference.
 
-Closed-form refits layer by layer (refit.py), then gradient steps on the KL divergence from the original (kl.py,
+Closed-form refits layer by layer (factorization/refit.py), then gradient steps on the KL divergence from the original (kl.py,
 distill.py, trainer.py, course.py) over packed text (data/packing.py); what was best on text kept back is written as an
 ordinary converted checkpoint. The same command under torchrun shards it over processes (sharding.py).
 """
@@ -25,9 +25,9 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.data import corpus, packing
 from mlaforge.distill import Distillation, Loss, Validation, trainable
+from mlaforge.factorization.refit import TOKENS, steer
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import HealConfig
-from mlaforge.refit import TOKENS, steer
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.teacher_cache import final_states_cache, top_k_cache
 from mlaforge.tensor_store import Spill

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import factorize, moments
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.evaluate import head_losses, perplexity
 from mlaforge.export import LayerWeights, attention_module, mla_config
-from mlaforge.factorize import Projections, RopeSplit, Spectrum
+from mlaforge.factorization import latent as factorize
+from mlaforge.factorization import moments
+from mlaforge.factorization.latent import Projections, RopeSplit, Spectrum
+from mlaforge.factorization.ranks import allocate_ranks, at_every_rank, check_moments, projections, spectrum, with_ranks
+from mlaforge.factorization.refit import TOKENS, refit_o_proj
 from mlaforge.planning.plan import Plan, rank_limit
-from mlaforge.refit import TOKENS, refit_o_proj
 from mlaforge.runtime import progress
-from mlaforge.spectra import allocate_ranks, at_every_rank, check_moments, projections, spectrum, with_ranks
 from mlaforge.tensor_store import Spill
 
 

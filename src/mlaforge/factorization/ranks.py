@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from mlaforge import factorize
-from mlaforge.factorize import Projections, RopeSplit, Spectrum
+from mlaforge.factorization import latent
+from mlaforge.factorization.latent import Projections, RopeSplit, Spectrum
+from mlaforge.factorization.moments import LayerMoments
 from mlaforge.families.spec import ModelSpec
-from mlaforge.moments import LayerMoments
 from mlaforge.planning.plan import LayerPlan, Plan, rank_limit
 from mlaforge.runtime import UserError
 
@@ -54,11 +54,11 @@ def at_every_rank(
     """
     layer = spec.layers[index]
     if chosen.layout == "latent":
-        return factorize.latent_spectrum(own, m, layer)
-    found = factorize.channels(own, m, layer, fold)
+        return latent.latent_spectrum(own, m, layer)
+    found = latent.channels(own, m, layer, fold)
     pairs = chosen.qk_rope_head_dim // 2
     kept = found.one_per_pair(pairs) if one_per_pair else found.best(pairs)
-    return factorize.split_rope(own, m, layer, found, kept, spec.rope.attention_scaling, centred=not one_per_pair)
+    return latent.split_rope(own, m, layer, found, kept, spec.rope.attention_scaling, centred=not one_per_pair)
 
 
 def spectrum(part: Spectrum | RopeSplit) -> Spectrum:
@@ -85,4 +85,4 @@ def allocate_ranks(plan: Plan, spectra: dict[int, Tensor]) -> Plan:
     minimum = min(plan.layers[i].kv_lora_rank for i in spectra) // 3 // 8 * 8
     limits = {i: rank_limit(plan.spec, plan.spec.layers[i], plan.layers[i].layout) for i in spectra}
     usable = {i: values[: limits[i]] for i, values in spectra.items()}
-    return with_ranks(plan, factorize.allocate(usable, total, max(8, minimum)))
+    return with_ranks(plan, latent.allocate(usable, total, max(8, minimum)))

@@ -15,8 +15,8 @@ import heapq
 import torch
 from torch import Tensor
 
+from mlaforge.factorization.moments import LayerMoments
 from mlaforge.families.spec import LayerSpec
-from mlaforge.moments import LayerMoments
 
 # Added to every weight matrix, as a share of its mean diagonal: errors nobody measured are not free.
 RIDGE = 1e-3

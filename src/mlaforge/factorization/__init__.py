@@ -1,0 +1,1 @@
+"""Conversion's mathematics, tensors in and out: moments, closed forms, ranks, refits."""
