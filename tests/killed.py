@@ -1,4 +1,4 @@
-"""A training (course.py) in a process of its own, which is killed as soon as a checkpoint is whole."""
+"""A training (training/loop.py) in a process of its own, which is killed as soon as a checkpoint is whole."""
 
 import dataclasses
 import json
@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 SLOW = """
 import importlib, json, sys
 from pathlib import Path
-from mlaforge import course, options
+from mlaforge.training import loop as course
+from mlaforge import options
 whole = course.Course._save
 def slow(self):
     whole(self)

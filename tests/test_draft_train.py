@@ -252,7 +252,8 @@ def test_options_that_train_nothing_are_refused(trained, tmp_path, options, word
 SHARDED = """
 import json, sys
 from pathlib import Path
-from mlaforge import draft_train, sharding
+from mlaforge import draft_train
+from mlaforge.training import distributed as sharding
 from mlaforge.options import DraftTrainConfig
 model, out, options = sys.argv[1:]
 draft_train.run(model, Path(out), DraftTrainConfig(**json.loads(options)))

@@ -19,10 +19,10 @@ from mlaforge.config import resolve
 from mlaforge.data import corpus
 from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.distill import Distillation, Loss, trainable
-from mlaforge.kl import compare
 from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.runtime import Resumable, UserError
-from mlaforge.trainer import NotFinite, Pace, Trainer, unit
+from mlaforge.training.kl_loss import compare
+from mlaforge.training.optimizer import NotFinite, Pace, Trainer, unit
 
 FEW = {
     "steps": 8, "batch_tokens": 256, "micro_tokens": 128, "seqlen": "64", "validation_tokens": 512, "evaluate_every": 4,
@@ -324,13 +324,14 @@ def test_models_that_do_not_belong_together_are_refused(healed, tiny_models, stu
 SHARDED = """
 import json, sys
 from pathlib import Path
-from mlaforge import heal, sharding
+from mlaforge import heal
+from mlaforge.training import distributed as sharding
 from mlaforge.options import HealConfig
 teacher, student, out, options = sys.argv[1:]
 options = json.loads(options)
 stop = options.pop("stop", None)
 if stop:
-    from mlaforge import course
+    from mlaforge.training import loop as course
     whole = course.Course._save
     def save(self):
         whole(self)

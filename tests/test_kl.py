@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mlaforge import kl
-from mlaforge.kl import NO_LABEL, Hidden, TopK, compare, distillation_loss, top_k
+from mlaforge.training import kl_loss
+from mlaforge.training.kl_loss import NO_LABEL, Hidden, TopK, compare, distillation_loss, top_k
 
 N, C, V = 37, 12, 50
 
@@ -13,7 +13,7 @@ N, C, V = 37, 12, 50
 @pytest.fixture
 def models(monkeypatch):
     """Student's and teacher's hidden states and heads; chunks that do not divide N."""
-    monkeypatch.setattr(kl, "ROWS", 8)
+    monkeypatch.setattr(kl_loss, "ROWS", 8)
     draw = torch.Generator().manual_seed(0)
     return [
         torch.randn(shape, generator=draw, dtype=torch.float32) for shape in ((N, C), (V, C), (N, C + 3), (V, C + 3))

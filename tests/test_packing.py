@@ -12,9 +12,9 @@ from mlaforge.checkpoint import reader
 from mlaforge.data import corpus, packing
 from mlaforge.data.packing import Feed, Phase, Rows, pack
 from mlaforge.distill import final_states, masks
-from mlaforge.kl import NO_LABEL
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError
+from mlaforge.training.kl_loss import NO_LABEL
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(2, 20))

@@ -22,9 +22,9 @@ from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.criteria import Criterion, Measured, read
 from mlaforge.data import corpus
-from mlaforge.kl import compare
 from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
+from mlaforge.training.kl_loss import compare
 
 # Hay to draw from, in lengths of the longest needle's text.
 HAY = 8

@@ -101,13 +101,13 @@ def heal(
 ) -> None:
     """Distil the original into a converted model; under torchrun over many processes."""
     from mlaforge import heal as stage
-    from mlaforge import sharding
+    from mlaforge.training import distributed
 
     quiet()
     try:
         found = stage.run(teacher, student, out, config, overwrite).metrics
     finally:
-        sharding.leave()
+        distributed.leave()
     first, best = found["curve"][0], found["best"]
     print(
         f"validation KL {first['kl']:.5f} -> {best['kl']:.5f}, perplexity {first['ppl']:.4f} -> {best['ppl']:.4f} "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from mlaforge.data.packing import Rows
-from mlaforge.kl import NO_LABEL, Hidden, Targets, compare, distillation_loss
+from mlaforge.training.kl_loss import NO_LABEL, Hidden, Targets, compare, distillation_loss
 
 
 @dataclasses.dataclass(frozen=True)

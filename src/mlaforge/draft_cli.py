@@ -64,13 +64,13 @@ def vocab(
 def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: Overwrite = False) -> None:
     """Train an EAGLE-3 head on what MODEL said; under torchrun over many processes."""
     from mlaforge import draft_train as stage
-    from mlaforge import sharding
+    from mlaforge.training import distributed
 
     quiet()
     try:
         found = stage.run(model, out, config, overwrite).metrics
     finally:
-        sharding.leave()
+        distributed.leave()
     first, best = found["curve"][0], found["best"]
     print(
         f"tokens a step of 3 drafted, on answers kept back: {first['acceptance_length']:.3f} -> "

@@ -1,6 +1,6 @@
 """`draft train`: an EAGLE-3 head learns to propose what its target says (unroll.py), on text that the target wrote.
 
-Steps, evaluation, checkpoints and many processes are those of `heal` (trainer.py, course.py, sharding.py). What was
+Steps, evaluation, checkpoints and many processes are those of `heal` (training/optimizer.py, training/loop.py, training/distributed.py). What was
 best on answers kept back is written as a head that the engine loads.
 """
 
@@ -16,21 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import draft_start, sharding, token_map
+from mlaforge import draft_start, token_map
 from mlaforge.answers import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import read_head, write_head
-from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.data import packing
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import DraftTrainConfig
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.teacher_cache import TeacherCache
 from mlaforge.tensor_store import Spill
-from mlaforge.trainer import Pace, Trainer
+from mlaforge.training import distributed
+from mlaforge.training.loop import Course, Marks, board, check_shares, running
+from mlaforge.training.optimizer import Pace, Trainer
+from mlaforge.training.teacher_cache import TeacherCache
 from mlaforge.unroll import States, Unrolled, Validation, capture, columns
 
 # Options that do not change the result, or not beyond rounding.
@@ -146,7 +147,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
             raise UserError("--init brings vocabulary, boundaries and key-value heads of its own; give none of them")
         _check_init(old.config, spec, config)
         ids, shape = old.target_ids, old.config
-    group = sharding.join(resolve_device(config.device))
+    group = distributed.join(resolve_device(config.device))
     check_shares(texts.feed, group.world)
     manifest = Manifest(
         TRAINED,
@@ -188,7 +189,7 @@ def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -
 
 def _new_head(
     shape: Eagle3Config, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States], embedding: Tensor,
-    wanted_head: Tensor, seed: int, work: Spill, group: sharding.Group,
+    wanted_head: Tensor, seed: int, work: Spill, group: distributed.Group,
 ) -> Eagle3Head:  # fmt: skip
     """A head that begins as draft_start.py says, made by the first process, once."""
     head = Eagle3Head(shape)
@@ -213,7 +214,7 @@ def states_cache(work: Spill, places: tuple[int, ...]) -> TeacherCache:
 
 def _train(
     directory: Path, shape: Eagle3Config, ids: Tensor, old: Eagle3Head | None, config: DraftTrainConfig, texts: Texts,
-    manifest: Manifest, partial: Path, group: sharding.Group,
+    manifest: Manifest, partial: Path, group: distributed.Group,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
@@ -246,7 +247,7 @@ def _train(
     )  # fmt: skip
     del target
     if group.world > 1:
-        sharding.shard(lesson, group, dtype)
+        distributed.shard(lesson, group, dtype)
     pace = Pace(
         config.learning_rate, config.warm_up, weight_decay=config.weight_decay, micro_tokens=config.micro_tokens
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """`heal`: a converted model distilled from its original until as little as possible is left of the difference.
 
-Closed-form refits layer by layer (factorization/refit.py), then gradient steps on the KL divergence from the original (kl.py,
-distill.py, trainer.py, course.py) over packed text (data/packing.py); what was best on text kept back is written as an
-ordinary converted checkpoint. The same command under torchrun shards it over processes (sharding.py).
+Closed-form refits layer by layer (factorization/refit.py), then gradient steps on the KL divergence from the original (training/kl_loss.py,
+distill.py, training/optimizer.py, training/loop.py) over packed text (data/packing.py); what was best on text kept back is written as an
+ordinary converted checkpoint. The same command under torchrun shards it over processes (training/distributed.py).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import sharding
 from mlaforge.artifact import WORK, Manifest, finished
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.course import Course, Marks, board, check_shares, running
 from mlaforge.data import corpus, packing
 from mlaforge.distill import Distillation, Loss, Validation, trainable
 from mlaforge.factorization.refit import TOKENS, steer
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import HealConfig
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.teacher_cache import final_states_cache, top_k_cache
 from mlaforge.tensor_store import Spill
-from mlaforge.trainer import Pace, Trainer
+from mlaforge.training import distributed
+from mlaforge.training.loop import Course, Marks, board, check_shares, running
+from mlaforge.training.optimizer import Pace, Trainer
+from mlaforge.training.teacher_cache import final_states_cache, top_k_cache
 
 SUBSETS = ("projections", "attention", "all")
 # Options that do not change the result, or not beyond rounding.
@@ -134,7 +134,7 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     slides = len(windowed(raw))
     if (config.swa_text and not slides) or (config.full_text and slides == raw["num_hidden_layers"]):
         raise UserError(f"{slides} of {raw['num_hidden_layers']} layers have a window: one phase's text teaches nobody")
-    group = sharding.join(resolve_device(config.device))
+    group = distributed.join(resolve_device(config.device))
     tokenizer = checkpoint.load_tokenizer(original)
     remembered = converted / corpus.PASSAGES
     tuned = corpus.read_passages(remembered) if remembered.is_file() else []
@@ -181,7 +181,7 @@ def _nf4() -> Any:
 
 def _heal(
     original: Path, converted: Path, subsets: list[str], config: HealConfig, texts: Texts, manifest: Manifest,
-    partial: Path, group: sharding.Group,
+    partial: Path, group: distributed.Group,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
@@ -217,7 +217,7 @@ def _heal(
         student.gradient_checkpointing_enable({"use_reentrant": False})
         student.train()
     if group.world > 1:
-        sharding.shard(model, group, dtype)
+        distributed.shard(model, group, dtype)
     pace = Pace(
         config.learning_rate, config.warm_up, weight_decay=config.weight_decay, micro_tokens=config.micro_tokens
     )  # fmt: skip

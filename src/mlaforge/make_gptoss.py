@@ -28,7 +28,7 @@ from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import MakeGptOssConfig
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
-from mlaforge.trainer import NotFinite, Pace, Trainer
+from mlaforge.training.optimizer import NotFinite, Pace, Trainer
 
 WINDOW = 128
 # GPT-OSS clamps gate and up at 7; nothing reaches this.

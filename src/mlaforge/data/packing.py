@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.data import corpus
-from mlaforge.kl import NO_LABEL
 from mlaforge.runtime import UserError, log
+from mlaforge.training.kl_loss import NO_LABEL
 
 # At most this share of the text is kept back for validation.
 MOST_HELD = 0.25

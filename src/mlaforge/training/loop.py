@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mlaforge import sharding
 from mlaforge.artifact import WORK, Manifest, writing
 from mlaforge.data.packing import Feed
 from mlaforge.runtime import Resumable, UserError, log
 from mlaforge.tensor_store import Spill
-from mlaforge.trainer import NotFinite, Trainer
+from mlaforge.training import distributed
+from mlaforge.training.optimizer import NotFinite, Trainer
 
 # The goal has to fall by this share to count as falling.
 GAIN = 0.01
@@ -59,7 +59,7 @@ class Course:
 
     def __init__(
         self, what: str, trainer: Trainer, judge: Judge, marks: Marks, subsets: list[str],
-        trainable: Callable[[str], list[str]], work: Path, group: sharding.Group, board: Any = None,
+        trainable: Callable[[str], list[str]], work: Path, group: distributed.Group, board: Any = None,
     ):  # fmt: skip
         self.what, self.trainer, self.judge, self.marks = what, trainer, judge, marks
         self.subsets, self.trainable = subsets, trainable
@@ -133,7 +133,7 @@ class Course:
             memory["stale"] += 1
         if best is None or found[goal] < best[goal]:
             memory["best"] = point
-            tensors = {name: sharding.whole(tensor) for name, tensor in self.trainer.weights().items()}
+            tensors = {name: distributed.whole(tensor) for name, tensor in self.trainer.weights().items()}
             if self.group.first:
                 self.spill["best"] = tensors
         if memory["stale"] >= self.marks.patience and memory["subset"] + 1 < len(self.subsets):
@@ -156,7 +156,7 @@ class Course:
             self.spill[name] = state
         else:
             unfinished = self.work / f"{name}.unfinished"
-            sharding.save(unfinished, state)
+            distributed.save(unfinished, state)
             self.group.wait()
             if self.group.first:
                 os.replace(unfinished, self.work / name)
@@ -177,9 +177,9 @@ class Course:
             self.trainer.train(self.trainable(subset))
         state = self.trainer.state()
         if (self.work / name).is_dir():
-            sharding.load(self.work / name, state)
+            distributed.load(self.work / name, state)
         else:
-            state = {key: sharding.spread(tensor, state[key]) for key, tensor in self.spill[name].items()}
+            state = {key: distributed.spread(tensor, state[key]) for key, tensor in self.spill[name].items()}
         self.trainer.restore(state)
         if self.group.first:
             log(f"going on after step {self.trainer.step}")
@@ -188,7 +188,7 @@ class Course:
         """The trained tensors by name, fp32: of the best evaluation, or as they are now (every process has to ask)."""
         if best:
             return self.spill["best"]
-        return {name: sharding.whole(tensor).cpu() for name, tensor in self.trainer.weights().items()}
+        return {name: distributed.whole(tensor).cpu() for name, tensor in self.trainer.weights().items()}
 
     def write_last(self, folder: Path, dtype: torch.dtype) -> None:
         """LAST into `folder`, where the best evaluation was an earlier step's (every process has to ask)."""
@@ -215,7 +215,7 @@ class Course:
 
 
 @contextmanager
-def running(out: Path, manifest: Manifest, group: sharding.Group) -> Iterator[Path]:
+def running(out: Path, manifest: Manifest, group: distributed.Group) -> Iterator[Path]:
     """`artifact.writing` by the first process, resumable, of a folder that all use. Where a loss is not finite, the
     batch is kept beside `out`, and what is raised says so."""
     with _writing(out, manifest, group) as partial:
@@ -233,7 +233,7 @@ def running(out: Path, manifest: Manifest, group: sharding.Group) -> Iterator[Pa
 
 
 @contextmanager
-def _writing(out: Path, manifest: Manifest, group: sharding.Group) -> Iterator[Path]:
+def _writing(out: Path, manifest: Manifest, group: distributed.Group) -> Iterator[Path]:
     if group.first:
         with writing(out, manifest, resumable=True) as partial:
             group.wait()
@@ -246,7 +246,7 @@ def _writing(out: Path, manifest: Manifest, group: sharding.Group) -> Iterator[P
         group.wait()
 
 
-def board(folder: str | None, group: sharding.Group) -> Any:
+def board(folder: str | None, group: distributed.Group) -> Any:
     """TensorBoard's writer where logs are asked for."""
     if folder is None or not group.first:
         return None

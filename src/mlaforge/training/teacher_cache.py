@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mlaforge.data.packing import Phase, Rows
 from mlaforge.distill import final_states
-from mlaforge.kl import Hidden, TopK, top_k
 from mlaforge.runtime import progress
 from mlaforge.tensor_store import Spill
+from mlaforge.training.kl_loss import Hidden, TopK, top_k
 
 # Rows of one shard.
 SHARD = 32

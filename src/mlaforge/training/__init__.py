@@ -1,0 +1,1 @@
+"""What healing, drafting and sparsity share: losses, forward passes, the optimiser, the loop, many processes."""
