@@ -15,7 +15,7 @@ import torch
 from conftest import load_original
 
 from mlaforge.checkpoint import reader
-from mlaforge.engine.block_tables import BlockTables
+from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.core import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.params import SamplingParams

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlaforge.engine.block_pool import BlockPool, block_digests
+from mlaforge.engine.cache.block_pool import BlockPool, block_digests
 
 
 def runs(blocks):

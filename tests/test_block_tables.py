@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_block_pool import runs
 
-from mlaforge.engine.block_pool import block_digests
-from mlaforge.engine.block_tables import BlockTables, CacheGroup, Copy
+from mlaforge.engine.cache.block_pool import block_digests
+from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 
 FULL = CacheGroup("full", 30)
 MODELS = {

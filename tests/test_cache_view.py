@@ -7,7 +7,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.batch import Chunk, make_batch
-from mlaforge.engine.block_tables import CacheGroup
+from mlaforge.engine.cache.block_tables import CacheGroup
 
 NUM_BLOCKS = 12
 CPU = torch.device("cpu")

@@ -397,7 +397,7 @@ def test_cached_rows_are_only_read_where_they_are_ones_own(ways, llama, oracle):
     keep = torch.zeros(pool.num_blocks, dtype=torch.bool)
     keep[list(pool._evictable)] = True
     if ways == "a foreign prefix":
-        from mlaforge.engine.block_pool import block_digests
+        from mlaforge.engine.cache.block_pool import block_digests
 
         keep[:] = False
         keep[pool.match(block_digests(LONG, size))] = True

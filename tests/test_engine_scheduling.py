@@ -7,8 +7,8 @@ from engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.engine.block_tables import BlockTables
-from mlaforge.engine.cache import LayerCache, size_groups
+from mlaforge.engine.cache.block_tables import BlockTables
+from mlaforge.engine.cache.kv_cache import LayerCache, size_groups
 from mlaforge.runtime import UserError
 
 BASES = random_prompts(40, 40, 40, seed=11)

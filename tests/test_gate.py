@@ -317,7 +317,7 @@ def test_a_broken_invariant_ends_the_run(cli, tiny_models, monkeypatch, tmp_path
 def step_view(tiny_models):
     """A step's view, its positions, and the tables that it was made of: a chunk of a prompt and a drafting sequence."""
     from mlaforge.engine.batch import Chunk, make_batch
-    from mlaforge.engine.block_tables import BlockTables, CacheGroup
+    from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 
     tables = BlockTables([CacheGroup("full", 32)], 4)
     chunks = []

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mlaforge.engine import core
 from mlaforge.engine.batch import Batch, Chunk, make_batch
-from mlaforge.engine.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.bucket import MOST_QUERIES, Bucket, bucket_of, fill, padded
-from mlaforge.engine.cache import Cache
+from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
+from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.core import Engine
 from mlaforge.engine.graphs import Graphs
 from mlaforge.engine.params import SamplingParams

@@ -13,7 +13,7 @@ from test_speculation import CASES, HOW, check_identities, tokens
 
 from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine.batch import Chunk, make_batch
-from mlaforge.engine.block_tables import BlockTables, CacheGroup
+from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.drafter import Draft, ancestry
 from mlaforge.engine.params import SamplingParams
 from mlaforge.engine.speculation import Pace

@@ -25,7 +25,7 @@ from mlaforge.bench.roof import describe, layout_of, plan_of, roof
 from mlaforge.bench.transformers_peer import Transformers
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.reader import load_tokenizer
-from mlaforge.engine.cache import CacheTooSmall
+from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.options import BenchConfig, EngineConfig
 from mlaforge.planning.plan import Gpu, Plan
 from mlaforge.runtime import UserError, log, resolve_device

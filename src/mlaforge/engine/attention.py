@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mlaforge.engine.batch import Batch
-from mlaforge.engine.cache import LayerCache
+from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.linear import fused
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention

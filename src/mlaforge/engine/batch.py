@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mlaforge.engine.block_tables import CacheGroup
+from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.ops.cache_view import CacheView
 
 

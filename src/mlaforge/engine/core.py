@@ -15,8 +15,8 @@ from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.engine.attention import paged
 from mlaforge.engine.batch import Batch, Chunk, make_batch
-from mlaforge.engine.block_tables import BlockTables
-from mlaforge.engine.cache import Cache, free_bytes, layer_caches, size_groups
+from mlaforge.engine.cache.block_tables import BlockTables
+from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.constraint import Constraint
 from mlaforge.engine.drafter import Drafter, NgramDrafter, ancestry
 from mlaforge.engine.eagle3 import EagleDrafter, head_cache

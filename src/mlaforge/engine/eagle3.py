@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.batch import Batch, Chunk
-from mlaforge.engine.cache import LayerCache
+from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.drafter import Draft, ancestry
 from mlaforge.engine.linear import PackedLinear, fused
 from mlaforge.engine.loading import EngineModel, RmsNorm

@@ -11,7 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 
-from mlaforge.engine.block_tables import BlockTables, Copy
+from mlaforge.engine.cache.block_tables import BlockTables, Copy
 from mlaforge.engine.sequence import Sequence
 
 

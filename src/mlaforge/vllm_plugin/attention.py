@@ -15,7 +15,7 @@ from mlaforge import families
 from mlaforge.checkpoint import reader
 from mlaforge.engine.attention import PagedAttention, Step, paged
 from mlaforge.engine.batch import Batch
-from mlaforge.engine.cache import LayerCache, layer_caches
+from mlaforge.engine.cache.kv_cache import LayerCache, layer_caches
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.row_cache import RowCache
 

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from mlaforge.engine.attention import PagedAttention, Step
 from mlaforge.engine.batch import Batch, Chunk, make_batch
-from mlaforge.engine.block_tables import CacheGroup
+from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.pages import even_pages
 

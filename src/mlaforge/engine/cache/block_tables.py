@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mlaforge.engine.block_pool import BlockPool, block_digests
+from mlaforge.engine.cache.block_pool import BlockPool, block_digests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.engine.block_tables import CacheGroup, Copy
+from mlaforge.engine.cache.block_tables import CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
