@@ -27,7 +27,7 @@ from mlaforge.artifact import sha256
 from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError, environment
 
 DRAFTED, TOGETHER = 3, 16

@@ -34,7 +34,7 @@ from mlaforge.bench.transformers_peer import Transformers as Peer
 from mlaforge.checkpoint import reader
 from mlaforge.data import corpus
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import environment, log
 
 # What the issue asks for: ratio to transformers' best by (context, batch), and for rounded weights.

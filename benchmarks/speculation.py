@@ -38,7 +38,7 @@ from mlaforge.bench.summary import aligned, spread
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError, environment, log
 
 # Passes after which the perfect drafter's text is taken as it is.

@@ -18,7 +18,7 @@ from mlaforge.checkpoint import reader
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.core import Engine
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.scheduler import Scheduler
 
 # Two orders of summation of a tiny model's fp32 logits (about 5 in size) differ by some 1e-5.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.engine.output import Completion, Logprobs, RequestOutput
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
 from mlaforge.runtime import UserError
 

@@ -11,7 +11,7 @@ from scripted_engine import ScriptedEngine, load_tokenizer
 
 from mlaforge.engine.async_engine import AsyncEngine, EngineUnavailable, merge
 from mlaforge.engine.output import Completion, Logprobs, RequestOutput
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)

@@ -323,7 +323,7 @@ def test_an_engine_forgets(tiny_models):
 
 
 def scenario_params():
-    from mlaforge.engine.params import SamplingParams
+    from mlaforge.engine.sampling.params import SamplingParams
 
     return SamplingParams(max_tokens=4)
 

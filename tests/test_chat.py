@@ -8,7 +8,7 @@ import pytest
 from engine_driver import watched
 
 from mlaforge.engine.core import Engine
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.generate import Conversation
 from mlaforge.options import ChatConfig
 from mlaforge.runtime import UserError

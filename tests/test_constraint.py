@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.checkpoint.reader import load_tokenizer
-from mlaforge.engine.constraint import Constraint
-from mlaforge.engine.params import SamplingParams
-from mlaforge.engine.sampler import Sampler
-from mlaforge.engine.sampling_state import SamplingState
+from mlaforge.engine.sampling.constraint import Constraint
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.sampling.sampler import Sampler
+from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.runtime import UserError
 
 EOS = 258

@@ -14,7 +14,7 @@ from test_speculation import check_identities, chi_square, outcomes, speculate
 from transformers import LlamaConfig
 
 from mlaforge.checkpoint.eagle3 import check_head, read_head, write_head
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 

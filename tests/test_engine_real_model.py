@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_driver import Oracle, greedy, idle, watched
 
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 
 TEXTS = (
     "The capital of France is",

@@ -7,7 +7,7 @@ import pytest
 from engine_driver import Oracle, greedy, idle, random_prompts, watched
 
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
 PROMPT, OTHER = random_prompts(21, 30)

@@ -20,7 +20,7 @@ from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.core import Engine
 from mlaforge.engine.graphs import Graphs
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.options import EngineConfig
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -18,7 +18,7 @@ from test_speculation import check_identities, speculate
 from test_trees import branch
 
 from mlaforge.engine.drafter import NgramDrafter
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 
 LONGEST, NEW = 8192, 16
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent")]

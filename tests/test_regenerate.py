@@ -12,7 +12,7 @@ from mlaforge import answers, draft_vocab, regenerate, token_map
 from mlaforge.answers import Excluded, read_answers, split
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint.reader import load_tokenizer
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.options import RegenerateConfig, VocabularyConfig
 from mlaforge.runtime import Interrupted, UserError
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
 WRONG = [

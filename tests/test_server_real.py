@@ -46,7 +46,7 @@ def test_scores_of_a_prompt_are_those_of_generating_it(served):
 
 
 def _generated(served, prompt, count):
-    from mlaforge.engine.params import SamplingParams
+    from mlaforge.engine.sampling.params import SamplingParams
 
     async def run():
         params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)

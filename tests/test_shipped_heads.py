@@ -8,7 +8,7 @@ from mlaforge import answers, demo_model
 from mlaforge.artifact import sha256
 from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 
 HEADS = sorted(demo_model.HEADS.iterdir())
 JUDGED = Path(__file__).parents[2] / "shared" / "data" / "prompts" / "mt_bench.jsonl"

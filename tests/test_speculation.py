@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.drafter import Draft, NgramDrafter
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation import Pace
 from mlaforge.runtime import UserError
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlaforge import demo_model
 from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.engine.detokenizer import WINDOW, Detokenizer
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stopping import Stopping, find_stop, held_back
 from mlaforge.runtime import UserError
 

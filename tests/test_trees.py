@@ -15,7 +15,7 @@ from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.drafter import Draft, ancestry
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation import Pace
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import OP

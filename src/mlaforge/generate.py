@@ -11,7 +11,7 @@ from typing import Any
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.options import ChatConfig, GenerateConfig
 from mlaforge.runtime import UserError, timed
 

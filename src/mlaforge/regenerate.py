@@ -18,7 +18,7 @@ from mlaforge.answers import STAGE, TEXT, Excluded, distinct_share, read_judged,
 from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.options import EngineConfig, RegenerateConfig
 from mlaforge.runtime import UserError, log, timed
 

@@ -12,7 +12,7 @@ from mlaforge.bench.replay import Replay
 from mlaforge.engine.core import Engine
 from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation import SpeculationStats
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, resolve_device

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from mlaforge.engine.output import RequestOutput, merge
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
 from mlaforge.runtime import UserError
 

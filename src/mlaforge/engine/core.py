@@ -17,16 +17,16 @@ from mlaforge.engine.attention import paged
 from mlaforge.engine.batch import Batch, Chunk, make_batch
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
-from mlaforge.engine.constraint import Constraint
 from mlaforge.engine.drafter import Drafter, NgramDrafter, ancestry
 from mlaforge.engine.eagle3 import EagleDrafter, head_cache
 from mlaforge.engine.loading import EngineModel, choose_format
 from mlaforge.engine.nvtx import span
 from mlaforge.engine.output import Completion, RequestOutput
-from mlaforge.engine.params import SamplingParams
 from mlaforge.engine.runner import Runner
-from mlaforge.engine.sampler import Sampler, logprobs_of
-from mlaforge.engine.sampling_state import SamplingState, on_device
+from mlaforge.engine.sampling.constraint import Constraint
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
+from mlaforge.engine.sampling.state import SamplingState, on_device
 from mlaforge.engine.scheduler import Scheduler
 from mlaforge.engine.sequence import Request, Sequence
 from mlaforge.engine.speculation import Speculation

@@ -30,7 +30,7 @@ from mlaforge.engine.linear import PackedLinear, fused
 from mlaforge.engine.loading import EngineModel, RmsNorm
 from mlaforge.engine.mlp import GatedMlp
 from mlaforge.engine.nvtx import span
-from mlaforge.engine.sampling_state import on_device
+from mlaforge.engine.sampling.state import on_device
 from mlaforge.engine.sequence import Sequence
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mlaforge.engine.chat import AnswerParser, Chat
 from mlaforge.engine.output import Completion, Logprobs, RequestOutput
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.token_text import Offsets, TokenText
 
 # JSON has no -inf: what vLLM writes for a token that cannot come.

@@ -7,8 +7,8 @@ import time
 
 from mlaforge.engine.drafter import Draft
 from mlaforge.engine.output import Logprobs
-from mlaforge.engine.params import SamplingParams
-from mlaforge.engine.sampling_state import SamplingState
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.stopping import Stopping
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from mlaforge.engine.detokenizer import Detokenizer
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 
 
 class Progress(NamedTuple):

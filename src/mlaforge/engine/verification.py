@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.output import Completion, Logprobs
-from mlaforge.engine.sampler import Sampler, logprobs_of
-from mlaforge.engine.sampling_state import on_device
+from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
+from mlaforge.engine.sampling.state import on_device
 from mlaforge.engine.sequence import Sequence
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
 # Between two parts of a JSON text. Bounded, because a small model can get stuck in white space for ever; enough for

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.output import Logprobs
-from mlaforge.engine.sampling_state import SamplingState, on_device
+from mlaforge.engine.sampling.state import SamplingState, on_device
 
 # fp32 numbers that log probabilities of a long prompt may take at once (256 MiB).
 LOGPROBS_AT_ONCE = 2**26

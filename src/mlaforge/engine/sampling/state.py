@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlaforge.engine.constraint import Constraint
-from mlaforge.engine.params import SamplingParams
+from mlaforge.engine.sampling.constraint import Constraint
+from mlaforge.engine.sampling.params import SamplingParams
 
 
 def derived_seed(seed: int | None, index: int) -> int:
