@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlaforge.engine.output import Completion, Logprobs, RequestOutput
+from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
 from mlaforge.runtime import UserError

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, load_tokenizer
 
 from mlaforge.engine.async_engine import AsyncEngine, EngineUnavailable, merge
-from mlaforge.engine.output import Completion, Logprobs, RequestOutput
+from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 

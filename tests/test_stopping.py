@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mlaforge import demo_model
 from mlaforge.checkpoint.reader import load_tokenizer
-from mlaforge.engine.detokenizer import WINDOW, Detokenizer
+from mlaforge.engine.request.detokenizer import WINDOW, Detokenizer
+from mlaforge.engine.request.stopping import Stopping, find_stop, held_back
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.stopping import Stopping, find_stop, held_back
 from mlaforge.runtime import UserError
 
 PAD, BOS, EOS = 256, 257, 258

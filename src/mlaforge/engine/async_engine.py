@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
-from mlaforge.engine.output import RequestOutput, merge
+from mlaforge.engine.request.output import RequestOutput, merge
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
 from mlaforge.runtime import UserError

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from mlaforge.engine import harmony
 from mlaforge.engine.harmony import Harmony
-from mlaforge.engine.output import Completion
 from mlaforge.engine.protocol import ChatMessage, ChatRequest
+from mlaforge.engine.request.output import Completion
 from mlaforge.engine.wire import ApiError
 from mlaforge.runtime import UserError, log
 

@@ -21,17 +21,17 @@ from mlaforge.engine.drafter import Drafter, NgramDrafter, ancestry
 from mlaforge.engine.eagle3 import EagleDrafter, head_cache
 from mlaforge.engine.loading import EngineModel, choose_format
 from mlaforge.engine.nvtx import span
-from mlaforge.engine.output import Completion, RequestOutput
+from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.request.sequence import Request, Sequence
+from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.runner import Runner
 from mlaforge.engine.sampling.constraint import Constraint
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
 from mlaforge.engine.sampling.state import SamplingState, on_device
 from mlaforge.engine.scheduler import Scheduler
-from mlaforge.engine.sequence import Request, Sequence
 from mlaforge.engine.speculation import Speculation
 from mlaforge.engine.stats import EngineStats
-from mlaforge.engine.stopping import Stopping
 from mlaforge.engine.verification import verify
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mlaforge.engine.sequence import Sequence
+    from mlaforge.engine.request.sequence import Sequence
 
 # Prompt lookup: lengths of the token runs that are looked for, the longest first.
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2

@@ -30,8 +30,8 @@ from mlaforge.engine.linear import PackedLinear, fused
 from mlaforge.engine.loading import EngineModel, RmsNorm
 from mlaforge.engine.mlp import GatedMlp
 from mlaforge.engine.nvtx import span
+from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.state import on_device
-from mlaforge.engine.sequence import Sequence
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 
 # Children of a node in a tree, and nodes of a level that get any, at most.

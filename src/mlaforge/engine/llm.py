@@ -10,7 +10,7 @@ from typing import Any
 
 from mlaforge.config import resolve
 from mlaforge.engine.core import Engine
-from mlaforge.engine.output import RequestOutput, merge
+from mlaforge.engine.request.output import RequestOutput, merge
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError

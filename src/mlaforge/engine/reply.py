@@ -11,7 +11,7 @@ import uuid
 from typing import Any, Protocol
 
 from mlaforge.engine.chat import AnswerParser, Chat
-from mlaforge.engine.output import Completion, Logprobs, RequestOutput
+from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.token_text import Offsets, TokenText
 

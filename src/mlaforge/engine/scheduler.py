@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from mlaforge.engine.cache.block_tables import BlockTables, Copy
-from mlaforge.engine.sequence import Sequence
+from mlaforge.engine.request.sequence import Sequence
 
 
 @dataclasses.dataclass

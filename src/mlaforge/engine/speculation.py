@@ -12,7 +12,7 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 from mlaforge.engine.drafter import Draft, Drafter, TreeDrafter
-from mlaforge.engine.sequence import Sequence
+from mlaforge.engine.request.sequence import Sequence
 
 # Weight of a new measurement in a running mean: of times, and of drafts, which are right or not, and so need many.
 RECENT, RECENT_DRAFT = 0.1, 0.02

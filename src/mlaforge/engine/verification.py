@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlaforge.engine.output import Completion, Logprobs
+from mlaforge.engine.request.output import Completion, Logprobs
+from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
 from mlaforge.engine.sampling.state import on_device
-from mlaforge.engine.sequence import Sequence
 
 
 def verify(sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], first_rows: list[int]) -> list[Completion]:

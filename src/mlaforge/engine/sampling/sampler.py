@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mlaforge.engine.output import Logprobs
+from mlaforge.engine.request.output import Logprobs
 from mlaforge.engine.sampling.state import SamplingState, on_device
 
 # fp32 numbers that log probabilities of a long prompt may take at once (256 MiB).

@@ -6,10 +6,10 @@ import dataclasses
 import time
 
 from mlaforge.engine.drafter import Draft
-from mlaforge.engine.output import Logprobs
+from mlaforge.engine.request.output import Logprobs
+from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.state import SamplingState
-from mlaforge.engine.stopping import Stopping
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from mlaforge.engine.detokenizer import Detokenizer
+from mlaforge.engine.request.detokenizer import Detokenizer
 from mlaforge.engine.sampling.params import SamplingParams
 
 
 class Progress(NamedTuple):
     """What some tokens added: the text that became certain, how many of them count, and why it ended (if it did).
 
-    `finish_reason` and `stop_reason` are those of engine/output.py's Completion.
+    `finish_reason` and `stop_reason` are those of engine/request/output.py's Completion.
     """
 
     text: str

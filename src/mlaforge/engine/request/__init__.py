@@ -1,0 +1,1 @@
+"""One request from prompt to answer: its sequences, its text, where it ends, what is handed out."""
