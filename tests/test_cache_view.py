@@ -1,4 +1,4 @@
-"""What a query sees of the cache, as batch.py lays it out, against a dictionary from position to slot."""
+"""What a query sees of the cache, as engine/execution/batch.py lays it out, against a dictionary from position to slot."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from mlaforge.engine.batch import Chunk, make_batch
 from mlaforge.engine.cache.block_tables import CacheGroup
+from mlaforge.engine.execution.batch import Chunk, make_batch
 
 NUM_BLOCKS = 12
 CPU = torch.device("cpu")

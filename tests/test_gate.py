@@ -316,8 +316,8 @@ def test_a_broken_invariant_ends_the_run(cli, tiny_models, monkeypatch, tmp_path
 @pytest.fixture(scope="module")
 def step_view(tiny_models):
     """A step's view, its positions, and the tables that it was made of: a chunk of a prompt and a drafting sequence."""
-    from mlaforge.engine.batch import Chunk, make_batch
     from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
+    from mlaforge.engine.execution.batch import Chunk, make_batch
 
     tables = BlockTables([CacheGroup("full", 32)], 4)
     chunks = []

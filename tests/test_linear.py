@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from mlaforge.engine import linear, loading
-from mlaforge.engine.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fastest_format, fused
-from mlaforge.engine.mlp import rewritten
+from mlaforge.engine.execution import linear
+from mlaforge.engine.execution import model as loading
+from mlaforge.engine.execution.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fastest_format, fused
+from mlaforge.engine.execution.mlp import rewritten
 from mlaforge.runtime import UserError
 
 FORMATS = ["float32", "bfloat16", "int8", "int4"]

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlaforge.bench.ours import Ours, Variant
-from mlaforge.engine.batch import Batch
 from mlaforge.engine.core import Engine
+from mlaforge.engine.execution.batch import Batch
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import OPS, Op

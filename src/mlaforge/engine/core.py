@@ -13,18 +13,18 @@ from torch import Tensor
 
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
-from mlaforge.engine.attention import paged
-from mlaforge.engine.batch import Batch, Chunk, make_batch
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.drafter import Drafter, NgramDrafter, ancestry
 from mlaforge.engine.eagle3 import EagleDrafter, head_cache
-from mlaforge.engine.loading import EngineModel, choose_format
-from mlaforge.engine.nvtx import span
+from mlaforge.engine.execution.attention import paged
+from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
+from mlaforge.engine.execution.model import EngineModel, choose_format
+from mlaforge.engine.execution.nvtx import span
+from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.request.sequence import Request, Sequence
 from mlaforge.engine.request.stopping import Stopping
-from mlaforge.engine.runner import Runner
 from mlaforge.engine.sampling.constraint import Constraint
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler, logprobs_of

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mlaforge.checkpoint.eagle3 import check_head
-from mlaforge.engine.attention import PagedGroupedQueryAttention, Step
-from mlaforge.engine.batch import Batch, Chunk
 from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.drafter import Draft, ancestry
-from mlaforge.engine.linear import PackedLinear, fused
-from mlaforge.engine.loading import EngineModel, RmsNorm
-from mlaforge.engine.mlp import GatedMlp
-from mlaforge.engine.nvtx import span
+from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
+from mlaforge.engine.execution.batch import Batch, Chunk
+from mlaforge.engine.execution.linear import PackedLinear, fused
+from mlaforge.engine.execution.mlp import GatedMlp
+from mlaforge.engine.execution.model import EngineModel, RmsNorm
+from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.state import on_device
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head

@@ -13,9 +13,9 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from mlaforge import families
 from mlaforge.checkpoint import reader
-from mlaforge.engine.attention import PagedAttention, Step, paged
-from mlaforge.engine.batch import Batch
 from mlaforge.engine.cache.kv_cache import LayerCache, layer_caches
+from mlaforge.engine.execution.attention import PagedAttention, Step, paged
+from mlaforge.engine.execution.batch import Batch
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.row_cache import RowCache
 

@@ -21,16 +21,16 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from mlaforge.engine.attention import PagedAttention, Step
-from mlaforge.engine.batch import Batch, Chunk, make_batch
 from mlaforge.engine.cache.block_tables import CacheGroup
+from mlaforge.engine.execution.attention import PagedAttention, Step
+from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.pages import even_pages
 
 
 class RowBackend(AttentionBackend):
     """What vLLM asks of the layers that have a cache. It picks no kernel by this and makes no AttentionImpl of it:
-    attention is mlaforge.engine.attention."""
+    attention is mlaforge.engine.execution.attention."""
 
     @staticmethod
     def get_name() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.engine.linear import PackedLinear, fused
+from mlaforge.engine.execution.linear import PackedLinear, fused
 from mlaforge.ops.native import kernels
 
 

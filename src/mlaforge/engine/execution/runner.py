@@ -1,4 +1,4 @@
-"""Runs the model on a batch; on CUDA uniform steps as graphs, captured by bucket (engine/graphs.py)."""
+"""Runs the model on a batch; on CUDA uniform steps as graphs, captured by bucket (engine/execution/graphs.py)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mlaforge.engine.attention import Step
-from mlaforge.engine.batch import Batch
-from mlaforge.engine.graphs import CudaCapture, Graphs
-from mlaforge.engine.loading import EngineModel
-from mlaforge.engine.nvtx import span
+from mlaforge.engine.execution.attention import Step
+from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.execution.graphs import CudaCapture, Graphs
+from mlaforge.engine.execution.model import EngineModel
+from mlaforge.engine.execution.nvtx import span
 
 
 class Runner:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mlaforge.engine.batch import Batch
-from mlaforge.engine.bucket import Bucket, blank, fill
+from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.execution.bucket import Bucket, blank, fill
 
 Run = Callable[[], Tensor]
 # Captures a function; returns what replays it, and the tensor that a replay overwrites with the function's result.

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlaforge.engine.batch import Batch
 from mlaforge.engine.cache.kv_cache import LayerCache
-from mlaforge.engine.linear import fused
+from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.execution.linear import fused
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.engine.attention import PagedAttention, Step
-from mlaforge.engine.linear import QUANTIZED, PackedLinear, fastest_format
-from mlaforge.engine.mlp import Mlp, rewritten
+from mlaforge.engine.execution.attention import PagedAttention, Step
+from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, fastest_format
+from mlaforge.engine.execution.mlp import Mlp, rewritten
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels

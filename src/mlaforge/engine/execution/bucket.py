@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.engine.batch import Batch
+from mlaforge.engine.execution.batch import Batch
 from mlaforge.ops.cache_view import CacheView
 
 # More query tokens per sequence than decoding and its verification have: such steps are limited by arithmetic, and the
