@@ -36,9 +36,9 @@ from mlaforge.artifact import sha256
 from mlaforge.bench.replay import Replay
 from mlaforge.bench.summary import aligned, spread
 from mlaforge.checkpoint.reader import fingerprint
-from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
 from mlaforge.runtime import UserError, environment, log
 
 # Passes after which the perfect drafter's text is taken as it is.

@@ -17,8 +17,8 @@ from test_eagle3 import saved
 from test_speculation import check_identities, speculate
 from test_trees import branch
 
-from mlaforge.engine.drafter import NgramDrafter
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.speculation.drafter import NgramDrafter
 
 LONGEST, NEW = 8192, 16
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent")]

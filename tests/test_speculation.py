@@ -11,9 +11,9 @@ from engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.engine.drafter import Draft, NgramDrafter
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation import Pace
+from mlaforge.engine.speculation.controller import Pace
+from mlaforge.engine.speculation.drafter import Draft, NgramDrafter
 from mlaforge.runtime import UserError
 
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]

@@ -13,10 +13,10 @@ from test_speculation import CASES, HOW, check_identities, tokens
 
 from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
-from mlaforge.engine.drafter import Draft, ancestry
 from mlaforge.engine.execution.batch import Chunk, make_batch
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation import Pace
+from mlaforge.engine.speculation.controller import Pace
+from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import OP
 

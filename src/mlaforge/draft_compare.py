@@ -32,8 +32,8 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
 from mlaforge.draft_check import target_states
 from mlaforge.engine.core import Engine
-from mlaforge.engine.eagle3 import EagleDrafter
 from mlaforge.engine.execution.batch import Chunk, make_batch
+from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import DraftCompareConfig, EngineConfig
 from mlaforge.runtime import UserError, resolve_device

@@ -10,10 +10,10 @@ from typing import Protocol
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.replay import Replay
 from mlaforge.engine.core import Engine
-from mlaforge.engine.drafter import Drafter, NgramDrafter
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation import SpeculationStats
+from mlaforge.engine.speculation.controller import SpeculationStats
+from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, resolve_device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlaforge.engine.drafter import Draft
+from mlaforge.engine.speculation.drafter import Draft
 
 
 class Replay:

@@ -15,8 +15,6 @@ from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
-from mlaforge.engine.drafter import Drafter, NgramDrafter, ancestry
-from mlaforge.engine.eagle3 import EagleDrafter, head_cache
 from mlaforge.engine.execution.attention import paged
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
@@ -30,9 +28,11 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
 from mlaforge.engine.sampling.state import SamplingState, on_device
 from mlaforge.engine.scheduler import Scheduler
-from mlaforge.engine.speculation import Speculation
+from mlaforge.engine.speculation.controller import Speculation
+from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter, ancestry
+from mlaforge.engine.speculation.eagle3 import EagleDrafter, head_cache
+from mlaforge.engine.speculation.verification import verify
 from mlaforge.engine.stats import EngineStats
-from mlaforge.engine.verification import verify
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import EngineConfig

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.cache.kv_cache import LayerCache
-from mlaforge.engine.drafter import Draft, ancestry
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk
 from mlaforge.engine.execution.linear import PackedLinear, fused
@@ -32,6 +31,7 @@ from mlaforge.engine.execution.model import EngineModel, RmsNorm
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.state import on_device
+from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 
 # Children of a node in a tree, and nodes of a level that get any, at most.

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import Any
 
-from mlaforge.engine.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.request.sequence import Sequence
+from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
 
 # Weight of a new measurement in a running mean: of times, and of drafts, which are right or not, and so need many.
 RECENT, RECENT_DRAFT = 0.1, 0.02

@@ -1,0 +1,1 @@
+"""Drafted tokens: who drafts, how a step verifies them, how many pay."""
