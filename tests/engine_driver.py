@@ -16,7 +16,7 @@ from conftest import load_original
 
 from mlaforge.checkpoint import reader
 from mlaforge.engine.cache.block_tables import BlockTables
-from mlaforge.engine.core import Engine
+from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.scheduler import Scheduler

@@ -19,7 +19,7 @@ from mlaforge.bench import kernels, machine, recipe, scenario
 from mlaforge.bench.prompts import Prompts
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.config import resolve
-from mlaforge.engine.core import Engine
+from mlaforge.engine.engine import Engine
 from mlaforge.ops.paged_attention import OP
 from mlaforge.options import BenchConfig, EvalConfig
 from mlaforge.runtime import UserError

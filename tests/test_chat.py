@@ -7,7 +7,7 @@ import re
 import pytest
 from engine_driver import watched
 
-from mlaforge.engine.core import Engine
+from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.generate import Conversation
 from mlaforge.options import ChatConfig

@@ -17,7 +17,7 @@ from mlaforge.bench import gate, machine, roof
 from mlaforge.bench.invariants import Audit, check_view
 from mlaforge.bench.ours import Ours, Variant
 from mlaforge.config import resolve
-from mlaforge.engine import core
+from mlaforge.engine import engine as core
 from mlaforge.options import EngineConfig
 from mlaforge.planning.plan import Gpu
 from mlaforge.runtime import UserError

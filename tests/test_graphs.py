@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.engine import core
+from mlaforge.engine import engine as core
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import Cache
-from mlaforge.engine.core import Engine
+from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.bucket import MOST_QUERIES, Bucket, bucket_of, fill, padded
 from mlaforge.engine.execution.graphs import Graphs

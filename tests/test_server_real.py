@@ -6,7 +6,7 @@ import openai
 import pytest
 from serving import serving
 
-from mlaforge.engine.core import Engine
+from mlaforge.engine.engine import Engine
 from mlaforge.options import EngineConfig
 
 

@@ -223,7 +223,7 @@ def serve(model: Model, config: ServeConfig) -> None:
         from mlaforge.engine import serve as server
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is missing: pip install 'mlaforge[serve]'") from error
-    from mlaforge.engine.core import Engine
+    from mlaforge.engine.engine import Engine
 
     quiet()
     config = server.check(config)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlaforge.bench.ours import Ours, Variant
-from mlaforge.engine.core import Engine
+from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView

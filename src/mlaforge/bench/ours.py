@@ -9,7 +9,7 @@ from typing import Protocol
 
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.replay import Replay
-from mlaforge.engine.core import Engine
+from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.controller import SpeculationStats

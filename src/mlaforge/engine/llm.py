@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.config import resolve
-from mlaforge.engine.core import Engine
+from mlaforge.engine.engine import Engine
 from mlaforge.engine.request.output import RequestOutput, merge
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.options import EngineConfig
