@@ -166,12 +166,12 @@ def main() -> None:
     """python scripted_engine.py DELAY PORT DRAIN_TIMEOUT: serves it, for tests of signals."""
     import sys
 
-    from mlaforge.engine import serve
     from mlaforge.options import ServeConfig
+    from mlaforge.serving import server
 
     delay, port, drain = sys.argv[1:]
     engine = ScriptedEngine(ByteTokenizer(), float(delay))
-    serve.run(engine, ServeConfig(port=int(port), drain_timeout=float(drain)))
+    server.run(engine, ServeConfig(port=int(port), drain_timeout=float(drain)))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, load_tokenizer
 
-from mlaforge.engine.async_engine import AsyncEngine, EngineUnavailable, merge
 from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
+from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, merge
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 

@@ -83,7 +83,7 @@ def run(tiny_models, calibration_file, evaluation_file, tmp_path_factory):
     commands_of.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("mlaforge.engine.serve.run", served)
+        patch.setattr("mlaforge.serving.server.run", served)
         yield commands_of
 
 

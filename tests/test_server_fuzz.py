@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, load_tokenizer
 from serving import serving
 
-from mlaforge.engine.protocol import HARMLESS, REFUSED, ChatRequest, CompletionRequest
-from mlaforge.engine.wire import ApiError, depth, event, parse_object
+from mlaforge.serving.protocol import HARMLESS, REFUSED, ChatRequest, CompletionRequest
+from mlaforge.serving.wire import ApiError, depth, event, parse_object
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 VALID = {

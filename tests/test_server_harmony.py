@@ -9,9 +9,9 @@ from scripted_engine import ScriptedEngine, load_tokenizer
 from serving import serving
 
 from mlaforge.engine import harmony
-from mlaforge.engine.protocol import ChatRequest
-from mlaforge.engine.wire import ApiError
 from mlaforge.runtime import UserError
+from mlaforge.serving.protocol import ChatRequest
+from mlaforge.serving.wire import ApiError
 
 oh = pytest.importorskip("openai_harmony")
 

@@ -17,9 +17,9 @@ import pytest
 from scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
 from serving import free_port, serving, until
 
-from mlaforge.engine import serve
 from mlaforge.options import ServeConfig
 from mlaforge.runtime import UserError
+from mlaforge.serving import server
 
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
@@ -297,14 +297,14 @@ def test_64_streaming_clients(tokenizer):
 ])  # fmt: skip
 def test_impossible_options(options, word):
     with pytest.raises(UserError, match=word):
-        serve.check(ServeConfig(**options))
+        server.check(ServeConfig(**options))
 
 
 def test_the_key_of_the_environment(monkeypatch):
     monkeypatch.setenv("MLAFORGE_API_KEY", "k")
-    assert serve.check(ServeConfig()).api_key == "k" and serve.check(ServeConfig(api_key="o")).api_key == "o"
+    assert server.check(ServeConfig()).api_key == "k" and server.check(ServeConfig(api_key="o")).api_key == "o"
     monkeypatch.setenv("MLAFORGE_API_KEY", "")
-    assert serve.check(ServeConfig()).api_key is None
+    assert server.check(ServeConfig()).api_key is None
 
 
 def test_an_address_that_is_taken():
@@ -313,4 +313,4 @@ def test_an_address_that_is_taken():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"{port} cannot be listened on"):
-            serve.run(ScriptedEngine(ByteTokenizer()), ServeConfig(port=port))
+            server.run(ScriptedEngine(ByteTokenizer()), ServeConfig(port=port))

@@ -181,7 +181,7 @@ def _judged(manifest: Any) -> None:
 @verb(GenerateConfig)
 def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
     """Continue a prompt with MODEL, beside a second model if --against is given."""
-    from mlaforge import generate as stage
+    from mlaforge.serving import generate as stage
 
     quiet()
     print(talk(stage.run(model, out, config, overwrite).metrics))
@@ -190,7 +190,7 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
 @verb(ChatConfig)
 def chat(model: Model, config: ChatConfig) -> None:
     """Talk with MODEL. An empty line or end of input ends it; /new begins anew; Ctrl-C breaks an answer off."""
-    from mlaforge.generate import Conversation
+    from mlaforge.serving.generate import Conversation
 
     quiet()
     conversation = Conversation(model, config)
@@ -220,7 +220,7 @@ def _ask() -> str:
 def serve(model: Model, config: ServeConfig) -> None:
     """Serve MODEL over HTTP as OpenAI's API does: completions and chat."""
     try:
-        from mlaforge.engine import serve as server
+        from mlaforge.serving import server
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is missing: pip install 'mlaforge[serve]'") from error
     from mlaforge.engine.engine import Engine

@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mlaforge import convert, demo_model, generate
+from mlaforge import convert, demo_model
 from mlaforge.artifact import Manifest
 from mlaforge.options import ConvertConfig, DemoConfig, GenerateConfig
 from mlaforge.report import write_report
 from mlaforge.runtime import log
+from mlaforge.serving import generate
 
 
 def run(folder: Path, config: DemoConfig) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import importlib.metadata
 import uuid
 from typing import Any
 
-from mlaforge.engine.protocol import ChatMessage, ChatRequest
-from mlaforge.engine.wire import ApiError
 from mlaforge.runtime import UserError
+from mlaforge.serving.protocol import ChatMessage, ChatRequest
+from mlaforge.serving.wire import ApiError
 
 SPECIAL = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
 _FUNCTIONS = "functions."

@@ -10,10 +10,10 @@ import time
 import uuid
 from typing import Any, Protocol
 
-from mlaforge.engine.chat import AnswerParser, Chat
 from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.token_text import Offsets, TokenText
+from mlaforge.serving.chat import AnswerParser, Chat
+from mlaforge.serving.token_text import Offsets, TokenText
 
 # JSON has no -inf: what vLLM writes for a token that cannot come.
 LEAST_LOGPROB = -9999.0

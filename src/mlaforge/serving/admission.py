@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mutab
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from mlaforge.engine.wire import ApiError, dumps
+from mlaforge.serving.wire import ApiError, dumps
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mlaforge.engine.async_engine import AsyncEngine
-from mlaforge.engine.limits import Doorkeeper
 from mlaforge.engine.request.output import RequestOutput
+from mlaforge.serving.admission import Doorkeeper
+from mlaforge.serving.async_engine import AsyncEngine
 
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
 _REQUEST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)

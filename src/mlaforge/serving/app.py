@@ -14,9 +14,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from mlaforge import runtime
-from mlaforge.engine import chat, wire
-from mlaforge.engine.async_engine import AsyncEngine, EngineUnavailable, Stream
-from mlaforge.engine.limits import (
+from mlaforge.options import ServeConfig
+from mlaforge.runtime import UserError
+from mlaforge.serving import chat, wire
+from mlaforge.serving.admission import (
     ApiKey,
     Disconnected,
     Doorkeeper,
@@ -28,13 +29,12 @@ from mlaforge.engine.limits import (
     send_json,
     while_connected,
 )
-from mlaforge.engine.metrics import Metrics
-from mlaforge.engine.protocol import ChatRequest, CompletionRequest, Generation, refusal
-from mlaforge.engine.reply import ChatForm, Form, Prompt, Reply, TextForm
-from mlaforge.engine.token_text import TokenText
-from mlaforge.engine.wire import ApiError
-from mlaforge.options import ServeConfig
-from mlaforge.runtime import UserError
+from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, Stream
+from mlaforge.serving.metrics import Metrics
+from mlaforge.serving.protocol import ChatRequest, CompletionRequest, Generation, refusal
+from mlaforge.serving.responses import ChatForm, Form, Prompt, Reply, TextForm
+from mlaforge.serving.token_text import TokenText
+from mlaforge.serving.wire import ApiError
 
 # A client that went before its answer; nobody reads it, it is for the metrics (nginx's number).
 CLIENT_WENT = 499

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mlaforge.config import nearest
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.wire import ApiError
 from mlaforge.runtime import UserError
+from mlaforge.serving.wire import ApiError
 
 MAX_LOGPROBS = 20
 MAX_BIASES = 10_000

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from mlaforge.engine import harmony
 from mlaforge.engine.harmony import Harmony
-from mlaforge.engine.protocol import ChatMessage, ChatRequest
 from mlaforge.engine.request.output import Completion
-from mlaforge.engine.wire import ApiError
 from mlaforge.runtime import UserError, log
+from mlaforge.serving.protocol import ChatMessage, ChatRequest
+from mlaforge.serving.wire import ApiError
 
 # What tokenizers take besides the template's variables: a request may not set these through chat_template_kwargs.
 _RESERVED = frozenset({

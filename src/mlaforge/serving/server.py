@@ -10,10 +10,10 @@ from types import FrameType
 import uvicorn
 
 from mlaforge import runtime
-from mlaforge.engine.async_engine import AsyncEngine, SyncEngine
-from mlaforge.engine.server import Service, create_app
 from mlaforge.options import ServeConfig
 from mlaforge.runtime import UserError
+from mlaforge.serving.app import Service, create_app
+from mlaforge.serving.async_engine import AsyncEngine, SyncEngine
 
 # After draining, seconds in which slow readers may still fetch what is finished.
 LAST_BYTES = 5
