@@ -8,14 +8,14 @@ from conftest import load_original
 from test_moments import norm_of, qkv, rotated
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlaforge import attention_stats, diagnose, geometry
-from mlaforge.attention_stats import AttentionStats
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.diagnosis import attention_stats, diagnose, geometry
+from mlaforge.diagnosis.attention_stats import AttentionStats
+from mlaforge.diagnosis.geometry import Geometry, effective_rank
+from mlaforge.diagnosis.routing import RoutingStats
 from mlaforge.factorization import moments
 from mlaforge.families import family_of
-from mlaforge.geometry import Geometry, effective_rank
-from mlaforge.routing import RoutingStats
 from mlaforge.tensor_store import Spill
 
 T = 64

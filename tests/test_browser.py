@@ -15,7 +15,7 @@ import pytest
 import recorded
 from PIL import Image
 
-from mlaforge import diagnose
+from mlaforge.diagnosis import diagnose
 from mlaforge.options import DiagnoseConfig
 from mlaforge.report import write_report
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from test_report import Page
 
-from mlaforge import convert, diagnose
+from mlaforge import convert
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
-from mlaforge.diagnosis_page import draw
+from mlaforge.diagnosis import diagnose
+from mlaforge.diagnosis.geometry import Geometry
+from mlaforge.diagnosis.plots import draw
 from mlaforge.evaluate import perplexity, window_losses
-from mlaforge.geometry import Geometry
 from mlaforge.options import ConvertConfig, DiagnoseConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import make_plan

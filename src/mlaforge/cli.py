@@ -55,8 +55,8 @@ def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
 @verb(DiagnoseConfig)
 def diagnose(model: Model, config: DiagnoseConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
     """What MODEL's attention does on a text, and what converting it would cost; OUT gets numbers, drawings, a plan."""
-    from mlaforge import diagnose as stage
-    from mlaforge import verdicts
+    from mlaforge.diagnosis import diagnose as stage
+    from mlaforge.diagnosis import verdicts
 
     quiet()
     print(verdicts.table(stage.run(model, out, config, overwrite).metrics))

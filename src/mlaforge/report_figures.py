@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mlaforge import diagnosis_page, results_figures
+from mlaforge import results_figures
+from mlaforge.diagnosis import plots
 from mlaforge.rendering.page import INK, MARKERS, MUTED, PAINT, drawing, heat, logarithmic, number, shown
 from mlaforge.results import dicts
 
@@ -139,7 +140,7 @@ def _draw_criteria(ax: Any, judged: list[dict[str, Any]]) -> None:
 def _diagnosis(i: int, body: dict[str, Any]) -> list[dict[str, str]]:
     """The drawings of a diagnosis; none where its file is not what `diagnose` writes."""
     try:
-        return [figure for part in diagnosis_page.drawings(body, f"d{i}").values() for figure in part]
+        return [figure for part in plots.drawings(body, f"d{i}").values() for figure in part]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return []
 

@@ -1,7 +1,7 @@
 """`diagnose`: what a model's attention does on a text, and what converting it would cost, before anything is converted.
 
 The forward and backward pass of calibration (factorization/moments.py) is watched layer by layer: where attention looks
-(attention_stats.py), how experts are routed (routing.py), the shape of keys and values (geometry.py). The moments give
+(diagnosis/attention_stats.py), how experts are routed (diagnosis/routing.py), the shape of keys and values (diagnosis/geometry.py). The moments give
 the predicted loss of every layer by budget and layout, and from it a plan for `convert --plan`. docs/diagnose.md says
 what each number means.
 """
@@ -22,20 +22,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge import verdicts
 from mlaforge.artifact import WORK, Manifest, finished, writing
-from mlaforge.attention_stats import AttentionStats
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
 from mlaforge.data import corpus
+from mlaforge.diagnosis import verdicts
+from mlaforge.diagnosis.attention_stats import AttentionStats
+from mlaforge.diagnosis.geometry import Geometry, effective_rank
+from mlaforge.diagnosis.routing import RoutingStats
 from mlaforge.factorization import moments, ranks
 from mlaforge.families import family_of
-from mlaforge.geometry import Geometry, effective_rank
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.options import DiagnoseConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import LATENT_LAYOUTS, Plan, make_plan
-from mlaforge.routing import RoutingStats
 from mlaforge.runtime import UserError, progress, resolve_device, timed
 from mlaforge.tensor_store import Spill
 
@@ -267,6 +267,6 @@ def _write(
         folder / plan_file.PLAN, suggested, {"model": inputs["model"], "text": inputs["text"]}, predicted, passages
     )
     if report:
-        from mlaforge.diagnosis_page import draw
+        from mlaforge.diagnosis.plots import draw
 
         draw(folder, diagnosis)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mlaforge.attention_stats import RECENT
+from mlaforge.diagnosis.attention_stats import RECENT
+from mlaforge.diagnosis.routing import DEAD, HOT
 from mlaforge.planning.plan import Plan, unconverted
-from mlaforge.routing import DEAD, HOT
 from mlaforge.runtime import UserError
 
 # A head rests on a sink if so much of its attention lies on the first token or the learned sink (arXiv:2410.10781).
