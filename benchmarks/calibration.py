@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
-from mlaforge import calibrate, convert, demo_model
+from mlaforge import convert, demo_model
+from mlaforge.calibration import calibrate
+from mlaforge.calibration.sources import Notes, Source
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import CalibrateConfig, ConvertConfig
 from mlaforge.runtime import environment, log
-from mlaforge.sources import Notes, Source
 
 SEEDS = (0, 1, 2)
 WAYS = ("golden", "random", "first")

@@ -181,7 +181,7 @@ def smollm2() -> Path:
 def offline_embedder() -> Path:
     """The directory of the default embedder; skips where the extra is absent."""
     pytest.importorskip("sentence_transformers", reason="the extra mlaforge[calibrate] is not installed")
-    from mlaforge import embedder
+    from mlaforge.calibration import embedder
     from mlaforge.runtime import UserError
 
     try:

@@ -11,13 +11,14 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from mlaforge import calibrate, convert, shards
+from mlaforge import convert
 from mlaforge.artifact import Manifest
+from mlaforge.calibration import calibrate, window_store
+from mlaforge.calibration.window_store import Shards
 from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.data import corpus
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError
-from mlaforge.shards import Shards
 from mlaforge.tensor_store import Spill
 
 FEW = {"window": 120, "passage": 4, "clusters": 6, "neighbours": 3, "device": "cpu"}
@@ -28,7 +29,7 @@ OPTIONS = [part for name, value in FEW.items() for part in (f"--{name}", str(val
 def small_shards():
     """Several shards of a small text."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "SHARD", 20)
+        patch.setattr(window_store, "SHARD", 20)
         yield
 
 
@@ -137,7 +138,7 @@ def test_the_same_again(golden, sourced, cli, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from mlaforge import shards
+from mlaforge.calibration import window_store as shards
 from mlaforge.cli import main
 shards.SHARD, embed, done = 20, shards.Shards.embed, []
 def dying(self, number, *rest):

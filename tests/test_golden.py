@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge import embedder, golden, shards
-from mlaforge.golden import FARTHEST, SAME
+from mlaforge.calibration import embedder, selection, window_store
+from mlaforge.calibration.selection import FARTHEST, SAME
+from mlaforge.calibration.sources import Document
+from mlaforge.calibration.window_store import LEAST, cut, passages
 from mlaforge.runtime import UserError
-from mlaforge.shards import LEAST, cut, passages
-from mlaforge.sources import Document
 
 pytest.importorskip("sklearn", reason="the extra mlaforge[calibrate] is not installed")
 
@@ -47,13 +47,13 @@ def test_passages_are_documents_in_even_parts(lengths, size, longest):
 
 def test_repetition_is_not_dense():
     prose = "The quick brown fox jumps over the lazy dog while seven wizards make toxic brew for an evil queen."
-    assert shards.density("-" * 400) < shards.density("a table | of | cells\n" * 20) < 0.3 < shards.density(prose)
+    assert window_store.density("-" * 400) < window_store.density("a table | of | cells\n" * 20) < 0.3 < window_store.density(prose)
 
 
 def test_spread():
     one = np.eye(8, dtype=np.float32)
-    assert shards.spread(one[[0, 0, 0]]) == 0.0
-    assert shards.spread(one[:4]) == pytest.approx(1 - 4**-0.5)
+    assert window_store.spread(one[[0, 0, 0]]) == 0.0
+    assert window_store.spread(one[:4]) == pytest.approx(1 - 4**-0.5)
 
 
 # Choosing
@@ -77,7 +77,7 @@ def test_what_a_cluster_gives(blobs):
     vectors, score, truth = blobs
     usable = np.ones(300, bool)
     usable[:30] = False
-    found, duplicates = golden.choose(in_blocks(vectors), score, usable, 3, 6, seed=0)
+    found, duplicates = selection.choose(in_blocks(vectors), score, usable, 3, 6, seed=0)
     rows = [choice.row for choice in found]
     assert len(set(rows)) == len(rows) and min(rows) >= 30
     near = vectors[rows] @ vectors[rows].T - 2 * np.eye(len(rows))
@@ -104,14 +104,14 @@ def test_what_a_cluster_gives(blobs):
 def test_blocks_and_runs_do_not_matter(blobs):
     vectors, score, _ = blobs
     usable = np.ones(300, bool)
-    first = golden.choose(in_blocks(vectors), score, usable, 5, 4, seed=1)
-    assert golden.choose(in_blocks(vectors, 300), score, usable, 5, 4, seed=1) == first
-    assert golden.choose(in_blocks(vectors), score, usable, 5, 4, seed=2) != first
+    first = selection.choose(in_blocks(vectors), score, usable, 5, 4, seed=1)
+    assert selection.choose(in_blocks(vectors, 300), score, usable, 5, 4, seed=1) == first
+    assert selection.choose(in_blocks(vectors), score, usable, 5, 4, seed=2) != first
 
 
 def test_any_beginning_holds_every_cluster(blobs):
     vectors, score, _ = blobs
-    found, _ = golden.choose(in_blocks(vectors), score, np.ones(300, bool), 3, 9, seed=0)
+    found, _ = selection.choose(in_blocks(vectors), score, np.ones(300, bool), 3, 9, seed=0)
     third = found[: len(found) // 3]
     assert {choice.cluster for choice in third} == {0, 1, 2}
     assert {choice.kind for choice in third} == {"typical", "hard"}
@@ -119,8 +119,8 @@ def test_any_beginning_holds_every_cluster(blobs):
 
 def test_more_texts_than_are_clustered_at_once(blobs, monkeypatch):
     vectors, _, truth = blobs
-    monkeypatch.setattr(golden, "SAMPLE", 60)
-    label, distance = golden.assign(in_blocks(vectors), np.ones(300, bool), 3, seed=0)
+    monkeypatch.setattr(selection, "SAMPLE", 60)
+    label, distance = selection.assign(in_blocks(vectors), np.ones(300, bool), 3, seed=0)
     assert len(label) == len(distance) == 300
     assert len({(a, b) for a, b in zip(label, truth, strict=True)}) == 3
 
@@ -128,12 +128,12 @@ def test_more_texts_than_are_clustered_at_once(blobs, monkeypatch):
 def test_a_missing_extra_is_named(blobs, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
     with pytest.raises(UserError, match=r"is missing: pip install 'mlaforge\[calibrate\]'"):
-        golden.assign(in_blocks(blobs[0]), np.ones(300, bool), 3, seed=0)
+        selection.assign(in_blocks(blobs[0]), np.ones(300, bool), 3, seed=0)
 
 
 def test_texts_that_are_all_alike():
     vectors = np.tile(np.eye(4, dtype=np.float32)[:1], (20, 1))
-    found, duplicates = golden.choose(in_blocks(vectors), np.ones(20), np.ones(20, bool), 5, 3, seed=0)
+    found, duplicates = selection.choose(in_blocks(vectors), np.ones(20), np.ones(20, bool), 5, 3, seed=0)
     assert len(found) == 1 and duplicates > 0
 
 

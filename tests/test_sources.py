@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge import rfc, sources
+from mlaforge.calibration import rfc, sources
+from mlaforge.calibration.sources import Notes, Source, licences
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError
-from mlaforge.sources import Notes, Source, licences
 
 PROSE = "Some prose that is long enough to be text. "
 

@@ -73,7 +73,7 @@ def calibrate(
     overwrite: Overwrite = False,
 ) -> None:
     """Golden calibration sets from text: of every cluster its typical and its hard passages, for `convert`."""
-    from mlaforge import calibrate as stage
+    from mlaforge.calibration import calibrate as stage
     from mlaforge.data.corpus import GOLDEN
 
     quiet()

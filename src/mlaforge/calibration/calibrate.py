@@ -1,8 +1,8 @@
 """`calibrate`: text in, golden sets out, for `convert` to calibrate sliding-window and full-attention layers with.
 
-Documents (sources.py) are cut into windows, and runs of windows are passages (shards.py); both are embedded
-(embedder.py) and clustered, and each cluster gives its typical and its hard texts (golden.py). What is embedded waits
-on disk for a run that was killed. The datasheet says what came out (datasheet.py).
+Documents (calibration/sources.py) are cut into windows, and runs of windows are passages (calibration/window_store.py); both are embedded
+(calibration/embedder.py) and clustered, and each cluster gives its typical and its hard texts (calibration/selection.py). What is embedded waits
+on disk for a run that was killed. The datasheet says what came out (calibration/datasheet.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlaforge import datasheet, embedder, golden
 from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.calibration import datasheet, embedder, selection
+from mlaforge.calibration.sources import Notes, Source, licences
+from mlaforge.calibration.window_store import LEAST, Passage, Shards, long_enough, passages
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.data import corpus
 from mlaforge.options import CalibrateConfig
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
-from mlaforge.shards import LEAST, Passage, Shards, long_enough, passages
-from mlaforge.sources import Notes, Source, licences
 
 # In the work folder: that all text is cut, and what was noted on the way.
 CUT = "notes.json"
@@ -142,7 +142,7 @@ def _cut(sources: list[Source], shards: Shards, config: CalibrateConfig) -> dict
     return notes.describe()
 
 
-def _choose(shards: Shards, config: CalibrateConfig) -> tuple[dict[str, list[golden.Choice]], dict[str, int]]:
+def _choose(shards: Shards, config: CalibrateConfig) -> tuple[dict[str, list[selection.Choice]], dict[str, int]]:
     """The choices of the sliding-window and the full-attention set, and how much they were taken from."""
     chosen, metrics = {}, {}
     # Passages have about as many clusters for their number as windows have for theirs.
@@ -152,14 +152,14 @@ def _choose(shards: Shards, config: CalibrateConfig) -> tuple[dict[str, list[gol
     ):  # fmt: skip
         usable = shards.column(f"{unit}_usable")
         count = min(clusters, int(usable.sum()))
-        chosen[name], duplicates = golden.choose(
+        chosen[name], duplicates = selection.choose(
             partial(shards.vectors, unit), shards.column(score), usable, count, config.neighbours, config.seed
         )
         metrics[unit], metrics[f"near-duplicate {unit} left out"] = len(usable), duplicates
     return chosen, metrics
 
 
-def _records(shards: Shards, name: str, choices: list[golden.Choice], tokenizer: Any) -> list[dict[str, Any]]:
+def _records(shards: Shards, name: str, choices: list[selection.Choice], tokenizer: Any) -> list[dict[str, Any]]:
     """The lines of a set, in the order of `choices`; `passage` is the number of the passage that the text lies in."""
     wanted = {choice.row: at for at, choice in enumerate(choices)}
     scores = shards.column("density" if name == "swa" else "complexity")
@@ -214,8 +214,8 @@ def _measures(config: CalibrateConfig, embed: embedder.Embedder) -> dict[str, st
         "complex (full)": "characters times spread, 1 - |mean| of the windows' embeddings: long text that does not "
         "stay with one thing; of each cluster only the more complex half counts",
         "typical": f"the {config.neighbours} texts of that half that are nearest the centroid",
-        "hard": f"the {100 * golden.FARTHEST:g} % of that half that are farthest from it",
-        "near-duplicates": f"a text whose cosine to one that was taken reaches {golden.SAME} is left out",
+        "hard": f"the {100 * selection.FARTHEST:g} % of that half that are farthest from it",
+        "near-duplicates": f"a text whose cosine to one that was taken reaches {selection.SAME} is left out",
         "mixed": "both sets in turn, half of the tokens each, until one is used up, windows within a chosen passage "
         "left out",
     }

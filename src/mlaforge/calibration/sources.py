@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge import rfc
 from mlaforge.artifact import sha256
+from mlaforge.calibration import rfc
 from mlaforge.config import nearest
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError, log

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mlaforge.embedder import Embedder, unit
-from mlaforge.sources import Document
+from mlaforge.calibration.embedder import Embedder, unit
+from mlaforge.calibration.sources import Document
 from mlaforge.tensor_store import Spill
 
 # Windows of a shard, at least: what a killed run loses.

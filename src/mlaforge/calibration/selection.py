@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from mlaforge.embedder import EXTRA
+from mlaforge.calibration.embedder import EXTRA
 from mlaforge.runtime import UserError
 
 # Embeddings that the clusters are found on; all of them are then assigned.

@@ -1,0 +1,1 @@
+"""Calibration sets mined from text: sources, embeddings, clusters, and a datasheet of licences."""
