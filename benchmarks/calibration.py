@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from mlaforge import convert, demo_model
+from mlaforge import demo_model
 from mlaforge.calibration import calibrate
 from mlaforge.calibration.sources import Notes, Source
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import CalibrateConfig, ConvertConfig

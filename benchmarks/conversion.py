@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from mlaforge import convert, demo_model
+from mlaforge import demo_model
 from mlaforge.bench.conversion import perplexities
 from mlaforge.checkpoint import reader
+from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import environment, log

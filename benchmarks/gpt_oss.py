@@ -14,7 +14,8 @@ import argparse
 import json
 from pathlib import Path
 
-from mlaforge import convert, make_gptoss
+from mlaforge import make_gptoss
+from mlaforge.conversion import convert
 from mlaforge.options import ConvertConfig, MakeGptOssConfig
 from mlaforge.runtime import environment
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from mlaforge import convert, demo_model, heal
+from mlaforge import demo_model, heal
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.config import resolve
+from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, window_losses
 from mlaforge.options import ConvertConfig, HealConfig

@@ -212,7 +212,7 @@ def converted(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Path]:  # fmt: skip
     """(family, layout, **options) -> the converted directory, made once."""
-    from mlaforge import convert
+    from mlaforge.conversion import convert
     from mlaforge.options import ConvertConfig
 
     sources = {**tiny_models, "biased_llama": biased_llama}

@@ -42,7 +42,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 HIDDEN = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-MOMENTS = ["mlaforge.convert.collect", "mlaforge.convert.write_checkpoint", "mlaforge.checkpoint.reader.Writer.finish"]
+MOMENTS = ["mlaforge.conversion.convert.collect", "mlaforge.conversion.convert.write_checkpoint", "mlaforge.checkpoint.reader.Writer.finish"]
 BREAKS = {
     **{f"full disk in {at}": (at, FULL) for at in ("shutil.copyfile", "mlaforge.checkpoint.reader.Writer._flush")},
     "full disk in the manifest": ("mlaforge.artifact.Manifest.save", FULL),
@@ -98,7 +98,7 @@ def test_a_failure_half_way_loses_nothing(
 
 def test_other_options_do_not_go_on_with_what_was_begun(tiny_models, cli, converts, tree, short, whole, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlaforge.convert.write_checkpoint", raising(KeyboardInterrupt()))
+        patch.setattr("mlaforge.conversion.convert.write_checkpoint", raising(KeyboardInterrupt()))
         assert cli("convert", tiny_models["llama"], tmp_path / "out", *short, "--budget", 0.5).exit_code == 130
     converts(tiny_models["llama"], tmp_path / "out", "--budget", 0.75)
     assert files(tree, tmp_path / "out") == whole
@@ -106,7 +106,7 @@ def test_other_options_do_not_go_on_with_what_was_begun(tiny_models, cli, conver
 
 def test_an_error_of_ours_is_not_dressed_up(tiny_models, cli, tree, short, tmp_path, monkeypatch):
     """Neither as the user's mistake nor as a full disk; and it leaves nothing either."""
-    monkeypatch.setattr("mlaforge.convert.write_checkpoint", raising(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr("mlaforge.conversion.convert.write_checkpoint", raising(OSError(errno.EIO, "Input/output error")))
     done = cli("convert", tiny_models["llama"], tmp_path / "out", *short)
     assert done.exit_code == 1
     assert "Traceback" in done.stderr and "Input/output error" in done.stderr

@@ -11,11 +11,11 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from mlaforge import convert
 from mlaforge.artifact import Manifest
 from mlaforge.calibration import calibrate, window_store
 from mlaforge.calibration.window_store import Shards
 from mlaforge.checkpoint.reader import load_tokenizer
+from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError

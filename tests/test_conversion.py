@@ -10,8 +10,8 @@ import torch
 from conftest import CASES, load_original
 from transformers import DynamicCache
 
-from mlaforge import convert
 from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.conversion import convert
 from mlaforge.families import read_spec
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import ConvertConfig

@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_report import Page
 
-from mlaforge import convert
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.diagnosis import diagnose
 from mlaforge.diagnosis.geometry import Geometry

@@ -11,8 +11,9 @@ import torch
 from conftest import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from mlaforge import convert, demo_model, export_deepseek
+from mlaforge import demo_model
 from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.conversion import convert, deepseek
 from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig, ExportConfig
 from mlaforge.runtime import UserError
@@ -73,7 +74,7 @@ def exported(converted, tmp_path_factory):
             family, changes, options, ours = CASES[name]
             source = converted(family, changes, options)
             made[name] = source, tmp_path_factory.mktemp("exported") / name
-            export_deepseek.run(*made[name], ExportConfig(**ours))
+            deepseek.run(*made[name], ExportConfig(**ours))
         return made[name]
 
     return get
@@ -139,7 +140,7 @@ def test_config_round_trips_with_what_vllm_reads(exported, tmp_path):
     assert first.pop("rope_theta") == again["rope_parameters"]["rope_theta"]
     assert {k: again.get(k) for k in first} == first
     assert (again["topk_method"], again["scoring_func"]) == ("noaux_tc", "sigmoid")
-    assert again["rms_norm_eps"] == export_deepseek.LATENT_EPS
+    assert again["rms_norm_eps"] == deepseek.LATENT_EPS
     with checkpoint.Reader(out) as reader:
         assert torch.equal(reader["lm_head.weight"], reader["model.embed_tokens.weight"])
 
@@ -155,7 +156,7 @@ def test_tokenizer_and_companions_come_along(exported):
 def test_bfloat16_keeps_what_bfloat16_holds(exported, tmp_path):
     """Numbers of 1e-9 are no nearer to underflow there than others: the exponent is fp32's."""
     source, _ = exported("epsilon")
-    export_deepseek.run(source, tmp_path / "out", ExportConfig(dtype="bfloat16"))
+    deepseek.run(source, tmp_path / "out", ExportConfig(dtype="bfloat16"))
     theirs = stock(tmp_path / "out", "auto")
     assert theirs.dtype == torch.bfloat16
     with torch.no_grad():
@@ -176,12 +177,12 @@ def test_the_norm_is_linear_up_to_its_bound(size):
     bias = size * torch.randn(8, generator=generator, dtype=torch.float64)
     top = torch.linalg.svd(weight * gain)[2][0]
     y = weight @ (gain * top * math.sqrt(32)) + bias
-    exponent, eps = export_deepseek.linearising(weight, bias, gain, 16), export_deepseek.LATENT_EPS
+    exponent, eps = deepseek.linearising(weight, bias, gain, 16), deepseek.LATENT_EPS
     small = torch.nn.functional.pad(y * math.sqrt(eps) * 2.0**-exponent, (0, 8))
     normed = small / (small.square().mean() + eps).sqrt() * 2.0**exponent
     error = float((normed[:8] - y).norm() / y.norm())
-    assert error <= export_deepseek.NORM_ERROR
-    assert error > export_deepseek.NORM_ERROR / 100 or exponent == 0, "needlessly small numbers"
+    assert error <= deepseek.NORM_ERROR
+    assert error > deepseek.NORM_ERROR / 100 or exponent == 0, "needlessly small numbers"
 
 
 def edited(directory, tmp_path, **changes):
@@ -231,7 +232,7 @@ def test_features_of_other_families_are_named(change, word, converted):
     spec = read_spec({**raw, "model_type": "llama"})
     layers = (dataclasses.replace(spec.layers[0], **change), *spec.layers[1:])
     with pytest.raises(UserError, match=word):
-        export_deepseek.refuse(raw, dataclasses.replace(spec, layers=layers))
+        deepseek.refuse(raw, dataclasses.replace(spec, layers=layers))
 
 
 def test_options_that_cannot_be(converted, tmp_path, cli):
@@ -279,7 +280,7 @@ def test_real_model(calibration_file, tmp_path):
         pytest.skip(f"the demo's model cannot be had here: {error}")
     options = {"deepseek_style": True, "budget": 0.75, "nsamples": 2, "seqlen": 128, "eval_windows": 0}
     convert.run(str(source), tmp_path / "mla", ConvertConfig(**options, calibration=str(calibration_file)))
-    export_deepseek.run(tmp_path / "mla", tmp_path / "out", ExportConfig())
+    deepseek.run(tmp_path / "mla", tmp_path / "out", ExportConfig())
     ours, theirs = checkpoint.load_model(tmp_path / "mla", "float32"), stock(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "Multi-head latent attention caches one small vector for every token. The capital of France is"

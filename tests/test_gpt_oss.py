@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 
-from mlaforge import convert
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import mxfp4, reader
 from mlaforge.config import resolve
+from mlaforge.conversion import convert
 from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig
 from mlaforge.planning.plan import window_choices

@@ -12,10 +12,11 @@ from conftest import save_model
 from killed import check_same_tensors, killed_after
 from safetensors.torch import load_file
 
-from mlaforge import convert, heal
+from mlaforge import heal
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import reader
 from mlaforge.config import resolve
+from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.distill import Distillation, Loss, trainable

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlaforge import convert
 from mlaforge.checkpoint import reader
+from mlaforge.conversion import convert
 from mlaforge.options import ConvertConfig
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"

@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from serving import free_port, name_vllm
 from test_eagle3 import make
 
-from mlaforge import convert, demo_model, make_gptoss
+from mlaforge import demo_model, make_gptoss
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint.eagle3 import write_head
+from mlaforge.conversion import convert
 from mlaforge.families.gpt_oss import FAMILY as GPT_OSS
 from mlaforge.options import ConvertConfig, MakeGptOssConfig
 from mlaforge.planning.plan import LayerPlan, Plan

@@ -85,7 +85,7 @@ def calibrate(
 @verb(ConvertConfig)
 def convert(model: Model, out: Out, config: ConvertConfig, overwrite: Overwrite = False) -> None:
     """Convert MODEL's attention to MLA; OUT is an ordinary Hugging Face directory."""
-    from mlaforge import convert as stage
+    from mlaforge.conversion import convert as stage
 
     quiet()
     print(conversion_table([stage.run(model, out, config, overwrite)]))
@@ -124,7 +124,7 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Rewrite a converted model in a stock format: deepseek is DeepseekV3ForCausalLM, without remote code."""
-    from mlaforge import export_deepseek as stage
+    from mlaforge.conversion import deepseek as stage
 
     if format not in EXPORTS:
         raise UserError(

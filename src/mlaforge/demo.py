@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mlaforge import convert, demo_model
+from mlaforge import demo_model
 from mlaforge.artifact import Manifest
+from mlaforge.conversion import convert
 from mlaforge.options import ConvertConfig, DemoConfig, GenerateConfig
 from mlaforge.report import write_report
 from mlaforge.runtime import log

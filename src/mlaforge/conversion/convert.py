@@ -1,7 +1,7 @@
 """`convert`: a grouped-query-attention checkpoint in, a multi-head latent attention checkpoint out, no training.
 
-Moments of the running model (factorization/moments.py) -> latent projections per layer (rebuild.py, with factorization/latent.py and the
-closed-form refit of o_proj) -> a Hugging Face directory (export.py), read again to be measured. All of it one layer
+Moments of the running model (factorization/moments.py) -> latent projections per layer (conversion/solve.py, with factorization/latent.py and the
+closed-form refit of o_proj) -> a Hugging Face directory (conversion/writer.py), read again to be measured. All of it one layer
 at a time (checkpoint/layerwise.py), and what is finished waits on disk (tensor_store.py) for a run that was killed.
 """
 
@@ -20,16 +20,16 @@ import torch
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.conversion.solve import Choices, Rebuild
+from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, standard_error, window_losses
-from mlaforge.export import write_checkpoint
 from mlaforge.factorization.moments import collect
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
 from mlaforge.options import ConvertConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import CONTEXTS, Plan, make_plan, window_choices
-from mlaforge.rebuild import Choices, Rebuild
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.tensor_store import Spill
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.conversion.writer import LayerWeights, attention_module, mla_config
 from mlaforge.evaluate import head_losses, perplexity
-from mlaforge.export import LayerWeights, attention_module, mla_config
 from mlaforge.factorization import latent as factorize
 from mlaforge.factorization import moments
 from mlaforge.factorization.latent import Projections, RopeSplit, Spectrum
