@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from mlaforge import demo_model, heal
+from mlaforge import demo_model
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.evaluate import perplexity, window_losses
+from mlaforge.healing import heal
 from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.runtime import environment, log
 

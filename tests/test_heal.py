@@ -12,14 +12,14 @@ from conftest import save_model
 from killed import check_same_tensors, killed_after
 from safetensors.torch import load_file
 
-from mlaforge import heal
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import reader
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.data.packing import Feed, Phase, pack
-from mlaforge.distill import Distillation, Loss, trainable
+from mlaforge.healing import heal
+from mlaforge.healing.distillation import Distillation, Loss, trainable
 from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.training.kl_loss import compare
@@ -325,7 +325,7 @@ def test_models_that_do_not_belong_together_are_refused(healed, tiny_models, stu
 SHARDED = """
 import json, sys
 from pathlib import Path
-from mlaforge import heal
+from mlaforge.healing import heal
 from mlaforge.training import distributed as sharding
 from mlaforge.options import HealConfig
 teacher, student, out, options = sys.argv[1:]

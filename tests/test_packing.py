@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlaforge.checkpoint import reader
 from mlaforge.data import corpus, packing
 from mlaforge.data.packing import Feed, Phase, Rows, pack
-from mlaforge.distill import final_states, masks
+from mlaforge.healing.distillation import final_states, masks
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError
 from mlaforge.training.kl_loss import NO_LABEL

@@ -100,7 +100,7 @@ def heal(
     overwrite: Overwrite = False,
 ) -> None:
     """Distil the original into a converted model; under torchrun over many processes."""
-    from mlaforge import heal as stage
+    from mlaforge.healing import heal as stage
     from mlaforge.training import distributed
 
     quiet()

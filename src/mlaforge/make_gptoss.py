@@ -21,10 +21,10 @@ from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
 from mlaforge.data.packing import Feed, Phase, pack
-from mlaforge.distill import Distillation, Loss
 from mlaforge.factorization.refit import steer
 from mlaforge.families import read_rope, read_spec
 from mlaforge.families.spec import ModelSpec
+from mlaforge.healing.distillation import Distillation, Loss
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import MakeGptOssConfig
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed

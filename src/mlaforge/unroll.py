@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mlaforge.data.packing import Rows
-from mlaforge.distill import final_states
+from mlaforge.healing.distillation import final_states
 from mlaforge.modeling.eagle3 import Eagle3Attention, Eagle3Head
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.training.kl_loss import Shared, distillation_loss

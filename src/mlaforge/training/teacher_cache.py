@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.data.packing import Phase, Rows
-from mlaforge.distill import final_states
+from mlaforge.healing.distillation import final_states
 from mlaforge.runtime import progress
 from mlaforge.tensor_store import Spill
 from mlaforge.training.kl_loss import Hidden, TopK, top_k

@@ -1,7 +1,7 @@
 """`heal`: a converted model distilled from its original until as little as possible is left of the difference.
 
 Closed-form refits layer by layer (factorization/refit.py), then gradient steps on the KL divergence from the original (training/kl_loss.py,
-distill.py, training/optimizer.py, training/loop.py) over packed text (data/packing.py); what was best on text kept back is written as an
+healing/distillation.py, training/optimizer.py, training/loop.py) over packed text (data/packing.py); what was best on text kept back is written as an
 ordinary converted checkpoint. The same command under torchrun shards it over processes (training/distributed.py).
 """
 
@@ -22,8 +22,8 @@ from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus, packing
-from mlaforge.distill import Distillation, Loss, Validation, trainable
 from mlaforge.factorization.refit import TOKENS, steer
+from mlaforge.healing.distillation import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import HealConfig
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed

@@ -1,0 +1,1 @@
+"""A converted model trained towards its original."""
