@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from speculation import parser, read_prompts
 
-from mlaforge import answers, demo_model
+from mlaforge import demo_model
 from mlaforge.artifact import sha256
 from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint.reader import fingerprint
+from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError, environment
@@ -57,7 +58,7 @@ def count(options: argparse.Namespace, model: str | Path, path: Path, drafter: s
     found = llm.engine.stats().speculation
     assert found is not None
     return {
-        "prompts": len(made), "distinct_4_grams": statistics.mean(answers.distinct_share(ids) or 0.0 for ids in made),
+        "prompts": len(made), "distinct_4_grams": statistics.mean(dataset.distinct_share(ids) or 0.0 for ids in made),
         "eagle_speculation": found.block(),
     }  # fmt: skip
 
@@ -79,7 +80,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     path = options.data / "prompts" / "mt_bench.jsonl"
     judged = {"path": str(path), "sha256": sha256(path)}
-    unknown = answers.check_unseen(options.draft, [judged])
+    unknown = dataset.check_unseen(options.draft, [judged])
     model = options.model or demo_model.fetch()
     rows = {
         name: count(options, model, path, drafter)

@@ -31,11 +31,12 @@ from typing import Any
 
 import torch
 
-from mlaforge import answers, demo_model
+from mlaforge import demo_model
 from mlaforge.artifact import sha256
 from mlaforge.bench.replay import Replay
 from mlaforge.bench.summary import aligned, spread
 from mlaforge.checkpoint.reader import fingerprint
+from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
@@ -129,7 +130,7 @@ def read_prompts(
 ) -> list[list[int]]:  # fmt: skip
     """The first turns of a file of prompts, as conversations; `before` gives so many passages to stand before them.
     UserError where one is no text."""
-    texts = answers.read_prompts(path)[:most]
+    texts = dataset.read_prompts(path)[:most]
     refuse_random(llm, [llm.tokenizer(text)["input_ids"] for text in texts])
     passages = before(len(texts)) if before else [""] * len(texts)
     told = zip(passages, texts, strict=True)
@@ -156,12 +157,12 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, di
             modes.use(name, Replay({"0": prompt + known}) if name == "perfect" else drafters[name])
             made, took = modes.run(prompt, tokens)
             seconds[name].append(took)
-            shares[name].append(answers.distinct_share(made) or 0.0)
+            shares[name].append(dataset.distinct_share(made) or 0.0)
             if made != plain:
                 margins[name].append(modes.margin(prompt, made, plain))
         modes.use("plain", None)
         seconds["plain"].append((first + modes.run(prompt, tokens)[1]) / 2)
-        shares["plain"].append(answers.distinct_share(plain) or 0.0)
+        shares["plain"].append(dataset.distinct_share(plain) or 0.0)
         log(f"prompt {number + 1} of {len(prompts)}")
     rows = {}
     for name in names:
@@ -214,7 +215,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     path = options.data / "prompts" / "mt_bench.jsonl"
     judged = {"path": str(path), "sha256": sha256(path)}
-    unknown = answers.check_unseen(options.draft, [judged]) if options.draft else ""
+    unknown = dataset.check_unseen(options.draft, [judged]) if options.draft else ""
     modes = Modes(options)
     prompts = read_prompts(path, modes.llm, options.prompts)
     modes.use("plain", None)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from mlaforge import evaluate
-from mlaforge.answers import distinct_share
 from mlaforge.artifact import Manifest
 from mlaforge.bench import kernels, machine, recipe, scenario
 from mlaforge.bench.prompts import Prompts
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.config import resolve
+from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.engine import Engine
 from mlaforge.ops.paged_attention import OP
 from mlaforge.options import BenchConfig, EvalConfig

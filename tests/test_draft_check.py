@@ -9,7 +9,7 @@ from test_eagle3 import make
 
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.eagle3 import write_head
-from mlaforge.draft_check import Row, best, shifted
+from mlaforge.drafting.check import Row, best, shifted
 from mlaforge.modeling.eagle3 import AFTER_NORM
 
 SEQLEN, WINDOWS = 96, 6

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_eagle3 import ALL, HEADS, make
 
 from mlaforge.checkpoint.eagle3 import write_head
-from mlaforge.draft_compare import STAGES, STATES, failed
+from mlaforge.drafting.parity import STAGES, STATES, failed
 from mlaforge.options import DraftCompareConfig
 
 DOCS = (Path(__file__).parents[1] / "docs" / "speculation.md").read_text(encoding="utf-8")

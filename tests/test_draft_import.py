@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_eagle3 import LAYER, make
 
 from mlaforge.checkpoint.eagle3 import boundary, read_head, write_head
-from mlaforge.draft_import import target_ids
+from mlaforge.drafting.import_head import target_ids
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.runtime import UserError
 

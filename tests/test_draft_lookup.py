@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from mlaforge import draft_start
 from mlaforge.data.packing import Rows, place
-from mlaforge.draft_lookup import identity_size, places_before, taught_heads
+from mlaforge.drafting import initialize
+from mlaforge.drafting.induction import identity_size, places_before, taught_heads
+from mlaforge.drafting.training_time_test import States, Unrolled
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
-from mlaforge.unroll import States, Unrolled
 
 VOCABULARY, WIDTH, PHRASE = 64, 96, 10
 
@@ -66,7 +66,7 @@ def test_a_new_head_copies(kv_heads, copies):
     learnt, other = rows.take(torch.arange(128)), rows.take(torch.arange(128, 160))
     head = Eagle3Head(shape(kv_heads)).requires_grad_(False)
     assert bool(taught_heads(head.config)) == bool(identity_size(head.config)) == copies
-    draft_start.start(head, draft_start.Text(learnt, states, embedding, 1e-6), embedding, 0)
+    initialize.start(head, initialize.Text(learnt, states, embedding, 1e-6), embedding, 0)
     right = Unrolled(head, None, embedding, embedding, 1, 1.0).validate(other, states(other))[..., 0].float()
     known = right[:, PHRASE : 4 * PHRASE - 2].mean()
     assert known > 0.8 if copies else known < 0.2, known
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_start():
     rows, states, embedding = repeating(16)
     heads = [Eagle3Head(shape(3)).requires_grad_(False) for _ in range(2)]
     for head in heads:
-        draft_start.start(head, draft_start.Text(rows, states, embedding, 1e-6), embedding, 7)
+        initialize.start(head, initialize.Text(rows, states, embedding, 1e-6), embedding, 7)
     own, other = (dict(head.named_parameters()) for head in heads)
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert all(bool(tensor.isfinite().all()) for tensor in own.values())
@@ -91,7 +91,7 @@ def test_coordinates_say_the_logits():
     moments, logits = finals.mT @ finals / 500, finals @ head.mT.double()
 
     def error(size):
-        read, said = draft_start.coordinates(moments, head, size)
+        read, said = initialize.coordinates(moments, head, size)
         sizes = (finals @ read).square().mean(0)
         torch.testing.assert_close(sizes, torch.ones_like(sizes), rtol=0.2, atol=0)
         return float((finals @ read @ said.mT - logits).square().mean())

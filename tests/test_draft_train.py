@@ -16,16 +16,17 @@ from safetensors.torch import load_file
 from test_eagle3 import make
 from torch.nn import functional as F
 
-from mlaforge import answers, demo_model, draft_start, draft_train, draft_vocab
+from mlaforge import demo_model
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.config import resolve
 from mlaforge.data.packing import Rows
+from mlaforge.drafting import dataset, initialize, train, vocabulary
+from mlaforge.drafting.training_time_test import Unrolled, capture, columns
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import DraftTrainConfig, VocabularyConfig
 from mlaforge.runtime import Resumable, UserError
-from mlaforge.unroll import Unrolled, capture, columns
 
 FEW = {
     "steps": 6, "batch_tokens": 128, "micro_tokens": 64, "seqlen": 64, "unroll": 3, "evaluate_every": 3,
@@ -61,11 +62,11 @@ def text(target, tmp_path_factory):
     prompts = [[(11 * n + (1 + n % 4) * k) % 256 for k in range(5)] for n in range(COUNT)]
     found = watched(target, prefix_caching=False).generate(prompts, greedy(NEW))
     lines = [
-        answers.told(n, "", p, o.outputs[0].token_ids) for n, (p, o) in enumerate(zip(prompts, found, strict=True))
+        dataset.told(n, "", p, o.outputs[0].token_ids) for n, (p, o) in enumerate(zip(prompts, found, strict=True))
     ]
-    (directory / answers.TEXT).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / dataset.TEXT).write_text("".join(json.dumps(line) + "\n" for line in lines))
     inputs = {"model": {"sha256": reader.fingerprint(target)}, "exclude": ["of judged prompts"]}
-    Manifest(answers.STAGE, {}, inputs, files=[answers.TEXT]).save(directory)
+    Manifest(dataset.STAGE, {}, inputs, files=[dataset.TEXT]).save(directory)
     return directory
 
 
@@ -75,7 +76,7 @@ def trained(target, text, tmp_path):
 
     def run(name="head", model=target, **options):
         config = DraftTrainConfig(**{"text": (str(text),), **FEW, **options})
-        return tmp_path / name, draft_train.run(str(model), tmp_path / name, config)
+        return tmp_path / name, train.run(str(model), tmp_path / name, config)
 
     return run
 
@@ -91,7 +92,7 @@ def accepted(target, head, prompts):
 
 def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
     """A head of another vocabulary, overfitted; and what validation says is what the engine finds."""
-    draft_vocab.run(str(target), [text], tmp_path / "vocab", VocabularyConfig(size=256))
+    vocabulary.run(str(target), [text], tmp_path / "vocab", VocabularyConfig(size=256))
     head, manifest = trained(
         vocabulary=str(tmp_path / "vocab"), steps=80, batch_tokens=256, micro_tokens=256, evaluate_every=40,
         sliding_window=8, learning_rate=0.03,
@@ -99,7 +100,7 @@ def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
     curve, losses = manifest.metrics["curve"], manifest.metrics["losses"]
     assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
     assert manifest.metrics["best"]["acceptance_length"] == max(point["acceptance_length"] for point in curve) > 2.5
-    learnt, held = answers.split(answers.read_answers(text)[1])
+    learnt, held = dataset.split(dataset.read_answers(text)[1])
     config = read_head(head, 3).config
     assert config.draft_vocab_size == 256 and config.sliding_window == 8 and config.boundaries == (0, 1, 3)
     block = accepted(target, head, [answer.prompt_ids for answer in learnt])
@@ -128,25 +129,25 @@ def test_it_begins_at_the_best_linear_map(target, text):
     """Least squares by another solver; and a new head says nearly that, where its heads can hold it."""
     model = reader.load_model(target, "float32")
     config = DraftTrainConfig(text=(str(text),), seqlen=64, batch_tokens=64, boundaries="0,1,3")
-    rows = draft_train.read_texts(config, answers.read_answers(text)[1]).feed.phases[0].rows
+    rows = train.read_texts(config, dataset.read_answers(text)[1]).feed.phases[0].rows
     embedding, wanted_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
     states = capture(model, rows, (0, 1, 3))
-    text = draft_start.Text(rows, lambda part: capture(model, part, (0, 1, 3)), embedding, 1e-6)
+    text = initialize.Text(rows, lambda part: capture(model, part, (0, 1, 3)), embedding, 1e-6)
     keep = ~rows.last.flatten()
     read = [*states.captured.split(64, dim=-1), embedding[rows.ids.roll(-1, dims=1).flatten()]]
     x = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1)[keep].double()
     y = states.final.roll(-1, dims=0)[keep].double()
-    ridge = (len(x) * draft_start.RIDGE * x.square().mean()).sqrt() * torch.eye(256).double()
+    ridge = (len(x) * initialize.RIDGE * x.square().mean()).sqrt() * torch.eye(256).double()
     wanted = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
     torch.testing.assert_close(x @ text.moments(None).solve(), x @ wanted, rtol=1e-3, atol=1e-3)
     raw = reader.read_config(target)
-    shape = draft_train.new_config(raw, reader.read_spec(raw), config, 260)
+    shape = train.new_config(raw, reader.read_spec(raw), config, 260)
     shape = dataclasses.replace(shape, layer=copy.deepcopy(shape.layer))
     # One head looks nothing up, and has values of full rank.
     shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 1
     shape.layer.head_dim = 64
     head = Eagle3Head(shape).requires_grad_(False)
-    draft_start.start(head, text, wanted_head, 0)
+    initialize.start(head, text, wanted_head, 0)
     at, left = columns(rows)
     out = Unrolled(head, None, embedding, wanted_head, 1, 1.0)._outs(rows, states, at)[0][left > 0]
     places = (torch.arange(len(rows))[:, None] * 64 + at)[left > 0]
@@ -162,7 +163,7 @@ def test_factors_are_the_best_of_their_rank(rank):
     draw = torch.Generator().manual_seed(rank)
     x = torch.randn(400, 12, generator=draw).double() * torch.logspace(-1, 1, 12).double()
     weight = torch.randn(12, 9, generator=draw).double()
-    values, mixed = draft_start.low_rank(weight, x.mT @ x / 400, rank)
+    values, mixed = initialize.low_rank(weight, x.mT @ x / 400, rank)
     assert values.shape == (rank, 12) and mixed.shape == (9, rank)
 
     def error(product):
@@ -201,7 +202,7 @@ def test_another_head_is_a_start(trained, converted, tmp_path):
 def test_a_killed_run_ends_in_the_same_bits(trained, target, text, tmp_path):
     whole, manifest = trained("whole")
     config = DraftTrainConfig(text=(str(text),), **FEW)
-    killed_after((2, 4), draft_train, [target], tmp_path / "killed", config)
+    killed_after((2, 4), train, [target], tmp_path / "killed", config)
     again, resumed = trained("killed")
     assert resumed.metrics["losses"] == manifest.metrics["losses"] and len(resumed.metrics["losses"]) == 6
     assert resumed.fingerprint == manifest.fingerprint
@@ -252,7 +253,7 @@ def test_options_that_train_nothing_are_refused(trained, tmp_path, options, word
 SHARDED = """
 import json, sys
 from pathlib import Path
-from mlaforge import draft_train
+from mlaforge.drafting import train as draft_train
 from mlaforge.training import distributed as sharding
 from mlaforge.options import DraftTrainConfig
 model, out, options = sys.argv[1:]
@@ -285,8 +286,8 @@ def test_two_processes_learn_what_one_does(cache, trained, target, text, tmp_pat
 
 def test_the_recipe_is_that_of_the_shipped_head():
     config = resolve(DraftTrainConfig, Path(__file__).parents[1] / "recipes" / "smollm2-draft.yaml")
-    draft_train.check_options(dataclasses.replace(config, text=("TEXT",)))
+    train.check_options(dataclasses.replace(config, text=("TEXT",)))
     told = Manifest.load(demo_model.head("original"))
     assert told.config == {
-        key: value for key, value in dataclasses.asdict(config).items() if key not in draft_train.NOT_HASHED
+        key: value for key, value in dataclasses.asdict(config).items() if key not in train.NOT_HASHED
     }

@@ -8,10 +8,10 @@ import torch
 from engine_driver import Oracle
 from safetensors.torch import load_file
 
-from mlaforge import answers, draft_vocab, regenerate, token_map
-from mlaforge.answers import Excluded, read_answers, split
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint.reader import load_tokenizer
+from mlaforge.drafting import dataset, regenerate, token_map, vocabulary
+from mlaforge.drafting.dataset import Excluded, read_answers, split
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.options import RegenerateConfig, VocabularyConfig
 from mlaforge.runtime import Interrupted, UserError
@@ -171,7 +171,7 @@ def test_what_cannot_be_answered_is_refused(options, words, refused, tiny_models
 
 def test_a_vocabulary_is_what_is_said_most_often(written, tiny_models, tmp_path):
     out, _ = written
-    done = draft_vocab.run(str(tiny_models["llama"]), [out], tmp_path / "vocab", VocabularyConfig(size=40))
+    done = vocabulary.run(str(tiny_models["llama"]), [out], tmp_path / "vocab", VocabularyConfig(size=40))
     learnt, held = split(read_answers(out)[1])
     counted = Counter(token for answer in learnt for token in answer.answer_ids)
     ids = token_map.read(tmp_path / "vocab", 260).tolist()
@@ -200,7 +200,7 @@ def test_vocabularies_that_fit_nothing_are_refused(written, tiny_models, tmp_pat
     refused("size = 2", "draft", "vocab", tiny_models["llama"], out, "--out", tmp_path / "v", "--size", 2)
     refused("size = 300", "draft", "vocab", tiny_models["llama"], out, "--out", tmp_path / "v", "--size", 300)
     refused("not what", "draft", "vocab", tiny_models["llama"], tmp_path, "--out", tmp_path / "v", "--size", 30)
-    draft_vocab.run(str(tiny_models["llama"]), [out], tmp_path / "v", VocabularyConfig(size=40))
+    vocabulary.run(str(tiny_models["llama"]), [out], tmp_path / "v", VocabularyConfig(size=40))
     with pytest.raises(UserError, match="of 260 tokens, the model's has 300"):
         token_map.read(tmp_path / "v", 300)
     (tmp_path / "v" / token_map.FILE).write_bytes(b"no tensors")
@@ -212,8 +212,8 @@ def test_vocabularies_that_fit_nothing_are_refused(written, tiny_models, tmp_pat
                                   '{"number": 1, "prompt": [1], "answer": [1.5]}'])  # fmt: skip
 def test_damaged_text_is_refused(line, tmp_path):
     (tmp_path / "text").mkdir()
-    Manifest(answers.STAGE, {}, {}).save(tmp_path / "text")
-    (tmp_path / "text" / answers.TEXT).write_text(line + "\n")
+    Manifest(dataset.STAGE, {}, {}).save(tmp_path / "text")
+    (tmp_path / "text" / dataset.TEXT).write_text(line + "\n")
     with pytest.raises(UserError, match="line 1 is damaged"):
         read_answers(tmp_path / "text")
 
@@ -221,7 +221,7 @@ def test_damaged_text_is_refused(line, tmp_path):
 def test_what_a_head_may_be_judged_on(tmp_path):
     """Files that all of its text is free of; of anything else it is refused, or said that nothing is known."""
 
-    def head(name, *excludes, init=None, stage=answers.TRAINED):
+    def head(name, *excludes, init=None, stage=dataset.TRAINED):
         (tmp_path / name).mkdir()
         Manifest(stage, {}, {"text": [{"exclude": list(found)} for found in excludes], "init": init}).save(
             tmp_path / name
@@ -230,28 +230,28 @@ def test_what_a_head_may_be_judged_on(tmp_path):
 
     one, two, embedded = ({"path": n, "sha256": s} for n, s in (("one.jsonl", "1"), ("two.txt", "2"), ("embedded", "")))
     both = head("both", ["1", "2"], ["3", "2", "1"])
-    assert answers.check_unseen(both, [one, two]) == ""
-    assert "embedded" in answers.check_unseen(both, [one, embedded])
+    assert dataset.check_unseen(both, [one, two]) == ""
+    assert "embedded" in dataset.check_unseen(both, [one, embedded])
     for name, excludes in (("some", (["1", "2"], ["1"])), ("none", ([],)), ("other", (["3"],))):
         with pytest.raises(UserError, match=r"need not be free of two\.txt"):
-            answers.check_unseen(head(name, *excludes), [two])
-    assert "began as another" in answers.check_unseen(head("again", ["1"], init={"text": None}), [one])
+            dataset.check_unseen(head(name, *excludes), [two])
+    assert "began as another" in dataset.check_unseen(head("again", ["1"], init={"text": None}), [one])
     # What it began as counts too.
-    assert answers.learnt_from(tmp_path / "imported-1") is None
-    known = head("known", ["1", "2"], init={"text": answers.learnt_from(head("first", ["2"]))})
-    assert [text["exclude"] for text in answers.learnt_from(known)] == [["1", "2"], ["2"]]
-    assert answers.check_unseen(known, [two]) == ""
+    assert dataset.learnt_from(tmp_path / "imported-1") is None
+    known = head("known", ["1", "2"], init={"text": dataset.learnt_from(head("first", ["2"]))})
+    assert [text["exclude"] for text in dataset.learnt_from(known)] == [["1", "2"], ["2"]]
+    assert dataset.check_unseen(known, [two]) == ""
     with pytest.raises(UserError, match=r"need not be free of one\.jsonl"):
-        answers.check_unseen(known, [one])
-    assert "nothing says" in answers.check_unseen(head("imported", stage="draft import"), [one])
-    assert "nothing says" in answers.check_unseen(tmp_path, [one])
+        dataset.check_unseen(known, [one])
+    assert "nothing says" in dataset.check_unseen(head("imported", stage="draft import"), [one])
+    assert "nothing says" in dataset.check_unseen(tmp_path, [one])
     with pytest.raises(UserError, match="damaged"):
-        answers.check_unseen(head("empty"), [one])
+        dataset.check_unseen(head("empty"), [one])
 
 
 def test_text_can_be_excluded(tmp_path):
     path = tmp_path / "judged.txt"
     path.write_text("It begins so. " + LONG)
-    assert " ".join(LONG.split()[:13]) in Excluded(answers.read_judged(path))
+    assert " ".join(LONG.split()[:13]) in Excluded(dataset.read_judged(path))
     with pytest.raises(UserError, match="cannot be read"):
-        answers.read_judged(tmp_path / "nothing.txt")
+        dataset.read_judged(tmp_path / "nothing.txt")

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from mlaforge import answers, demo_model
+from mlaforge import demo_model
 from mlaforge.artifact import sha256
 from mlaforge.checkpoint.eagle3 import read_head
+from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 
@@ -22,7 +23,7 @@ def test_a_head_is_small_whole_and_may_be_judged(folder):
     assert head.config.layer.vocab_size == TOKENS and head.config.sliding_window
     if not JUDGED.is_file():
         pytest.skip("shared/data is not beside this checkout")
-    assert answers.check_unseen(folder, [{"path": str(JUDGED), "sha256": sha256(JUDGED)}]) == ""
+    assert dataset.check_unseen(folder, [{"path": str(JUDGED), "sha256": sha256(JUDGED)}]) == ""
 
 
 def test_speculation_for_real(smollm2):

@@ -10,8 +10,8 @@ from test_eagle3 import HEADS, make
 from torch.nn import functional as F
 
 from mlaforge.data.packing import Feed, Phase, place
+from mlaforge.drafting.training_time_test import DECAY, States, Unrolled, Validation, _decoded, columns
 from mlaforge.training.optimizer import Pace, Trainer
-from mlaforge.unroll import DECAY, States, Unrolled, Validation, _decoded, columns
 
 # Token ids and how many of them are the prompt; packed into two rows of 40, the second with room left.
 DOCUMENTS = [(17, 6), (20, 11), (14, 2), (3, 1), (12, 9)]

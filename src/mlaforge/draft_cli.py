@@ -31,7 +31,7 @@ NewDirectory = Annotated[Path, typer.Option("--out", metavar="OUT", help="new di
 @verb(RegenerateConfig)
 def regenerate(model: Model, out: NewDirectory, config: RegenerateConfig, overwrite: Overwrite = False) -> None:
     """Have MODEL answer prompts, and questions of its own: the text that its draft head learns from."""
-    from mlaforge import regenerate as stage
+    from mlaforge.drafting import regenerate as stage
 
     quiet()
     found = stage.run(model, out, config, overwrite).metrics
@@ -51,7 +51,7 @@ def vocab(
     overwrite: Overwrite = False,
 ) -> None:
     """Choose the tokens that a head can propose: those that MODEL says most often."""
-    from mlaforge import draft_vocab as stage
+    from mlaforge.drafting import vocabulary as stage
 
     quiet()
     found = stage.run(model, texts, out, config, overwrite).metrics
@@ -63,7 +63,7 @@ def vocab(
 @verb(DraftTrainConfig)
 def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: Overwrite = False) -> None:
     """Train an EAGLE-3 head on what MODEL said; under torchrun over many processes."""
-    from mlaforge import draft_train as stage
+    from mlaforge.drafting import train as stage
     from mlaforge.training import distributed
 
     quiet()
@@ -87,7 +87,7 @@ def import_(
     overwrite: Overwrite = False,
 ) -> None:
     """Rewrite an EAGLE-3 head as other tools write it, checked against MODEL."""
-    from mlaforge import draft_import as stage
+    from mlaforge.drafting import import_head as stage
 
     quiet()
     made = stage.run(src, out, target, config, overwrite).metrics
@@ -102,7 +102,7 @@ def import_(
 def check(head: Head, target: Target, config: DraftCheckConfig, json_output: Json = False) -> None:
     """How often HEAD says what MODEL says, with the states it is given and with their neighbours: exit code 1 unless
     its own are the right ones."""
-    from mlaforge import draft_check as stage
+    from mlaforge.drafting import check as stage
 
     quiet()
     found = stage.run(head, target, config)
@@ -140,7 +140,7 @@ def compare(
 ) -> None:
     """Numeric parity of HEAD in the engine, part by part, with another runtime or with plain PyTorch in float64: exit
     code 1 where the logits differ too much."""
-    from mlaforge import draft_compare as stage
+    from mlaforge.drafting import parity as stage
 
     quiet()
     found = stage.run(head, target, reference, config)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from mlaforge.answers import check_unseen
 from mlaforge.bench import machine, summary
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
 from mlaforge.bench.invariants import Audit, Finding, together
@@ -25,6 +24,7 @@ from mlaforge.bench.roof import describe, layout_of, plan_of, roof
 from mlaforge.bench.transformers_peer import Transformers
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.reader import load_tokenizer
+from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.options import BenchConfig, EngineConfig
 from mlaforge.planning.plan import Gpu, Plan

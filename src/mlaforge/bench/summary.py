@@ -9,9 +9,9 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from mlaforge.answers import distinct_share
 from mlaforge.bench.ours import PLAIN, Ours, Taken
 from mlaforge.bench.roof import layout_of, limit
+from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.speculation.controller import SpeculationStats
 from mlaforge.planning.plan import Gpu, Plan
 

@@ -1,7 +1,7 @@
 """EAGLE-3 heads on disk: config.json and safetensors as `LlamaForCausalLMEagle3` checkpoints have them.
 
 Read strictly: a missing, extra or wrongly shaped tensor, and a d2t that leaves the target's vocabulary, is an error
-(`draft import`, draft_import.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`. What is
+(`draft import`, drafting/import_head.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`. What is
 captured, `eagle_aux_hidden_state_layer_ids`, is counted as `eagle_aux_hidden_state_convention` says:
 
 boundary        j is the input of layer j (vLLM's count: 0 is the embedding); -1 is what the final norm makes

@@ -225,7 +225,7 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def stages(self, states_NS: Tensor, next_ids: list[int], chunk: Chunk) -> dict[str, Tensor]:
-        """What each part makes of the rows of one text, by the names of draft_compare.py; `chunk` is their room."""
+        """What each part makes of the rows of one text, by the names of drafting/parity.py; `chunk` is their room."""
         kept = {"fc_out": self._fused(states_NS)}
         out_NC = self._layer(kept["fc_out"], self._ids(next_ids), self._make_batch([chunk]), kept)
         kept["pre_head_hidden"] = self.norm(out_NC)

@@ -14,9 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.answers import STAGE, TEXT, Excluded, distinct_share, read_judged, read_prompts, read_text, told, words
 from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
 from mlaforge.checkpoint import reader, resolve
+from mlaforge.drafting.dataset import (
+    STAGE,
+    TEXT,
+    Excluded,
+    distinct_share,
+    read_judged,
+    read_prompts,
+    read_text,
+    told,
+    words,
+)
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.options import EngineConfig, RegenerateConfig

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.answers import STAGE, read_answers
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
 from mlaforge.data import corpus
+from mlaforge.drafting.dataset import STAGE, read_answers
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Head
 from mlaforge.options import DraftCheckConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype

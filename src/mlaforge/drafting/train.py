@@ -1,4 +1,4 @@
-"""`draft train`: an EAGLE-3 head learns to propose what its target says (unroll.py), on text that the target wrote.
+"""`draft train`: an EAGLE-3 head learns to propose what its target says (drafting/training_time_test.py), on text that the target wrote.
 
 Steps, evaluation, checkpoints and many processes are those of `heal` (training/optimizer.py, training/loop.py, training/distributed.py). What was
 best on answers kept back is written as a head that the engine loads.
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import draft_start, token_map
-from mlaforge.answers import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.data import packing
+from mlaforge.drafting import initialize, token_map
+from mlaforge.drafting.dataset import TEXT, TRAINED, Answer, learnt_from, read_answers, split
+from mlaforge.drafting.training_time_test import States, Unrolled, Validation, capture, columns
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -32,7 +33,6 @@ from mlaforge.training import distributed
 from mlaforge.training.loop import Course, Marks, board, check_shares, running
 from mlaforge.training.optimizer import Pace, Trainer
 from mlaforge.training.teacher_cache import TeacherCache
-from mlaforge.unroll import States, Unrolled, Validation, capture, columns
 
 # Options that do not change the result, or not beyond rounding.
 NOT_HASHED = ("device", "tensorboard", "text", "vocabulary", "init")
@@ -191,11 +191,11 @@ def _new_head(
     shape: Eagle3Config, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States], embedding: Tensor,
     wanted_head: Tensor, seed: int, work: Spill, group: distributed.Group,
 ) -> Eagle3Head:  # fmt: skip
-    """A head that begins as draft_start.py says, made by the first process, once."""
+    """A head that begins as drafting/initialize.py says, made by the first process, once."""
     head = Eagle3Head(shape)
     if "start" not in work and group.first:
-        text = draft_start.Text(rows, states, embedding.float(), shape.layer.rms_norm_eps)
-        draft_start.start(head, text, wanted_head, seed)
+        text = initialize.Text(rows, states, embedding.float(), shape.layer.rms_norm_eps)
+        initialize.start(head, text, wanted_head, seed)
         work["start"] = dict(head.named_parameters())
     group.wait()
     head.load_state_dict({**_mapping(shape, ids), **work["start"]})

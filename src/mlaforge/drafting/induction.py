@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from mlaforge.data.packing import Rows
+from mlaforge.drafting.training_time_test import visible
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.runtime import progress
-from mlaforge.unroll import visible
 
 # Steps of Adam at most, text in each (attention weights are kept in full), and how often a row is read at most.
 STEPS, TOKENS, PASSES = 600, 2048, 20

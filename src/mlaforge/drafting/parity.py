@@ -30,7 +30,7 @@ from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
-from mlaforge.draft_check import target_states
+from mlaforge.drafting.check import target_states
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Chunk, make_batch
 from mlaforge.engine.speculation.eagle3 import EagleDrafter

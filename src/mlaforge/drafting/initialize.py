@@ -1,7 +1,7 @@
 """Where the training of a draft head begins: at a linear map that is solved in closed form, with heads that look up.
 
 The map predicts the target's final state one place on from the captured states of a place, the embedding of the token
-after it, and what followed that token before (draft_lookup.py), all normed, by least squares over the text. The head's
+after it, and what followed that token before (drafting/induction.py), all normed, by least squares over the text. The head's
 own parts hold it: `fc` what is of the states, and which tokens they are of; values and output projection of the
 attention what is of embeddings, as near as their rank allows. Queries that are not taught to look up equal their keys,
 so that such a head sees its own row and little else. What the map leaves to the MLP is drawn small.
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mlaforge.data.packing import Rows
-from mlaforge.draft_lookup import TOKENS, Lookup, identity_size, teach
+from mlaforge.drafting.induction import TOKENS, Lookup, identity_size, teach
+from mlaforge.drafting.training_time_test import States
 from mlaforge.modeling.eagle3 import Eagle3Attention, Eagle3Head
 from mlaforge.runtime import progress
-from mlaforge.unroll import States
 
 # Places that the map is solved on.
 PLACES = 1 << 17

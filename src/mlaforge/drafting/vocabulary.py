@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlaforge.answers import TEXT, Answer, read_answers, split
 from mlaforge.artifact import Manifest, finished, sha256, writing
 from mlaforge.checkpoint import reader, resolve
+from mlaforge.drafting.dataset import TEXT, Answer, read_answers, split
+from mlaforge.drafting.token_map import FILE, STAGE, mapping
 from mlaforge.options import VocabularyConfig
 from mlaforge.runtime import UserError, log
-from mlaforge.token_map import FILE, STAGE, mapping
 
 
 def counts(answers: list[Answer], vocab_size: int) -> Tensor:
