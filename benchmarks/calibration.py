@@ -29,7 +29,7 @@ from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
-from mlaforge.evaluate import perplexity, window_losses
+from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import CalibrateConfig, ConvertConfig
 from mlaforge.runtime import environment, log
 

@@ -23,7 +23,7 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
-from mlaforge.evaluate import perplexity, window_losses
+from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.healing import heal
 from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.runtime import environment, log

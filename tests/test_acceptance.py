@@ -10,11 +10,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge import acceptance, criteria, needle
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import reader
-from mlaforge.criteria import Criterion, Measured
 from mlaforge.data import corpus
+from mlaforge.evaluation import criteria, needle
+from mlaforge.evaluation import student as acceptance
+from mlaforge.evaluation.criteria import Criterion, Measured
 from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mlaforge import evaluate
 from mlaforge.artifact import Manifest
 from mlaforge.bench import kernels, machine, recipe, scenario
 from mlaforge.bench.prompts import Prompts
@@ -20,6 +19,7 @@ from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.config import resolve
 from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.engine import Engine
+from mlaforge.evaluation import perplexity
 from mlaforge.ops.paged_attention import OP
 from mlaforge.options import BenchConfig, EvalConfig
 from mlaforge.runtime import UserError
@@ -296,7 +296,7 @@ def test_conversions_are_judged_as_eval_does(cli, tiny_models, converted, evalua
     assert done.exit_code == 0, done.stderr
     rows = read(Path(done.stdout.splitlines()[-1]), "conversion")["rows"]
     config = EvalConfig(text=str(evaluation_file), windows=4, seqlen=64, device="cpu")
-    expected = [evaluate.run(str(model), None, config).metrics["ppl"] for model in (original, out)]
+    expected = [perplexity.run(str(model), None, config).metrics["ppl"] for model in (original, out)]
     name = evaluation_file.name
     assert [row["ppl"][name] for row in rows] == pytest.approx(expected)
     assert rows[1]["ratio"][name] == pytest.approx(expected[1] / expected[0])

@@ -18,7 +18,7 @@ from mlaforge.data import corpus
 from mlaforge.diagnosis import diagnose
 from mlaforge.diagnosis.geometry import Geometry
 from mlaforge.diagnosis.plots import draw
-from mlaforge.evaluate import perplexity, window_losses
+from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import ConvertConfig, DiagnoseConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import make_plan

@@ -291,11 +291,11 @@ def test_smollm2_keeps_its_logits(smollm2, make):
 @pytest.mark.slow
 def test_smollm2_with_everything_loads_and_speaks(smollm2, make):
     """Windows, YaRN, sinks, differing MXFP4 experts, a few steps of healing: finite, and far from random."""
-    from mlaforge import evaluate
+    from mlaforge.evaluation import perplexity
     from mlaforge.options import EvalConfig
 
     made = make("smollm2", windows=True, yarn=32.0, sinks=True, differ=0.02, mxfp4=True, heal=4)
     config = EvalConfig(windows=2, seqlen=512, dtype="float32", device="cpu")
-    original, found = (evaluate.run(str(model), None, config).metrics["ppl"] for model in (smollm2, made))
+    original, found = (perplexity.run(str(model), None, config).metrics["ppl"] for model in (smollm2, made))
     # Measured: 2.8 after four steps; a model that speaks at random has a perplexity of 49,152.
     assert found < 4 * original

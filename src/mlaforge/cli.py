@@ -148,17 +148,17 @@ def eval(
     student may stand for its teacher (exit code 1 where not)."""
     quiet()
     if config.criteria or config.teacher or config.student:
-        from mlaforge import acceptance
+        from mlaforge.evaluation import student as acceptance
 
         if model is not None and out is not None:
             raise UserError("--criteria judges --student, not MODEL; give OUT alone")
         _judged(acceptance.run(config, Path(model) if model else None, overwrite))
         return
-    from mlaforge import evaluate
+    from mlaforge.evaluation import perplexity
 
     if model is None:
         raise UserError("MODEL is missing: mlaforge eval MODEL, or --teacher, --student and --criteria")
-    found = evaluate.run(model, out, config, overwrite).metrics
+    found = perplexity.run(model, out, config, overwrite).metrics
     error = "" if found["nll_stderr"] is None else f" ± {found['ppl'] * found['nll_stderr']:.4f}"
     print(f"ppl {found['ppl']:.4f}{error} (standard error over {found['windows']} windows, {found['tokens']} tokens)")
 

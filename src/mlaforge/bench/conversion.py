@@ -14,7 +14,7 @@ from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
-from mlaforge.evaluate import perplexity, window_losses
+from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import BenchConfig
 from mlaforge.runtime import UserError, log, resolve_device
 

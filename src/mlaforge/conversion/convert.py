@@ -23,7 +23,7 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion.solve import Choices, Rebuild
 from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus
-from mlaforge.evaluate import perplexity, standard_error, window_losses
+from mlaforge.evaluation.perplexity import perplexity, standard_error, window_losses
 from mlaforge.factorization.moments import collect
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec

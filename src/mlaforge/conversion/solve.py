@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion.writer import LayerWeights, attention_module, mla_config
-from mlaforge.evaluate import head_losses, perplexity
+from mlaforge.evaluation.perplexity import head_losses, perplexity
 from mlaforge.factorization import latent as factorize
 from mlaforge.factorization import moments
 from mlaforge.factorization.latent import Projections, RopeSplit, Spectrum

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlaforge import harness, needle
 from mlaforge.artifact import MANIFEST, Manifest, finished, sha256, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.criteria import Criterion, Measured, read
 from mlaforge.data import corpus
+from mlaforge.evaluation import lm_eval_tasks, needle
+from mlaforge.evaluation.criteria import Criterion, Measured, read
 from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
 from mlaforge.training.kl_loss import compare
@@ -149,7 +149,7 @@ class Judgement:
         found = []
         for path in self.paths:
             model = reader.load_model(path, str(self.dtype).removeprefix("torch."), self.device)
-            found.append(harness.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit))
+            found.append(lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit))
         (ours, higher, texts), (theirs, _, _) = found
         asked = corpus.tokens(self.tokenizer, "\n".join(dict.fromkeys(texts)))
         if corpus.sharing([asked], self.tuned):
