@@ -17,7 +17,7 @@ from PIL import Image
 
 from mlaforge.diagnosis import diagnose
 from mlaforge.options import DiagnoseConfig
-from mlaforge.report import write_report
+from mlaforge.report.report import write_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SIZES = {"wide": (1280, 900), "phone": (360, 740)}

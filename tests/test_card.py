@@ -11,8 +11,8 @@ import pytest
 import recorded
 from huggingface_hub import ModelCard
 
-from mlaforge import card
 from mlaforge.options import CardConfig
+from mlaforge.report import card
 from mlaforge.runtime import UserError
 
 

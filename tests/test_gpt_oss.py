@@ -20,7 +20,7 @@ from mlaforge.conversion import convert
 from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig
 from mlaforge.planning.plan import window_choices
-from mlaforge.report import write_report
+from mlaforge.report.report import write_report
 
 
 @pytest.fixture(scope="module")

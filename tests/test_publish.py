@@ -18,8 +18,8 @@ import recorded
 import torch
 from safetensors.torch import save_file
 
-from mlaforge import publish
 from mlaforge.artifact import Manifest, writing
+from mlaforge.report import publish
 from mlaforge.runtime import UserError
 
 TOKEN = "hf_" + "NeverToBeSeenByAnybody" * 2

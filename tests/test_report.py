@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from recorded import MACHINE, conversion, evaluation, healing, save, talk, training
 
-from mlaforge import report, report_figures
 from mlaforge.artifact import Manifest
 from mlaforge.rendering.page import shown
-from mlaforge.report import write_report
+from mlaforge.report import plots, report
+from mlaforge.report.report import write_report
 from mlaforge.runtime import UserError
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -310,7 +310,7 @@ def test_trainings_of_heads_are_drawn(tmp_path: Path) -> None:
     save(Manifest("draft train", {}, {}, metrics={"curve": partly}, environment=MACHINE), tmp_path / "b")
     save(Manifest("draft train", {}, {}, metrics={"curve": None}, environment=MACHINE), tmp_path / "c")
     made = write_report(tmp_path, tmp_path / "r.html")
-    assert [len(figures) for figures in report_figures.figures(made, [])["trainings"]] == [3, 1, 0]
+    assert [len(figures) for figures in plots.figures(made, [])["trainings"]] == [3, 1, 0]
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
     assert len(page.paths) == 4 and min(page.paths) > 3 and "script" not in page.tags
     for text in (

@@ -10,9 +10,9 @@ import pytest
 import recorded
 from recorded import case, gates, kernels, put, scenario
 
-from mlaforge.advice import COMMANDS, RULES
 from mlaforge.rendering.page import interval
-from mlaforge.report import summarise, write_report
+from mlaforge.report.recommendations import COMMANDS, RULES
+from mlaforge.report.report import summarise, write_report
 
 
 def settings(folder: Path, *cases: dict[str, Any], **changes: Any) -> dict[str, list[tuple[str, str]]]:

@@ -320,7 +320,7 @@ def report(
     ] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page from all artifacts and results in a folder."""
-    from mlaforge.report import write_report
+    from mlaforge.report.report import write_report
 
     write_report(folder, out)
     print(out)
@@ -334,7 +334,7 @@ def card(
     overwrite: Overwrite = False,
 ) -> None:
     """The Hugging Face model card of a converted model, and a technical report of the whole folder, in Markdown."""
-    from mlaforge import card as stage
+    from mlaforge.report import card as stage
 
     made = stage.run(folder, out, config, overwrite)
     print(f"{out / stage.CARD}: the card of {made.inputs['model']['name']}\n{out / stage.TECHNICAL}")
@@ -353,7 +353,7 @@ def publish(
 
     The token is $HF_TOKEN, or that of `hf auth login`; it is no option, because options are seen by `ps`.
     """
-    from mlaforge import publish as stage
+    from mlaforge.report import publish as stage
 
     shipment = stage.pack(folders, repo)
     print(json.dumps(shipment.describe(), indent=1) if json_output else shipment_table(shipment))

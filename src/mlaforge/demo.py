@@ -11,7 +11,7 @@ from mlaforge import demo_model
 from mlaforge.artifact import Manifest
 from mlaforge.conversion import convert
 from mlaforge.options import ConvertConfig, DemoConfig, GenerateConfig
-from mlaforge.report import write_report
+from mlaforge.report.report import write_report
 from mlaforge.runtime import log
 from mlaforge.serving import generate
 

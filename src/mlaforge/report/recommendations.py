@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlaforge.rendering.page import at, number, shown
-from mlaforge.results import OWN, SERIES, groups, measured, spread
+from mlaforge.report.bench_results import OWN, SERIES, groups, measured, spread
 
 # A conversion that costs more perplexity than this is not recommended.
 COST = 1.05

@@ -13,11 +13,11 @@ from typing import Any
 
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.config import nearest
-from mlaforge.deviations import WATCHED
 from mlaforge.options import CardConfig
 from mlaforge.rendering.page import at, jinja_page, number
-from mlaforge.report import summarise
-from mlaforge.results import dicts, measured
+from mlaforge.report.bench_results import dicts, measured
+from mlaforge.report.deviations import WATCHED
+from mlaforge.report.report import summarise
 from mlaforge.runtime import UserError
 
 CARD, TECHNICAL, NUMBERS = "README.md", "technical_report.md", "report.json"

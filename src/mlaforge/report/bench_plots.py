@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlaforge.rendering.page import INK, MARKERS, MUTED, PAINT, at, drawing, logarithmic, number
-from mlaforge.results import SERIES, groups, label, measured, spread
+from mlaforge.report.bench_results import SERIES, groups, label, measured, spread
 
 LINES = ("-", (0, (6, 2)), (0, (3, 2)), (0, (5, 1.5, 1, 1.5)))
 ROOF = (0, (1, 2))

@@ -1,14 +1,14 @@
-"""The drawings of the report: of what report.py gathered, only of numbers that were measured."""
+"""The drawings of the report: of what report/report.py gathered, only of numbers that were measured."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from mlaforge import results_figures
 from mlaforge.diagnosis import plots
 from mlaforge.rendering.page import INK, MARKERS, MUTED, PAINT, drawing, heat, logarithmic, number, shown
-from mlaforge.results import dicts
+from mlaforge.report import bench_plots
+from mlaforge.report.bench_results import dicts
 
 RATIO, FRACTION, AT_128K = ("metrics", "ratio"), ("metrics", "cache", "fraction"), ("context_bytes", "128K")
 CACHED = ("cached", "gqa_cached")
@@ -30,8 +30,8 @@ def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str
         "trainings": [_training(i, record) for i, record in enumerate(report["trainings"])],
         "acceptances": [_acceptance(i, record) for i, record in enumerate(report["acceptances"])],
         "diagnoses": [_diagnosis(i, body) for i, body in enumerate(diagnoses)],
-        "scenarios": [results_figures.scenario(body, f"s{i}") for i, body in enumerate(report["scenarios"])],
-        "kernels": [results_figures.kernels(body, f"k{i}") for i, body in enumerate(report["kernels"])],
+        "scenarios": [bench_plots.scenario(body, f"s{i}") for i, body in enumerate(report["scenarios"])],
+        "kernels": [bench_plots.kernels(body, f"k{i}") for i, body in enumerate(report["kernels"])],
     }
 
 

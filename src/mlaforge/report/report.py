@@ -14,12 +14,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from mlaforge.advice import recommend
 from mlaforge.artifact import MANIFEST, Manifest
-from mlaforge.deviations import WATCHED, deviations
 from mlaforge.rendering.page import NOT_FINITE, NOT_MEASURED, PAINT, at, interval, jinja_page, number, shown
-from mlaforge.report_figures import figures
-from mlaforge.results import dicts, latest, read_results
+from mlaforge.report.bench_results import dicts, latest, read_results
+from mlaforge.report.deviations import WATCHED, deviations
+from mlaforge.report.plots import figures
+from mlaforge.report.recommendations import recommend
 from mlaforge.runtime import UserError
 
 GENERATOR = "mlaforge report"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlaforge.rendering.page import at, number, shown
-from mlaforge.results import dicts
+from mlaforge.report.bench_results import dicts
 
 # A predicted loss is an order of magnitude, no more.
 FACTOR = 2.0

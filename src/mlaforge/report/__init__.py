@@ -1,0 +1,1 @@
+"""What was measured, shown: the page, its drawings, recommendations, the model card, the hub."""
