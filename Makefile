@@ -60,12 +60,12 @@ bench-engine: $(VENV)/.ready
 
 bench-speculation: $(VENV)/.ready
 	$(BIN)/python benchmarks/acceptance.py --data ../shared/data
-	$(BIN)/python benchmarks/speculation.py --data ../shared/data --draft src/mlaforge/heads/smollm2-135m-instruct-original
+	$(BIN)/python benchmarks/speculation.py --data ../shared/data --draft src/mlaforge/demo/heads/smollm2-135m-instruct-original
 
 # MODEL: what is served; by default the demo's.
 bench-load: $(VENV)/.ready
 	model='$(MODEL)'; $(BIN)/python benchmarks/load.py \
-	  "$${model:-$$($(BIN)/python -c 'from mlaforge import demo_model; print(demo_model.fetch())')}" --minutes 10
+	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}" --minutes 10
 
 # Needs a GPU.
 bench-kernels: $(VENV)/.ready
@@ -74,7 +74,7 @@ bench-kernels: $(VENV)/.ready
 # The gates' scenarios on MODEL (default: the demo's), and the verdicts. On a CPU the twins.
 bench: $(VENV)/.ready
 	model='$(MODEL)'; $(BIN)/mlaforge bench single,batch --perf \
-	  "$${model:-$$($(BIN)/python -c 'from mlaforge import demo_model; print(demo_model.fetch())')}"
+	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}"
 	$(BIN)/mlaforge gate
 
 clean:

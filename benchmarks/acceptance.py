@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from speculation import parser, read_prompts
 
-from mlaforge import demo_model
 from mlaforge.artifact import sha256
 from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint.reader import fingerprint
+from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from mlaforge import demo_model
 from mlaforge.calibration import calibrate
 from mlaforge.calibration.sources import Notes, Source
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
+from mlaforge.demo import model as demo_model
 from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import CalibrateConfig, ConvertConfig
 from mlaforge.runtime import environment, log

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from mlaforge import demo_model
 from mlaforge.bench.conversion import perplexities
 from mlaforge.checkpoint import reader
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
+from mlaforge.demo import model as demo_model
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import environment, log
 

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
-from mlaforge import demo_model
 from mlaforge.bench.roof import memory_speed
 from mlaforge.bench.transformers_peer import Transformers as Peer
 from mlaforge.checkpoint import reader
 from mlaforge.data import corpus
+from mlaforge.demo import model as demo_model
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import environment, log

@@ -14,8 +14,8 @@ import argparse
 import json
 from pathlib import Path
 
-from mlaforge import make_gptoss
 from mlaforge.conversion import convert
+from mlaforge.demo import gpt_oss
 from mlaforge.options import ConvertConfig, MakeGptOssConfig
 from mlaforge.runtime import environment
 
@@ -37,7 +37,7 @@ def main() -> None:
     original = given.original or given.folder / "original"
     if not given.original:
         options = MakeGptOssConfig(windows=True, yarn=32.0, sinks=True, differ=0.02, heal=given.heal, text=valid)
-        make_gptoss.run(original, options)
+        gpt_oss.run(original, options)
     rows = []
     print("| layout | original ppl | RoPE cut | MLA ppl | ratio | bar |\n|---|---|---|---|---|---|")
     for layout, bar in BARS.items():

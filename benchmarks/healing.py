@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from mlaforge import demo_model
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
+from mlaforge.demo import model as demo_model
 from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.healing import heal
 from mlaforge.options import ConvertConfig, HealConfig

@@ -36,8 +36,8 @@ CONFIG = {
 
 def write_sparse(directory: Path, layers: int, experts: int) -> int:
     """A checkpoint of that geometry in one sparse file; returns the bytes it would take."""
-    from mlaforge import demo_model
     from mlaforge.checkpoint import reader
+    from mlaforge.demo import model as demo_model
 
     config = {**CONFIG, "num_hidden_layers": layers, "num_local_experts": experts}
     shapes, _ = reader.expected_tensors(config)

@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
-from mlaforge import demo_model
 from mlaforge.artifact import sha256
 from mlaforge.bench.replay import Replay
 from mlaforge.bench.summary import aligned, spread
 from mlaforge.checkpoint.reader import fingerprint
+from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams

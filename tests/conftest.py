@@ -168,7 +168,7 @@ def biased_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The demo's real model; skips where it cannot be had."""
-    from mlaforge import demo_model
+    from mlaforge.demo import model as demo_model
     from mlaforge.runtime import UserError
 
     try:

@@ -210,8 +210,8 @@ def test_env_prints_json(cli):
 
 
 def test_demo_is_the_whole_chain_and_reuses_what_is_finished(tiny_models, cli, tree, monkeypatch, tmp_path):
-    monkeypatch.setattr("mlaforge.demo_model.fetch", lambda: tiny_models["llama"])
-    monkeypatch.setattr("mlaforge.demo_model.head", lambda form: saved(tmp_path / form))
+    monkeypatch.setattr("mlaforge.demo.model.fetch", lambda: tiny_models["llama"])
+    monkeypatch.setattr("mlaforge.demo.model.head", lambda form: saved(tmp_path / form))
     more = ("--nsamples", 1, "--eval-windows", 1, "--prompt", "Hello")
     first = cli("demo", tmp_path / "demo", *more)
     assert printed(first).count("latent") >= 2 and first.stdout.count("> Hello") == 3

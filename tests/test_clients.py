@@ -15,8 +15,8 @@ import torch
 from conftest import load_original
 from serving import free_port, name_vllm, until
 
-from mlaforge import demo_model
 from mlaforge.checkpoint import reader
+from mlaforge.demo import model as demo_model
 from mlaforge.runtime import UserError
 
 TASKS = Path(__file__).with_name("lm_eval")

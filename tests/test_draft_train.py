@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from test_eagle3 import make
 from torch.nn import functional as F
 
-from mlaforge import demo_model
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.config import resolve
 from mlaforge.data.packing import Rows
+from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset, initialize, train, vocabulary
 from mlaforge.drafting.training_time_test import Unrolled, capture, columns
 from mlaforge.modeling.eagle3 import Eagle3Head

@@ -11,9 +11,9 @@ import torch
 from conftest import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from mlaforge import demo_model
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.conversion import convert, deepseek
+from mlaforge.demo import model as demo_model
 from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig, ExportConfig
 from mlaforge.runtime import UserError

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from mlaforge import demo_model
 from mlaforge.checkpoint import mxfp4
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.data import corpus
-from mlaforge.make_gptoss import TOKENS, WINDOW, run
+from mlaforge.demo import model as demo_model
+from mlaforge.demo.gpt_oss import TOKENS, WINDOW, run
 from mlaforge.options import MakeGptOssConfig
 from mlaforge.runtime import UserError
 
@@ -142,7 +142,7 @@ def test_sinks_and_biases_are_not_zero(make, tiny_models, long_text):
 
 def test_a_sink_is_the_mean_logit_of_the_first_token(tiny_models):
     """Against the attention weights that transformers itself reports."""
-    from mlaforge.sinks import measure
+    from mlaforge.demo.first_token import measure
 
     ids, after = some_ids(160), 128
     model = checkpoint.load_model(tiny_models["llama"], "float32")

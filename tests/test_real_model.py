@@ -65,7 +65,7 @@ def test_bars_on_wikitext(smollm2, tmp_path):
 
 @pytest.mark.slow
 def test_demo_reuses_what_is_finished(smollm2, tmp_path):
-    from mlaforge import demo
+    from mlaforge.demo import demo
     from mlaforge.options import DemoConfig
 
     options = DemoConfig(nsamples=1, eval_windows=1, prompt="Say hello.")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mlaforge import demo_model
 from mlaforge.artifact import sha256
 from mlaforge.checkpoint.eagle3 import read_head
+from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams

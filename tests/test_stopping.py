@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlaforge import demo_model
 from mlaforge.checkpoint.reader import load_tokenizer
+from mlaforge.demo import model as demo_model
 from mlaforge.engine.request.detokenizer import WINDOW, Detokenizer
 from mlaforge.engine.request.stopping import Stopping, find_stop, held_back
 from mlaforge.engine.sampling.params import SamplingParams

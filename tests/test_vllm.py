@@ -23,10 +23,11 @@ from safetensors.torch import load_file, save_file
 from serving import free_port, name_vllm
 from test_eagle3 import make
 
-from mlaforge import demo_model, make_gptoss
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.conversion import convert
+from mlaforge.demo import gpt_oss
+from mlaforge.demo import model as demo_model
 from mlaforge.families.gpt_oss import FAMILY as GPT_OSS
 from mlaforge.options import ConvertConfig, MakeGptOssConfig
 from mlaforge.planning.plan import LayerPlan, Plan
@@ -337,7 +338,7 @@ def real(tmp_path_factory):
     # Two experts that every token visits.
     options = {"windows": True, "yarn": 32.0, "sinks": True, "differ": 0.02, "experts": 2, "top_k": 2}
     wider = with_four_kv_heads(source, root / "wider")
-    make_gptoss.run(stand_in, MakeGptOssConfig(from_=str(wider), **options))
+    gpt_oss.run(stand_in, MakeGptOssConfig(from_=str(wider), **options))
     as_others_compute(stand_in)
     short = {"nsamples": 4, "seqlen": 512, "eval_windows": 0, "device": "cpu", "budget": 0.5}
     for name in REAL:

@@ -233,7 +233,7 @@ def serve(model: Model, config: ServeConfig) -> None:
 @verb(MakeGptOssConfig)
 def make_gptoss(out: Out, config: MakeGptOssConfig, overwrite: Overwrite = False) -> None:
     """Rewrite a small dense model as a GPT-OSS one that computes the same; options bring it closer to the real one."""
-    from mlaforge import make_gptoss as stage
+    from mlaforge.demo import gpt_oss as stage
 
     quiet()
     made = stage.run(out, config, overwrite)
@@ -247,7 +247,7 @@ def demo(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where results go")] = Path("runs/demo"),
 ) -> None:
     """The whole chain on a real model (SmolLM2-135M), in minutes on a CPU."""
-    from mlaforge import demo as stage
+    from mlaforge.demo import demo as stage
 
     quiet()
     made = stage.run(folder, config)

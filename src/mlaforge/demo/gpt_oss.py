@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge import demo_model, sinks, upcycle
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import mxfp4, resolve
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
 from mlaforge.data.packing import Feed, Phase, pack
+from mlaforge.demo import first_token, upcycle
+from mlaforge.demo import model as demo_model
 from mlaforge.factorization.refit import steer
 from mlaforge.families import read_rope, read_spec
 from mlaforge.families.spec import ModelSpec
@@ -178,7 +179,7 @@ def fitted(tuned: corpus.Windows) -> Tensor:
     return tuned.ids[:: max(1, len(tuned.ids) // MEASURED)][:MEASURED]
 
 
-def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> list[sinks.FirstToken]:
+def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> list[first_token.FirstToken]:
     """The first token's part in every layer of the source under the result's RoPE, its scaling of logits undone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -187,7 +188,7 @@ def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> 
     model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=torch.float32).eval()
     ids = fitted(tuned)
     after = min(WINDOW, ids.shape[1] // 2)
-    return sinks.measure(model, progress(ids, "measure sinks", len(ids)), after)
+    return first_token.measure(model, progress(ids, "measure sinks", len(ids)), after)
 
 
 def heal(
@@ -242,7 +243,7 @@ class Upcycled:
     spec: ModelSpec
     config: MakeGptOssConfig
     made: dict[str, Any]
-    first: list[sinks.FirstToken] | None
+    first: list[first_token.FirstToken] | None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         embedding = self.reader["model.embed_tokens.weight"]
@@ -281,7 +282,7 @@ class Upcycled:
             found[name] = found[name] / scaling
         return found
 
-    def _add_sinks(self, i: int, found: dict[str, Tensor], first: sinks.FirstToken, draw: torch.Generator) -> None:
+    def _add_sinks(self, i: int, found: dict[str, Tensor], first: first_token.FirstToken, draw: torch.Generator) -> None:
         """Sinks from the first token's logit, and biases; o_proj's bias restores what they take or add on average."""
         layer, slides = self.spec.layers[i], self.made["layer_types"][i] == "sliding_attention"
         found["sinks"] = first.logit if slides else first.logit - BELOW

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mlaforge import demo_model
 from mlaforge.artifact import Manifest
 from mlaforge.conversion import convert
+from mlaforge.demo import model as demo_model
 from mlaforge.options import ConvertConfig, DemoConfig, GenerateConfig
 from mlaforge.report.report import write_report
 from mlaforge.runtime import log
