@@ -259,7 +259,7 @@ def cli() -> Callable[..., Any]:
     """
     from typer.testing import CliRunner
 
-    from mlaforge.cli import app
+    from mlaforge.cli.main import app
 
     class Done:
         def __init__(self, result: Any):

@@ -139,7 +139,7 @@ def test_the_same_again(golden, sourced, cli, tmp_path):
 KILLED = """
 import os, signal, sys
 from mlaforge.calibration import window_store as shards
-from mlaforge.cli import main
+from mlaforge.cli.main import main
 shards.SHARD, embed, done = 20, shards.Shards.embed, []
 def dying(self, number, *rest):
     if number == 2:

@@ -14,7 +14,7 @@ from test_eagle3 import saved
 from typer.testing import CliRunner
 
 from mlaforge import __version__, options
-from mlaforge.cli import app
+from mlaforge.cli.main import app
 from mlaforge.options import ConvertConfig
 
 # Verb, perhaps of a group ("draft import") -> the dataclass of its options, or None, as the command declares it.
@@ -47,7 +47,7 @@ def halved(tiny_models, cli, short, tmp_path_factory):
 def test_help_loads_nothing_heavy():
     code = f"""
 import sys
-from mlaforge.cli import main
+from mlaforge.cli.main import main
 for verb in {[[], *(verb.split() for verb in VERBS)]}:
     sys.argv = ["mlaforge", *verb, "--help"]
     try:
@@ -234,7 +234,7 @@ def broken():
     raise ZeroDivisionError("ours")
 
 mlaforge.runtime.environment = broken
-from mlaforge.cli import main
+from mlaforge.cli.main import main
 
 sys.argv = ["mlaforge", "env"]
 main()

@@ -9,7 +9,7 @@ import pytest
 from serving import serving
 from typer.testing import CliRunner
 
-from mlaforge.cli import app
+from mlaforge.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
 """`python -m mlaforge` is the `mlaforge` command."""
 
-from mlaforge.cli import main
+from mlaforge.cli.main import main
 
 main()

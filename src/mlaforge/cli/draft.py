@@ -1,4 +1,4 @@
-"""`mlaforge draft ...`: the verbs of EAGLE-3 heads. As in cli.py: parse, call a stage, print."""
+"""`mlaforge draft ...`: the verbs of EAGLE-3 heads. As in cli/main.py: parse, call a stage, print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from mlaforge import verbs
+from mlaforge.cli import verb as verbs
+from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, quiet
 from mlaforge.options import (
     DraftCheckConfig,
     DraftCompareConfig,
@@ -18,7 +19,6 @@ from mlaforge.options import (
     RegenerateConfig,
     VocabularyConfig,
 )
-from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
 app = group("EAGLE-3 draft heads: the text they learn from, vocabulary, training; those of others, checked, compared.")
 verb = functools.partial(verbs.verb, app)

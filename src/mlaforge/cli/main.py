@@ -14,7 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from mlaforge import config as configuration
-from mlaforge import draft_cli, verbs
+from mlaforge.cli import draft
+from mlaforge.cli import verb as verbs
+from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, quiet
 from mlaforge.options import (
     EXPORTS,
     BenchConfig,
@@ -33,10 +35,9 @@ from mlaforge.options import (
 )
 from mlaforge.planning.report import PlanConfig
 from mlaforge.runtime import UserError
-from mlaforge.verbs import Json, Model, Out, Overwrite, group, quiet
 
 app = group("Turn a grouped-query-attention model into multi-head latent attention, prove what it cost, run it.")
-app.add_typer(draft_cli.app, name="draft")
+app.add_typer(draft.app, name="draft")
 verb = functools.partial(verbs.verb, app)
 
 OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new directory for the result")]
