@@ -321,7 +321,7 @@ def converts(cli, short) -> Callable[..., Any]:
 def known_roof() -> Iterator[Any]:
     """A CPU's roof that is not measured: that takes 400 MB and a machine that is not crowded."""
     from mlaforge.bench import roof
-    from mlaforge.planning.plan import Gpu
+    from mlaforge.planning.costs import Gpu
 
     gpu = Gpu("cpu", 0.05, 0.01, 8.0, "made up", achievable=1.0)
     with pytest.MonkeyPatch.context() as patch:

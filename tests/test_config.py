@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlaforge import options
 from mlaforge.config import MANY, field_types, resolve
 from mlaforge.options import ConvertConfig
-from mlaforge.planning.report import PlanConfig
+from mlaforge.planning.config import PlanConfig
 from mlaforge.runtime import UserError
 
 CLASSES = [c for c in vars(options).values() if dataclasses.is_dataclass(c)] + [PlanConfig]

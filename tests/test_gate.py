@@ -19,7 +19,7 @@ from mlaforge.bench.ours import Ours, Variant
 from mlaforge.config import resolve
 from mlaforge.engine import engine as core
 from mlaforge.options import EngineConfig
-from mlaforge.planning.plan import Gpu
+from mlaforge.planning.costs import Gpu
 from mlaforge.runtime import UserError
 
 pytestmark = pytest.mark.usefixtures("known_roof")

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from mlaforge.config import resolve
 from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
-from mlaforge.planning.plan import GPUS, LayerPlan, Plan, make_plan, rank_limit, unconverted
-from mlaforge.planning.report import PlanConfig, parse_context, run_plan
+from mlaforge.planning.config import PlanConfig
+from mlaforge.planning.costs import GPUS
+from mlaforge.planning.plan import LayerPlan, Plan, make_plan, rank_limit, unconverted
+from mlaforge.planning.report import parse_context, run_plan
 from mlaforge.planning.roofline import Row, attention_op, compare, decode_step, projections, recommend, weight_bytes
 from mlaforge.runtime import UserError
 

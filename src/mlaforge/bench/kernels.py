@@ -27,7 +27,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import check
 from mlaforge.ops.paged_attention import OP, reference
 from mlaforge.options import BenchConfig
-from mlaforge.planning.plan import Cost, Gpu
+from mlaforge.planning.costs import Cost, Gpu
 from mlaforge.runtime import UserError, log, resolve_device
 
 OPERATIONS = ("paged_attention",)

@@ -16,7 +16,8 @@ import torch
 
 from mlaforge.checkpoint import reader
 from mlaforge.config import nearest
-from mlaforge.planning.plan import CACHE_BYTES, GPUS, Cost, Gpu, LayerPlan, Plan
+from mlaforge.planning.costs import GPUS, Cost, Gpu
+from mlaforge.planning.plan import CACHE_BYTES, LayerPlan, Plan
 from mlaforge.planning.roofline import CACHE_LIMITS, WEIGHT_LIMITS, decode_step
 from mlaforge.runtime import UserError, log
 

@@ -27,7 +27,8 @@ from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.options import BenchConfig, EngineConfig
-from mlaforge.planning.plan import Gpu, Plan
+from mlaforge.planning.costs import Gpu
+from mlaforge.planning.plan import Plan
 from mlaforge.runtime import UserError, log, resolve_device
 
 # What torch's allocator on a CPU says when the system gives it nothing.

@@ -13,7 +13,8 @@ from mlaforge.bench.ours import PLAIN, Ours, Taken
 from mlaforge.bench.roof import layout_of, limit
 from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.speculation.controller import SpeculationStats
-from mlaforge.planning.plan import Gpu, Plan
+from mlaforge.planning.costs import Gpu
+from mlaforge.planning.plan import Plan
 
 if TYPE_CHECKING:
     from mlaforge.bench.recipe import Recipe

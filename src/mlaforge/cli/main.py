@@ -33,7 +33,7 @@ from mlaforge.options import (
     MakeGptOssConfig,
     ServeConfig,
 )
-from mlaforge.planning.report import PlanConfig
+from mlaforge.planning.config import PlanConfig
 from mlaforge.runtime import UserError
 
 app = group("Turn a grouped-query-attention model into multi-head latent attention, prove what it cost, run it.")
@@ -47,9 +47,9 @@ OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new dir
 def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
     """What conversion would save and what is physically possible; needs only a config.json."""
     from mlaforge.checkpoint import resolve
-    from mlaforge.planning import report as plan_report
+    from mlaforge.planning import report as planning_report
 
-    report = plan_report.run_plan(resolve.find_config(model), config)
+    report = planning_report.run_plan(resolve.find_config(model), config)
     print(json.dumps(report.as_dict(), indent=1) if json_output else report.render())
 
 

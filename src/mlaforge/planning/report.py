@@ -8,30 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlaforge.config import nearest, option
+from mlaforge.config import nearest
 from mlaforge.families import read_spec
 from mlaforge.families.spec import LayerSpec
-from mlaforge.planning.plan import CONTEXTS, GPUS, LATENT_LAYOUTS, make_plan, weight_bytes, window_choices
+from mlaforge.planning.config import PlanConfig
+from mlaforge.planning.costs import GPUS, weight_bytes
+from mlaforge.planning.plan import CONTEXTS, make_plan, window_choices
 from mlaforge.planning.roofline import PARTS, Row, analyse, compare, in_bytes, in_digits, recommend
 from mlaforge.runtime import UserError
-
-
-@dataclass
-class PlanConfig:
-    """Options of `plan`: the workload and the machine; budget, layout and ranks add a row of your own."""
-
-    context: str = option("32k", "tokens in the cache of each request; k is 1024, m is 1024²", "tokens")
-    batch: int = option(4, "requests decoded together", "requests")
-    gpu: str = option("h200", "machine to compute for", choices=tuple(GPUS))
-    drafts: int = option(3, "draft tokens that a speculative step verifies", "tokens")
-    budget: float | None = option(None, "share of the converted layers' GQA cache to keep", "0 to 1")
-    layout: str | None = option(None, "cache layout of the converted layers", choices=LATENT_LAYOUTS)
-    kv_lora_rank: int | None = option(None, "latent numbers per token, in place of a budget", "numbers")
-    qk_rope_head_dim: int | None = option(None, "rotary key numbers per token (latent_rope)", "numbers")
-    layers: str = option(
-        "auto", "layers to convert: all, full, auto (full beside sliding ones) or a list such as 0,2,5-9"
-    )
-
 
 BUDGETS = (0.75, 0.5, 0.4375, 0.25)
 

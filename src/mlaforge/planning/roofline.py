@@ -12,21 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mlaforge.families.spec import ModelSpec
-from mlaforge.planning.plan import (
-    LATENT_LAYOUTS,
-    Cost,
-    Gpu,
-    LayerPlan,
-    Plan,
-    attention_op,
-    lm_head,
-    make_plan,
-    mlp,
-    projections,
-    select_layers,
-    unconverted,
-    weight_bytes,
-)
+from mlaforge.planning.costs import Cost, Gpu, attention_op, lm_head, mlp, projections, weight_bytes
+from mlaforge.planning.plan import LATENT_LAYOUTS, LayerPlan, Plan, make_plan, select_layers, unconverted
 from mlaforge.runtime import UserError
 
 PARTS = ("attention", "projections", "mlp", "lm_head")

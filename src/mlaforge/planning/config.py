@@ -1,0 +1,26 @@
+"""What a user may set of `plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlaforge.config import option
+from mlaforge.planning.costs import GPUS
+from mlaforge.planning.plan import LATENT_LAYOUTS
+
+
+@dataclass
+class PlanConfig:
+    """Options of `plan`: the workload and the machine; budget, layout and ranks add a row of your own."""
+
+    context: str = option("32k", "tokens in the cache of each request; k is 1024, m is 1024²", "tokens")
+    batch: int = option(4, "requests decoded together", "requests")
+    gpu: str = option("h200", "machine to compute for", choices=tuple(GPUS))
+    drafts: int = option(3, "draft tokens that a speculative step verifies", "tokens")
+    budget: float | None = option(None, "share of the converted layers' GQA cache to keep", "0 to 1")
+    layout: str | None = option(None, "cache layout of the converted layers", choices=LATENT_LAYOUTS)
+    kv_lora_rank: int | None = option(None, "latent numbers per token, in place of a budget", "numbers")
+    qk_rope_head_dim: int | None = option(None, "rotary key numbers per token (latent_rope)", "numbers")
+    layers: str = option(
+        "auto", "layers to convert: all, full, auto (full beside sliding ones) or a list such as 0,2,5-9"
+    )

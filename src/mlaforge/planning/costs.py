@@ -1,0 +1,149 @@
+"""What a plan costs in FLOPs and bytes, and the machines that it is computed for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
+from mlaforge.planning.plan import CACHE_BYTES, LayerPlan, Plan, tokens_held
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs done and bytes read."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes
+
+
+def attention_op(layer: LayerSpec, chosen: LayerPlan, context: int, batch: int = 1, queries: int = 1) -> Cost:
+    """Attention over the cache in one layer and one step, T = `queries` per request, without its projections.
+
+    FLOPs per cached token: gqa T·4·H·d. latent_rope, absorbed: T·(2·H·(r + d_r) + 2·H·r). latent: keys are
+    decompressed once, 2·r·G·d, then T·(2·H·d + 2·H·r) for scores and absorbed values. The cache is read once
+    per step whatever T is; decompressed keys are taken not to leave the chip.
+    """
+    H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    r, d_r = chosen.kv_lora_rank, chosen.qk_rope_head_dim
+    if chosen.layout == "gqa":
+        per_token = queries * 4 * H * d
+    elif chosen.layout == "latent":
+        per_token = 2 * r * G * d + queries * 2 * H * (d + r)
+    else:
+        assert chosen.layout == "latent_rope"
+        per_token = queries * 2 * H * (2 * r + d_r)
+    held = batch * tokens_held(layer, context)
+    return Cost(held * per_token, held * chosen.cached(layer) * CACHE_BYTES)
+
+
+def projection_params(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan) -> int:
+    """Parameters of a layer's attention: q_proj, o_proj, and kv_a_proj_with_mqa, kv_b_proj if converted."""
+    if chosen.layout == "gqa":
+        return spec.layer_params(layer)
+    H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    r, d_r = chosen.kv_lora_rank, chosen.qk_rope_head_dim
+    return spec.hidden_size * (H * (d + d_r) + (r + d_r) + H * d) + G * 2 * d * r
+
+
+def projections(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan, tokens: int) -> Cost:
+    """The attention projections of one layer for `tokens` new tokens, with what absorbing costs per token.
+
+    kv_b_proj then serves every query head: out @ W_uv, and in latent_rope q_nope @ W_uk, are 2·H·d·r FLOPs
+    each. In `latent` its key half works in `attention_op`; its bytes are counted here once.
+    """
+    params = projection_params(spec, layer, chosen)
+    flops = 2.0 * params
+    if chosen.layout != "gqa":
+        up = layer.num_kv_heads * 2 * layer.head_dim * chosen.kv_lora_rank
+        absorbed = 2 * layer.num_heads * layer.head_dim * chosen.kv_lora_rank
+        flops += (2 if chosen.layout == "latent_rope" else 1) * absorbed - 2 * up
+    return Cost(tokens * flops, params * spec.bits / 8)
+
+
+def experts_touched(moe: MoeSpec, tokens: int) -> float:
+    """Expected number of distinct experts that `tokens` tokens read, were routing independent and uniform."""
+    return moe.num_experts * (1.0 - (1.0 - moe.top_k / moe.num_experts) ** tokens)
+
+
+def mlp(layer: LayerSpec, tokens: int) -> Cost:
+    """The MLP of one layer, or the experts that `tokens` tokens read."""
+    active, read = (layer.moe.top_k, experts_touched(layer.moe, tokens)) if layer.moe else (1, 1.0)
+    return Cost(2.0 * layer.mlp_params * active * tokens, read * layer.mlp_params * layer.mlp_bits / 8)
+
+
+def lm_head(spec: ModelSpec, tokens: int) -> Cost:
+    """Logits for every token."""
+    params = spec.vocab_size * spec.hidden_size
+    return Cost(2.0 * params * tokens, params * spec.bits / 8)
+
+
+def weight_bytes(plan: Plan) -> float:
+    """Bytes of all weights: both embeddings (one where they are tied), projections, every expert."""
+    spec = plan.spec
+    total = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2) * spec.bits / 8
+    for layer, chosen in zip(spec.layers, plan.layers, strict=True):
+        total += projection_params(spec, layer, chosen) * spec.bits / 8
+        total += layer.mlp_params * (layer.moe.num_experts if layer.moe else 1) * layer.mlp_bits / 8
+    return total
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A machine. `bf16_tflops` is the dense datasheet figure with fp32 accumulation, never the sparse one.
+
+    `bandwidth_tbs` is TB/s (1e12 bytes), `memory_gib` what the driver reports, `achievable` the share of the
+    datasheet's FLOP/s that a good matrix product reaches.
+    """
+
+    name: str
+    bf16_tflops: float
+    bandwidth_tbs: float
+    memory_gib: float
+    source: str
+    achievable: float = 0.8
+
+    @property
+    def flops(self) -> float:
+        """Achievable FLOP/s."""
+        return self.achievable * self.bf16_tflops * 1e12
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s."""
+        return self.bandwidth_tbs * 1e12
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte above which FLOP/s are the limit, below which bandwidth is."""
+        return self.flops / self.bandwidth
+
+    def seconds(self, cost: Cost) -> float:
+        """The roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer."""
+        return max(cost.bytes / self.bandwidth, cost.flops / self.flops)
+
+    def bound(self, cost: Cost) -> str:
+        """Which of the two that is: `bandwidth` or `compute`."""
+        return "compute" if cost.flops / self.flops > cost.bytes / self.bandwidth else "bandwidth"
+
+
+_CPU = "this project's 2-core machine: 120 GFLOP/s (fp32, measured on a whole forward pass), twice one core's 15 GB/s"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h200", 989.0, 4.8, 140.4, "NVIDIA H200 SXM datasheet, 141 GB; sparse figure 1979 halved"),
+        Gpu("h100", 989.0, 3.35, 79.6, "NVIDIA H100 SXM datasheet, 80 GB; sparse figure 1979 halved"),
+        Gpu("b200", 2250.0, 8.0, 179.0, "NVIDIA HGX B200 datasheet, 180 of 192 GB; sparse 4500 halved"),
+        Gpu("l40s", 362.0, 0.864, 45.0, "NVIDIA L40S datasheet, 48 GB with ECC; sparse figure 733 halved"),
+        Gpu("a100", 312.0, 2.039, 80.0, "NVIDIA A100 SXM datasheet, 80 GB"),
+        Gpu("rtx5090", 209.5, 1.792, 31.8, "NVIDIA RTX Blackwell whitepaper, 32 GB; fp32 accumulation"),
+        Gpu("cpu", 0.120, 0.030, 23.5, _CPU, achievable=1.0),
+    )
+}
