@@ -27,7 +27,7 @@ from mlaforge.calibration.sources import Notes, Source
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion import convert
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import CalibrateConfig, ConvertConfig
@@ -115,10 +115,10 @@ def main() -> None:
     documents = [d for s in pool(given.data) for d in Source.of(s).documents(Notes())]
     (scratch / "pool.txt").write_text("\n\n".join("\n".join(d.parts) for d in documents), encoding="utf-8")
     # Nothing is judged that any of the ways could be tuned on.
-    everything = corpus.passages(corpus.windows(tokenizer, str(scratch / "pool.txt"), 10**6, given.seqlen))
+    everything = overlap.passages(corpus.windows(tokenizer, str(scratch / "pool.txt"), 10**6, given.seqlen))
     judged = judged_texts(tokenizer, given.data, given.judged_windows, given.seqlen, scratch)
     for name, windows in judged.items():
-        shared = corpus.overlapping(windows, everything)
+        shared = overlap.overlapping(windows, everything)
         keep = [i for i in range(len(windows.ids)) if i not in shared]
         judged[name] = corpus.Windows(windows.ids[keep], windows.source)
         log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat text of the pool")

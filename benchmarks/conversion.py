@@ -22,7 +22,7 @@ import torch
 from mlaforge.bench.conversion import perplexities
 from mlaforge.checkpoint import reader
 from mlaforge.conversion import convert
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import environment, log
@@ -68,9 +68,9 @@ def main() -> None:
         scratch = Path(folder)
         judged = texts(tokenizer, given.data, given.windows, scratch)
         tuned = [corpus.windows(tokenizer, source, count[name], SEQLEN, seed=0) for name, source in sources.items()]
-        known = [passage for windows in tuned for passage in corpus.passages(windows)]
+        known = [passage for windows in tuned for passage in overlap.passages(windows)]
         for name, windows in judged.items():
-            shared = corpus.overlapping(windows, known)
+            shared = overlap.overlapping(windows, known)
             keep = [i for i in range(len(windows.ids)) if i not in shared]
             judged[name] = corpus.Windows(windows.ids[keep], windows.source)
             log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat calibration text")

@@ -21,7 +21,7 @@ from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.healing import heal
@@ -42,9 +42,9 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "smollm2-heal.yaml"
 
 def judged(directory: Path, text: corpus.Windows, what: str) -> float:
     """Perplexity on the test text; refuses what was tuned on it."""
-    remembered = directory / corpus.PASSAGES
+    remembered = directory / overlap.PASSAGES
     if remembered.is_file():
-        corpus.refuse_overlap(text, corpus.read_passages(remembered), what)
+        overlap.refuse_overlap(text, overlap.read_passages(remembered), what)
     with LayerStream(directory, torch.float32, torch.device("cpu")) as stream:
         return perplexity(window_losses(stream, text.ids, what))
 

@@ -16,7 +16,7 @@ from mlaforge.calibration import calibrate, window_store
 from mlaforge.calibration.window_store import Shards
 from mlaforge.checkpoint.reader import load_tokenizer
 from mlaforge.conversion import convert
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError
 from mlaforge.tensor_store import Spill
@@ -261,9 +261,9 @@ def test_each_kind_of_layer_takes_its_set(sets, tiny_models, evaluation_file, tm
         (folder,) = (tmp_path / f"moments-{index}").iterdir()
         for key, tensor in Spill(folder)[f"moments-{index:03d}"].items():
             assert torch.equal(tensor, found[index][key]), (index, key)
-    remembered = corpus.read_passages(tmp_path / "out" / corpus.PASSAGES)
+    remembered = overlap.read_passages(tmp_path / "out" / overlap.PASSAGES)
     for index in (0, 1):
-        assert set(corpus.read_passages(tmp_path / f"alone-{index}" / corpus.PASSAGES)) < set(remembered)
+        assert set(overlap.read_passages(tmp_path / f"alone-{index}" / overlap.PASSAGES)) < set(remembered)
 
 
 def test_a_model_without_windows_takes_the_full_set(sets, tiny_models, evaluation_file, tmp_path):

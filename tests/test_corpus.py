@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from mlaforge.checkpoint.reader import load_tokenizer
-from mlaforge.data import corpus
-from mlaforge.data.corpus import DISTINCT, EMBEDDED, LONG, SHINGLE, Windows
+from mlaforge.data import corpus, overlap
+from mlaforge.data.corpus import EMBEDDED, Windows
+from mlaforge.data.overlap import DISTINCT, LONG, SHINGLE
 from mlaforge.runtime import UserError
 
 
@@ -198,7 +199,7 @@ def test_two_hundred_tokens_are_found_wherever_they_are(seqlens, at, seed, vocab
     tuned, judged = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
     here, there = (int(share * (ids.numel() - 200)) for share, ids in zip(at, (tuned, judged), strict=True))
     judged.view(-1)[there : there + 200] = tuned.view(-1)[here : here + 200]
-    found = corpus.overlapping(Windows(judged, "judged"), corpus.passages(Windows(tuned, "tuned")))
+    found = overlap.overlapping(Windows(judged, "judged"), overlap.passages(Windows(tuned, "tuned")))
     touched = set(range(there // seqlens[1], (there + 199) // seqlens[1] + 1))
     assert found and found <= touched
 
@@ -206,7 +207,7 @@ def test_two_hundred_tokens_are_found_wherever_they_are(seqlens, at, seed, vocab
 @given(**PLACES)
 def test_texts_that_share_nothing_do_not_overlap(seqlens, at, seed, vocab):
     tuned, judged = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
-    assert corpus.overlapping(Windows(judged, "judged"), corpus.passages(Windows(tuned, "tuned"))) == set()
+    assert overlap.overlapping(Windows(judged, "judged"), overlap.passages(Windows(tuned, "tuned"))) == set()
 
 
 @pytest.mark.parametrize(
@@ -217,38 +218,38 @@ def test_a_common_phrase_or_a_ruler_is_no_overlap(shared, distinct, found):
     tuned, judged = tokens(0, 4, 64), tokens(1, 4, 64)
     for ids in (tuned, judged):
         ids.view(-1)[70 : 70 + shared] = 6000 + torch.arange(shared) % distinct
-    assert bool(corpus.overlapping(Windows(judged, "j"), corpus.passages(Windows(tuned, "t")))) == found
+    assert bool(overlap.overlapping(Windows(judged, "j"), overlap.passages(Windows(tuned, "t")))) == found
 
 
 def test_passages_survive_the_file(tmp_path):
-    told = corpus.passages(Windows(tokens(0, 4, 64), "t"))
+    told = overlap.passages(Windows(tokens(0, 4, 64), "t"))
     assert len(told) == 4 * 64 - SHINGLE + 1 and max(told) > 2**63
-    (tmp_path / corpus.PASSAGES).write_text(json.dumps(told))
-    assert corpus.read_passages(tmp_path / corpus.PASSAGES) == told
+    (tmp_path / overlap.PASSAGES).write_text(json.dumps(told))
+    assert overlap.read_passages(tmp_path / overlap.PASSAGES) == told
 
 
 def test_what_the_embedded_text_repeats_is_left_out():
     """Licences stand in many documents; of a text that the user chose, nothing is left out silently."""
     tuned, judged = tokens(0, 4, 64), tokens(1, 4, 64)
     judged[2] = tuned[1]
-    told = corpus.passages(Windows(tuned, "t"))
-    kept = corpus.refuse_overlap(Windows(judged, EMBEDDED), told, "t")
+    told = overlap.passages(Windows(tuned, "t"))
+    kept = overlap.refuse_overlap(Windows(judged, EMBEDDED), told, "t")
     assert torch.equal(kept.ids, judged[[0, 1, 3]]) and kept.source == EMBEDDED
     with pytest.raises(
         UserError, match=r"1 of 4 evaluation windows \(mine\) share text with the calibration text \(t\)"
     ):
-        corpus.refuse_overlap(Windows(judged, "mine"), told, "t")
+        overlap.refuse_overlap(Windows(judged, "mine"), told, "t")
     with pytest.raises(UserError, match="4 of 4"):
-        corpus.refuse_overlap(Windows(tuned, EMBEDDED), told, "t")
-    assert corpus.refuse_overlap(Windows(tokens(2, 4, 64), "mine"), told, "t").source == "mine"
+        overlap.refuse_overlap(Windows(tuned, EMBEDDED), told, "t")
+    assert overlap.refuse_overlap(Windows(tokens(2, 4, 64), "mine"), told, "t").source == "mine"
 
 
 def test_the_default_texts_of_convert_do_not_overlap(words):
     tuned = corpus.windows(words, EMBEDDED, 16, 512, seed=0)
     judged = corpus.windows(words, EMBEDDED, 8, 512, judged=True)
-    kept = corpus.refuse_overlap(judged, corpus.passages(tuned), EMBEDDED)
+    kept = overlap.refuse_overlap(judged, overlap.passages(tuned), EMBEDDED)
     assert len(kept.ids) >= 6
-    assert not corpus.overlapping(kept, corpus.passages(tuned))
+    assert not overlap.overlapping(kept, overlap.passages(tuned))
 
     def runs(ids):
         return {tuple(row[i : i + 100]) for row in ids.tolist() for i in range(len(row) - 99)}

@@ -7,7 +7,7 @@ import torch
 
 from mlaforge.checkpoint import mxfp4
 from mlaforge.checkpoint import reader as checkpoint
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.gpt_oss import TOKENS, WINDOW, run
 from mlaforge.options import MakeGptOssConfig
@@ -137,7 +137,7 @@ def test_sinks_and_biases_are_not_zero(make, tiny_models, long_text):
         assert all((s.abs() < 1e3).all() and s.abs().min() > 0 for s in sinks)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             assert reader[f"model.layers.1.self_attn.{name}.bias"].abs().min() > 0
-    assert (made / corpus.PASSAGES).is_file()
+    assert (made / overlap.PASSAGES).is_file()
 
 
 def test_a_sink_is_the_mean_logit_of_the_first_token(tiny_models):

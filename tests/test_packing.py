@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaforge.checkpoint import reader
-from mlaforge.data import corpus, packing
+from mlaforge.data import corpus, overlap, packing
 from mlaforge.data.packing import Feed, Phase, Rows, pack
 from mlaforge.healing.distillation import final_states, masks
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -72,11 +72,11 @@ def tokenizer(tiny_models):
 def test_training_validation_and_calibration_share_no_passage(tokenizer, calibration_file):
     whole = packing.read(tokenizer, str(calibration_file), 128, 1000, [])
     assert packing.passages(whole.validation) and packing.passages(whole.train)
-    assert not corpus.sharing(whole.validation, packing.passages(whole.train))
+    assert not overlap.sharing(whole.validation, packing.passages(whole.train))
     tuned = corpus.windows(tokenizer, str(calibration_file), 10, 128, seed=3)
-    fresh = packing.read(tokenizer, str(calibration_file), 128, 1000, corpus.passages(tuned))
+    fresh = packing.read(tokenizer, str(calibration_file), 128, 1000, overlap.passages(tuned))
     assert sum(map(len, fresh.train)) < sum(map(len, whole.train))
-    assert not corpus.sharing([*fresh.train, *fresh.validation], corpus.passages(tuned))
+    assert not overlap.sharing([*fresh.train, *fresh.validation], overlap.passages(tuned))
 
 
 def test_documents_of_several_texts(tokenizer, tmp_path):

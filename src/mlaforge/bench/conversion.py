@@ -13,7 +13,7 @@ from mlaforge.bench.roof import layout_of, plan_of
 from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import BenchConfig
 from mlaforge.runtime import UserError, log, resolve_device
@@ -43,9 +43,9 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
     sources = config.text or (corpus.EMBEDDED,)
     judged = {Path(source).name: corpus.windows(tokenizer, source, count, seqlen, judged=True) for source in sources}
     for model, directory in directories.items():
-        if (remembered := directory / corpus.PASSAGES).is_file():
-            known = corpus.read_passages(remembered)
-            judged = {name: corpus.refuse_overlap(w, known, f"of {model}") for name, w in judged.items()}
+        if (remembered := directory / overlap.PASSAGES).is_file():
+            known = overlap.read_passages(remembered)
+            judged = {name: overlap.refuse_overlap(w, known, f"of {model}") for name, w in judged.items()}
     body: dict[str, Any] = machine.header("conversion", device) | {
         "texts": {name: {"tokens": w.ids.numel(), "windows": len(w.ids)} for name, w in judged.items()}, "rows": [],
     }  # fmt: skip

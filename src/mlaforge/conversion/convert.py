@@ -22,7 +22,7 @@ from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion.solve import Choices, Rebuild
 from mlaforge.conversion.writer import write_checkpoint
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.evaluation.perplexity import perplexity, standard_error, window_losses
 from mlaforge.factorization.moments import collect
 from mlaforge.families import family_of
@@ -97,7 +97,7 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
 def check_options(config: ConvertConfig) -> None:
     """Raises UserError for numbers that no model could make right."""
     # Shorter windows could not be told from text that they were tuned on.
-    for name, least in (("nsamples", 1), ("seqlen", corpus.SHINGLE), ("batch_size", 1)):
+    for name, least in (("nsamples", 1), ("seqlen", overlap.SHINGLE), ("batch_size", 1)):
         if (given := getattr(config, name)) < least:
             raise UserError(f"{name} = {given} is too small; give at least {least}")
     if config.eval_windows < 0:
@@ -125,7 +125,7 @@ def calibration_windows(
 
 def passages(tuned: dict[tuple[int, ...], corpus.Windows]) -> list[int]:
     """What to remember of all windows that any layer is calibrated on."""
-    return sorted({passage for windows in tuned.values() for passage in corpus.passages(windows)})
+    return sorted({passage for windows in tuned.values() for passage in overlap.passages(windows)})
 
 
 def described(tuned: dict[tuple[int, ...], corpus.Windows]) -> dict[str, Any]:
@@ -160,9 +160,9 @@ def run(
     judged = None
     if config.eval_windows:
         judged = corpus.windows(tokenizer, config.evaluation, config.eval_windows, config.seqlen, judged=True)
-        judged = corpus.refuse_overlap(judged, passages(tuned), config.calibration)
+        judged = overlap.refuse_overlap(judged, passages(tuned), config.calibration)
         if planned:
-            judged = corpus.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
+            judged = overlap.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
     reader.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
     left = ("device", "plan", *(PLANNED if planned else ()))
     # A hub id's local directory is named by a hash.
@@ -233,7 +233,7 @@ def _convert(
         with timed(seconds, "write"):
             settings = rebuild.settings(rebuild.plan, raw)
             write_checkpoint(stream.directory, partial, settings, stream.spec, converted, rebuild.weights, out_dtype)
-            (partial / corpus.PASSAGES).write_text(json.dumps(burnt), encoding="utf-8")
+            (partial / overlap.PASSAGES).write_text(json.dumps(burnt), encoding="utf-8")
         work["written"] = {}
 
     # What was written is read again, so that the number is that of the files.

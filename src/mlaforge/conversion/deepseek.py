@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import reader as checkpoint
-from mlaforge.data import corpus
+from mlaforge.data import overlap
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
 from mlaforge.options import ExportConfig
@@ -79,7 +79,7 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
                 assert not export.shapes, f"{sorted(export.shapes)[0]} was not written"
                 writer.finish()
             (partial / "config.json").write_text(json.dumps(export.settings, indent=2) + "\n", encoding="utf-8")
-            for path in [*checkpoint.companions(src), src / corpus.PASSAGES]:
+            for path in [*checkpoint.companions(src), src / overlap.PASSAGES]:
                 if path.is_file():
                     shutil.copyfile(path, partial / path.name)
             row = spec.num_layers * (rank + raw["qk_rope_head_dim"])

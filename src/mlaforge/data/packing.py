@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.runtime import UserError, log
 from mlaforge.training.kl_loss import NO_LABEL
 
@@ -130,12 +130,12 @@ def _order(piece: Tensor) -> bytes:
 
 def passages(pieces: list[Tensor]) -> list[int]:
     """`corpus.passages` of documents one after another."""
-    return corpus.passages(corpus.Windows(torch.cat(pieces)[None], ""))
+    return overlap.passages(corpus.Windows(torch.cat(pieces)[None], ""))
 
 
 def _without(pieces: list[Tensor], known: list[int]) -> list[Tensor]:
     """The pieces that share none of these passages."""
-    shared = corpus.sharing(pieces, known)
+    shared = overlap.sharing(pieces, known)
     return [piece for n, piece in enumerate(pieces) if n not in shared]
 
 

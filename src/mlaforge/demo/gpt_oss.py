@@ -18,7 +18,7 @@ from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import mxfp4, resolve
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.demo import first_token, upcycle
 from mlaforge.demo import model as demo_model
@@ -169,7 +169,7 @@ def _make(
         with timed(manifest.seconds, "write"):
             write(partial, Upcycled(reader, spec, config, made, first), healed)
     if tuned is not None:
-        (partial / corpus.PASSAGES).write_text(json.dumps(corpus.passages(tuned)), encoding="utf-8")
+        (partial / overlap.PASSAGES).write_text(json.dumps(overlap.passages(tuned)), encoding="utf-8")
     for path in checkpoint.companions(source):
         shutil.copyfile(path, partial / path.name)
 

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.diagnosis import verdicts
 from mlaforge.diagnosis.attention_stats import AttentionStats
 from mlaforge.diagnosis.geometry import Geometry, effective_rank
@@ -116,8 +116,8 @@ def allocated_bytes(config: Any, index: int, keys: Tensor, values: Tensor) -> in
 
 def check_options(config: DiagnoseConfig) -> None:
     """Raises UserError for numbers that no model could make right."""
-    if config.windows < 1 or config.seqlen < corpus.SHINGLE:
-        least = f"1 and {corpus.SHINGLE}"
+    if config.windows < 1 or config.seqlen < overlap.SHINGLE:
+        least = f"1 and {overlap.SHINGLE}"
         raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
 
 
@@ -167,7 +167,7 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
         mean = float(torch.stack([work[f"losses-{n:04d}"]["mean"] for n in range(len(text.ids))]).mean())
         manifest.metrics = verdicts.summary(records, mean, text.ids.shape, suggested, stored)
         if out is not None:
-            _write(folder, manifest, records, suggested, corpus.passages(text), config.report)
+            _write(folder, manifest, records, suggested, overlap.passages(text), config.report)
     return manifest
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
 
@@ -52,17 +52,17 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
 
     Raises UserError where a converted model was calibrated on this very text.
     """
-    if config.windows < 1 or config.seqlen < corpus.SHINGLE:
-        least = f"1 and {corpus.SHINGLE}"
+    if config.windows < 1 or config.seqlen < overlap.SHINGLE:
+        least = f"1 and {overlap.SHINGLE}"
         raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
     directory = resolve.locate(model)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, reader.stored_dtype(reader.read_config(directory)))
     tokenizer = reader.load_tokenizer(directory)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
-    remembered = directory / corpus.PASSAGES
+    remembered = directory / overlap.PASSAGES
     if remembered.is_file():
-        text = corpus.refuse_overlap(text, corpus.read_passages(remembered), f"of {model}")
+        text = overlap.refuse_overlap(text, overlap.read_passages(remembered), f"of {model}")
     reader.check_tokens(directory, text.ids)
     manifest = Manifest(
         "eval",

@@ -19,7 +19,7 @@ from torch import Tensor
 from mlaforge.artifact import MANIFEST, Manifest, finished, sha256, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.data import corpus
+from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
 from mlaforge.evaluation.criteria import Criterion, Measured, read
 from mlaforge.options import EvalConfig
@@ -42,8 +42,8 @@ def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece
     """The windows that a criterion judges on, each within one document; a text that is one document is cut into
     windows of which each counts as a document. Raises UserError where they share passages with `tuned`."""
     source, length = criterion.text, criterion.seqlen
-    if length < corpus.SHINGLE:
-        raise UserError(f"seqlen = {length} is too short to tell whether the text was tuned on; give {corpus.SHINGLE}")
+    if length < overlap.SHINGLE:
+        raise UserError(f"seqlen = {length} is too short to tell whether the text was tuned on; give {overlap.SHINGLE}")
     documents = corpus.documents(source, judged=True)
     if source == corpus.EMBEDDED:
         random.Random(0).shuffle(documents)  # of all its kinds
@@ -54,11 +54,11 @@ def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece
         found = []
         for n, document in enumerate(documents):
             ids = corpus.tokens(tokenizer, document, criterion.windows * length)
-            found += [Piece(n, part) for part in ids.split(length) if len(part) >= corpus.SHINGLE]
+            found += [Piece(n, part) for part in ids.split(length) if len(part) >= overlap.SHINGLE]
             if len(found) >= criterion.windows:
                 break
         found = found[: criterion.windows]
-    shared = corpus.sharing([piece.ids for piece in found], tuned)
+    shared = overlap.sharing([piece.ids for piece in found], tuned)
     if source == corpus.EMBEDDED:
         found = [piece for n, piece in enumerate(found) if n not in shared]
     elif shared:
@@ -89,7 +89,7 @@ class Judgement:
     def __init__(self, student: Path, teacher: Path, dtype: torch.dtype, device: torch.device, seed: int):
         self.paths, self.dtype, self.device, self.seed = (student, teacher), dtype, device, seed
         self.tokenizer = reader.load_tokenizer(teacher)
-        self.tuned = corpus.read_passages(student / corpus.PASSAGES)
+        self.tuned = overlap.read_passages(student / overlap.PASSAGES)
         self._compared: dict[tuple[str, int, int], tuple[np.ndarray, ...]] = {}
 
     def _states(self, texts: list[Tensor], what: str) -> list[tuple[list[Tensor], Tensor]]:
@@ -152,7 +152,7 @@ class Judgement:
             found.append(lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit))
         (ours, higher, texts), (theirs, _, _) = found
         asked = corpus.tokens(self.tokenizer, "\n".join(dict.fromkeys(texts)))
-        if corpus.sharing([asked], self.tuned):
+        if overlap.sharing([asked], self.tuned):
             raise UserError(f"task {criterion.task} asks what the student was converted or healed on; give another")
         return Measured(ours, theirs, np.ones(len(ours)), higher)
 
@@ -167,9 +167,9 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
         raise UserError("criteria compare two models: give --teacher, --student and --criteria together")
     criteria, seed = read(Path(config.criteria).expanduser())
     teacher, student = resolve.locate(config.teacher), resolve.locate(config.student)
-    if Manifest.load(student) is None or not (student / corpus.PASSAGES).is_file():
+    if Manifest.load(student) is None or not (student / overlap.PASSAGES).is_file():
         raise UserError(
-            f"{student} has no {MANIFEST} and {corpus.PASSAGES}: only what mlaforge made can be judged, because nobody "
+            f"{student} has no {MANIFEST} and {overlap.PASSAGES}: only what mlaforge made can be judged, because nobody "
             "else says what it was tuned on"
         )
     device = resolve_device(config.device)

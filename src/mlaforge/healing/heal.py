@@ -21,7 +21,7 @@ from mlaforge.artifact import WORK, Manifest, finished
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.data import corpus, packing
+from mlaforge.data import overlap, packing
 from mlaforge.factorization.refit import TOKENS, steer
 from mlaforge.healing.distillation import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -41,8 +41,8 @@ NOT_HASHED = ("device", "tensorboard")
 def lengths(config: HealConfig) -> list[int]:
     """The row lengths of the first phase. Raises UserError for what is no list of them."""
     given = [part.strip() for part in config.seqlen.split(",")]
-    if not all(part.isdigit() and int(part) >= corpus.SHINGLE for part in given):
-        raise UserError(f"seqlen = {config.seqlen!r} must be lengths of at least {corpus.SHINGLE}, such as 512,2048")
+    if not all(part.isdigit() and int(part) >= overlap.SHINGLE for part in given):
+        raise UserError(f"seqlen = {config.seqlen!r} must be lengths of at least {overlap.SHINGLE}, such as 512,2048")
     return [int(part) for part in given]
 
 
@@ -60,8 +60,8 @@ def check_options(config: HealConfig) -> list[str]:
         )
     if not 0 <= config.targeted < 1 or config.warm_up >= 1:
         raise UserError(f"targeted = {config.targeted} and warm_up = {config.warm_up} are shares, from 0 to below 1")
-    if config.validation_tokens < corpus.SHINGLE:
-        raise UserError(f"validation_tokens = {config.validation_tokens} is too small; give at least {corpus.SHINGLE}")
+    if config.validation_tokens < overlap.SHINGLE:
+        raise UserError(f"validation_tokens = {config.validation_tokens} is too small; give at least {overlap.SHINGLE}")
     if config.teacher_cache != "off" and (config.hidden_weight or config.attention_weight):
         raise UserError(f"teacher_cache {config.teacher_cache} keeps no layer's output to match; give one of them up")
     if (longest := max(lengths(config))) > config.batch_tokens:
@@ -136,8 +136,8 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
         raise UserError(f"{slides} of {raw['num_hidden_layers']} layers have a window: one phase's text teaches nobody")
     group = distributed.join(resolve_device(config.device))
     tokenizer = checkpoint.load_tokenizer(original)
-    remembered = converted / corpus.PASSAGES
-    tuned = corpus.read_passages(remembered) if remembered.is_file() else []
+    remembered = converted / overlap.PASSAGES
+    tuned = overlap.read_passages(remembered) if remembered.is_file() else []
     texts = read_texts(tokenizer, config, tuned)
     checkpoint.check_tokens(original, *(phase.rows.ids for phase in texts.feed.phases), texts.validation.ids)
     check_shares(texts.feed, group.world)
@@ -235,7 +235,7 @@ def _heal(
     course.write_last(partial, torch.float32)
     if group.first:
         write(converted, partial, {**solved, **course.trained(best=True)})
-        (partial / corpus.PASSAGES).write_text(json.dumps(texts.passages), encoding="utf-8")
+        (partial / overlap.PASSAGES).write_text(json.dumps(texts.passages), encoding="utf-8")
     manifest.metrics = {
         "refit": None if config.refit == "off" else json.loads((work.folder / "refit.json").read_text()),
         **course.metrics(),
