@@ -24,7 +24,7 @@ import torch
 
 from mlaforge.calibration import calibrate
 from mlaforge.calibration.sources import Notes, Source
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion import convert
 from mlaforge.data import corpus, overlap
@@ -80,7 +80,7 @@ def convert_one(way: str, seed: int, given: argparse.Namespace, model: Path) -> 
         calibrate.run(text, wanted, embedded=scratch / "embedded")
     elif way == "first":
         # Convert draws windows at random where there are more than it takes: it is given no more.
-        tokenizer = reader.load_tokenizer(model)
+        tokenizer = loading.load_tokenizer(model)
         first = corpus.windows(tokenizer, str(text), given.windows, seqlen)
         text = scratch / "first.txt"
         # A few tokens more, because the last one may be cut otherwise.
@@ -104,7 +104,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/calibration.json"))
     given = arguments.parse_args()
     model = demo_model.fetch()
-    tokenizer = reader.load_tokenizer(model)
+    tokenizer = loading.load_tokenizer(model)
     # What a run that was cut off had measured is not measured again.
     settings = {"windows": given.windows, "seqlen": given.seqlen, "judged_windows": given.judged_windows}
     result = json.loads(given.out.read_text()) if given.out.exists() else {}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mlaforge.bench.conversion import perplexities
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.conversion import convert
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
@@ -59,7 +59,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("benchmarks/conversion.json"))
     given = arguments.parse_args()
     directory = demo_model.fetch()
-    tokenizer = reader.load_tokenizer(directory)
+    tokenizer = loading.load_tokenizer(directory)
     sources = {"wiki": str(given.data / "wikitext-2" / "wiki.valid.tokens"), "embedded": corpus.EMBEDDED}
     count = {"wiki": given.calibration_windows, "embedded": ConvertConfig().nsamples}
     # What a run that was cut off had measured is not measured again.

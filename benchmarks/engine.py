@@ -30,7 +30,7 @@ import torch
 
 from mlaforge.bench.roof import memory_speed
 from mlaforge.bench.transformers_peer import Transformers as Peer
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.data import corpus
 from mlaforge.demo import model as demo_model
 from mlaforge.engine.llm import LLM
@@ -144,7 +144,7 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(2)
     directory = demo_model.fetch()
-    tokenizer = reader.load_tokenizer(directory)
+    tokenizer = loading.load_tokenizer(directory)
     windows = corpus.windows(tokenizer, str(options.data / "wikitext-2" / "wiki.test.raw"), 16, 2048).ids
     cases = {case: tuple(map(int, case.split("x"))) for case in options.cases}
     prompts = {

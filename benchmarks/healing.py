@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
@@ -58,7 +58,7 @@ def main() -> None:
     given = arguments.parse_args()
     directory = demo_model.fetch()
     valid, test = (str(given.data / "wikitext-2" / name) for name in ("wiki.valid.tokens", "wiki.test.raw"))
-    text = corpus.windows(reader.load_tokenizer(directory), test, WINDOWS, SEQLEN)
+    text = corpus.windows(loading.load_tokenizer(directory), test, WINDOWS, SEQLEN)
     # What a run that was cut off had measured is not measured again.
     result = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}, "environment": environment()}
     if "original" not in result:

@@ -36,11 +36,11 @@ CONFIG = {
 
 def write_sparse(directory: Path, layers: int, experts: int) -> int:
     """A checkpoint of that geometry in one sparse file; returns the bytes it would take."""
-    from mlaforge.checkpoint import reader
+    from mlaforge.checkpoint import loading, reader
     from mlaforge.demo import model as demo_model
 
     config = {**CONFIG, "num_hidden_layers": layers, "num_local_experts": experts}
-    shapes, _ = reader.expected_tensors(config)
+    shapes, _ = loading.expected_tensors(config)
     header, at = {}, 0
     for name, shape in shapes.items():
         packed = name.endswith(("_blocks", "_scales"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from memory import CONFIG
 
-from mlaforge.checkpoint.reader import read_spec
+from mlaforge.checkpoint.loading import read_spec
 from mlaforge.planning.costs import GPUS, Gpu, weight_bytes
 from mlaforge.planning.plan import Plan, make_plan, unconverted
 from mlaforge.vllm_plugin.heads import Heads

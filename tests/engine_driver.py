@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from conftest import load_original
 
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
@@ -40,7 +40,7 @@ class Oracle:
 
     def __init__(self, directory: Path):
         converted = "mla_layer_types" in json.loads((directory / "config.json").read_text())
-        self.model = reader.load_model(directory, "float32") if converted else load_original(directory)
+        self.model = loading.load_model(directory, "float32") if converted else load_original(directory)
         self.model.generation_config.eos_token_id = None
         self._known: dict[tuple[int, ...], list[int]] = {}
 

@@ -161,7 +161,7 @@ def test_the_same_again_is_not_done_again(tiny_models, converts, tree, tmp_path,
     out, source = tmp_path / "out", tiny_models["llama"]
     first = converts(source, out)
     before, times = tree(tmp_path), {p: p.stat().st_mtime_ns for p in [out, *out.iterdir()]}
-    monkeypatch.setattr("mlaforge.checkpoint.reader.load_model", None)
+    monkeypatch.setattr("mlaforge.checkpoint.loading.load_model", None)
     for more in ([], ["--overwrite"]):
         again = converts(source, out, *more)
         assert again.stdout == first.stdout

@@ -42,9 +42,9 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 HIDDEN = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-MOMENTS = ["mlaforge.conversion.convert.collect", "mlaforge.conversion.convert.write_checkpoint", "mlaforge.checkpoint.reader.Writer.finish"]
+MOMENTS = ["mlaforge.conversion.convert.collect", "mlaforge.conversion.convert.write_checkpoint", "mlaforge.checkpoint.writer.Writer.finish"]
 BREAKS = {
-    **{f"full disk in {at}": (at, FULL) for at in ("shutil.copyfile", "mlaforge.checkpoint.reader.Writer._flush")},
+    **{f"full disk in {at}": (at, FULL) for at in ("shutil.copyfile", "mlaforge.checkpoint.writer.Writer._flush")},
     "full disk in the manifest": ("mlaforge.artifact.Manifest.save", FULL),
     "full disk told by safetensors": ("safetensors.torch.save_file", HIDDEN),
     "full disk on the rename": ("os.replace", FULL),

@@ -15,7 +15,7 @@ import torch
 from conftest import load_original
 from serving import free_port, name_vllm, until
 
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.demo import model as demo_model
 from mlaforge.runtime import UserError
 
@@ -78,7 +78,7 @@ class Oracle:
 
     def __init__(self, directory):
         self.model = load_original(directory)
-        self.tokenizer = reader.load_tokenizer(directory)
+        self.tokenizer = loading.load_tokenizer(directory)
 
     def ids(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -10,7 +10,8 @@ import torch
 from conftest import CASES, load_original
 from transformers import DynamicCache
 
-from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.conversion import convert
 from mlaforge.families import read_spec
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -50,7 +51,7 @@ def force(model, absorb):
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_full_rank_equals_the_original(family, layout, converted, tiny_models):
-    model = checkpoint.load_model(converted(family, layout, **FULL))
+    model = loading.load_model(converted(family, layout, **FULL))
     with torch.no_grad():
         expected = original(tiny_models, family)(tokens()).logits
         for absorb in (False, True, None):
@@ -63,7 +64,7 @@ def test_full_rank_equals_the_original(family, layout, converted, tiny_models):
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_absorbed_equals_expanded_and_cached_equals_uncached(family, layout, converted):
-    model = checkpoint.load_model(converted(family, layout, budget=0.75))
+    model = loading.load_model(converted(family, layout, budget=0.75))
     x = tokens()
     with torch.no_grad():
         expanded = force(model, False)(x).logits
@@ -77,7 +78,7 @@ def test_absorbed_equals_expanded_and_cached_equals_uncached(family, layout, con
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_left_padding_changes_nothing(family, layout, converted):
-    model = checkpoint.load_model(converted(family, layout, budget=0.75))
+    model = loading.load_model(converted(family, layout, budget=0.75))
     x, pad = tokens(1, 20), 7
     padded = torch.cat((torch.zeros(1, pad, dtype=torch.int64), x), 1)
     mask = torch.cat((torch.zeros(1, pad), torch.ones(1, 20)), 1).long()
@@ -90,7 +91,7 @@ def test_left_padding_changes_nothing(family, layout, converted):
 @pytest.mark.parametrize("how", [{"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
 def test_generation_modes_of_transformers(family, layout, how, converted, tiny_models):
     """At full rank every mode gives the original's tokens."""
-    model, x = checkpoint.load_model(converted(family, layout, **FULL)), tokens(1, 30)
+    model, x = loading.load_model(converted(family, layout, **FULL)), tokens(1, 30)
     more = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0, **how}
     more["attention_mask"] = torch.ones_like(x)
     assert torch.equal(model.generate(x, **more), original(tiny_models, family).generate(x, **more))
@@ -99,7 +100,7 @@ def test_generation_modes_of_transformers(family, layout, how, converted, tiny_m
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_the_cache_holds_what_the_plan_says(family, layout, converted):
     directory = converted(family, layout, budget=0.5, layers="all")
-    model, x = checkpoint.load_model(directory), tokens(1, 16)
+    model, x = loading.load_model(directory), tokens(1, 16)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(x, past_key_values=cache)
@@ -109,7 +110,7 @@ def test_the_cache_holds_what_the_plan_says(family, layout, converted):
 
 
 def test_a_sliding_window_bounds_the_latent_cache(converted):
-    model = checkpoint.load_model(converted("mistral", "latent", budget=0.5))
+    model = loading.load_model(converted("mistral", "latent", budget=0.5))
     window, cache = model.config.sliding_window, DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens(1, 40), past_key_values=cache)
@@ -120,9 +121,9 @@ def test_a_sliding_window_bounds_the_latent_cache(converted):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_named_layers_are_converted(layout, converted, tiny_models):
     directory = converted("llama", layout, budget=0.5, layers="1")
-    config = checkpoint.read_config(directory)
+    config = checkpoint_reader.read_config(directory)
     assert config["mla_layer_types"] == ["gqa", layout] + ["gqa"] * (config["num_hidden_layers"] - 2)
-    with checkpoint.Reader(directory) as new, checkpoint.Reader(tiny_models["llama"]) as old:
+    with checkpoint_reader.Reader(directory) as new, checkpoint_reader.Reader(tiny_models["llama"]) as old:
         assert "model.layers.1.self_attn.kv_b_proj.weight" in new
         assert "model.layers.1.self_attn.k_proj.weight" not in new
         for name in old:
@@ -138,7 +139,7 @@ def test_more_budget_costs_less(converted, tiny_models, evaluation_file):
         for layout in LAYOUTS:
             kl = []
             for budget in (0.6, 0.8, 1.0):
-                got = checkpoint.load_model(converted("qwen2", layout, budget=budget))(x).logits.log_softmax(-1)
+                got = loading.load_model(converted("qwen2", layout, budget=budget))(x).logits.log_softmax(-1)
                 kl.append(float((expected.exp() * (expected - got)).sum(-1).mean()))
             assert kl[0] > kl[1] > kl[2], (layout, kl)
             assert kl[2] < 1e-6
@@ -146,7 +147,7 @@ def test_more_budget_costs_less(converted, tiny_models, evaluation_file):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_factored_query_at_full_rank_is_exact(family, converted, tiny_models):
-    model = checkpoint.load_model(converted(family, "latent", budget=1.0, q_lora_rank=64))
+    model = loading.load_model(converted(family, "latent", budget=1.0, q_lora_rank=64))
     assert model.model.layers[0].self_attn.q_a_proj.weight.shape == (64, 64)
     with torch.no_grad():
         expected = original(tiny_models, family)(tokens()).logits
@@ -155,10 +156,10 @@ def test_factored_query_at_full_rank_is_exact(family, converted, tiny_models):
 
 def test_deepseek_style_has_uniform_ranks_and_standard_frequencies(converted):
     directory = converted("llama", "latent", budget=0.75, deepseek_style=True, qk_rope_head_dim=16)
-    config = checkpoint.read_config(directory)
+    config = checkpoint_reader.read_config(directory)
     assert set(config["mla_layer_types"]) == {"latent_rope"}
     assert set(config["mla_kv_lora_ranks"]) == {config["kv_lora_rank"]}
-    with checkpoint.Reader(directory) as reader:
+    with checkpoint_reader.Reader(directory) as reader:
         for i in range(config["num_hidden_layers"]):
             assert reader[f"model.layers.{i}.self_attn.rope_index"].tolist() == list(range(8))
 
@@ -173,7 +174,7 @@ def test_deepseek_style_has_uniform_ranks_and_standard_frequencies(converted):
     ],
 )
 def test_transmla_names_mean_latent_rope(options, rope_dim, converted):
-    config = checkpoint.read_config(converted("llama", "latent", budget=0.75, **options))
+    config = checkpoint_reader.read_config(converted("llama", "latent", budget=0.75, **options))
     assert config["qk_rope_head_dim"] == rope_dim
     assert set(config["mla_layer_types"]) == {"latent_rope"}
 
@@ -182,7 +183,7 @@ def test_transmla_names_mean_latent_rope(options, rope_dim, converted):
     ("family", "layout"), [("qwen2", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent_rope")]
 )
 def test_gradients_reach_every_projection_and_checkpointing_changes_nothing(family, layout, converted):
-    model = checkpoint.load_model(converted(family, layout, budget=0.75)).train()
+    model = loading.load_model(converted(family, layout, budget=0.75)).train()
     grads = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -201,10 +202,10 @@ def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evalu
     directory = converted("llama", "latent_rope", budget=0.75)
     made = json.loads((directory / "manifest.json").read_text())
     found = made["metrics"]
-    tokenizer = checkpoint.load_tokenizer(directory)
+    tokenizer = loading.load_tokenizer(directory)
     text = corpus.windows(tokenizer, str(evaluation_file), 4, 64)
     assert made["inputs"]["evaluation"]["sha256"] == text.sha256
-    assert found["mla_ppl"] == pytest.approx(perplexity(checkpoint.load_model(directory), text.ids), rel=1e-6)
+    assert found["mla_ppl"] == pytest.approx(perplexity(loading.load_model(directory), text.ids), rel=1e-6)
     assert found["original_ppl"] == pytest.approx(perplexity(original(tiny_models, "llama"), text.ids), rel=1e-6)
     assert found["ratio"] == found["mla_ppl"] / found["original_ppl"]
     # Rotation alone removes something, the low rank removes more of it.
@@ -214,7 +215,7 @@ def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evalu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_checkpoints(dtype, converted, tiny_models):
     directory = converted("llama", "latent_rope", budget=1.0, dtype=dtype)
-    model = checkpoint.load_model(directory)
+    model = loading.load_model(directory)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
     assert model.model.layers[0].self_attn.rope_index.dtype == torch.int64
     with torch.no_grad():
@@ -269,7 +270,7 @@ def test_loads_where_mlaforge_is_not_installed(family, layout, converted, tmp_pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.strip().splitlines()[-1])
-    model = checkpoint.load_model(directory)
+    model = loading.load_model(directory)
     with torch.no_grad():
         torch.testing.assert_close(torch.tensor(told["logits"]), model(x).logits[0, -1, :5], rtol=1e-5, atol=1e-5)
     expected = model.generate(
@@ -285,7 +286,7 @@ def test_loads_where_mlaforge_is_not_installed(family, layout, converted, tmp_pa
 def test_sinks_scale_what_the_tokens_get(converted):
     """A LatentAttention with sinks equals one whose softmax has the sink as one more column (both forms)."""
     directory = converted("llama", "latent_rope", budget=0.75)
-    model = checkpoint.load_model(directory)
+    model = loading.load_model(directory)
     layer = model.model.layers[0].self_attn
     x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0))
     rope = model.model.rotary_emb(x, torch.arange(9)[None])
@@ -317,22 +318,22 @@ def test_norms_on_keys_refuse_a_shared_rotary_key(options, tiny_models, tmp_path
 
 def test_norms_are_the_sources_own(converted, tiny_models):
     directory = converted("qwen3", "latent", budget=0.75)
-    assert checkpoint.read_config(directory)["mla_qk_norm"]
-    assert not checkpoint.read_config(converted("qwen2", "latent", budget=0.75))["mla_qk_norm"]
-    with checkpoint.Reader(directory) as new, checkpoint.Reader(tiny_models["qwen3"]) as old:
+    assert checkpoint_reader.read_config(directory)["mla_qk_norm"]
+    assert not checkpoint_reader.read_config(converted("qwen2", "latent", budget=0.75))["mla_qk_norm"]
+    with checkpoint_reader.Reader(directory) as new, checkpoint_reader.Reader(tiny_models["qwen3"]) as old:
         for name in (n for n in old if "q_norm" in n or "k_norm" in n):
             assert torch.equal(new[name], old[name])
     x = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0)) * 3
     for dtype in (torch.float32, torch.bfloat16):
         theirs = original(tiny_models, "qwen3").model.layers[0].self_attn.k_norm.to(dtype)
-        ours = checkpoint.load_model(directory).model.layers[0].self_attn.k_norm.to(dtype)
+        ours = loading.load_model(directory).model.layers[0].self_attn.k_norm.to(dtype)
         assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 48])
 def test_refit_runs_with_norms(q_lora_rank, converted):
     directory = converted("qwen3", "latent", budget=0.5, q_lora_rank=q_lora_rank, refit="on")
-    assert checkpoint.load_model(directory).model.layers[0].self_attn.o_proj.bias.any()
+    assert loading.load_model(directory).model.layers[0].self_attn.o_proj.bias.any()
 
 
 def test_drafting_layers_are_left_out(converted, tiny_models, capsys):
@@ -340,22 +341,22 @@ def test_drafting_layers_are_left_out(converted, tiny_models, capsys):
     source = tiny_models["mimo"]
     with torch.no_grad():
         expected = original(tiny_models, "mimo")(tokens()).logits
-        assert torch.equal(checkpoint.load_model(source, "float32")(tokens()).logits, expected)
+        assert torch.equal(loading.load_model(source, "float32")(tokens()).logits, expected)
     directory = converted("mimo", "latent", budget=0.75)
-    config = checkpoint.read_config(directory)
+    config = checkpoint_reader.read_config(directory)
     assert (config["model_type"], config["architectures"]) == ("qwen2_mla", ["Qwen2MlaForCausalLM"])
-    with checkpoint.Reader(directory) as new, checkpoint.Reader(source) as old:
+    with checkpoint_reader.Reader(directory) as new, checkpoint_reader.Reader(source) as old:
         assert len(old.left_out) == 13 and all(name.startswith("model.mtp_layers.") for name in old.left_out)
         assert not any("mtp" in name for name in (*new, *old, *new.left_out))
         capsys.readouterr()
-        old.check(*checkpoint.expected_tensors(checkpoint.read_config(source)))
+        old.check(*loading.expected_tensors(checkpoint_reader.read_config(source)))
     assert "left out: 13 tensors" in capsys.readouterr().err
 
 
 def test_read_spec_of_the_fixtures(tiny_models):
-    assert read_spec(checkpoint.read_config(tiny_models["qwen2"])).layers[0].k_bias
-    assert read_spec(checkpoint.read_config(tiny_models["mistral"])).layers[0].window == 24
-    normed = read_spec(checkpoint.read_config(tiny_models["qwen3"])).layers
+    assert read_spec(checkpoint_reader.read_config(tiny_models["qwen2"])).layers[0].k_bias
+    assert read_spec(checkpoint_reader.read_config(tiny_models["mistral"])).layers[0].window == 24
+    normed = read_spec(checkpoint_reader.read_config(tiny_models["qwen3"])).layers
     assert [layer.window for layer in normed] == [None, None, 24]
     assert all(layer.qk_norm and layer.head_dim == 20 and not layer.k_bias for layer in normed)
-    assert read_spec(checkpoint.read_config(tiny_models["mimo"])).layers[0].k_bias
+    assert read_spec(checkpoint_reader.read_config(tiny_models["mimo"])).layers[0].k_bias

@@ -7,7 +7,7 @@ import torch
 from conftest import load_original
 from test_eagle3 import make
 
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.drafting.check import Row, best, shifted
 from mlaforge.modeling.eagle3 import AFTER_NORM
@@ -21,8 +21,8 @@ def fitted(directory, text, boundaries, stored, folder, **fields):
     """A random head whose lm_head is fitted (least squares) to what the target says on the text, from the states at
     `boundaries`; its config says `stored`. The target is transformers', not the stream under test."""
     converted = "mla_layer_types" in json.loads((directory / "config.json").read_text())
-    model = reader.load_model(directory, "float32") if converted else load_original(directory)
-    tokens = reader.load_tokenizer(directory)(text.read_text())["input_ids"]
+    model = loading.load_model(directory, "float32") if converted else load_original(directory)
+    tokens = loading.load_tokenizer(directory)(text.read_text())["input_ids"]
     ids = torch.tensor(tokens[: SEQLEN * WINDOWS]).view(WINDOWS, SEQLEN)
     out = model(ids, output_hidden_states=True)
     caught = {}

@@ -17,7 +17,7 @@ from test_eagle3 import make
 from torch.nn import functional as F
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading, reader
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.config import resolve
 from mlaforge.data.packing import Rows
@@ -113,7 +113,7 @@ def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
 
 def test_states_are_what_the_engine_captures(target):
     """Boundaries as transformers' hidden states, the last one before the final norm."""
-    model = reader.load_model(target, "float32")
+    model = loading.load_model(target, "float32")
     ids = torch.arange(40)[None] * 3 % 256
     rows = Rows(ids, torch.arange(40)[None], torch.arange(1), torch.ones_like(ids, dtype=torch.bool))
     states = capture(model, rows, (0, 2, 3))
@@ -127,7 +127,7 @@ def test_states_are_what_the_engine_captures(target):
 
 def test_it_begins_at_the_best_linear_map(target, text):
     """Least squares by another solver; and a new head says nearly that, where its heads can hold it."""
-    model = reader.load_model(target, "float32")
+    model = loading.load_model(target, "float32")
     config = DraftTrainConfig(text=(str(text),), seqlen=64, batch_tokens=64, boundaries="0,1,3")
     rows = train.read_texts(config, dataset.read_answers(text)[1]).feed.phases[0].rows
     embedding, wanted_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
@@ -141,7 +141,7 @@ def test_it_begins_at_the_best_linear_map(target, text):
     wanted = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
     torch.testing.assert_close(x @ text.moments(None).solve(), x @ wanted, rtol=1e-3, atol=1e-3)
     raw = reader.read_config(target)
-    shape = train.new_config(raw, reader.read_spec(raw), config, 260)
+    shape = train.new_config(raw, loading.read_spec(raw), config, 260)
     shape = dataclasses.replace(shape, layer=copy.deepcopy(shape.layer))
     # One head looks nothing up, and has values of full rank.
     shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 1

@@ -11,7 +11,8 @@ import torch
 from conftest import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.conversion import convert, deepseek
 from mlaforge.demo import model as demo_model
 from mlaforge.families import read_spec
@@ -101,7 +102,7 @@ def relative_error(ours, theirs, x):
 @pytest.mark.parametrize("name", EXACT)
 def test_logits_and_cached_generation_equal(name, exported):
     source, out = exported(name)
-    ours, theirs, x = checkpoint.load_model(source, "float32"), stock(out), tokens()
+    ours, theirs, x = loading.load_model(source, "float32"), stock(out), tokens()
     assert relative_error(ours, theirs, x) <= 1e-4
     more = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     more["attention_mask"] = torch.ones_like(x)
@@ -126,29 +127,29 @@ def test_attention_has_biases_only_where_the_source_has(name, exported):
     """And what has none is free of the tensors, since vLLM would drop them."""
     _, out = exported(name)
     biased = name in ("biased", "qwen2", "factored")
-    assert checkpoint.read_config(out)["attention_bias"] == biased
-    with checkpoint.Reader(out) as reader:
+    assert checkpoint_reader.read_config(out)["attention_bias"] == biased
+    with checkpoint_reader.Reader(out) as reader:
         assert any(key.endswith(".bias") for key in reader) == biased
 
 
 def test_config_round_trips_with_what_vllm_reads(exported, tmp_path):
     _, out = exported("tied")
     AutoConfig.from_pretrained(out).save_pretrained(tmp_path)
-    first, again = checkpoint.read_config(out), checkpoint.read_config(tmp_path)
+    first, again = checkpoint_reader.read_config(out), checkpoint_reader.read_config(tmp_path)
     assert "auto_map" not in first
     # transformers keeps it in rope_parameters; it is written for readers that look for it outside.
     assert first.pop("rope_theta") == again["rope_parameters"]["rope_theta"]
     assert {k: again.get(k) for k in first} == first
     assert (again["topk_method"], again["scoring_func"]) == ("noaux_tc", "sigmoid")
     assert again["rms_norm_eps"] == deepseek.LATENT_EPS
-    with checkpoint.Reader(out) as reader:
+    with checkpoint_reader.Reader(out) as reader:
         assert torch.equal(reader["lm_head.weight"], reader["model.embed_tokens.weight"])
 
 
 def test_tokenizer_and_companions_come_along(exported):
     source, out = exported("plain")
     text = "Hello wörld, 12 monkeys\n\n\tdef f(x):"
-    assert AutoTokenizer.from_pretrained(out).encode(text) == checkpoint.load_tokenizer(source).encode(text)
+    assert AutoTokenizer.from_pretrained(out).encode(text) == loading.load_tokenizer(source).encode(text)
     assert (out / "calibration_passages.json").read_bytes() == (source / "calibration_passages.json").read_bytes()
     assert not list(out.glob("*.py"))
 
@@ -160,8 +161,8 @@ def test_bfloat16_keeps_what_bfloat16_holds(exported, tmp_path):
     theirs = stock(tmp_path / "out", "auto")
     assert theirs.dtype == torch.bfloat16
     with torch.no_grad():
-        expected = checkpoint.load_model(source, "float32")(tokens()).logits
-        rounded = checkpoint.load_model(source, "bfloat16")(tokens()).logits.float() - expected
+        expected = loading.load_model(source, "float32")(tokens()).logits
+        rounded = loading.load_model(source, "bfloat16")(tokens()).logits.float() - expected
         off = theirs(tokens()).logits.float() - expected
     assert off.square().mean() < 4 * rounded.square().mean()
     norms = [float(p[0].detach()) for n, p in theirs.named_parameters() if "kv_a_layernorm" in n]
@@ -189,7 +190,7 @@ def edited(directory, tmp_path, **changes):
     """A copy of a converted model's config.json alone, changed: enough for what is refused by it."""
     out = tmp_path / "edited"
     out.mkdir()
-    (out / "config.json").write_text(json.dumps({**checkpoint.read_config(directory), **changes}))
+    (out / "config.json").write_text(json.dumps({**checkpoint_reader.read_config(directory), **changes}))
     return out
 
 
@@ -228,7 +229,7 @@ def test_what_does_not_fit_is_named(family, changes, options, edits, words, conv
     ("change", "word"), [({"qk_norm": True}, "normed"), ({"moe": object()}, "mixture of experts")], ids=["norm", "moe"]
 )
 def test_features_of_other_families_are_named(change, word, converted):
-    raw = checkpoint.read_config(converted("llama", {}, {}))
+    raw = checkpoint_reader.read_config(converted("llama", {}, {}))
     spec = read_spec({**raw, "model_type": "llama"})
     layers = (dataclasses.replace(spec.layers[0], **change), *spec.layers[1:])
     with pytest.raises(UserError, match=word):
@@ -281,7 +282,7 @@ def test_real_model(calibration_file, tmp_path):
     options = {"deepseek_style": True, "budget": 0.75, "nsamples": 2, "seqlen": 128, "eval_windows": 0}
     convert.run(str(source), tmp_path / "mla", ConvertConfig(**options, calibration=str(calibration_file)))
     deepseek.run(tmp_path / "mla", tmp_path / "out", ExportConfig())
-    ours, theirs = checkpoint.load_model(tmp_path / "mla", "float32"), stock(tmp_path / "out")
+    ours, theirs = loading.load_model(tmp_path / "mla", "float32"), stock(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "Multi-head latent attention caches one small vector for every token. The capital of France is"
     ids = tokenizer(text, return_tensors="pt")

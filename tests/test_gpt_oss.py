@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import mxfp4, reader
+from mlaforge.checkpoint import loading, mxfp4
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.families import read_spec
@@ -99,7 +99,7 @@ def test_packed_experts_are_copied_byte_for_byte_and_the_rest_is_exact(layout, p
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
     assert manifest.metrics["mla_ppl"] == pytest.approx(manifest.metrics["original_ppl"], rel=1e-3)
     whole = AutoModelForCausalLM.from_pretrained(packed, quantization_config=Mxfp4Config(dequantize=True))
-    converted = reader.load_model(out)
+    converted = loading.load_model(out)
     for name, tensor in whole.state_dict().items():
         if "self_attn" not in name:
             assert torch.equal(converted.state_dict()[name], tensor), name
@@ -164,7 +164,7 @@ def test_the_sinks_share_is_the_originals(layout, absorb, tiny_models, run):
     assert 0.05 < float((1 - kept).mean()) < 0.95
     error = {}
     for budget in (1.0, 0.75, 0.25):
-        model = reader.load_model(run(tiny_models["gpt_oss"], layout=layout, layers="all", budget=budget)[0])
+        model = loading.load_model(run(tiny_models["gpt_oss"], layout=layout, layers="all", budget=budget)[0])
         for layer in model.model.layers:
             layer.self_attn.absorb = absorb
         error[budget] = float((sink_shares(model, tokens()) - (1 - kept)).abs().mean())

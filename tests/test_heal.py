@@ -13,7 +13,7 @@ from killed import check_same_tensors, killed_after
 from safetensors.torch import load_file
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading, reader
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
@@ -61,7 +61,7 @@ def divergence(teacher, directory, ids):
     """Mean KL(teacher | model) on token ids [T], by whole models."""
     states = []
     for path in (directory, teacher):
-        model = reader.load_model(path, "float32")
+        model = loading.load_model(path, "float32")
         with torch.no_grad():
             states.append((model.model(ids[None]).last_hidden_state[0], model.lm_head.weight.detach()))
     return float(compare(*states, ids)[2].mean())
@@ -69,7 +69,7 @@ def divergence(teacher, directory, ids):
 
 def test_it_comes_closer_to_the_original(healed, tiny_models, student, evaluation_file):
     out, manifest = healed(refit="auto", steps=12)
-    ids = corpus.windows(reader.load_tokenizer(student), str(evaluation_file), 1, 400).ids[0]
+    ids = corpus.windows(loading.load_tokenizer(student), str(evaluation_file), 1, 400).ids[0]
     # Twelve steps: 0.947 and 0.953 were measured, alone and after other tests.
     assert divergence(tiny_models["llama"], out, ids) < 0.98 * divergence(tiny_models["llama"], student, ids)
     metrics = manifest.metrics

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from mlaforge.checkpoint import mxfp4
-from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import loading, mxfp4
+from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.gpt_oss import TOKENS, WINDOW, run
@@ -41,7 +41,7 @@ def load(directory):
     """transformers' own class, strictly."""
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    packed = mxfp4.is_packed(checkpoint.read_config(directory))
+    packed = mxfp4.is_packed(checkpoint_reader.read_config(directory))
     extra = {"quantization_config": Mxfp4Config(dequantize=True)} if packed else {}
     model, info = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True, **extra
@@ -65,13 +65,13 @@ def test_plain_options_keep_the_logits(make, tiny_models, biased_llama, biased, 
     source, ids = biased_llama if biased else tiny_models["llama"], some_ids(300)
     made = make(source, **options)
     torch.testing.assert_close(logits(made, ids), logits(source, ids), rtol=0, atol=1e-4)
-    config = checkpoint.read_config(made)
+    config = checkpoint_reader.read_config(made)
     assert config["model_type"] == "gpt_oss" and config["architectures"] == ["GptOssForCausalLM"]
     assert (config["num_local_experts"], config["num_experts_per_tok"]) == (options["experts"], options["top_k"])
-    with checkpoint.Reader(made) as reader:
-        reader.check(*checkpoint.expected_tensors(config))
+    with checkpoint_reader.Reader(made) as reader:
+        reader.check(*loading.expected_tensors(config))
         experts = reader["model.layers.0.mlp.experts.down_proj"]
-        assert torch.equal(reader["lm_head.weight"], checkpoint.Reader(source)["lm_head.weight"])
+        assert torch.equal(reader["lm_head.weight"], checkpoint_reader.Reader(source)["lm_head.weight"])
     assert all(not torch.equal(experts[0], other) for other in experts[1:])
 
 
@@ -85,7 +85,7 @@ def test_mlp_biases_and_tied_heads_are_carried(make, tmp_path):
 
 def test_experts_that_differ_are_noisy_copies(make, tiny_models):
     plain, noisy = make(tiny_models["llama"]), make(tiny_models["llama"], "noisy", differ=0.1)
-    a, b = (checkpoint.Reader(made)["model.layers.1.mlp.experts.down_proj"] for made in (plain, noisy))
+    a, b = (checkpoint_reader.Reader(made)["model.layers.1.mlp.experts.down_proj"] for made in (plain, noisy))
     # The order of hidden units may differ, so sorted rows' norms are compared, and the noise by its size.
     norms = [x.square().sum(-1).sort().values for x in (a, b)]
     assert 0 < (norms[0] - norms[1]).abs().mean() / norms[0].mean() < 0.1
@@ -108,7 +108,7 @@ def test_windows_hide_what_is_further_than_128_tokens(make, tmp_path):
 
 
 def test_even_layers_slide(make, tiny_models):
-    kinds = checkpoint.read_config(make(tiny_models["llama"], **ONE, windows=True))["layer_types"]
+    kinds = checkpoint_reader.read_config(make(tiny_models["llama"], **ONE, windows=True))["layer_types"]
     assert kinds == ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -116,12 +116,12 @@ def test_yarn_scales_rope_and_half_of_the_scaling_is_divided_out(make, tiny_mode
     import math
 
     source = tiny_models["llama"]
-    config = checkpoint.read_config(made := make(source, **ONE, yarn=32.0))
+    config = checkpoint_reader.read_config(made := make(source, **ONE, yarn=32.0))
     rope = config["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["truncate"]) == ("yarn", 32.0, False)
     assert (rope["original_max_position_embeddings"], config["max_position_embeddings"]) == (512, 512 * 32)
     scaling = 0.1 * math.log(32) + 1
-    with checkpoint.Reader(made) as new, checkpoint.Reader(source) as old:
+    with checkpoint_reader.Reader(made) as new, checkpoint_reader.Reader(source) as old:
         name = "model.layers.0.self_attn.q_proj.weight"
         torch.testing.assert_close(new[name] * scaling, old[name])
     # YaRN of factor 1 is plain RoPE, bit by bit: both keep the logits.
@@ -132,7 +132,7 @@ def test_yarn_scales_rope_and_half_of_the_scaling_is_divided_out(make, tiny_mode
 
 def test_sinks_and_biases_are_not_zero(make, tiny_models, long_text):
     made = make(tiny_models["llama"], **ONE, windows=True, sinks=True, text=str(long_text))
-    with checkpoint.Reader(made) as reader:
+    with checkpoint_reader.Reader(made) as reader:
         sinks = [reader[f"model.layers.{i}.self_attn.sinks"] for i in range(3)]
         assert all((s.abs() < 1e3).all() and s.abs().min() > 0 for s in sinks)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -145,7 +145,7 @@ def test_a_sink_is_the_mean_logit_of_the_first_token(tiny_models):
     from mlaforge.demo.first_token import measure
 
     ids, after = some_ids(160), 128
-    model = checkpoint.load_model(tiny_models["llama"], "float32")
+    model = loading.load_model(tiny_models["llama"], "float32")
     found = measure(model, [ids], after)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -178,8 +178,8 @@ def test_fused_sinks_are_exact(make, tiny_models, long_text, windows):
 
 def test_mxfp4_is_stored_packed_and_loads(make, tiny_models):
     made, plain = make(tiny_models["llama"], mxfp4=True), make(tiny_models["llama"], "plain")
-    config = checkpoint.read_config(made)
-    with checkpoint.Reader(made) as reader, checkpoint.Reader(plain) as original:
+    config = checkpoint_reader.read_config(made)
+    with checkpoint_reader.Reader(made) as reader, checkpoint_reader.Reader(plain) as original:
         shapes = {name: original.shape(name) for name in original}
         assert {name: reader.shape(name) for name in reader} == mxfp4.stored(config, shapes)
         name = "model.layers.2.mlp.experts.gate_up_proj"
@@ -189,7 +189,7 @@ def test_mxfp4_is_stored_packed_and_loads(make, tiny_models):
         assert torch.equal(load(made).get_parameter(name).data, ours)
         assert 0 < (ours - original[name]).abs().mean() < 0.1 * original[name].abs().mean() * 2
     # The command line's own strict loader takes it too.
-    assert torch.equal(checkpoint.load_model(made, "float32").get_parameter(name).data, ours)
+    assert torch.equal(loading.load_model(made, "float32").get_parameter(name).data, ours)
 
 
 def test_healing_lowers_the_divergence(make, tiny_models, long_text, evaluation_file):
@@ -199,13 +199,13 @@ def test_healing_lowers_the_divergence(make, tiny_models, long_text, evaluation_
 
     options = {**ONE, "windows": True, "yarn": 8.0, "sinks": True, "text": str(long_text), "differ": 0.01}
     source = tiny_models["llama"]
-    ids = corpus.windows(checkpoint.load_tokenizer(source), str(evaluation_file), 1, 400).ids[0]
+    ids = corpus.windows(loading.load_tokenizer(source), str(evaluation_file), 1, 400).ids[0]
     raw, healed = make(source, "raw", **options), make(source, "healed", **options, heal=6)
     wanted = logits(source, ids)
     assert divergence(logits(healed, ids), wanted) < divergence(logits(raw, ids), wanted)
     manifest = json.loads((healed / "manifest.json").read_text())
     assert len(manifest["metrics"]["kl"]) == 6
-    with checkpoint.Reader(raw) as a, checkpoint.Reader(healed) as b:
+    with checkpoint_reader.Reader(raw) as a, checkpoint_reader.Reader(healed) as b:
         for name in a:
             assert torch.equal(a[name], b[name]) == (".self_attn." not in name), name
     assert {path.name for path in healed.iterdir()} == {path.name for path in raw.iterdir()}
@@ -282,7 +282,7 @@ def smollm2():
 
 def test_smollm2_keeps_its_logits(smollm2, make):
     """Real weights, real text, four experts: 1e-3 in fp32."""
-    tokenizer = checkpoint.load_tokenizer(smollm2)
+    tokenizer = loading.load_tokenizer(smollm2)
     ids = corpus.windows(tokenizer, corpus.EMBEDDED, 1, 128, judged=True).ids[0]
     made = make("smollm2")
     torch.testing.assert_close(logits(made, ids), logits(smollm2, ids), rtol=0, atol=1e-3)

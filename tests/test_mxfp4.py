@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.checkpoint import mxfp4
-from mlaforge.checkpoint.reader import Reader, Writer
+from mlaforge.checkpoint.reader import Reader
+from mlaforge.checkpoint.writer import Writer
 from mlaforge.runtime import UserError
 
 

@@ -8,7 +8,7 @@ from conftest import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.data import corpus, overlap, packing
 from mlaforge.data.packing import Feed, Phase, Rows, pack
 from mlaforge.healing.distillation import final_states, masks
@@ -38,7 +38,7 @@ def test_documents_of_a_row_do_not_see_each_other(converted, tiny_models, family
     documents = [torch.randint(0, 256, (n,), generator=draw) for n in (30, 7, 40, 19)]
     rows = pack(documents, 96)
     for directory in (tiny_models[family], converted(family, layout)):
-        model = reader.load_model(directory, "float32")
+        model = loading.load_model(directory, "float32")
         model.set_attn_implementation(FUSED)
         with torch.no_grad():
             alone = torch.cat([final_states(model, pack([d], len(d))) for d in documents])
@@ -46,7 +46,7 @@ def test_documents_of_a_row_do_not_see_each_other(converted, tiny_models, family
 
 
 def test_a_row_of_one_document_needs_no_mask(tiny_models):
-    config = reader.load_model(tiny_models["llama"]).config
+    config = loading.load_model(tiny_models["llama"]).config
     assert masks(config, pack([torch.arange(8)], 8)) is None
     assert masks(config, pack([torch.arange(4), torch.arange(4)], 8)) is not None
 
@@ -66,7 +66,7 @@ def test_steps_read_every_row_once_an_epoch():
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_models):
-    return reader.load_tokenizer(tiny_models["llama"])
+    return loading.load_tokenizer(tiny_models["llama"])
 
 
 def test_training_validation_and_calibration_share_no_passage(tokenizer, calibration_file):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.conversion import convert
 from mlaforge.options import ConvertConfig
 
@@ -14,11 +14,11 @@ DATA = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
 
 @pytest.fixture(scope="module")
 def loaded(smollm2):
-    return reader.load_model(smollm2, "float32").requires_grad_(False)
+    return loading.load_model(smollm2, "float32").requires_grad_(False)
 
 
 def test_it_is_the_model_it_claims_to_be(smollm2, loaded):
-    tokenizer = reader.load_tokenizer(smollm2)
+    tokenizer = loading.load_tokenizer(smollm2)
     ids = tokenizer("The capital of France is", return_tensors="pt")
     out = loaded.generate(**ids, max_new_tokens=1, do_sample=False)
     assert tokenizer.decode(out[0, -1]) == " Paris"
@@ -33,14 +33,14 @@ def converted(smollm2, out, **options):
 
 def test_full_rank_gives_the_original_logits(smollm2, loaded, tmp_path):
     """Nothing removed, both layouts, real weights, fp32: 1e-4."""
-    tokenizer = reader.load_tokenizer(smollm2)
+    tokenizer = loading.load_tokenizer(smollm2)
     ids = tokenizer("Multi-head latent attention caches one small vector for every token.", return_tensors="pt")
     with torch.no_grad():
         expected = loaded(**ids).logits
         for layout in ("latent", "latent_rope"):
             out = tmp_path / layout
             converted(smollm2, out, layout=layout, budget=1.0, nsamples=1, seqlen=128, eval_windows=0)
-            model = reader.load_model(out)
+            model = loading.load_model(out)
             for absorb in (False, True):
                 for layer in model.model.layers:
                     layer.self_attn.absorb = absorb

@@ -9,7 +9,7 @@ from engine_driver import Oracle
 from safetensors.torch import load_file
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint.reader import load_tokenizer
+from mlaforge.checkpoint.loading import load_tokenizer
 from mlaforge.drafting import dataset, regenerate, token_map, vocabulary
 from mlaforge.drafting.dataset import Excluded, read_answers, split
 from mlaforge.engine.sampling.params import SamplingParams

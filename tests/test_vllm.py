@@ -23,7 +23,9 @@ from safetensors.torch import load_file, save_file
 from serving import free_port, name_vllm
 from test_eagle3 import make
 
-from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import reader as checkpoint_reader
+from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.conversion import convert
 from mlaforge.demo import gpt_oss
@@ -79,7 +81,7 @@ def run(cases, folder, **environment):
 def faults(directory, prompts, *rounds):
     """Gaps in nats between transformers' best token and vLLM's, in fp64, of all that are no proven near ties. Rounds
     mostly made the same of a prompt, which is judged once."""
-    model, exact, found = checkpoint.load_model(directory, "float32"), None, []
+    model, exact, found = loading.load_model(directory, "float32"), None, []
     answers = {(tuple(p), tuple(m)) for made in rounds for p, m in zip(prompts, made, strict=True)}
     for prompt, tokens in sorted(answers):
         text, chosen = torch.tensor([prompt + tokens]), torch.tensor(tokens)
@@ -89,7 +91,7 @@ def faults(directory, prompts, *rounds):
             if not len(wrong):
                 continue
             if exact is None:
-                exact = checkpoint.load_model(directory, "float32").double()
+                exact = loading.load_model(directory, "float32").double()
                 # Experts as grouped products have no fp64.
                 exact.config._experts_implementation = "eager"
             wide = exact(text).logits[0, len(prompt) - 1 : -1]
@@ -125,7 +127,7 @@ def tiny(tmp_path_factory, calibration_file):
 
 def head_for(directory, folder):
     """A random EAGLE-3 head for a converted model: it has every third token."""
-    config = checkpoint.read_config(directory)
+    config = checkpoint_reader.read_config(directory)
     size, vocabulary = config["hidden_size"], config["vocab_size"]
     layer = {"hidden_size": size, "vocab_size": vocabulary, "num_attention_heads": 4, "head_dim": 32}
     folder.mkdir()
@@ -141,7 +143,7 @@ def eagle(folder):
 def edited(directory, out, sinks=True, **changes):
     """A copy with other fields in its config.json, and perhaps with sinks that take nothing."""
     shutil.copytree(directory, out)
-    config = checkpoint.read_config(out)
+    config = checkpoint_reader.read_config(out)
     (out / "config.json").write_text(json.dumps({**config, **changes}))
     if not sinks:
         [shard] = out.glob("*.safetensors")
@@ -188,8 +190,8 @@ def test_tokens_are_those_of_transformers(name, served, tiny):
 def check_cache(told, directory):
     """vLLM's own figures: bytes of a token in the layers that see everything are the plan's to the byte; layers with a
     window beside them take at most twice theirs."""
-    config = checkpoint.read_config(directory)
-    spec = checkpoint.read_spec(config)
+    config = checkpoint_reader.read_config(directory)
+    spec = loading.read_spec(config)
     plans = [
         LayerPlan(kind, rank, config["qk_rope_head_dim"] if kind == "latent_rope" else 0)
         for kind, rank in zip(config["mla_layer_types"], config["mla_kv_lora_ranks"], strict=True)
@@ -282,7 +284,7 @@ def as_others_compute(directory):
     """Rewrites a stand-in's experts for runtimes that fix alpha at 1.702 and the limit at 7 (docs/vllm.md): with
     g' = g / 1.702 the gate is silu again, and up is an eighth, so that its clamp is far off."""
     alpha, limit = GPT_OSS.fixed["swiglu_alpha"], GPT_OSS.fixed["swiglu_limit"]
-    config = {**checkpoint.read_config(directory), "swiglu_alpha": alpha, "swiglu_limit": limit}
+    config = {**checkpoint_reader.read_config(directory), "swiglu_alpha": alpha, "swiglu_limit": limit}
     (directory / "config.json").write_text(json.dumps(config))
     for shard in directory.glob("*.safetensors"):
         tensors = load_file(shard)
@@ -302,11 +304,11 @@ def as_others_compute(directory):
 def with_four_kv_heads(source, out):
     """SmolLM2 has 9 query and 3 KV heads, which two ranks cannot share. Here the first KV head and its query heads are
     there twice, each with half of the output: 12 and 4 heads that compute the same."""
-    config = {**checkpoint.read_config(source), "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
+    config = {**checkpoint_reader.read_config(source), "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
     out.mkdir()
     (out / "config.json").write_text(json.dumps(config))
-    writer = checkpoint.Writer(out)
-    with checkpoint.Reader(source) as reader:
+    writer = checkpoint_writer.Writer(out)
+    with checkpoint_reader.Reader(source) as reader:
         for name in reader:
             tensor = reader[name]
             if name.endswith("q_proj.weight"):
@@ -318,7 +320,7 @@ def with_four_kv_heads(source, out):
                 tensor = torch.cat([half, tensor[:, 3 * 64 :], half], dim=1)
             writer.add(name, tensor)
     writer.finish()
-    for path in checkpoint.companions(source):
+    for path in checkpoint_reader.companions(source):
         shutil.copyfile(path, out / path.name)
     return out
 
@@ -351,7 +353,7 @@ def real(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prompts(real):
     """20 of them, of 16 to 187 tokens: most reach beyond the stand-in's windows of 128 before they end."""
-    ids = checkpoint.load_tokenizer(real["llama latent"])("\n\n".join(topics[key] for key in sorted(topics)[20:30]))
+    ids = loading.load_tokenizer(real["llama latent"])("\n\n".join(topics[key] for key in sorted(topics)[20:30]))
     return [ids["input_ids"][200 * i :][: 16 + 9 * i] for i in range(20)]
 
 

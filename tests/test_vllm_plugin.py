@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaforge import vllm_plugin
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading, reader
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.pages import even_pages
 
@@ -24,7 +24,7 @@ CASES = [("llama", "latent"), ("biased_llama", "latent_rope"), ("gpt_oss", "late
 def test_what_ranks_compute_adds_up(case, ranks, converted):
     """Four query heads and two KV heads: with four ranks a KV head is on two of them."""
     directory = converted(*case)
-    model, raw = reader.load_model(directory, "float32"), reader.read_config(directory)
+    model, raw = loading.load_model(directory, "float32"), reader.read_config(directory)
     hidden = torch.randn(1, 9, raw["hidden_size"], generator=torch.Generator().manual_seed(0))
     rotation = model.model.rotary_emb(hidden, torch.arange(9)[None])
     causal = torch.full((9, 9), -torch.inf).triu(1)[None, None]
@@ -33,7 +33,7 @@ def test_what_ranks_compute_adds_up(case, ranks, converted):
         total = torch.zeros_like(whole)
         for rank in range(ranks):
             heads = Heads(raw["num_key_value_heads"], rank, ranks)
-            skeleton = reader.skeleton(heads.config(raw))
+            skeleton = loading.skeleton(heads.config(raw))
             skeleton.config._attn_implementation = "eager"
             part = skeleton.model.layers[index].self_attn
             if hasattr(part, "table"):

@@ -11,7 +11,7 @@ from mlaforge.artifact import Manifest
 from mlaforge.bench import machine
 from mlaforge.bench.roof import layout_of, plan_of
 from mlaforge.bench.summary import aligned
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation.perplexity import perplexity, window_losses
@@ -39,7 +39,7 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
     directories = {model: resolve.locate(model) for model in models}
     first = directories[models[0]]
     seqlen, count = int(config.context or SEQLEN), config.rounds or WINDOWS
-    tokenizer = reader.load_tokenizer(first)
+    tokenizer = loading.load_tokenizer(first)
     sources = config.text or (corpus.EMBEDDED,)
     judged = {Path(source).name: corpus.windows(tokenizer, source, count, seqlen, judged=True) for source in sources}
     for model, directory in directories.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading, reader
 from mlaforge.config import nearest
 from mlaforge.planning.costs import GPUS, Cost, Gpu
 from mlaforge.planning.plan import CACHE_BYTES, LayerPlan, Plan
@@ -86,7 +86,7 @@ def describe(gpu: Gpu | None) -> dict[str, Any] | None:
 def plan_of(directory: Path) -> Plan:
     """What a model's layers are, original or converted, from its config.json."""
     config = reader.read_config(directory)
-    spec = reader.read_spec(config)
+    spec = loading.read_spec(config)
     layers = []
     for index, kind in enumerate(config.get("mla_layer_types") or ["gqa"] * spec.num_layers):
         rope = config["qk_rope_head_dim"] if kind == "latent_rope" else 0

@@ -23,7 +23,7 @@ from mlaforge.bench.recipe import Recipe, read, scope_of
 from mlaforge.bench.roof import describe, layout_of, plan_of, roof
 from mlaforge.bench.transformers_peer import Transformers
 from mlaforge.checkpoint import resolve
-from mlaforge.checkpoint.reader import load_tokenizer
+from mlaforge.checkpoint.loading import load_tokenizer
 from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.options import BenchConfig, EngineConfig

@@ -11,7 +11,7 @@ from transformers import DynamicCache, LogitsProcessor
 
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.ours import Taken, Variant
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 
 
 class Clock(LogitsProcessor):
@@ -36,7 +36,7 @@ class Transformers:
     def __init__(self, directory: Path, model: str, dtype: str, device: torch.device):
         self.model, self.dtype, self.device = model, dtype, device
         self.memory = Memory(device)
-        self.causal_lm = reader.load_model(directory, dtype, device)
+        self.causal_lm = loading.load_model(directory, dtype, device)
         self.weight_bytes: int | None = sum(p.numel() * p.element_size() for p in self.causal_lm.parameters())
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.calibration import datasheet, embedder, selection
 from mlaforge.calibration.sources import Notes, Source, licences
 from mlaforge.calibration.window_store import LEAST, Passage, Shards, long_enough, passages
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.data import corpus
 from mlaforge.options import CalibrateConfig
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
@@ -50,7 +50,7 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
     known = licences(config.license or (), sources)
     own = embedder.directory(config.embedder)
     counter = resolve.locate(config.tokenizer) if config.tokenizer else own
-    tokenizer = reader.load_tokenizer(counter)
+    tokenizer = loading.load_tokenizer(counter)
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "source", "license")}
     manifest = Manifest(
         "calibrate",

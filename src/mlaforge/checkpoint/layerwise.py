@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mlaforge.checkpoint import mxfp4, reader
+from mlaforge.checkpoint import loading, mxfp4, reader
 from mlaforge.modeling.latent_attention_mla import FUSED
 
 # Rows of logits held at once (each is as long as the vocabulary).
@@ -34,8 +34,8 @@ class LayerStream:
         """Raises UserError as `checkpoint.Reader` does, and for a config.json that makes no model."""
         self.directory, self.dtype, self.device = directory, dtype, device
         self.config_json = reader.read_config(directory)
-        self.spec = reader.read_spec(self.config_json)
-        model: Any = reader.skeleton(self.config_json).eval()
+        self.spec = loading.read_spec(self.config_json)
+        model: Any = loading.skeleton(self.config_json).eval()
         self.causal_lm, self.decoder = model, model.model
         self.config = model.config
         # The fused path of our attention: a learned sink needs it, and it never holds all scores at once.
@@ -61,7 +61,7 @@ class LayerStream:
 
     def check(self) -> None:
         """Raises UserError for the first weight that is missing, extra, wrongly shaped, or holds NaN or infinity."""
-        self.reader.check(*reader.expected_tensors(self.config_json))
+        self.reader.check(*loading.expected_tensors(self.config_json))
 
     def tensor(self, name: str) -> Tensor:
         """A weight by the name that the model class has for it."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mlaforge.artifact import WORK, Manifest, finished, writing
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion.solve import Choices, Rebuild
 from mlaforge.conversion.writer import write_checkpoint
@@ -146,7 +146,7 @@ def run(
     check_options(config)
     source = resolve.locate(model)
     raw = reader.read_config(source)
-    if reader.is_converted(raw):
+    if loading.is_converted(raw):
         raise UserError(f"{source} is already converted ({raw['model_type']}); convert the original")
     spec = family_of(raw).read_spec(raw)
     planned = plan_file.read(config.plan, spec) if config.plan else None
@@ -155,7 +155,7 @@ def run(
         raise UserError(f"q_lora_rank = {config.q_lora_rank} is above the hidden size {spec.hidden_size}")
     device = resolve_device(config.device)
 
-    tokenizer = reader.load_tokenizer(source)
+    tokenizer = loading.load_tokenizer(source)
     tuned = calibration_windows(tokenizer, spec, choices.plan.converted, config)
     judged = None
     if config.eval_windows:
@@ -163,7 +163,7 @@ def run(
         judged = overlap.refuse_overlap(judged, passages(tuned), config.calibration)
         if planned:
             judged = overlap.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
-    reader.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
+    loading.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
     left = ("device", "plan", *(PLANNED if planned else ()))
     # A hub id's local directory is named by a hash.
     name = source.resolve().name if Path(model).expanduser().exists() else model
@@ -181,7 +181,7 @@ def run(
         log(f"{out} is finished already")
         return done
     # Calibration runs in fp32 on a CPU (half precision is slower there) and in the stored dtype on a GPU.
-    dtype = torch.float32 if device.type == "cpu" else reader.stored_dtype(raw)
+    dtype = torch.float32 if device.type == "cpu" else loading.stored_dtype(raw)
     with writing(out, manifest, resumable=True) as partial, LayerStream(source, dtype, device) as stream:
         burnt = sorted({*passages(tuned), *(planned.passages if planned else ())})
         _convert(stream, raw, choices, config, tuned, judged, manifest, partial, calibrated, burnt)
@@ -195,7 +195,7 @@ def _convert(
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics. burnt: passages that nothing may be judged on."""
     seconds, metrics = manifest.seconds, manifest.metrics
-    out_dtype = resolve_dtype(config.dtype, reader.stored_dtype(raw))
+    out_dtype = resolve_dtype(config.dtype, loading.stored_dtype(raw))
     work = Spill(partial / WORK)
     with timed(seconds, "check"):
         stream.check()

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
-from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import reader as checkpoint_reader
+from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.data import overlap
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
@@ -41,17 +43,17 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
 
     Raises UserError for what that format cannot express; `out` is either complete or untouched.
     """
-    raw = checkpoint.read_config(src)
-    if not checkpoint.is_converted(raw):
+    raw = checkpoint_reader.read_config(src)
+    if not loading.is_converted(raw):
         raise UserError(
             f"{src} is no converted model (model type {raw.get('model_type')!r}): run `mlaforge convert MODEL OUT "
             "--deepseek-style` first, then export that OUT"
         )
-    family = family_of({**raw, "model_type": str(raw["model_type"]).removesuffix(checkpoint.SUFFIX)})
+    family = family_of({**raw, "model_type": str(raw["model_type"]).removesuffix(loading.SUFFIX)})
     spec = family.read_spec(raw)
     refuse(raw, spec)
     assert family.attention == ATTENTION, f"{family.model_type} names its tensors otherwise"
-    dtype = resolve_dtype(config.dtype, checkpoint.stored_dtype(raw))
+    dtype = resolve_dtype(config.dtype, loading.stored_dtype(raw))
     if dtype == torch.float16:
         raise UserError("float16 cannot hold the small numbers of this export; pass --dtype bfloat16 or float32")
     rank = config.kv_lora_rank or raw["kv_lora_rank"]
@@ -60,26 +62,26 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
     manifest = Manifest(
         "export_deepseek",
         config=dataclasses.asdict(config),
-        inputs={"model": {"path": src.name, "model_type": raw["model_type"], "sha256": checkpoint.fingerprint(src)}},
+        inputs={"model": {"path": src.name, "model_type": raw["model_type"], "sha256": checkpoint_reader.fingerprint(src)}},
     )
     if done := finished(out, manifest, overwrite):
         log(f"{out} is finished already")
         return done
-    with checkpoint.Reader(src) as reader:
-        reader.check(*checkpoint.expected_tensors(raw))
+    with checkpoint_reader.Reader(src) as reader:
+        reader.check(*loading.expected_tensors(raw))
         export = Export(reader, raw, spec, rank, dtype)
         for reason in export.wrong_in_vllm():
             log(f"not for vLLM: {reason} (docs/export.md)")
         with writing(out, manifest) as partial:
             with timed(manifest.seconds, "write"):
-                writer = checkpoint.Writer(partial)
+                writer = checkpoint_writer.Writer(partial)
                 for name, tensor in export.tensors():
                     assert tuple(tensor.shape) == export.shapes.pop(name), f"{name}: {list(tensor.shape)}"
                     writer.add(name, tensor)
                 assert not export.shapes, f"{sorted(export.shapes)[0]} was not written"
                 writer.finish()
             (partial / "config.json").write_text(json.dumps(export.settings, indent=2) + "\n", encoding="utf-8")
-            for path in [*checkpoint.companions(src), src / overlap.PASSAGES]:
+            for path in [*checkpoint_reader.companions(src), src / overlap.PASSAGES]:
                 if path.is_file():
                     shutil.copyfile(path, partial / path.name)
             row = spec.num_layers * (rank + raw["qk_rope_head_dim"])
@@ -179,7 +181,7 @@ class Export:
     """One source's tensors in DeepSeek-V3's order, made layer by layer."""
 
     def __init__(
-        self, reader: checkpoint.Reader, raw: dict[str, Any], spec: ModelSpec, rank: int, dtype: torch.dtype
+        self, reader: checkpoint_reader.Reader, raw: dict[str, Any], spec: ModelSpec, rank: int, dtype: torch.dtype
     ) -> None:
         """Raises UserError for what only tensors tell: names and frequencies that DeepSeek-V3 does not have."""
         self.reader, self.raw, self.spec, self.rank, self.dtype = reader, raw, spec, rank, dtype
@@ -194,8 +196,8 @@ class Export:
         self.settings = stock_config(source, raw, rank, q_rank, self.biased)
         self.settings["dtype"] = str(dtype).removeprefix("torch.")
         with torch.device("meta"):
-            own: Any = checkpoint.model_class(raw)[1](source)
-            theirs: Any = checkpoint.model_class(self.settings)[1](self._config(self.settings))
+            own: Any = loading.model_class(raw)[1](source)
+            theirs: Any = loading.model_class(self.settings)[1](self._config(self.settings))
         self.shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
         for name in reader:
             if ".self_attn." not in name and name not in self.shapes:
@@ -211,7 +213,7 @@ class Export:
 
     @staticmethod
     def _config(settings: dict[str, Any]) -> Any:
-        return checkpoint.model_class(settings)[0](**{k: v for k, v in settings.items() if k != "model_type"})
+        return loading.model_class(settings)[0](**{k: v for k, v in settings.items() if k != "model_type"})
 
     def _get(self, layer: int, name: str) -> Tensor | None:
         """A tensor of a layer in fp64; None for a bias that is not there."""

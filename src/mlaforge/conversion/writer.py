@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import mlaforge.modeling
-from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import reader as checkpoint_reader
+from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.factorization import latent as factorize
 from mlaforge.factorization.moments import LayerMoments
@@ -63,12 +65,12 @@ def mla_config(
     """config.json of the converted model: the source's, its type changed, the MLA fields added."""
     layer = spec.layers[plan.converted[0]]
     chosen = [plan.layers[i] for i in plan.converted]
-    config_class, causal_lm = checkpoint.model_class(raw)
+    config_class, causal_lm = loading.model_class(raw)
     prefix = causal_lm.__name__.removesuffix("ForCausalLM")
     return {
         **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
         # Of the class that computes it, which for some families is another's.
-        "model_type": config_class.model_type + checkpoint.SUFFIX,
+        "model_type": config_class.model_type + loading.SUFFIX,
         "architectures": [f"{prefix}MlaForCausalLM"],
         "auto_map": {
             "AutoConfig": f"configuration_mla.{prefix}MlaConfig",
@@ -131,7 +133,7 @@ def write_checkpoint(
     settings.pop("torch_dtype", None)
     prefix = family_of({**settings, "model_type": spec.model_type}).attention
     replaced = tuple(prefix.format(layer=i) for i in layers)
-    shapes, _ = checkpoint.expected_tensors(settings)
+    shapes, _ = loading.expected_tensors(settings)
 
     latest = functools.lru_cache(maxsize=1)(weights)
 
@@ -144,8 +146,8 @@ def write_checkpoint(
     def solved(index: int, at: str, name: str) -> Tensor:
         return cast(latest(index).tensors.get(name.removeprefix(at), torch.zeros(shapes[name])))
 
-    writer = checkpoint.Writer(out)
-    with checkpoint.Reader(source) as reader:
+    writer = checkpoint_writer.Writer(out)
+    with checkpoint_reader.Reader(source) as reader:
         for name in reader:
             if not name.startswith(replaced):
                 stored = reader.dtype(name)
@@ -157,7 +159,7 @@ def write_checkpoint(
                 writer.promise(name, shapes[name], kind, functools.partial(solved, index, at, name))
         writer.finish()
     (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    for path in checkpoint.companions(source):
+    for path in checkpoint_reader.companions(source):
         shutil.copyfile(path, out / path.name)
     for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
         shutil.copyfile(path, out / path.name)

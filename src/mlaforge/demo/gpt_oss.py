@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
-from mlaforge.checkpoint import mxfp4, resolve
-from mlaforge.checkpoint import reader as checkpoint
+from mlaforge.checkpoint import loading, mxfp4, resolve
+from mlaforge.checkpoint import reader as checkpoint_reader
+from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus, overlap
 from mlaforge.data.packing import Feed, Phase, pack
@@ -52,18 +53,18 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
     The same source, text and options again return the finished result.
     """
     source = demo_model.fetch() if config.from_ == "smollm2" else resolve.locate(config.from_)
-    raw = checkpoint.read_config(source)
+    raw = checkpoint_reader.read_config(source)
     spec = check(raw, config)
     tuned = None
     if config.sinks or config.heal:
         count, length = max(MEASURED, -(-config.heal // 2)), min(TOKENS, spec.max_position_embeddings)
-        tuned = corpus.windows(checkpoint.load_tokenizer(source), config.text, count, length, seed=config.seed)
-        checkpoint.check_tokens(source, tuned.ids)
+        tuned = corpus.windows(loading.load_tokenizer(source), config.text, count, length, seed=config.seed)
+        loading.check_tokens(source, tuned.ids)
     manifest = Manifest(
         "make-gptoss",
         config=dataclasses.asdict(config),
         inputs={
-            "model": {"path": source.name, "model_type": spec.model_type, "sha256": checkpoint.fingerprint(source)},
+            "model": {"path": source.name, "model_type": spec.model_type, "sha256": checkpoint_reader.fingerprint(source)},
             "calibration": tuned.describe() if tuned else None,
         },
     )
@@ -136,7 +137,7 @@ def gptoss_config(raw: dict[str, Any], spec: ModelSpec, config: MakeGptOssConfig
         # Runtimes of this family take lm_head.weight whatever this says.
         "tie_word_embeddings": False,
         "use_cache": True,
-        "dtype": str(resolve_dtype(config.dtype, checkpoint.stored_dtype(raw))).removeprefix("torch."),
+        "dtype": str(resolve_dtype(config.dtype, loading.stored_dtype(raw))).removeprefix("torch."),
         **{key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in raw},
     }
     if config.mxfp4:
@@ -151,8 +152,8 @@ def _make(
     """The work itself: fills `partial` and the manifest's metrics."""
     made = gptoss_config(raw, spec, config)
     first = None
-    with checkpoint.Reader(source) as reader:
-        reader.check(*checkpoint.expected_tensors(raw))
+    with checkpoint_reader.Reader(source) as reader:
+        reader.check(*loading.expected_tensors(raw))
         if config.sinks and tuned is not None:
             with timed(manifest.seconds, "sinks"):
                 first = measure_sinks(source, made, tuned)
@@ -170,7 +171,7 @@ def _make(
             write(partial, Upcycled(reader, spec, config, made, first), healed)
     if tuned is not None:
         (partial / overlap.PASSAGES).write_text(json.dumps(overlap.passages(tuned)), encoding="utf-8")
-    for path in checkpoint.companions(source):
+    for path in checkpoint_reader.companions(source):
         shutil.copyfile(path, partial / path.name)
 
 
@@ -203,7 +204,7 @@ def heal(
     device = torch.device("cpu")
     with LayerStream(folder, torch.float32, device) as ours, LayerStream(source, torch.float32, device) as theirs:
         solved = steer(ours, theirs, fitted(tuned))
-    student, teacher = checkpoint.load_model(folder, "float32"), checkpoint.load_model(source, "float32")
+    student, teacher = loading.load_model(folder, "float32"), loading.load_model(source, "float32")
     for model in (student, teacher):
         model.requires_grad_(False)
     shutil.rmtree(folder)
@@ -228,7 +229,7 @@ def write(partial: Path, upcycled: Upcycled, healed: dict[str, Tensor]) -> None:
     """Streams config and tensors into `partial`; `healed` replaces tensors by name."""
     text = json.dumps(upcycled.made, indent=1)
     (partial / "config.json").write_text(text + "\n", encoding="utf-8")
-    writer, dtype = checkpoint.Writer(partial), checkpoint.stored_dtype(upcycled.made)
+    writer, dtype = checkpoint_writer.Writer(partial), loading.stored_dtype(upcycled.made)
     for name, tensor in upcycled:
         stored = tensor if tensor.dtype == torch.uint8 else healed.get(name, tensor).to(dtype)
         writer.add(name, stored)
@@ -239,7 +240,7 @@ def write(partial: Path, upcycled: Upcycled, healed: dict[str, Tensor]) -> None:
 class Upcycled:
     """The result's tensors, one layer of them in memory at a time."""
 
-    reader: checkpoint.Reader
+    reader: checkpoint_reader.Reader
     spec: ModelSpec
     config: MakeGptOssConfig
     made: dict[str, Any]

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mlaforge.artifact import WORK, Manifest, finished, writing
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
 from mlaforge.data import corpus, overlap
 from mlaforge.diagnosis import verdicts
@@ -130,14 +130,14 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
     check_options(config)
     source = resolve.locate(model)
     raw = reader.read_config(source)
-    if reader.is_converted(raw):
+    if loading.is_converted(raw):
         raise UserError(f"{source} is already converted ({raw['model_type']}); diagnose the original")
     family = family_of(raw)
     plan = make_plan(family.read_spec(raw), config.budget, config.layout, config.layers)
     device = resolve_device(config.device)
-    tokenizer = reader.load_tokenizer(source)
+    tokenizer = loading.load_tokenizer(source)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
-    reader.check_tokens(source, text.ids)
+    loading.check_tokens(source, text.ids)
     name = source.resolve().name if Path(model).expanduser().exists() else model
     told = {"path": name, "model_type": plan.spec.model_type, "sha256": reader.fingerprint(source)}
     manifest = Manifest(
@@ -147,7 +147,7 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
-    stored = reader.stored_dtype(raw)
+    stored = loading.stored_dtype(raw)
     with contextlib.ExitStack() as opened:
         if out is None:
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))

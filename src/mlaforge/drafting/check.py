@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
 from mlaforge.data import corpus
@@ -56,12 +56,12 @@ def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any
             raise UserError(f"{name} = {getattr(config, name)} must be at least {least}")
     model, device = resolve.locate(target), resolve_device(config.device)
     described = reader.read_config(model)
-    dtype = resolve_dtype(config.dtype, reader.stored_dtype(described))
-    spec = reader.read_spec(described)
+    dtype = resolve_dtype(config.dtype, loading.stored_dtype(described))
+    spec = loading.read_spec(described)
     head = read_head(directory, spec.num_layers).to(device)
     check_head(head.config, spec.hidden_size, spec.vocab_size)
-    texts = read_texts(reader.load_tokenizer(model), config)
-    reader.check_tokens(model, *texts)
+    texts = read_texts(loading.load_tokenizer(model), config)
+    loading.check_tokens(model, *texts)
     choices = shifted(head.config.boundaries, spec.num_layers)
     with LayerStream(model, dtype, device) as stream:
         captured, said = target_states(stream, texts, {b for boundaries in choices.values() for b in boundaries})

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
-from mlaforge.checkpoint import reader as checkpoint
-from mlaforge.checkpoint import resolve
+from mlaforge.checkpoint import loading, resolve
+from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint.eagle3 import ARCHITECTURE, CONVENTIONS, check_head, head_config, write_head
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.modeling.eagle3 import Eagle3Head
@@ -45,7 +45,7 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
         "draft import",
         config=dataclasses.asdict(config),
         inputs={
-            name: {"path": given, "sha256": checkpoint.fingerprint(directory)}
+            name: {"path": given, "sha256": checkpoint_reader.fingerprint(directory)}
             for name, given, directory in (("head", src, source), ("target", target, model))
         },
     )
@@ -63,7 +63,7 @@ class _Import:
 
     def __init__(self, source: Path, reader: Reader, model: Path, its: Reader, config: DraftImportConfig):
         self.source, self.reader, self.its, self.config = source, reader, its, config
-        self.spec = checkpoint.read_spec(checkpoint.read_config(model))
+        self.spec = loading.read_spec(checkpoint_reader.read_config(model))
         self.stored: dict[str, str] = {}
         for name in reader:
             ours = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
@@ -131,7 +131,7 @@ class _Import:
 
     def _config(self) -> dict[str, Any]:
         """config.json, completed by what shapes say."""
-        given = checkpoint.read_config(self.source)
+        given = checkpoint_reader.read_config(self.source)
         named = " ".join(map(str, given.get("architectures") or ()))
         if "eagle3" not in named.lower():
             raise UserError(f"{self.source} is no EAGLE-3 head: its architectures is {named!r}, not {ARCHITECTURE!r}")

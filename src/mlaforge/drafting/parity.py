@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
@@ -51,17 +51,17 @@ def run(directory: Path, target: str, reference: Path | None, config: DraftCompa
     if config.tokens < 2 or config.top_k < 1:
         raise UserError(f"tokens = {config.tokens} must be at least 2, top_k = {config.top_k} at least 1")
     model = resolve.locate(target)
-    spec = reader.read_spec(reader.read_config(model))
+    spec = loading.read_spec(reader.read_config(model))
     head = read_head(directory, spec.num_layers)
     check_head(head.config, spec.hidden_size, spec.vocab_size)
     given = {} if reference is None else read_reference(reference, head)
     if reference is None:
-        text = corpus.windows(reader.load_tokenizer(model), config.text, 1, config.tokens, judged=True)
+        text = corpus.windows(loading.load_tokenizer(model), config.text, 1, config.tokens, judged=True)
         given[IDS] = text.ids[0]
     ids = given[IDS]
     if len(ids) > spec.max_position_embeddings:
         raise UserError(f"{len(ids)} tokens are more than the model's {spec.max_position_embeddings}")
-    reader.check_tokens(model, ids)
+    loading.check_tokens(model, ids)
     told = "the reference"
     if STATES not in given:
         told = "the target in float64"

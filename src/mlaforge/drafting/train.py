@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, sha256
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.data import packing
 from mlaforge.drafting import initialize, token_map
@@ -132,11 +132,11 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     check_options(config)
     directory = resolve.locate(model)
     raw = reader.read_config(directory)
-    spec = reader.read_spec(raw)
+    spec = loading.read_spec(raw)
     folders = [Path(text) for text in config.text or ()]
     read = [read_answers(folder) for folder in folders]
     texts = read_texts(config, [answer for _, answers in read for answer in answers])
-    reader.check_tokens(directory, texts.feed.phases[0].rows.ids, texts.validation.ids)
+    loading.check_tokens(directory, texts.feed.phases[0].rows.ids, texts.validation.ids)
     old = read_head(Path(config.init), spec.num_layers) if config.init else None
     if old is None:
         every = torch.arange(spec.vocab_size)
@@ -221,7 +221,7 @@ def _train(
     dtype = resolve_dtype(config.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
-        target = reader.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
+        target = loading.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
         target.set_attn_implementation(FUSED)
         embedding = target.get_input_embeddings().weight.detach().clone()
         wanted_head = target.lm_head.weight.detach()[ids.to(device)]

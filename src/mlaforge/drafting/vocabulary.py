@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, sha256, writing
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.drafting.dataset import TEXT, Answer, read_answers, split
 from mlaforge.drafting.token_map import FILE, STAGE, mapping
 from mlaforge.options import VocabularyConfig
@@ -47,8 +47,8 @@ def run(
 ) -> Manifest:  # fmt: skip
     """Writes d2t and t2d of the tokens that `model` answered most often into the new directory `out`."""
     directory = resolve.locate(model)
-    vocab_size = reader.read_spec(reader.read_config(directory)).vocab_size
-    special = sorted(token for token in reader.load_tokenizer(directory).all_special_ids if token < vocab_size)
+    vocab_size = loading.read_spec(reader.read_config(directory)).vocab_size
+    special = sorted(token for token in loading.load_tokenizer(directory).all_special_ids if token < vocab_size)
     if not max(1, len(special)) <= config.size <= vocab_size:
         raise UserError(f"size = {config.size} must be from {max(1, len(special))} to {vocab_size}, the model's own")
     learnt, held = split([answer for text in texts for answer in read_answers(text)[1]])

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
@@ -52,8 +52,8 @@ class Engine:
         directory = resolve.locate(str(model))
         self.config, self.model_name = config, directory.name
         self.device = resolve_device(config.device)
-        self.tokenizer = reader.load_tokenizer(directory)
-        spec = reader.read_spec(reader.read_config(directory))
+        self.tokenizer = loading.load_tokenizer(directory)
+        spec = loading.read_spec(reader.read_config(directory))
         format = choose_format(config.dtype, directory, spec, self.device)
         self.model = EngineModel(directory, format, self.device)
         self.vocab_size = spec.vocab_size

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
 from mlaforge.data import corpus, overlap
 from mlaforge.options import EvalConfig
@@ -57,13 +57,13 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
         raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
     directory = resolve.locate(model)
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, reader.stored_dtype(reader.read_config(directory)))
-    tokenizer = reader.load_tokenizer(directory)
+    dtype = resolve_dtype(config.dtype, loading.stored_dtype(reader.read_config(directory)))
+    tokenizer = loading.load_tokenizer(directory)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
     remembered = directory / overlap.PASSAGES
     if remembered.is_file():
         text = overlap.refuse_overlap(text, overlap.read_passages(remembered), f"of {model}")
-    reader.check_tokens(directory, text.ids)
+    loading.check_tokens(directory, text.ids)
     manifest = Manifest(
         "eval",
         config={k: v for k, v in dataclasses.asdict(config).items() if k in ("text", "windows", "seqlen", "dtype")},

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, sha256, writing
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
@@ -88,13 +88,13 @@ class Judgement:
 
     def __init__(self, student: Path, teacher: Path, dtype: torch.dtype, device: torch.device, seed: int):
         self.paths, self.dtype, self.device, self.seed = (student, teacher), dtype, device, seed
-        self.tokenizer = reader.load_tokenizer(teacher)
+        self.tokenizer = loading.load_tokenizer(teacher)
         self.tuned = overlap.read_passages(student / overlap.PASSAGES)
         self._compared: dict[tuple[str, int, int], tuple[np.ndarray, ...]] = {}
 
     def _states(self, texts: list[Tensor], what: str) -> list[tuple[list[Tensor], Tensor]]:
         """Student's and teacher's final states on every text, and their heads."""
-        reader.check_tokens(self.paths[1], *texts)
+        loading.check_tokens(self.paths[1], *texts)
         found = []
         for who, path in zip(("student", "teacher"), self.paths, strict=True):
             with LayerStream(path, self.dtype, self.device) as stream:
@@ -148,7 +148,7 @@ class Judgement:
     def _task(self, criterion: Criterion) -> Measured:
         found = []
         for path in self.paths:
-            model = reader.load_model(path, str(self.dtype).removeprefix("torch."), self.device)
+            model = loading.load_model(path, str(self.dtype).removeprefix("torch."), self.device)
             found.append(lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit))
         (ours, higher, texts), (theirs, _, _) = found
         asked = corpus.tokens(self.tokenizer, "\n".join(dict.fromkeys(texts)))
@@ -176,7 +176,7 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     raw, theirs = reader.read_config(student), reader.read_config(teacher)
     if raw.get("vocab_size") != theirs.get("vocab_size"):
         raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
-    dtype = resolve_dtype(config.dtype, reader.stored_dtype(theirs))
+    dtype = resolve_dtype(config.dtype, loading.stored_dtype(theirs))
     manifest = Manifest(
         "acceptance",
         config={"dtype": str(dtype), "criteria": [dataclasses.asdict(c) for c in criteria], "seed": seed},

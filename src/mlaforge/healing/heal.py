@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished
-from mlaforge.checkpoint import reader as checkpoint
-from mlaforge.checkpoint import resolve
+from mlaforge.checkpoint import loading, resolve
+from mlaforge.checkpoint import reader as checkpoint_reader
+from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import overlap, packing
 from mlaforge.factorization.refit import TOKENS, steer
@@ -110,7 +111,7 @@ def read_texts(tokenizer: Any, config: HealConfig, tuned: list[int]) -> Texts:
 
 def windowed(raw: dict[str, Any]) -> set[int]:
     """Layers with a sliding window."""
-    return {index for index, layer in enumerate(checkpoint.read_spec(raw).layers) if layer.window is not None}
+    return {index for index, layer in enumerate(loading.read_spec(raw).layers) if layer.window is not None}
 
 
 def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bool = False) -> Manifest:
@@ -122,10 +123,10 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     """
     subsets = check_options(config)
     original, converted = resolve.locate(teacher), resolve.locate(student)
-    raw, theirs = checkpoint.read_config(converted), checkpoint.read_config(original)
-    if not checkpoint.is_converted(raw):
+    raw, theirs = checkpoint_reader.read_config(converted), checkpoint_reader.read_config(original)
+    if not loading.is_converted(raw):
         raise UserError(f"student {student} is not converted ({raw.get('model_type')}); convert it first")
-    if checkpoint.is_converted(theirs):
+    if loading.is_converted(theirs):
         raise UserError(f"teacher {teacher} is converted itself; give the original")
     if raw.get("vocab_size") != theirs.get("vocab_size"):
         raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
@@ -135,18 +136,18 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     if (config.swa_text and not slides) or (config.full_text and slides == raw["num_hidden_layers"]):
         raise UserError(f"{slides} of {raw['num_hidden_layers']} layers have a window: one phase's text teaches nobody")
     group = distributed.join(resolve_device(config.device))
-    tokenizer = checkpoint.load_tokenizer(original)
+    tokenizer = loading.load_tokenizer(original)
     remembered = converted / overlap.PASSAGES
     tuned = overlap.read_passages(remembered) if remembered.is_file() else []
     texts = read_texts(tokenizer, config, tuned)
-    checkpoint.check_tokens(original, *(phase.rows.ids for phase in texts.feed.phases), texts.validation.ids)
+    loading.check_tokens(original, *(phase.rows.ids for phase in texts.feed.phases), texts.validation.ids)
     check_shares(texts.feed, group.world)
     manifest = Manifest(
         "heal",
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED},
         inputs={
-            "teacher": {"path": str(teacher), "sha256": checkpoint.fingerprint(original)},
-            "student": {"path": str(student), "sha256": checkpoint.fingerprint(converted)},
+            "teacher": {"path": str(teacher), "sha256": checkpoint_reader.fingerprint(original)},
+            "student": {"path": str(student), "sha256": checkpoint_reader.fingerprint(converted)},
             **texts.described,
         },
     )
@@ -162,9 +163,9 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
 def load(directory: Path, dtype: str, device: torch.device) -> Any:
     """A causal LM on the fused attention, frozen; dtype nf4 quantises its linear maps to 4 bits on loading."""
     if dtype == "nf4":
-        model = checkpoint.load_model(directory, "bfloat16", device, quantization=_nf4())
+        model = loading.load_model(directory, "bfloat16", device, quantization=_nf4())
     else:
-        model = checkpoint.load_model(directory, dtype, device)
+        model = loading.load_model(directory, dtype, device)
     model.set_attn_implementation(FUSED)
     return model.requires_grad_(False)
 
@@ -223,7 +224,7 @@ def _heal(
     )  # fmt: skip
     trainer = Trainer(
         model, texts.feed, pace, trainable(student, subsets[0]), device=device, rank=group.rank, world=group.world,
-        targets=targets, windowed=windowed(checkpoint.read_config(converted)),
+        targets=targets, windowed=windowed(checkpoint_reader.read_config(converted)),
     )  # fmt: skip
     course = Course(
         "heal", trainer, validation, Marks(config.evaluate_every, config.checkpoint_every, config.patience), subsets,
@@ -283,8 +284,8 @@ def write(converted: Path, partial: Path, trained: dict[str, Tensor]) -> None:
     def made(name: str, dtype: torch.dtype) -> Tensor:
         return trained[name].to(dtype)
 
-    writer = checkpoint.Writer(partial)
-    with checkpoint.Reader(converted) as reader:
+    writer = checkpoint_writer.Writer(partial)
+    with checkpoint_reader.Reader(converted) as reader:
         for name in reader:
             dtype = reader.dtype(name)
             make = (
@@ -293,5 +294,5 @@ def write(converted: Path, partial: Path, trained: dict[str, Tensor]) -> None:
             writer.promise(name, reader.shape(name), dtype, make)
         assert set(trained) <= set(reader), sorted(set(trained) - set(reader))
         writer.finish()
-    for path in (converted / "config.json", *checkpoint.companions(converted), *converted.glob("*_mla.py")):
+    for path in (converted / "config.json", *checkpoint_reader.companions(converted), *converted.glob("*_mla.py")):
         shutil.copyfile(path, partial / path.name)

@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from mlaforge import families
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading
 from mlaforge.engine.cache.kv_cache import LayerCache, layer_caches
 from mlaforge.engine.execution.attention import PagedAttention, Step, paged
 from mlaforge.engine.execution.batch import Batch
@@ -28,12 +28,12 @@ class Attentions:
     def __init__(self, vllm_config: Any, prefix: str):
         model_config = vllm_config.model_config
         raw: dict[str, Any] = model_config.hf_config.to_dict()
-        self.spec, self.dtype = reader.read_spec(raw), model_config.dtype
+        self.spec, self.dtype = loading.read_spec(raw), model_config.dtype
         self.head_dim = self.spec.layers[0].head_dim
         size = get_tensor_model_parallel_world_size()
         self.heads = Heads(raw["num_key_value_heads"], get_tensor_model_parallel_rank(), size)
         own = self.heads.config(raw)
-        skeleton = reader.skeleton(own)
+        skeleton = loading.skeleton(own)
         self.device = torch.get_default_device()
         self.rotary = type(skeleton.model.rotary_emb)(skeleton.config).to(self.device)
         self.modules: list[Any] = [layer.self_attn for layer in skeleton.model.layers]
@@ -45,7 +45,7 @@ class Attentions:
             families.family_of({"model_type": self.spec.model_type}).attention.format(layer=index): index
             for index in range(len(self.modules))
         }
-        self.caches = self._make_caches(reader.read_spec(own), skeleton.config, prefix)
+        self.caches = self._make_caches(loading.read_spec(own), skeleton.config, prefix)
         for cache in self.caches:
             vllm_config.compilation_config.static_forward_context[cache.name] = cache
 

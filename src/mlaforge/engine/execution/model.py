@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge.checkpoint import reader
+from mlaforge.checkpoint import loading, reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.engine.execution.attention import PagedAttention, Step
 from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, fastest_format
@@ -30,7 +30,7 @@ def choose_format(name: str, directory: Path, spec: ModelSpec, device: torch.dev
     """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU it is measured and said."""
     if name in QUANTIZED:
         return name
-    stored = reader.stored_dtype(reader.read_config(directory))
+    stored = loading.stored_dtype(reader.read_config(directory))
     if name != "auto" or device.type != "cpu":
         return str(resolve_dtype(name, stored)).removeprefix("torch.")
     layer, hidden = spec.layers[0], spec.hidden_size

@@ -1,0 +1,130 @@
+"""What a config.json describes: the class, the tensors it calls for, the model itself loaded strictly, its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
+from mlaforge import families
+from mlaforge.checkpoint import mxfp4
+from mlaforge.checkpoint.reader import Reader, read_config
+from mlaforge.families.spec import ModelSpec
+from mlaforge.runtime import UserError, resolve_dtype
+
+SUFFIX = "_mla"
+
+
+def is_converted(config: dict[str, Any]) -> bool:
+    """Whether a config.json is one of ours."""
+    return str(config.get("model_type")).endswith(SUFFIX) and "mla_layer_types" in config
+
+
+def model_class(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The config class and the causal-LM class of a config.json, ours or transformers'."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if not is_converted(config):
+        family = families.families().get(config["model_type"])
+        config_class = CONFIG_MAPPING[family.computed_by or config["model_type"] if family else config["model_type"]]
+        return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    from mlaforge.modeling import configuration_mla, modeling_mla
+
+    name = str(config["architectures"][0])
+    return (
+        getattr(configuration_mla, name.replace("ForCausalLM", "Config")),
+        getattr(modeling_mla, name),
+    )
+
+
+def load_model(
+    directory: Path, dtype: str = "auto", device: torch.device | str = "cpu", quantization: Any = None
+) -> Any:
+    """The causal LM of a model directory, original or converted, in evaluation mode, no code from it run.
+    `quantization`: transformers' config of a library that packs the weights on loading.
+
+    Strict: UserError for an unsupported family or any tensor that is missing, extra, wrongly shaped or not finite.
+    """
+    config = read_config(directory)
+    families.family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
+    config_class, causal_lm = model_class(config)
+    with Reader(directory) as reader:
+        reader.check_shapes(*expected_tensors(config))
+        left_out = set(reader.left_out)
+    model, info = causal_lm.from_pretrained(
+        directory,
+        config=config_class.from_dict({**config, "model_type": config_class.model_type}),
+        dtype=resolve_dtype(dtype, stored_dtype(config)),
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors=True,
+        **({"quantization_config": quantization, "device_map": {"": device}} if quantization else {}),
+    )
+    unexpected = set(info["unexpected_keys"]) - left_out
+    assert not (info["missing_keys"] or unexpected or info["mismatched_keys"]), info
+    # Text from NaN looks like the text of a poor model, so that nobody would look for the reason here.
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(
+                f"{directory}: {name!r} holds NaN or infinity in {tensor.dtype}; fetch the model again, or give "
+                "another --dtype"
+            )
+    return model.eval() if quantization else model.eval().to(device)
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """The ModelSpec of a config.json, original or converted; UserError for an unsupported family."""
+    return families.read_spec({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
+
+
+def stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The dtype that a config.json declares; float32 where it declares none."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return resolve_dtype(name, torch.float32)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory; no code from it is run."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{directory} has no tokenizer that can be read (tokenizer.json); copy it there") from error
+
+
+def check_tokens(directory: Path, *texts: Tensor) -> None:
+    """Raises UserError where a text has a token id that the model of `directory` has no embedding for."""
+    size, largest = read_config(directory).get("vocab_size", 0), max(int(ids.max()) for ids in texts)
+    if largest >= size:
+        raise UserError(
+            f"the tokenizer in {directory} gives token {largest}, but the model's vocabulary has {size}: it is "
+            "another model's tokenizer"
+        )
+
+
+def skeleton(config: dict[str, Any]) -> Any:
+    """The causal LM that a config.json describes, on the meta device. Raises UserError where it describes none."""
+    config_class, causal_lm = model_class(config)
+    method = (config.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise UserError(f"weights quantised with {method!r} are not read; give the checkpoint it was made from")
+    try:
+        with torch.device("meta"):
+            return causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
+    except (StrictDataclassError, ValueError, KeyError, AssertionError) as error:
+        # A KeyError is a name, such as hidden_act's, that transformers has nothing for.
+        reason = f"{error} is not known" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise UserError(f"config.json makes no {config['model_type']} model: {reason}") from error
+
+
+def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """Names and shapes that a config.json calls for, and the names that may be absent because they are tied."""
+    model = skeleton(config)
+    shapes = mxfp4.stored(config, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else ()
+    return shapes, frozenset(tied)

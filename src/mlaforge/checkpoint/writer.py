@@ -1,0 +1,74 @@
+"""Safetensors shards, written one at a time, the index last."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlaforge.checkpoint.reader import INDEX
+from mlaforge.runtime import UserError
+
+SHARD_BYTES = 2 * 10**9
+
+
+class Writer:
+    """Writes tensors into shards of at most SHARD_BYTES, one shard in memory at a time, and the index last.
+
+    A shard that is there already (the same tensors in the same order, from a run that was killed) is not made again.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.pending: dict[str, Callable[[], Tensor]] = {}
+        self.size = 0
+        self.total = 0
+        self.shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor; it is held until its shard is full.
+
+        Raises UserError for NaN or infinity: a source's weights are finite, so that its dtype holds too little.
+        """
+        self.promise(name, tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    def promise(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
+        """The same for a tensor that `make` gives when its shard is written, if it is not there already."""
+        size = math.prod(shape) * dtype.itemsize
+        if self.pending and self.size + size > SHARD_BYTES:
+            self._flush()
+        self.pending[name] = make
+        self.size += size
+        self.total += size
+
+    def _made(self, name: str) -> Tensor:
+        tensor = self.pending[name]()
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(f"{name!r} is not finite in {tensor.dtype}; write float32 or bfloat16 (--dtype)")
+        return tensor.contiguous()
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        path = self.directory / f"shard-{len(self.shards):05d}.safetensors"
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            save_file({name: self._made(name) for name in self.pending}, unfinished, metadata={"format": "pt"})
+            unfinished.rename(path)
+        self.shards.append(list(self.pending))
+        self.pending, self.size = {}, 0
+
+    def finish(self) -> None:
+        """Writes the last shard and the index, and gives the shards their customary names."""
+        self._flush()
+        count, weight_map = len(self.shards), {}
+        for number, names in enumerate(self.shards):
+            final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self.directory / f"shard-{number:05d}.safetensors").rename(self.directory / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+        (self.directory / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
