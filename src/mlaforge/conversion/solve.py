@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.conversion.writer import LayerWeights, attention_module, mla_config
+from mlaforge.conversion.layer import LayerWeights, attention_module, mla_config
 from mlaforge.evaluation.perplexity import head_losses, perplexity
 from mlaforge.factorization import latent as factorize
 from mlaforge.factorization import moments

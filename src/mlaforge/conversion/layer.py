@@ -1,0 +1,108 @@
+"""A converted layer: its weights, the config that describes it, the module that computes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.factorization import latent as factorize
+from mlaforge.factorization.moments import LayerMoments
+from mlaforge.families.spec import ModelSpec
+from mlaforge.modeling import configuration_mla, modeling_mla
+from mlaforge.planning.plan import Plan
+
+
+@dataclasses.dataclass
+class LayerWeights:
+    """The tensors of one converted attention module by LatentAttention's parameter names."""
+
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, latent: factorize.Latent, own: dict[str, Tensor], moments: LayerMoments, q_lora_rank: int | None
+    ) -> LayerWeights:
+        """`own`: tensors of the layer's GQA module by name; its o_proj, sinks and q/k norms are kept."""
+        tensors: dict[str, Tensor] = {
+            "kv_a_proj_with_mqa.weight": latent.kv_a,
+            "kv_a_proj_with_mqa.bias": latent.b_kv_a,
+            "kv_b_proj.weight": latent.kv_b,
+            "kv_b_proj.bias": latent.b_kv_b,
+        }
+        if q_lora_rank is None:
+            tensors |= {"q_proj.weight": latent.w_q, "q_proj.bias": latent.b_q}
+        else:
+            q_a, q_b, bias = factorize.factor_query(latent.w_q, latent.b_q, moments, q_lora_rank)
+            tensors |= {"q_a_proj.weight": q_a, "q_b_proj.weight": q_b, "q_b_proj.bias": bias}
+        if latent.rope_index is not None:
+            tensors["rope_index"] = latent.rope_index
+        for name, tensor in own.items():
+            if name.split(".")[0] in ("o_proj", "sinks", "q_norm", "k_norm"):
+                tensors[name] = tensor
+        return cls({name: tensor.detach().cpu() for name, tensor in tensors.items()})
+
+
+def mla_config(
+    raw: dict[str, Any], spec: ModelSpec, plan: Plan, q_lora_rank: int | None, o_bias: bool
+) -> dict[str, Any]:
+    """config.json of the converted model: the source's, its type changed, the MLA fields added."""
+    layer = spec.layers[plan.converted[0]]
+    chosen = [plan.layers[i] for i in plan.converted]
+    config_class, causal_lm = loading.model_class(raw)
+    prefix = causal_lm.__name__.removesuffix("ForCausalLM")
+    return {
+        **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
+        # Of the class that computes it, which for some families is another's.
+        "model_type": config_class.model_type + loading.SUFFIX,
+        "architectures": [f"{prefix}MlaForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"configuration_mla.{prefix}MlaConfig",
+            "AutoModel": f"modeling_mla.{prefix}MlaModel",
+            "AutoModelForCausalLM": f"modeling_mla.{prefix}MlaForCausalLM",
+        },
+        "kv_lora_rank": max(part.kv_lora_rank for part in chosen),
+        "qk_rope_head_dim": chosen[0].qk_rope_head_dim,
+        "qk_nope_head_dim": layer.head_dim,
+        "v_head_dim": layer.head_dim,
+        "q_lora_rank": q_lora_rank,
+        "softmax_scale": spec.softmax_scale,
+        "mla_layer_types": [part.layout for part in plan.layers],
+        "mla_kv_lora_ranks": [part.kv_lora_rank for part in plan.layers],
+        # A factored query has a bias even where the source has none: it is exact at the mean input.
+        "mla_q_bias": layer.q_bias or q_lora_rank is not None,
+        "mla_k_bias": layer.k_bias,
+        "mla_o_bias": layer.o_bias or o_bias,
+        "mla_sinks": layer.sinks,
+        "mla_qk_norm": layer.qk_norm,
+    }
+
+
+def _fitted(module: nn.Module, weights: LayerWeights, where: str) -> dict[str, Tensor]:
+    """The tensors that `module` has, a missing bias as zeros; a bias it does not have must be zero."""
+    fitted = {}
+    for name, own in module.state_dict().items():
+        tensor = weights.tensors.get(name)
+        if tensor is None:
+            assert name == "o_proj.bias", f"{where}{name} was not solved"
+            tensor = torch.zeros(own.shape)
+        assert tensor.shape == own.shape, f"{where}{name}: {list(tensor.shape)}, not {list(own.shape)}"
+        fitted[name] = tensor
+    for name, tensor in weights.tensors.items():
+        assert name in fitted or not tensor.any(), f"{where}{name} would be lost"
+    return fitted
+
+
+def attention_module(stream: LayerStream, settings: dict[str, Any], index: int, weights: LayerWeights) -> Any:
+    """A LatentAttention with these weights that fits into layer `index` of the original's stream."""
+    config_class = getattr(configuration_mla, settings["auto_map"]["AutoConfig"].split(".")[1])
+    config = config_class(**{k: v for k, v in settings.items() if k not in ("model_type", "quantization_config")})
+    config._attn_implementation = stream.config._attn_implementation
+    table = modeling_mla.RotationTable(stream.decoder.rotary_emb, settings["qk_nope_head_dim"] // 2)
+    module = modeling_mla.LatentAttention(config, index, table)
+    module.load_state_dict(_fitted(module, weights, f"layer {index}: "))
+    return module.to(device=stream.device, dtype=stream.dtype).eval().requires_grad_(False)
