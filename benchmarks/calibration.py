@@ -23,14 +23,15 @@ from typing import Any
 import torch
 
 from mlaforge.calibration import calibrate
+from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.sources import Notes, Source
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.evaluation.perplexity import perplexity, window_losses
-from mlaforge.options import CalibrateConfig, ConvertConfig
 from mlaforge.runtime import environment, log
 
 SEEDS = (0, 1, 2)

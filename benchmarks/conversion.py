@@ -22,9 +22,9 @@ import torch
 from mlaforge.bench.conversion import perplexities
 from mlaforge.checkpoint import loading
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
-from mlaforge.options import ConvertConfig
 from mlaforge.runtime import environment, log
 
 SEQLEN = 2048

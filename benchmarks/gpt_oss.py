@@ -15,8 +15,9 @@ import json
 from pathlib import Path
 
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.demo import gpt_oss
-from mlaforge.options import ConvertConfig, MakeGptOssConfig
+from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.runtime import environment
 
 # What issue 3 asks for, as converted / original perplexity.

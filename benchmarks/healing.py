@@ -21,11 +21,12 @@ from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.healing import heal
-from mlaforge.options import ConvertConfig, HealConfig
+from mlaforge.healing.config import HealConfig
 from mlaforge.runtime import environment, log
 
 # Layout and budget: what issue 6 asks for, as healed / original perplexity, and what differs from the recipe. The less

@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 
 from mlaforge.bench import kernels
+from mlaforge.bench.config import BenchConfig
 from mlaforge.config import resolve
-from mlaforge.options import BenchConfig
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def write_sparse(directory: Path, layers: int, experts: int) -> int:
 def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, Any]:
     """Converts in this process; peak RssAnon in GiB over all of it, and seconds."""
     from mlaforge.conversion import convert
-    from mlaforge.options import ConvertConfig
+    from mlaforge.conversion.config import ConvertConfig
 
     peak, done = 0, threading.Event()
 

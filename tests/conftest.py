@@ -213,7 +213,7 @@ def converted(
 ) -> Callable[..., Path]:  # fmt: skip
     """(family, layout, **options) -> the converted directory, made once."""
     from mlaforge.conversion import convert
-    from mlaforge.options import ConvertConfig
+    from mlaforge.conversion.config import ConvertConfig
 
     sources = {**tiny_models, "biased_llama": biased_llama}
     made: dict[str, Path] = {}

@@ -14,23 +14,25 @@ from safetensors.torch import load_file
 SLOW = """
 import importlib, json, sys
 from pathlib import Path
-from mlaforge.training import loop as course
-from mlaforge import options
-whole = course.Course._save
+from mlaforge.training import loop
+whole = loop.Course._save
 def slow(self):
     whole(self)
     print("saved", self.trainer.step, flush=True)
     sys.stdin.readline()
-course.Course._save = slow
-stage, kind, *models, out, given = sys.argv[1:]
-importlib.import_module(stage).run(*models, Path(out), getattr(options, kind)(**json.loads(given)))
+loop.Course._save = slow
+stage, options, kind, *models, out, given = sys.argv[1:]
+config = getattr(importlib.import_module(options), kind)(**json.loads(given))
+importlib.import_module(stage).run(*models, Path(out), config)
 """
 
 
 def killed_after(steps, stage, models, out, config):
     """Runs stage.run(*models, out, config), whose checkpoints come after `steps`, and kills it after the last one."""
     given = json.dumps(dataclasses.asdict(config))
-    command = [sys.executable, "-c", SLOW, stage.__name__, type(config).__name__, *map(str, models), str(out), given]
+    kind = type(config)
+    command = [sys.executable, "-c", SLOW, stage.__name__, kind.__module__, kind.__name__, *map(str, models), str(out)]
+    command.append(given)
     # The same bits are promised for the same number of threads.
     own = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     with subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

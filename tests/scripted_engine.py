@@ -166,8 +166,8 @@ def main() -> None:
     """python scripted_engine.py DELAY PORT DRAIN_TIMEOUT: serves it, for tests of signals."""
     import sys
 
-    from mlaforge.options import ServeConfig
     from mlaforge.serving import server
+    from mlaforge.serving.config import ServeConfig
 
     delay, port, drain = sys.argv[1:]
     engine = ScriptedEngine(ByteTokenizer(), float(delay))

@@ -15,9 +15,9 @@ import openai
 import uvicorn
 from scripted_engine import ScriptedEngine
 
-from mlaforge.options import ServeConfig
 from mlaforge.serving.app import create_app
 from mlaforge.serving.async_engine import AsyncEngine
+from mlaforge.serving.config import ServeConfig
 
 
 class Served:

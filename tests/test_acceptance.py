@@ -15,8 +15,8 @@ from mlaforge.checkpoint import loading
 from mlaforge.data import corpus
 from mlaforge.evaluation import criteria, needle
 from mlaforge.evaluation import student as acceptance
+from mlaforge.evaluation.config import EvalConfig
 from mlaforge.evaluation.criteria import Criterion, Measured
-from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, writing
 from mlaforge.checkpoint import loading, reader
-from mlaforge.options import ConvertConfig
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import make_plan
 from mlaforge.runtime import UserError

@@ -14,14 +14,15 @@ from safetensors.torch import load_file
 
 from mlaforge.artifact import Manifest
 from mlaforge.bench import kernels, machine, recipe, scenario
+from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.prompts import Prompts
 from mlaforge.checkpoint import loading
 from mlaforge.config import resolve
 from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.engine import Engine
 from mlaforge.evaluation import perplexity
+from mlaforge.evaluation.config import EvalConfig
 from mlaforge.ops.paged_attention import OP
-from mlaforge.options import BenchConfig, EvalConfig
 from mlaforge.runtime import UserError
 
 STUB = Path(__file__).with_name("endpoint_stub.py")

@@ -16,7 +16,7 @@ import recorded
 from PIL import Image
 
 from mlaforge.diagnosis import diagnose
-from mlaforge.options import DiagnoseConfig
+from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.report.report import write_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

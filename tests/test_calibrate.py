@@ -16,8 +16,8 @@ from mlaforge.calibration import calibrate, window_store
 from mlaforge.calibration.window_store import Shards
 from mlaforge.checkpoint.loading import load_tokenizer
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
-from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError
 from mlaforge.tensor_store import Spill
 

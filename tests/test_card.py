@@ -11,8 +11,8 @@ import pytest
 import recorded
 from huggingface_hub import ModelCard
 
-from mlaforge.options import CardConfig
 from mlaforge.report import card
+from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError
 
 

@@ -9,8 +9,8 @@ from engine_driver import watched
 
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.options import ChatConfig
 from mlaforge.runtime import UserError
+from mlaforge.serving.config import ChatConfig
 from mlaforge.serving.generate import Conversation
 
 QUICK = ("--dtype", "float32", "--device", "cpu", "--cache-bytes", 1 << 20)

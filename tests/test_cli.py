@@ -13,9 +13,10 @@ import yaml
 from test_eagle3 import saved
 from typer.testing import CliRunner
 
-from mlaforge import __version__, options
+from mlaforge import __version__
 from mlaforge.cli.main import app
-from mlaforge.options import ConvertConfig
+from mlaforge.conversion.config import ConvertConfig
+from mlaforge.engine import config as engine_config
 
 # Verb, perhaps of a group ("draft import") -> the dataclass of its options, or None, as the command declares it.
 VERBS = {
@@ -66,7 +67,7 @@ def test_every_class_of_options_belongs_to_a_verb():
     classes = {c for c in vars(options).values() if dataclasses.is_dataclass(c)}
     # What several verbs share is a part of each of theirs.
     shared = {c for c in classes if any(c in other.__mro__[1:] for other in classes)}
-    assert shared == {options.EngineConfig}
+    assert shared == {engine_config.EngineConfig}
     assert classes - shared < set(VERBS.values())
 
 

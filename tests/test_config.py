@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlaforge import options
 from mlaforge.config import MANY, field_types, resolve
-from mlaforge.options import ConvertConfig
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.planning.config import PlanConfig
 from mlaforge.runtime import UserError
 

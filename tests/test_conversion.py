@@ -13,9 +13,9 @@ from transformers import DynamicCache
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.families import read_spec
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.options import ConvertConfig
 from mlaforge.runtime import UserError
 
 LAYOUTS = ["latent", "latent_rope"]

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from test_eagle3 import ALL, HEADS, make
 
 from mlaforge.checkpoint.eagle3 import write_head
+from mlaforge.drafting.config import DraftCompareConfig
 from mlaforge.drafting.parity import STAGES, STATES, failed
-from mlaforge.options import DraftCompareConfig
 
 DOCS = (Path(__file__).parents[1] / "docs" / "speculation.md").read_text(encoding="utf-8")
 (RECIPE,) = (code for code in re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL) if "register_forward_hook" in code)

@@ -23,9 +23,9 @@ from mlaforge.config import resolve
 from mlaforge.data.packing import Rows
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset, initialize, train, vocabulary
+from mlaforge.drafting.config import DraftTrainConfig, VocabularyConfig
 from mlaforge.drafting.training_time_test import Unrolled, capture, columns
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.options import DraftTrainConfig, VocabularyConfig
 from mlaforge.runtime import Resumable, UserError
 
 FEW = {
@@ -255,7 +255,7 @@ import json, sys
 from pathlib import Path
 from mlaforge.drafting import train as draft_train
 from mlaforge.training import distributed as sharding
-from mlaforge.options import DraftTrainConfig
+from mlaforge.drafting.config import DraftTrainConfig
 model, out, options = sys.argv[1:]
 draft_train.run(model, Path(out), DraftTrainConfig(**json.loads(options)))
 sharding.leave()

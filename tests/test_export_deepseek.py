@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.conversion import convert, deepseek
+from mlaforge.conversion.config import ConvertConfig, ExportConfig
 from mlaforge.demo import model as demo_model
 from mlaforge.families import read_spec
-from mlaforge.options import ConvertConfig, ExportConfig
 from mlaforge.runtime import UserError
 
 ROPE = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}

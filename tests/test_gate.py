@@ -18,7 +18,7 @@ from mlaforge.bench.invariants import Audit, check_view
 from mlaforge.bench.ours import Ours, Variant
 from mlaforge.config import resolve
 from mlaforge.engine import engine as core
-from mlaforge.options import EngineConfig
+from mlaforge.engine.config import EngineConfig
 from mlaforge.planning.costs import Gpu
 from mlaforge.runtime import UserError
 

@@ -17,8 +17,8 @@ from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import loading, mxfp4
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.families import read_spec
-from mlaforge.options import ConvertConfig
 from mlaforge.planning.plan import window_choices
 from mlaforge.report.report import write_report
 

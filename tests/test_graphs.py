@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from mlaforge.engine import engine as core
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import Cache
+from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.bucket import MOST_QUERIES, Bucket, bucket_of, fill, padded
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.options import EngineConfig
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CPU = torch.device("cpu")

@@ -16,11 +16,12 @@ from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import loading, reader
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus
 from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.healing import heal
+from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, Loss, trainable
-from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.training.kl_loss import compare
 from mlaforge.training.optimizer import NotFinite, Pace, Trainer, unit
@@ -327,7 +328,7 @@ import json, sys
 from pathlib import Path
 from mlaforge.healing import heal
 from mlaforge.training import distributed as sharding
-from mlaforge.options import HealConfig
+from mlaforge.healing.config import HealConfig
 teacher, student, out, options = sys.argv[1:]
 options = json.loads(options)
 stop = options.pop("stop", None)

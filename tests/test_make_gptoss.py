@@ -9,8 +9,8 @@ from mlaforge.checkpoint import loading, mxfp4
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
+from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.demo.gpt_oss import TOKENS, WINDOW, run
-from mlaforge.options import MakeGptOssConfig
 from mlaforge.runtime import UserError
 
 ONE = {"experts": 1, "top_k": 1}
@@ -292,7 +292,7 @@ def test_smollm2_keeps_its_logits(smollm2, make):
 def test_smollm2_with_everything_loads_and_speaks(smollm2, make):
     """Windows, YaRN, sinks, differing MXFP4 experts, a few steps of healing: finite, and far from random."""
     from mlaforge.evaluation import perplexity
-    from mlaforge.options import EvalConfig
+    from mlaforge.evaluation.config import EvalConfig
 
     made = make("smollm2", windows=True, yarn=32.0, sinks=True, differ=0.02, mxfp4=True, heal=4)
     config = EvalConfig(windows=2, seqlen=512, dtype="float32", device="cpu")

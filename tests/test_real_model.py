@@ -7,7 +7,7 @@ import torch
 
 from mlaforge.checkpoint import loading
 from mlaforge.conversion import convert
-from mlaforge.options import ConvertConfig
+from mlaforge.conversion.config import ConvertConfig
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
 
@@ -66,7 +66,7 @@ def test_bars_on_wikitext(smollm2, tmp_path):
 @pytest.mark.slow
 def test_demo_reuses_what_is_finished(smollm2, tmp_path):
     from mlaforge.demo import demo
-    from mlaforge.options import DemoConfig
+    from mlaforge.demo.config import DemoConfig
 
     options = DemoConfig(nsamples=1, eval_windows=1, prompt="Say hello.")
     first = demo.run(tmp_path / "demo", options)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint.loading import load_tokenizer
 from mlaforge.drafting import dataset, regenerate, token_map, vocabulary
+from mlaforge.drafting.config import RegenerateConfig, VocabularyConfig
 from mlaforge.drafting.dataset import Excluded, read_answers, split
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.options import RegenerateConfig, VocabularyConfig
 from mlaforge.runtime import Interrupted, UserError
 
 LONG = (

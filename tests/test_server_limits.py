@@ -17,9 +17,9 @@ import pytest
 from scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
 from serving import free_port, serving, until
 
-from mlaforge.options import ServeConfig
 from mlaforge.runtime import UserError
 from mlaforge.serving import server
+from mlaforge.serving.config import ServeConfig
 
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 

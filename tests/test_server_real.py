@@ -6,8 +6,8 @@ import openai
 import pytest
 from serving import serving
 
+from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
-from mlaforge.options import EngineConfig
 
 
 @pytest.fixture(scope="module")

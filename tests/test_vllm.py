@@ -28,10 +28,11 @@ from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.demo import gpt_oss
 from mlaforge.demo import model as demo_model
+from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.families.gpt_oss import FAMILY as GPT_OSS
-from mlaforge.options import ConvertConfig, MakeGptOssConfig
 from mlaforge.planning.plan import LayerPlan, Plan
 from mlaforge.runtime import UserError
 

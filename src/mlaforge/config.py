@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 C = TypeVar("C", bound="DataclassInstance")
+# Choices of the options that name a dtype.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def option(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = ()) -> Any:

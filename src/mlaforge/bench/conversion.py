@@ -9,13 +9,13 @@ import torch
 
 from mlaforge.artifact import Manifest
 from mlaforge.bench import machine
+from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import layout_of, plan_of
 from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation.perplexity import perplexity, window_losses
-from mlaforge.options import BenchConfig
 from mlaforge.runtime import UserError, log, resolve_device
 
 # 32,768 tokens of every text, as in the README's table.

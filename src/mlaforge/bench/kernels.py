@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from mlaforge.bench import machine
+from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import describe, roof
 from mlaforge.config import nearest
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import check
 from mlaforge.ops.paged_attention import OP, reference
-from mlaforge.options import BenchConfig
 from mlaforge.planning.costs import Cost, Gpu
 from mlaforge.runtime import UserError, log, resolve_device
 

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.replay import Replay
+from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.controller import SpeculationStats
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
-from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, resolve_device
 
 # Passes after which a replayed text is taken as it is: in bf16 a verified text may part from plain decoding at a tie.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from mlaforge.config import nearest, read_recipe, resolve
-from mlaforge.options import DTYPES, BenchConfig
+from mlaforge.bench.config import BenchConfig
+from mlaforge.config import DTYPES, nearest, read_recipe, resolve
 from mlaforge.runtime import UserError
 
 FOLDER = Path(__file__).with_name("scenarios")

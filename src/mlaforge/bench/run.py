@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mlaforge.bench import gate, recipe, scenario, summary
+from mlaforge.bench.config import BenchConfig
 from mlaforge.config import nearest
-from mlaforge.options import BenchConfig
 from mlaforge.runtime import UserError
 
 KERNELS, CONVERSION, ALL = "kernels", "conversion", "all"

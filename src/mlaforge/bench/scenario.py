@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mlaforge.bench import machine, summary
+from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
 from mlaforge.bench.invariants import Audit, Finding, together
 from mlaforge.bench.ours import PLAIN, DoesNotFit, Ours, Peer, Taken, Variant
@@ -26,7 +27,7 @@ from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.loading import load_tokenizer
 from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
-from mlaforge.options import BenchConfig, EngineConfig
+from mlaforge.engine.config import EngineConfig
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
 from mlaforge.runtime import UserError, log, resolve_device

@@ -17,11 +17,11 @@ from typing import Any
 
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.calibration import datasheet, embedder, selection
+from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.sources import Notes, Source, licences
 from mlaforge.calibration.window_store import LEAST, Passage, Shards, long_enough, passages
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.data import corpus
-from mlaforge.options import CalibrateConfig
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
 
 # In the work folder: that all text is cut, and what was noted on the way.

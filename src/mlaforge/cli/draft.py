@@ -11,7 +11,7 @@ import typer
 
 from mlaforge.cli import verb as verbs
 from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, quiet
-from mlaforge.options import (
+from mlaforge.drafting.config import (
     DraftCheckConfig,
     DraftCompareConfig,
     DraftImportConfig,

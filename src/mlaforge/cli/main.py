@@ -14,27 +14,20 @@ from typing import Annotated, Any
 import typer
 
 from mlaforge import config as configuration
+from mlaforge.bench.config import BenchConfig
+from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.cli import draft
 from mlaforge.cli import verb as verbs
 from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, quiet
-from mlaforge.options import (
-    EXPORTS,
-    BenchConfig,
-    CalibrateConfig,
-    CardConfig,
-    ChatConfig,
-    ConvertConfig,
-    DemoConfig,
-    DiagnoseConfig,
-    EvalConfig,
-    ExportConfig,
-    GenerateConfig,
-    HealConfig,
-    MakeGptOssConfig,
-    ServeConfig,
-)
+from mlaforge.conversion.config import EXPORTS, ConvertConfig, ExportConfig
+from mlaforge.demo.config import DemoConfig, MakeGptOssConfig
+from mlaforge.diagnosis.config import DiagnoseConfig
+from mlaforge.evaluation.config import EvalConfig
+from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
+from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError
+from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
 
 app = group("Turn a grouped-query-attention model into multi-head latent attention, prove what it cost, run it.")
 app.add_typer(draft.app, name="draft")

@@ -20,6 +20,7 @@ import torch
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.conversion.solve import Choices, Rebuild
 from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus, overlap
@@ -27,7 +28,6 @@ from mlaforge.evaluation.perplexity import perplexity, standard_error, window_lo
 from mlaforge.factorization.moments import collect
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
-from mlaforge.options import ConvertConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import CONTEXTS, Plan, make_plan, window_choices
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed

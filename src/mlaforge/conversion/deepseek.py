@@ -21,10 +21,10 @@ from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint import writer as checkpoint_writer
+from mlaforge.conversion.config import ExportConfig
 from mlaforge.data import overlap
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
-from mlaforge.options import ExportConfig
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 
 # Epsilon of the norms on latents: fixed in transformers and in DeepSeek's own code, rms_norm_eps in vLLM.

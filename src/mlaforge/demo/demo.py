@@ -9,11 +9,13 @@ from typing import Any
 
 from mlaforge.artifact import Manifest
 from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.demo import model as demo_model
-from mlaforge.options import ConvertConfig, DemoConfig, GenerateConfig
+from mlaforge.demo.config import DemoConfig
 from mlaforge.report.report import write_report
 from mlaforge.runtime import log
 from mlaforge.serving import generate
+from mlaforge.serving.config import GenerateConfig
 
 
 def run(folder: Path, config: DemoConfig) -> dict[str, Any]:

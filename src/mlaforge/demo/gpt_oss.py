@@ -23,12 +23,12 @@ from mlaforge.data import corpus, overlap
 from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.demo import first_token, upcycle
 from mlaforge.demo import model as demo_model
+from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.factorization.refit import steer
 from mlaforge.families import read_rope, read_spec
 from mlaforge.families.spec import ModelSpec
 from mlaforge.healing.distillation import Distillation, Loss
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.options import MakeGptOssConfig
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 from mlaforge.training.optimizer import NotFinite, Pace, Trainer
 

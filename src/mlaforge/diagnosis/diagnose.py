@@ -28,12 +28,12 @@ from mlaforge.checkpoint.layerwise import LayerStream, losses
 from mlaforge.data import corpus, overlap
 from mlaforge.diagnosis import verdicts
 from mlaforge.diagnosis.attention_stats import AttentionStats
+from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.diagnosis.geometry import Geometry, effective_rank
 from mlaforge.diagnosis.routing import RoutingStats
 from mlaforge.factorization import moments, ranks
 from mlaforge.families import family_of
 from mlaforge.modeling.rope_mla import pairs, rotate
-from mlaforge.options import DiagnoseConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import LATENT_LAYOUTS, Plan, make_plan
 from mlaforge.runtime import UserError, progress, resolve_device, timed

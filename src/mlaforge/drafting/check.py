@@ -21,9 +21,9 @@ from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
 from mlaforge.data import corpus
+from mlaforge.drafting.config import DraftCheckConfig
 from mlaforge.drafting.dataset import STAGE, read_answers
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Head
-from mlaforge.options import DraftCheckConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype
 
 # One choice of states is better than another where so many standard errors lie between them.

@@ -27,8 +27,8 @@ from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint.eagle3 import ARCHITECTURE, CONVENTIONS, check_head, head_config, write_head
 from mlaforge.checkpoint.reader import Reader
+from mlaforge.drafting.config import DraftImportConfig
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.options import DraftImportConfig
 from mlaforge.runtime import UserError, log, timed
 
 EMBEDDING, HEAD, QUERY = "embed_tokens.weight", "lm_head.weight", "midlayer.self_attn.q_proj."

@@ -31,11 +31,12 @@ from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
 from mlaforge.drafting.check import target_states
+from mlaforge.drafting.config import DraftCompareConfig
+from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Chunk, make_batch
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.options import DraftCompareConfig, EngineConfig
 from mlaforge.runtime import UserError, resolve_device
 
 IDS, STATES = "input_ids", "aux_hidden_states"

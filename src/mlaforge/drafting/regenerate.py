@@ -16,6 +16,7 @@ from typing import Any
 
 from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
 from mlaforge.checkpoint import reader, resolve
+from mlaforge.drafting.config import RegenerateConfig
 from mlaforge.drafting.dataset import (
     STAGE,
     TEXT,
@@ -27,9 +28,9 @@ from mlaforge.drafting.dataset import (
     told,
     words,
 )
+from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.options import EngineConfig, RegenerateConfig
 from mlaforge.runtime import UserError, log, timed
 
 # Stands in a rendered template for what the user says.

@@ -21,12 +21,12 @@ from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.data import packing
 from mlaforge.drafting import initialize, token_map
+from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.dataset import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.drafting.training_time_test import States, Unrolled, Validation, capture, columns
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.options import DraftTrainConfig
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed

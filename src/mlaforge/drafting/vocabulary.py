@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, sha256, writing
 from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.drafting.config import VocabularyConfig
 from mlaforge.drafting.dataset import TEXT, Answer, read_answers, split
 from mlaforge.drafting.token_map import FILE, STAGE, mapping
-from mlaforge.options import VocabularyConfig
 from mlaforge.runtime import UserError, log
 
 

@@ -15,6 +15,7 @@ from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
+from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.attention import paged
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
@@ -35,7 +36,6 @@ from mlaforge.engine.speculation.verification import verify
 from mlaforge.engine.stats import EngineStats
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, log, resolve_device
 
 

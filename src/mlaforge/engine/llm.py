@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.config import resolve
+from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.request.output import RequestOutput, merge
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError
 
 Prompt = str | Sequence[int]

@@ -13,7 +13,7 @@ from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
 from mlaforge.data import corpus, overlap
-from mlaforge.options import EvalConfig
+from mlaforge.evaluation.config import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
 
 

@@ -21,8 +21,8 @@ from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
+from mlaforge.evaluation.config import EvalConfig
 from mlaforge.evaluation.criteria import Criterion, Measured, read
-from mlaforge.options import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
 from mlaforge.training.kl_loss import compare
 

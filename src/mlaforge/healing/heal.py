@@ -24,9 +24,9 @@ from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import overlap, packing
 from mlaforge.factorization.refit import TOKENS, steer
+from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.options import HealConfig
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed

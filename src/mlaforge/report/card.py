@@ -13,9 +13,9 @@ from typing import Any
 
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.config import nearest
-from mlaforge.options import CardConfig
 from mlaforge.rendering.page import at, jinja_page, number
 from mlaforge.report.bench_results import dicts, measured
+from mlaforge.report.config import CardConfig
 from mlaforge.report.deviations import WATCHED
 from mlaforge.report.report import summarise
 from mlaforge.runtime import UserError

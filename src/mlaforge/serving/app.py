@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from mlaforge import runtime
-from mlaforge.options import ServeConfig
 from mlaforge.runtime import UserError
 from mlaforge.serving import chat, wire
 from mlaforge.serving.admission import (
@@ -30,6 +29,7 @@ from mlaforge.serving.admission import (
     while_connected,
 )
 from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, Stream
+from mlaforge.serving.config import ServeConfig
 from mlaforge.serving.metrics import Metrics
 from mlaforge.serving.protocol import ChatRequest, CompletionRequest, Generation, refusal
 from mlaforge.serving.responses import ChatForm, Form, Prompt, Reply, TextForm

@@ -12,8 +12,8 @@ from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.options import ChatConfig, GenerateConfig
 from mlaforge.runtime import UserError, timed
+from mlaforge.serving.config import ChatConfig, GenerateConfig
 
 
 def continue_prompt(directory: Path, config: GenerateConfig) -> dict[str, Any]:

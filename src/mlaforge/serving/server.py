@@ -10,10 +10,10 @@ from types import FrameType
 import uvicorn
 
 from mlaforge import runtime
-from mlaforge.options import ServeConfig
 from mlaforge.runtime import UserError
 from mlaforge.serving.app import Service, create_app
 from mlaforge.serving.async_engine import AsyncEngine, SyncEngine
+from mlaforge.serving.config import ServeConfig
 
 # After draining, seconds in which slow readers may still fetch what is finished.
 LAST_BYTES = 5

@@ -1,0 +1,62 @@
+"""What a user may set of `convert` and `export`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.config import DTYPES, option
+
+# What a converted model can be rewritten as.
+EXPORTS = ("deepseek",)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig:
+    """Options of `convert`. Names of TransMLA's converter are accepted with their meaning."""
+
+    budget: float = option(0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction")
+    layout: str = option("latent", "what a token caches", choices=("latent", "latent_rope"))
+    kv_lora_rank: int | None = option(None, "latent rank of every converted layer, instead of --budget", "numbers")
+    qk_rope_head_dim: int | None = option(None, "shared rotary key of latent_rope (64, or half the budget)", "numbers")
+    q_lora_rank: int | None = option(None, "factor the query projection to this rank", "numbers")
+    layers: str = option(
+        "auto", "layers to convert: all, full (those without a sliding window), a list such as 0,2,5-9, or auto: full "
+        "where a model has both kinds, else all",
+    )  # fmt: skip
+    ranks: str = option(
+        "allocated", "ranks over layers: by predicted loss, or the same for all", choices=("allocated", "uniform")
+    )
+    plan: str | None = option(
+        None, "ranks of every layer as `mlaforge diagnose` suggests them: its folder, or a plan.json; decides layout, "
+        "layers and budget too",
+    )  # fmt: skip
+    calibration: str = option(
+        "embedded", "calibration text: a file, a folder, what `calibrate` wrote, or embedded (English and Python)"
+    )
+    nsamples: int = option(16, "calibration windows", "windows")
+    seqlen: int = option(2048, "length of calibration and evaluation windows", "tokens")
+    batch_size: int = option(1, "calibration windows at once", "windows")
+    evaluation: str = option("embedded", "text of the perplexities; may not overlap the calibration text")
+    eval_windows: int = option(8, "evaluation windows, 0 to measure nothing", "windows")
+    refit: str = option("auto", "closed-form refit of o_proj; auto: for latent_rope", choices=("auto", "on", "off"))
+    dtype: str = option("auto", "dtype of the converted weights", choices=DTYPES)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of every random choice")
+    qk_mqa_dim: int | None = option(None, "TransMLA: the rotary key's dimensions; means latent_rope", "numbers")
+    collapse: str | None = option(None, "TransMLA: head_dim / rotary dimensions, or auto; means latent_rope")
+    freqfold: str | None = option(
+        None, "TransMLA: neighbouring frequencies that turn as one, or auto (none do); means latent_rope", "pairs"
+    )
+    deepseek_style: bool = option(
+        False, "TransMLA: only what DeepSeek's format can express: latent_rope, uniform ranks, its frequencies"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Options of `export`."""
+
+    kv_lora_rank: int | None = option(
+        None, "fill the latent up to this rank with zeros: most of vLLM's MLA kernels want 512", "numbers"
+    )
+    dtype: str = option("auto", "dtype of the exported weights", choices=("auto", "float32", "bfloat16"))

@@ -1,0 +1,22 @@
+"""What a user may set of `diagnose`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.config import option
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagnoseConfig:
+    """Options of `diagnose`. Budget, layout and layers are those of the plan that it suggests."""
+
+    text: str = option("embedded", "text to look at: a file, a folder, or embedded (English and Python)")
+    windows: int = option(16, "windows, a random choice of the text", "windows")
+    seqlen: int = option(2048, "length of a window", "tokens")
+    budget: float = option(0.5, "cache that the suggested plan keeps, as a share of the converted layers'", "fraction")
+    layout: str = option("latent", "what a token caches in the suggested plan", choices=("latent", "latent_rope"))
+    layers: str = option("auto", "layers that the suggested plan converts, as in `convert`")
+    report: bool = option(True, "draw the heat maps and the page, if OUT is given")
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of every random choice")

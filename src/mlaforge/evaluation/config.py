@@ -1,0 +1,21 @@
+"""What a user may set of `eval`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.config import DTYPES, option
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Options of `eval`."""
+
+    text: str = option("embedded", "text to judge on: a file, a folder, or embedded (its held-out part)")
+    windows: int = option(8, "windows from the start of the text", "windows")
+    seqlen: int = option(2048, "length of a window", "tokens")
+    dtype: str = option("auto", "dtype to compute in", choices=DTYPES)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    teacher: str | None = option(None, "with --criteria: the original")
+    student: str | None = option(None, "with --criteria: the converted or healed model that is judged")
+    criteria: str | None = option(None, "YAML file of what the student must fulfil beside the teacher")

@@ -1,0 +1,61 @@
+"""What a user may set of `heal`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.config import DTYPES, option
+
+
+@dataclasses.dataclass(frozen=True)
+class HealConfig:
+    """Options of `heal`."""
+
+    text: str = option(
+        "embedded", "what to heal on: a file, a folder or embedded, or several with commas between; never judge on it"
+    )
+    swa_text: str | None = option(None, "second phase: text on which only layers with a sliding window learn")
+    full_text: str | None = option(None, "second phase: text on which only layers without a window learn")
+    targeted: float = option(0.2, "the second phase's share of all steps, where it has text", "fraction")
+    steps: int = option(200, "steps of the optimiser; 0 does the closed-form refits only", "steps")
+    batch_tokens: int = option(4096, "text of a step", "tokens")
+    micro_tokens: int = option(2048, "of it, what goes through the models at once", "tokens")
+    seqlen: str = option(
+        "512", "length of packed rows; a list such as 512,2048,8192 grows in equal shares of the steps"
+    )
+    subset: str = option(
+        "projections", "what learns: projections (what conversion made), attention or all; a list such as "
+        "projections,attention moves on when the validation KL has stopped falling",
+    )  # fmt: skip
+    patience: int = option(3, "evaluations without a gain of 1 % after which the subset grows", "evaluations")
+    temperature: float = option(2.0, "temperature of the softmaxes whose KL is minimised")
+    kl_weight: float = option(1.0, "weight of the KL divergence from the teacher")
+    lm_weight: float = option(0.0, "weight of the text's own cross-entropy")
+    hidden_weight: float = option(0.0, "weight of every layer's output matching the teacher's")
+    attention_weight: float = option(0.0, "weight of every attention's output matching the teacher's")
+    learning_rate: float = option(1e-3, "after the warm-up; for a matrix's row it is a share of the row's own size")
+    warm_up: float = option(
+        0.05, "share of the steps over which the rate grows; a cosine takes it back to 0", "fraction"
+    )
+    weight_decay: float = option(0.0, "decay of AdamW; none, because the weights start nearly right")
+    refit: str = option(
+        "auto", "closed-form refits before any step; auto keeps them where the validation KL falls",
+        choices=("auto", "on", "off"),
+    )  # fmt: skip
+    evaluate_every: int = option(25, "steps between evaluations on the text kept back", "steps")
+    checkpoint_every: int = option(25, "steps between checkpoints, from which a killed run goes on", "steps")
+    validation_tokens: int = option(8192, "text that is kept back for validation", "tokens")
+    teacher_cache: str = option(
+        "off", "run the teacher once over the text: hidden keeps its final states (exact), topk its largest logits",
+        choices=("off", "hidden", "topk"),
+    )  # fmt: skip
+    top_k: int = option(64, "logits that teacher-cache topk keeps", "logits")
+    teacher_dtype: str = option("auto", "dtype of the frozen teacher; nf4: bitsandbytes", choices=(*DTYPES, "nf4"))
+    dtype: str = option(
+        "auto", "dtype the student computes in; its optimiser works in float32. auto: float32 on a CPU, else bfloat16",
+        choices=DTYPES[:3],
+    )  # fmt: skip
+    gradient_checkpointing: bool = option(False, "recompute layers in the backward pass: less memory, a third slower")
+    tensorboard: str | None = option(None, "folder for TensorBoard's logs")
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of every random choice")

@@ -1,0 +1,18 @@
+"""What a user may set of `card`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.config import option
+
+
+@dataclasses.dataclass(frozen=True)
+class CardConfig:
+    """Options of `card`."""
+
+    model: str | None = option(
+        None, "which artifact the card is of, as `mlaforge list` names it (the only one, or the canonical one)"
+    )
+    license: str | None = option(None, "identifier of the model's licence, such as apache-2.0")
+    base_model: str | None = option(None, "hub id of the original, such as HuggingFaceTB/SmolLM2-135M-Instruct")

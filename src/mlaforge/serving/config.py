@@ -1,0 +1,50 @@
+"""What a user may set of `generate`, `chat` and `serve`, beside what the engine takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.config import option
+from mlaforge.engine.config import EngineConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig(EngineConfig):
+    """Options of `generate`."""
+
+    prompt: str = option("The capital of France is", "what the text starts with, or the user's turn with --chat")
+    against: str | None = option(None, "a second model that continues the same prompt")
+    max_new_tokens: int = option(64, "length of the continuation", "tokens")
+    chat: bool = option(False, "wrap the prompt in the model's chat template")
+    temperature: float = option(0.0, "0 takes the likeliest token, 1 draws from the model's own distribution")
+    top_p: float = option(1.0, "draw among the likeliest tokens that together have this probability", "fraction")
+    seed: int | None = option(None, "seed of the draws (default: a fresh one)")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig(EngineConfig):
+    """Options of `chat`."""
+
+    system: str | None = option(None, "what the model is told before the conversation")
+    max_new_tokens: int = option(1024, "length of an answer", "tokens")
+    temperature: float = option(0.7, "0 takes the likeliest token, 1 draws from the model's own distribution")
+    top_p: float = option(0.95, "draw among the likeliest tokens that together have this probability", "fraction")
+    seed: int | None = option(None, "seed of the draws (default: a fresh one)")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig(EngineConfig):
+    """Options of `serve`: the engine's, and what concerns HTTP."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every network of the machine")
+    port: int = option(8000, "port to listen on, 0 for a free one")
+    api_key: str | None = option(None, "what clients must show; $MLAFORGE_API_KEY is not seen by `ps`")
+    served_model_name: str | None = option(None, "the model's name in the API (default: MODEL's own)")
+    max_concurrent: int = option(256, "requests that are worked on at once", "requests")
+    max_queue: int = option(1024, "requests that may wait beyond these; more get 429", "requests")
+    max_body: int = option(8 * 2**20, "largest body of a request", "bytes")
+    max_n: int = option(128, "largest n of a request", "continuations")
+    max_prompts: int = option(1024, "most prompts of one request", "prompts")
+    client_timeout: float = option(60.0, "how long a client may send or read nothing", "seconds")
+    drain_timeout: float = option(30.0, "how long running requests may go on after SIGTERM", "seconds")
+    harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
