@@ -37,8 +37,8 @@ test-slow: $(VENV)/.ready
 
 test-vllm: $(VENV)/.ready $(VLLM)
 	$(VLLM) -m pip install --quiet --no-deps .
-	MLAFORGE_VLLM_PYTHON=$(abspath $(VLLM)) $(BIN)/python -m pytest -m slow -k vllm tests/test_vllm.py \
-	  tests/test_export_deepseek.py
+	MLAFORGE_VLLM_PYTHON=$(abspath $(VLLM)) $(BIN)/python -m pytest -m slow -k vllm tests/vllm_plugin/test_vllm.py \
+	  tests/conversion/test_deepseek.py
 
 bench-conversion: $(VENV)/.ready
 	$(BIN)/python benchmarks/conversion.py --data ../shared/data

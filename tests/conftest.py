@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from support.tiny_models import FAMILIES, save_model
+
 # A busy machine is no failure.
 settings.register_profile("mlaforge", deadline=None)
 settings.load_profile("mlaforge")
@@ -33,27 +35,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-SHAPE = {
-    "vocab_size": 260,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 512,
-    "bos_token_id": 257,
-    "eos_token_id": 258,
-    "pad_token_id": 256,
-}
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-FAMILIES = ("llama", "qwen2", "mistral", "qwen3", "mimo", "gpt_oss")
-# Families whose queries and keys are normed: layout `latent` only.
-NORMED = ("qwen3",)
-# Every family with every layout that it can take.
-CASES = [(f, layout) for f in FAMILIES for layout in ("latent", "latent_rope") if layout == "latent" or f not in NORMED]
 # What a stage may say on stderr before it fails; on a slow machine there are progress bars too.
 PROGRESS = re.compile(
     r"(Original|Partial RoPE|MLA) ppl: |context cut to |dequantising |dtype auto: |compil(ing|ed) CPU kernels|"
@@ -65,91 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tiny models on one thread: threads that wait for each other on a busy machine make the tests ten times slower."""
     if config.option.markexpr == "not slow":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def build(family: str, **changes: Any) -> Any:
-    """A tiny random causal LM of `family`; `changes` go into its config."""
-    import transformers
-
-    windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    prefix, own = {
-        "llama": ("Llama", {"head_dim": 16}),
-        "qwen2": ("Qwen2", {}),
-        "mistral": ("Mistral", {"head_dim": 16, "sliding_window": 24}),
-        # A head size that is not hidden / heads; the last layer slides.
-        "qwen3": ("Qwen3", {"head_dim": 20, **windows}),
-        "mimo": ("Qwen2", {"head_dim": 16}),
-        "gpt_oss": ("GptOss", {"head_dim": 16, "sliding_window": 24, "rope_parameters": YARN, **experts}),
-    }[family]
-    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **own, **changes})
-    return getattr(transformers, f"{prefix}ForCausalLM")(config)
-
-
-def load_original(directory: Path) -> Any:
-    """The causal LM of a tiny model in fp32, by transformers alone."""
-    import torch
-    import transformers
-
-    name = json.loads((directory / "config.json").read_text())["architectures"][0]
-    # transformers has no class for it; its own code subclasses this one.
-    causal_lm = getattr(transformers, {"MiMoForCausalLM": "Qwen2ForCausalLM"}.get(name, name))
-    return causal_lm.from_pretrained(directory, dtype=torch.float32).eval()
-
-
-def add_drafting_layer(directory: Path) -> None:
-    """Makes a qwen2 checkpoint a mimo one: config.json as the hub has it, and tensors of one layer that drafts."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"}
-    path.write_text(json.dumps(config))
-    tensors = load_file(directory / "model.safetensors")
-    own = {n.replace("layers.0", "mtp_layers.0"): t.clone() for n, t in tensors.items() if ".layers.0." in n}
-    own["model.mtp_layers.0.input_proj.weight"] = torch.randn(SHAPE["hidden_size"], 2 * SHAPE["hidden_size"])
-    save_file(tensors | own, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def save_tokenizer(directory: Path) -> None:
-    """One token per byte, a padding, a beginning and an end token, and a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    fast.chat_template = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    fast.save_pretrained(directory)
-
-
-def save_model(directory: Path, family: str, seed: int, **changes: Any) -> Path:
-    """Writes a tiny model and its tokenizer into `directory`."""
-    import torch
-
-    torch.manual_seed(seed)
-    model = build(family, **changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                # Attention that is not flat, and biases that matter.
-                parameter.normal_(std=0.25 if "weight" in name else 1.0)
-            elif name.endswith(("bias", "sinks")):
-                parameter.normal_()
-            elif "q_norm" in name or "k_norm" in name:
-                parameter.normal_(mean=1.0, std=0.4)
-            elif "norm" not in name:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(directory)
-    if family == "mimo":
-        add_drafting_layer(directory)
-    save_tokenizer(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")

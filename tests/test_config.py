@@ -8,13 +8,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlaforge import options
 from mlaforge.config import MANY, field_types, resolve
 from mlaforge.conversion.config import ConvertConfig
-from mlaforge.planning.config import PlanConfig
 from mlaforge.runtime import UserError
+from support.option_classes import option_classes
 
-CLASSES = [c for c in vars(options).values() if dataclasses.is_dataclass(c)] + [PlanConfig]
+CLASSES = option_classes()
 PLAIN = {
     int: st.integers(-(10**9), 10**9),
     float: st.floats(allow_nan=False, allow_infinity=False),

@@ -62,7 +62,9 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
     manifest = Manifest(
         "export_deepseek",
         config=dataclasses.asdict(config),
-        inputs={"model": {"path": src.name, "model_type": raw["model_type"], "sha256": checkpoint_reader.fingerprint(src)}},
+        inputs={
+            "model": {"path": src.name, "model_type": raw["model_type"], "sha256": checkpoint_reader.fingerprint(src)}
+        },
     )
     if done := finished(out, manifest, overwrite):
         log(f"{out} is finished already")

@@ -64,7 +64,11 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
         "make-gptoss",
         config=dataclasses.asdict(config),
         inputs={
-            "model": {"path": source.name, "model_type": spec.model_type, "sha256": checkpoint_reader.fingerprint(source)},
+            "model": {
+                "path": source.name,
+                "model_type": spec.model_type,
+                "sha256": checkpoint_reader.fingerprint(source),
+            },
             "calibration": tuned.describe() if tuned else None,
         },
     )
@@ -283,7 +287,9 @@ class Upcycled:
             found[name] = found[name] / scaling
         return found
 
-    def _add_sinks(self, i: int, found: dict[str, Tensor], first: first_token.FirstToken, draw: torch.Generator) -> None:
+    def _add_sinks(
+        self, i: int, found: dict[str, Tensor], first: first_token.FirstToken, draw: torch.Generator
+    ) -> None:
         """Sinks from the first token's logit, and biases; o_proj's bias restores what they take or add on average."""
         layer, slides = self.spec.layers[i], self.made["layer_types"][i] == "sliding_attention"
         found["sinks"] = first.logit if slides else first.logit - BELOW

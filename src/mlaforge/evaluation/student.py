@@ -149,7 +149,9 @@ class Judgement:
         found = []
         for path in self.paths:
             model = loading.load_model(path, str(self.dtype).removeprefix("torch."), self.device)
-            found.append(lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit))
+            found.append(
+                lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit)
+            )
         (ours, higher, texts), (theirs, _, _) = found
         asked = corpus.tokens(self.tokenizer, "\n".join(dict.fromkeys(texts)))
         if overlap.sharing([asked], self.tuned):

@@ -1,0 +1,350 @@
+"""Scenarios on tiny models: what is written is what was measured, what does not fit is said. Nothing about seconds."""
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mlaforge.artifact import Manifest
+from mlaforge.bench import kernels, machine, recipe, scenario
+from mlaforge.bench.config import BenchConfig
+from mlaforge.bench.prompts import Prompts
+from mlaforge.checkpoint import loading
+from mlaforge.config import resolve
+from mlaforge.drafting.dataset import distinct_share
+from mlaforge.engine.engine import Engine
+from mlaforge.evaluation import perplexity
+from mlaforge.evaluation.config import EvalConfig
+from mlaforge.ops.paged_attention import OP
+from mlaforge.runtime import UserError
+
+STUB = Path(__file__).parents[1] / "support" / "endpoint_stub.py"
+SHORT = ["--context", "48", "--tokens", "8", "--rounds", "2", "--warm-up", "0", "--device", "cpu", "--cache-fraction",
+         "0.001"]  # fmt: skip
+pytestmark = pytest.mark.usefixtures("known_roof")
+
+
+@pytest.fixture(scope="module")
+def bench(cli, evaluation_file, tmp_path_factory):
+    """bench(WHAT, MODEL, ..., fails=None) -> the run's folder, or the words on stderr where it exits with `fails`."""
+
+    def run(*words, fails=None):
+        out = tmp_path_factory.mktemp("runs")
+        done = cli("bench", *SHORT, "--text", evaluation_file, "--out", out, *words)
+        if fails is not None:
+            assert done.exit_code == fails, (done.stdout, done.stderr)
+            return done.stderr, out
+        assert done.exit_code == 0, done.stderr
+        return Path(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def twins(bench, tiny_models, converted, known_roof):
+    """The CPU's twins of `single` and `batch`, original and converted, with the invariants."""
+    options = ("--perf", "--num-speculative-tokens", "0,3", "--scope", "cpu", "--dtype", "float32")
+    return bench("single,batch", tiny_models["llama"], converted("llama", "latent_rope"), *options)
+
+
+def read(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def cases(body, **wanted):
+    return [case for case in body["cases"] if all(case[key] == value for key, value in wanted.items())]
+
+
+def test_a_case_says_what_its_repetitions_were(twins, tiny_models, known_roof):
+    body = read(twins, "single")
+    assert [m["layout"] for m in body["models"]] == ["gqa", "latent_rope"]
+    assert body["commit"] == machine.commit()[0] and body["environment"]["torch"] == torch.__version__
+    ids = [case["id"] for case in body["cases"]]
+    assert len(set(ids)) == len(ids) == 6  # two models, plain and drafted, and transformers for both
+    plain, drafted = cases(body, engine="mlaforge", layout="gqa")
+    peer = cases(body, engine="transformers", layout="gqa")[0]
+    for case in (plain, drafted, peer):
+        rate = case["tokens_per_second"]
+        assert case["repetitions"] == len(rate["runs"]) == 2 and case["status"] == "ok"
+        assert rate["median"] == statistics.median(rate["runs"]) and rate["min"] == min(rate["runs"])
+        assert 0 < case["ms_per_token"]["p50"] <= case["ms_per_token"]["p99"]
+        firsts = case["time_to_first_token"]["runs"]
+        assert case["prefill_tokens_per_second"]["runs"] == [48 / first for first in firsts]
+    for key, other in (("speedup", plain), ("over_transformers", peer)):
+        expected = [a / b for a, b in zip(*(c["tokens_per_second"]["runs"] for c in (drafted, other)), strict=True)]
+        assert drafted[key]["runs"] == expected
+    assert plain["speedup"] is None and peer["over_transformers"] is None
+    # Greedy in fp32: three ways to the same text, eight tokens and the first.
+    assert plain["output_sha256"] == drafted["output_sha256"] == peer["output_sha256"]
+    # What verification is to make of a drafter that knows: 2 steps of 1 + 3 tokens in each of two repetitions.
+    block = drafted["eagle_speculation"]
+    assert (block["steps"], block["mean_acceptance_length"], block["mean_acceptance_rate"]) == (4, 4.0, 1.0)
+    assert plain["eagle_speculation"] is None
+
+
+def test_the_cache_is_the_planned_one_but_for_whole_blocks(twins):
+    for name, batch in (("single", 1), ("batch", 4)):
+        for case in cases(read(twins, name), engine="mlaforge", batch=batch):
+            numbers = {"gqa": 3 * 2 * 2 * 16, "latent_rope": 3 * 32}[case["layout"]]
+            assert case["cache"]["planned_bytes"] == batch * (48 + 8) * numbers * 4
+            assert case["cache"]["bytes"] == batch * 64 * numbers * 4  # blocks of 16
+            assert case["peak_memory"]["cache"] == case["cache"]["bytes"]
+
+
+def test_the_roof_is_every_weight_and_the_cache_once(twins, tiny_models, known_roof):
+    """Against the checkpoint's own tensors; norms are noise."""
+    case = cases(read(twins, "single"), engine="mlaforge", layout="gqa", num_speculative_tokens=0)[0]
+    tensors = load_file(tiny_models["llama"] / "model.safetensors")
+    weights = sum(4 * t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
+    seconds = (weights + 52 * 192 * 4) / known_roof.bandwidth
+    top = case["roofline"]
+    assert top["tokens_per_second"] == pytest.approx(1 / seconds, rel=1e-3)
+    assert top["fraction"] == case["tokens_per_second"]["median"] / top["tokens_per_second"]
+
+
+def test_the_cpu_twins_of_the_gates(twins, cli):
+    """As CI runs them. Speed is judged, and not asserted."""
+    done = cli("gate", twins)
+    body = read(twins, "gates")
+    verdicts = {gate["name"]: gate["verdict"] for gate in body["gates"]}
+    assert len(verdicts) == 6 and set(verdicts.values()) <= {"pass", "fail"}
+    for name, verdict in verdicts.items():
+        assert verdict == "pass" or "speed" in name, body
+        assert name in done.stdout
+    assert done.exit_code == (0 if body["passed"] else 1)
+    perf = read(twins, "batch")["perf"]
+    # Plain and drafted, both models, batches of 4 and 8.
+    assert {f["name"]: (f["passed"], f["cases"]) for f in perf} == {
+        "tuned_kernels": (True, 8), "cache_integrity": (True, 8), "no_host_reads": (True, 8),
+        "no_debug_copies": (True, 8), "deterministic": (True, 8), "drafting_goes_on": (True, 4),
+    }  # fmt: skip
+
+
+def test_prompts_are_text_of_the_wanted_length_and_always_the_same(tiny_models, evaluation_file):
+    tokenizer = loading.load_tokenizer(tiny_models["llama"])
+    prompts = Prompts((str(evaluation_file),), tokenizer)
+    made = prompts(300, 2, 3)
+    assert made == Prompts((str(evaluation_file),), tokenizer)(300, 2, 3)
+    flat = [ids for several in made for ids in several]
+    assert [len(ids) for ids in flat] == [300] * 6
+    assert len({tuple(ids[:32]) for ids in flat}) == 6
+    text = evaluation_file.read_text()
+    assert all(tokenizer.decode(ids) in text + "\n\n" + text for ids in flat)
+    with pytest.raises(UserError, match=r"tokens, prompts of \d+ are wanted"):
+        prompts(20 * len(text), 1, 1)
+    assert distinct_share([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+
+
+def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):
+    from support.eagle3_heads import saved
+
+    head = saved(tmp_path / "head")
+    words = ["--draft", head, "--num-speculative-tokens", "0,2", "--perf"]
+    body = read(bench("single", tiny_models["llama"], *words), "single")
+    assert body["unknown"].startswith("nothing says what")
+    plain, drafted = cases(body, engine="mlaforge")
+    assert (drafted["draft"], drafted["eagle_speculation"]["drafted"] > 0) == ("head", True)
+    assert drafted["output_sha256"] == plain["output_sha256"]
+    # The model's own rows, not the head's.
+    assert drafted["cache"]["bytes"] == plain["cache"]["bytes"] == 64 * 192 * 4
+    Manifest("draft train", {}, {"text": [{"exclude": []}], "init": None}).save(head)
+    said, out = bench("single", tiny_models["llama"], *words, fails=2)
+    assert "need not be free of" in said and list(out.iterdir()) == []
+
+
+def test_what_is_beyond_the_model_or_the_cache_is_a_limit(bench, tiny_models, monkeypatch):
+    folder = bench("baseline", tiny_models["llama"], "--batch", "1", "--context", "64,600", "--tokens", "4")
+    small, large = cases(read(folder, "baseline"), engine="mlaforge")
+    assert small["status"] == "ok" and large["status"] == "capacity"
+    assert "512" in large["limit"]["what"] and "--context" in large["limit"]["change"]
+    folder = bench("baseline", tiny_models["llama"], "--batch", "1", "--cache-fraction", "1e-9")
+    ours, peer = read(folder, "baseline")["cases"]
+    assert (ours["status"], peer["status"]) == ("capacity", "ok") and "--cache-fraction" in ours["limit"]["change"]
+
+
+def test_out_of_memory_is_a_limit_and_the_rest_goes_on(bench, tiny_models, monkeypatch):
+    step = Engine.step
+
+    def full(self):
+        if len(self.scheduler.running) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", full)
+    folder = bench("baseline", tiny_models["llama"], "--batch", "1,2")
+    one, two = cases(read(folder, "baseline"), engine="mlaforge")
+    assert one["status"] == "ok" and two["status"] == "capacity"
+    assert two["limit"]["what"] == "CUDA out of memory. Tried to allocate 2.00 GiB." and two["limit"]["change"]
+    monkeypatch.setattr(Engine, "step", lambda self: (_ for _ in ()).throw(RuntimeError("a mistake of ours")))
+    with pytest.raises(RuntimeError, match="a mistake of ours"), scenario.capacity("nothing"):
+        Engine.step(None)
+
+
+def peer_file(tmp_path, **changes):
+    log = tmp_path / "asked.jsonl"
+    keys = {"name": "stub", "command": f"{sys.executable} {STUB} {{port}} {log} 99", "model": "{model}", **changes}
+    path = tmp_path / "stub.yaml"
+    path.write_text(json.dumps(keys))
+    return path, log
+
+
+def test_another_engine_gets_the_same_prompts(bench, tiny_models, tmp_path, evaluation_file):
+    path, log = peer_file(tmp_path)
+    folder = bench("baseline", tiny_models["llama"], "--batch", "2", "--peer", path)
+    (case,) = cases(read(folder, "baseline"), engine="stub")
+    assert case["status"] == "ok" and case["over_transformers"]["runs"]
+    asked = [json.loads(line) for line in log.read_text().splitlines()]
+    tokenizer = loading.load_tokenizer(tiny_models["llama"])
+    expected = [ids for several in Prompts((str(evaluation_file),), tokenizer)(48, 2, 2) for ids in several]
+    assert sorted(body["prompt"] for body in asked) == sorted(expected)
+    assert all((b["max_tokens"], b["temperature"], b["ignore_eos"]) == (9, 0, True) for b in asked)
+    # It was ended with the run.
+    command = log.as_posix()
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if command.encode() in p.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"command": f"{sys.executable} -c 'import sys; sys.exit(\"no such model\")'"}, "no such model"),
+        ({"command": f"{sys.executable} {STUB} {{port}} /dev/null 3"}, "made 3 of 9 tokens"),
+    ],
+)
+def test_a_peer_that_fails_is_told_and_the_rest_goes_on(bench, tiny_models, tmp_path, changes, words):
+    path, _ = peer_file(tmp_path, **changes)
+    folder = bench("baseline", tiny_models["llama"], "--batch", "1", "--peer", path)
+    body = read(folder, "baseline")
+    (case,) = [case for case in body["cases"] if case["status"] == "failed"]
+    assert words in case["limit"]["what"] and case["engine"] == "stub"
+    assert cases(body, engine="mlaforge")[0]["status"] == "ok"
+
+
+def test_results_of_another_machine_are_marked(bench, twins, tiny_models):
+    folder = bench("single", tiny_models["llama"], "--num-speculative-tokens", "0", "--import", twins / "single.json")
+    imported = [case for case in read(folder, "single")["cases"] if case["imported"]]
+    assert len(imported) == 6
+    assert imported[0]["imported"]["device"] == read(twins, "single")["device"]
+    again = bench("single", tiny_models["llama"], "--num-speculative-tokens", "0", "--import", folder / "single.json")
+    # What was imported there was not measured there.
+    assert len([case for case in read(again, "single")["cases"] if case["imported"]]) == 2
+    told, out = bench("batch", tiny_models["llama"], "--import", twins / "single.json", fails=2)
+    assert "holds results of single" in told and not list(out.iterdir())
+
+
+@pytest.mark.parametrize("scope", (*recipe.SCOPES, "full"))
+@pytest.mark.parametrize("name", recipe.SCENARIOS + recipe.OTHERS)
+def test_shipped_scenarios_hold(name, scope):
+    made = recipe.read(name, scope, BenchConfig())
+    assert made.rounds >= 2 and made.warm_up >= 1 and made.prefix_caching
+    assert {path.stem for path in recipe.FOLDER.glob("*.yaml")} == {*recipe.SCENARIOS, *recipe.OTHERS}
+    if scope != "full":
+        whole = recipe.read(name, "full", BenchConfig())
+        assert max(made.contexts) * max(made.batches) <= max(whole.contexts) * max(whole.batches)
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("did you mean 'single'?", ["sinle", "MODEL"]),
+        ("MODEL is missing", ["single"]),
+        ("context = '3x'", ["single", "MODEL", "--context", "3x"]),
+        ("num_speculative_tokens = '9'", ["single", "MODEL", "--num-speculative-tokens", "9"]),
+        ("cache_fraction = '2'", ["single", "MODEL", "--cache-fraction", "2"]),
+        ("dtype = 'int9'", ["single", "MODEL", "--dtype", "int9"]),
+        ("draft 'nobody'", ["single", "MODEL", "--draft", "nobody"]),
+        ("add 0 to num_speculative_tokens", ["single", "MODEL", "--draft", "replay", "--num-speculative-tokens", "3"]),
+        ("rounds = 0", ["single", "MODEL", "--rounds", "0"]),
+        ("micro gates were green 0 of 3 times", ["single", "MODEL", "--scope", "full"]),
+        ("roof 'gtx' must be auto or one of", ["kernels", "--roof", "gtx", "--device", "cpu"]),
+        ("op 'sort' has no benchmark", ["kernels", "--op", "sort"]),
+        ("at least one conversion", ["conversion", "MODEL"]),
+        ("two models are called", ["single", "MODEL", "MODEL"]),
+    ],
+)
+def test_mistakes_are_one_line(refused, tiny_models, tmp_path, words, options):
+    own = [str(tiny_models["llama"]) if word == "MODEL" else word for word in options]
+    refused(words, "bench", *own, "--out", tmp_path / "results")
+
+
+def test_kernels_are_checked_before_they_are_timed(monkeypatch, tmp_path, known_roof):
+    monkeypatch.setattr(kernels, "LAYOUTS", {"tiny": kernels.Layout(4, 2, 16)})
+    config = resolve(BenchConfig, None, device="cpu", dtype="float32")
+    body = kernels.run(config, tmp_path, "small")
+    assert len(body["rows"]) == 3 and "| tiny | 1 | 512 | 1 | runs |" in kernels.table(body)
+    row, (S, P) = body["rows"][1], (2, 256)
+    rows = S * P * 2 * (16 + 16) * 4 + S * 4 * 4 * (16 + 16) * 4  # cached once, queries and outputs of 4 tokens
+    assert row["gbs"] == pytest.approx(rows / (row["us"] * 1e-6) / 1e9)
+    assert json.loads((tmp_path / "kernels.json").read_text())["rows"] == body["rows"]
+    runs = OP.implementations["runs"]
+    broken = dataclasses.replace(runs, run=lambda *inputs: tuple(2 * out for out in runs.run(*inputs)))
+    monkeypatch.setitem(OP.implementations, "runs", broken)
+    monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
+    with pytest.raises(AssertionError, match="paged_attention"):
+        kernels.run(config, tmp_path, "small")
+
+
+def test_conversions_are_judged_as_eval_does(cli, tiny_models, converted, evaluation_file, tmp_path):
+    original, out = tiny_models["llama"], converted("llama", "latent")
+    words = ["--text", evaluation_file, "--context", "64", "--rounds", "4", "--device", "cpu", "--out", tmp_path]
+    done = cli("bench", "conversion", original, out, *words)
+    assert done.exit_code == 0, done.stderr
+    rows = read(Path(done.stdout.splitlines()[-1]), "conversion")["rows"]
+    config = EvalConfig(text=str(evaluation_file), windows=4, seqlen=64, device="cpu")
+    expected = [perplexity.run(str(model), None, config).metrics["ppl"] for model in (original, out)]
+    name = evaluation_file.name
+    assert [row["ppl"][name] for row in rows] == pytest.approx(expected)
+    assert rows[1]["ratio"][name] == pytest.approx(expected[1] / expected[0])
+    assert (rows[1]["layout"], rows[1]["budget"], rows[1]["cache_fraction"]) == ("latent", 0.5, 0.5)
+
+
+def test_an_engine_forgets(tiny_models):
+    engine = Engine(tiny_models["llama"], resolve(scenario.EngineConfig, None, dtype="float32", cache_bytes=1 << 20))
+    ours = scenario.Ours.decode
+    holder = type("Holder", (), {"engine": engine, "held": lambda self: 0})()
+    prompt = list(range(40))
+    ours(holder, [prompt], 2)
+    before = engine.stats()
+    ours(holder, [prompt], 2)
+    assert engine.stats().cached_prompt_tokens - before.cached_prompt_tokens == 32
+    engine.forget()
+    before = engine.stats()
+    ours(holder, [prompt], 2)
+    assert engine.stats().cached_prompt_tokens == before.cached_prompt_tokens
+    engine.check_integrity()
+    engine.add("held", prompt, scenario_params())
+    with pytest.raises(UserError, match="only be forgotten while no request"):
+        engine.forget()
+
+
+def scenario_params():
+    from mlaforge.engine.sampling.params import SamplingParams
+
+    return SamplingParams(max_tokens=4)
+
+
+def test_results_are_never_half_written(tmp_path):
+    """A reader that looks all the time sees whole files only."""
+    path, wrong, stop = tmp_path / "x.json", [], threading.Event()
+    machine.write(path, {"rows": []})
+
+    def look():
+        while not stop.is_set():
+            try:
+                json.loads(path.read_text())
+            except ValueError as error:
+                wrong.append(error)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for count in range(50):
+        machine.write(path, {"rows": list(range(100 * count))})
+    stop.set()
+    reader.join()
+    assert not wrong and os.listdir(tmp_path) == ["x.json"]

@@ -1,0 +1,362 @@
+"""Converted models against their originals, through the written checkpoint, for every family and both layouts."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import reader as checkpoint_reader
+from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
+from mlaforge.families import read_spec
+from mlaforge.modeling.latent_attention_mla import FUSED
+from mlaforge.runtime import UserError
+from support.tiny_models import CASES, load_original
+
+LAYOUTS = ["latent", "latent_rope"]
+FULL = {"budget": 1.0}
+
+
+def original(tiny_models, family):
+    return load_original(tiny_models[family])
+
+
+def perplexity(model, windows):
+    """By transformers' own loss."""
+    with torch.no_grad():
+        return float(torch.stack([model(ids[None], labels=ids[None]).loss for ids in windows]).mean().exp())
+
+
+def cache_bytes(cache):
+    """Bytes that a transformers cache holds in its keys and values, by allocation."""
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    return sum(tensor.untyped_storage().nbytes() for tensor in {id(t): t for t in tensors}.values())
+
+
+def tokens(n=2, t=40):
+    return torch.randint(0, 250, (n, t), generator=torch.Generator().manual_seed(3))
+
+
+def force(model, absorb):
+    for layer in model.model.layers:
+        if hasattr(layer.self_attn, "absorb"):
+            layer.self_attn.absorb = absorb
+    return model
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_full_rank_equals_the_original(family, layout, converted, tiny_models):
+    model = loading.load_model(converted(family, layout, **FULL))
+    with torch.no_grad():
+        expected = original(tiny_models, family)(tokens()).logits
+        for absorb in (False, True, None):
+            torch.testing.assert_close(force(model, absorb)(tokens()).logits, expected, rtol=0, atol=1e-4)
+        # transformers' own sdpa would leave learned sinks out, so that it is refused for a model that has them.
+        for attention in ("eager", FUSED, *(["sdpa"] if family != "gpt_oss" else [])):
+            model.set_attn_implementation(attention)
+            torch.testing.assert_close(force(model, False)(tokens()).logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_absorbed_equals_expanded_and_cached_equals_uncached(family, layout, converted):
+    model = loading.load_model(converted(family, layout, budget=0.75))
+    x = tokens()
+    with torch.no_grad():
+        expanded = force(model, False)(x).logits
+        torch.testing.assert_close(force(model, True)(x).logits, expanded, rtol=1e-4, atol=1e-4)
+        for absorb in (False, True):
+            cache, parts = DynamicCache(config=model.config), []
+            for part in (x[:, :25], x[:, 25:26], x[:, 26:31], x[:, 31:]):
+                parts.append(force(model, absorb)(part, past_key_values=cache).logits)
+            torch.testing.assert_close(torch.cat(parts, 1), expanded, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_left_padding_changes_nothing(family, layout, converted):
+    model = loading.load_model(converted(family, layout, budget=0.75))
+    x, pad = tokens(1, 20), 7
+    padded = torch.cat((torch.zeros(1, pad, dtype=torch.int64), x), 1)
+    mask = torch.cat((torch.zeros(1, pad), torch.ones(1, 20)), 1).long()
+    more = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(x, attention_mask=torch.ones_like(x), **more)[:, 20:]
+    assert torch.equal(model.generate(padded, attention_mask=mask, **more)[:, 20 + pad :], plain)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize("how", [{"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
+def test_generation_modes_of_transformers(family, layout, how, converted, tiny_models):
+    """At full rank every mode gives the original's tokens."""
+    model, x = loading.load_model(converted(family, layout, **FULL)), tokens(1, 30)
+    more = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0, **how}
+    more["attention_mask"] = torch.ones_like(x)
+    assert torch.equal(model.generate(x, **more), original(tiny_models, family).generate(x, **more))
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_the_cache_holds_what_the_plan_says(family, layout, converted):
+    directory = converted(family, layout, budget=0.5, layers="all")
+    model, x = loading.load_model(directory), tokens(1, 16)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(x, past_key_values=cache)
+    told = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
+    assert cache_bytes(cache) == 16 * told["mla_bytes_per_token"]
+    assert told["mla_per_token"] <= 0.5 * told["gqa_per_token"]
+
+
+def test_a_sliding_window_bounds_the_latent_cache(converted):
+    model = loading.load_model(converted("mistral", "latent", budget=0.5))
+    window, cache = model.config.sliding_window, DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(1, 40), past_key_values=cache)
+        model(tokens(1, 1), past_key_values=cache)
+    assert all(layer.keys.shape[2] == window - 1 for layer in cache.layers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_named_layers_are_converted(layout, converted, tiny_models):
+    directory = converted("llama", layout, budget=0.5, layers="1")
+    config = checkpoint_reader.read_config(directory)
+    assert config["mla_layer_types"] == ["gqa", layout] + ["gqa"] * (config["num_hidden_layers"] - 2)
+    with checkpoint_reader.Reader(directory) as new, checkpoint_reader.Reader(tiny_models["llama"]) as old:
+        assert "model.layers.1.self_attn.kv_b_proj.weight" in new
+        assert "model.layers.1.self_attn.k_proj.weight" not in new
+        for name in old:
+            if "layers.1.self_attn" not in name:
+                assert torch.equal(new[name], old[name]), name
+
+
+def test_more_budget_costs_less(converted, tiny_models, evaluation_file):
+    """Against the original's own distribution: KL falls as the budget grows, for either layout."""
+    x = tokens(4, 60)
+    with torch.no_grad():
+        expected = original(tiny_models, "qwen2")(x).logits.log_softmax(-1)
+        for layout in LAYOUTS:
+            kl = []
+            for budget in (0.6, 0.8, 1.0):
+                got = loading.load_model(converted("qwen2", layout, budget=budget))(x).logits.log_softmax(-1)
+                kl.append(float((expected.exp() * (expected - got)).sum(-1).mean()))
+            assert kl[0] > kl[1] > kl[2], (layout, kl)
+            assert kl[2] < 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_factored_query_at_full_rank_is_exact(family, converted, tiny_models):
+    model = loading.load_model(converted(family, "latent", budget=1.0, q_lora_rank=64))
+    assert model.model.layers[0].self_attn.q_a_proj.weight.shape == (64, 64)
+    with torch.no_grad():
+        expected = original(tiny_models, family)(tokens()).logits
+        torch.testing.assert_close(model(tokens()).logits, expected, rtol=0, atol=1e-4)
+
+
+def test_deepseek_style_has_uniform_ranks_and_standard_frequencies(converted):
+    directory = converted("llama", "latent", budget=0.75, deepseek_style=True, qk_rope_head_dim=16)
+    config = checkpoint_reader.read_config(directory)
+    assert set(config["mla_layer_types"]) == {"latent_rope"}
+    assert set(config["mla_kv_lora_ranks"]) == {config["kv_lora_rank"]}
+    with checkpoint_reader.Reader(directory) as reader:
+        for i in range(config["num_hidden_layers"]):
+            assert reader[f"model.layers.{i}.self_attn.rope_index"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "rope_dim"),
+    [
+        ({"qk_mqa_dim": 8}, 8),
+        ({"collapse": "2"}, 8),
+        ({"collapse": "auto", "qk_mqa_dim": 16}, 16),
+        ({"freqfold": "4"}, 24),
+    ],
+)
+def test_transmla_names_mean_latent_rope(options, rope_dim, converted):
+    config = checkpoint_reader.read_config(converted("llama", "latent", budget=0.75, **options))
+    assert config["qk_rope_head_dim"] == rope_dim
+    assert set(config["mla_layer_types"]) == {"latent_rope"}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent_rope")]
+)
+def test_gradients_reach_every_projection_and_checkpointing_changes_nothing(family, layout, converted):
+    model = loading.load_model(converted(family, layout, budget=0.75)).train()
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if "self_attn" in n})
+    for name, grad in grads[0].items():
+        assert grad.abs().max() > 0, name
+        torch.testing.assert_close(grads[1][name], grad)
+
+
+def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evaluation_file):
+    from mlaforge.data import corpus
+
+    directory = converted("llama", "latent_rope", budget=0.75)
+    made = json.loads((directory / "manifest.json").read_text())
+    found = made["metrics"]
+    tokenizer = loading.load_tokenizer(directory)
+    text = corpus.windows(tokenizer, str(evaluation_file), 4, 64)
+    assert made["inputs"]["evaluation"]["sha256"] == text.sha256
+    assert found["mla_ppl"] == pytest.approx(perplexity(loading.load_model(directory), text.ids), rel=1e-6)
+    assert found["original_ppl"] == pytest.approx(perplexity(original(tiny_models, "llama"), text.ids), rel=1e-6)
+    assert found["ratio"] == found["mla_ppl"] / found["original_ppl"]
+    # Rotation alone removes something, the low rank removes more of it.
+    assert found["partial_rope_ppl"] != found["original_ppl"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_checkpoints(dtype, converted, tiny_models):
+    directory = converted("llama", "latent_rope", budget=1.0, dtype=dtype)
+    model = loading.load_model(directory)
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+    assert model.model.layers[0].self_attn.rope_index.dtype == torch.int64
+    with torch.no_grad():
+        expected = original(tiny_models, "llama")(tokens()).logits
+        assert torch.cosine_similarity(model(tokens()).logits.float(), expected, dim=-1).min() > 0.99
+
+
+CLEAN = """
+import importlib.util, json, sys
+sys.path[:0] = {paths!r}
+assert importlib.util.find_spec("mlaforge") is None, "mlaforge must not be importable here"
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+directory = {directory!r}
+tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
+x = torch.tensor({ids!r})
+out = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False,
+                     pad_token_id=0, return_dict_in_generate=True)
+held = sum(t.untyped_storage().nbytes() for layer in out.past_key_values.layers for t in (layer.keys, layer.values))
+with torch.no_grad():
+    logits = model(x).logits
+model.save_pretrained({again!r})
+again = AutoModelForCausalLM.from_pretrained({again!r}, trust_remote_code=True, dtype=torch.float32)
+with torch.no_grad():
+    assert torch.equal(again(x).logits, logits)
+print(json.dumps({{"class": type(model).__name__, "new": out.sequences[0, x.shape[1]:].tolist(), "bytes": held,
+                   "cached": out.past_key_values.get_seq_length(), "logits": logits[0, -1, :5].tolist(),
+                   "decoded": tokenizer.decode(tokenizer("hello", add_special_tokens=False)["input_ids"])}}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "latent"),
+        ("mistral", "latent_rope"),
+        ("qwen2", "latent_rope"),
+        ("qwen3", "latent"),
+        ("mimo", "latent"),
+    ],
+)
+def test_loads_where_mlaforge_is_not_installed(family, layout, converted, tmp_path):
+    """A fresh interpreter without site-packages' .pth files, so that an editable install is not seen either."""
+    directory, x = converted(family, layout, budget=0.5 if layout == "latent" else 0.75), tokens(1, 12)
+    paths = [p for p in sys.path if "site-packages" in p]
+    code = CLEAN.format(paths=paths, directory=str(directory), ids=x.tolist(), again=str(tmp_path / "again"))
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [sys.executable, "-S", "-I", "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    model = loading.load_model(directory)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(told["logits"]), model(x).logits[0, -1, :5], rtol=1e-5, atol=1e-5)
+    expected = model.generate(
+        x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert told["new"] == expected[0, 12:].tolist()
+    assert told["class"].endswith("MlaForCausalLM")
+    assert told["decoded"] == "hello"
+    cache = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
+    assert told["bytes"] == told["cached"] * cache["mla_bytes_per_token"]
+
+
+def test_sinks_scale_what_the_tokens_get(converted):
+    """A LatentAttention with sinks equals one whose softmax has the sink as one more column (both forms)."""
+    directory = converted("llama", "latent_rope", budget=0.75)
+    model = loading.load_model(directory)
+    layer = model.model.layers[0].self_attn
+    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0))
+    rope = model.model.rotary_emb(x, torch.arange(9)[None])
+    layer.kv_b_proj.bias.data.normal_(generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain = layer.heads(x, rope)
+        layer.sinks = torch.nn.Parameter(torch.linspace(-2, 2, layer.num_heads))
+        layer.config.mla_sinks = True
+        forms = []
+        for absorb in (False, True):
+            layer.absorb = absorb
+            forms.append(layer.heads(x, rope))
+    torch.testing.assert_close(forms[0], forms[1], rtol=1e-4, atol=1e-5)
+    share = (forms[0] * plain).sum(-1, keepdim=True) / plain.square().sum(-1, keepdim=True)
+    torch.testing.assert_close(forms[0], share * plain, rtol=1e-3, atol=1e-5)
+    assert ((share > 0) & (share < 1 + 1e-4)).all()
+    assert share.min() < 0.9
+
+
+@pytest.mark.parametrize("options", [{}, {"deepseek_style": True}, {"qk_mqa_dim": 8}])
+def test_norms_on_keys_refuse_a_shared_rotary_key(options, tiny_models, tmp_path):
+    """In one line, before anything is loaded, under every name of that layout."""
+    layout = "latent" if options else "latent_rope"
+    with pytest.raises(UserError, match=r"layer 0 .* its key norm .* use layout latent$") as caught:
+        convert.run(str(tiny_models["qwen3"]), tmp_path / "out", ConvertConfig(layout=layout, **options))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_norms_are_the_sources_own(converted, tiny_models):
+    directory = converted("qwen3", "latent", budget=0.75)
+    assert checkpoint_reader.read_config(directory)["mla_qk_norm"]
+    assert not checkpoint_reader.read_config(converted("qwen2", "latent", budget=0.75))["mla_qk_norm"]
+    with checkpoint_reader.Reader(directory) as new, checkpoint_reader.Reader(tiny_models["qwen3"]) as old:
+        for name in (n for n in old if "q_norm" in n or "k_norm" in n):
+            assert torch.equal(new[name], old[name])
+    x = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0)) * 3
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = original(tiny_models, "qwen3").model.layers[0].self_attn.k_norm.to(dtype)
+        ours = loading.load_model(directory).model.layers[0].self_attn.k_norm.to(dtype)
+        assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 48])
+def test_refit_runs_with_norms(q_lora_rank, converted):
+    directory = converted("qwen3", "latent", budget=0.5, q_lora_rank=q_lora_rank, refit="on")
+    assert loading.load_model(directory).model.layers[0].self_attn.o_proj.bias.any()
+
+
+def test_drafting_layers_are_left_out(converted, tiny_models, capsys):
+    """The original is read without them, and neither they nor the original's type are in what is written."""
+    source = tiny_models["mimo"]
+    with torch.no_grad():
+        expected = original(tiny_models, "mimo")(tokens()).logits
+        assert torch.equal(loading.load_model(source, "float32")(tokens()).logits, expected)
+    directory = converted("mimo", "latent", budget=0.75)
+    config = checkpoint_reader.read_config(directory)
+    assert (config["model_type"], config["architectures"]) == ("qwen2_mla", ["Qwen2MlaForCausalLM"])
+    with checkpoint_reader.Reader(directory) as new, checkpoint_reader.Reader(source) as old:
+        assert len(old.left_out) == 13 and all(name.startswith("model.mtp_layers.") for name in old.left_out)
+        assert not any("mtp" in name for name in (*new, *old, *new.left_out))
+        capsys.readouterr()
+        old.check(*loading.expected_tensors(checkpoint_reader.read_config(source)))
+    assert "left out: 13 tensors" in capsys.readouterr().err
+
+
+def test_read_spec_of_the_fixtures(tiny_models):
+    assert read_spec(checkpoint_reader.read_config(tiny_models["qwen2"])).layers[0].k_bias
+    assert read_spec(checkpoint_reader.read_config(tiny_models["mistral"])).layers[0].window == 24
+    normed = read_spec(checkpoint_reader.read_config(tiny_models["qwen3"])).layers
+    assert [layer.window for layer in normed] == [None, None, 24]
+    assert all(layer.qk_norm and layer.head_dim == 20 and not layer.k_bias for layer in normed)
+    assert read_spec(checkpoint_reader.read_config(tiny_models["mimo"])).layers[0].k_bias

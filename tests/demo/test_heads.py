@@ -1,0 +1,43 @@
+"""The heads that come with the package, on the real model that they draft for."""
+
+from pathlib import Path
+
+import pytest
+
+from mlaforge.artifact import sha256
+from mlaforge.checkpoint.eagle3 import read_head
+from mlaforge.demo import model as demo_model
+from mlaforge.drafting import dataset
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.sampling.params import SamplingParams
+
+HEADS = sorted(demo_model.HEADS.iterdir())
+JUDGED = Path(__file__).parents[3] / "shared" / "data" / "prompts" / "mt_bench.jsonl"
+NUM_LAYERS, TOKENS = 30, 49152
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
+def test_a_head_is_small_whole_and_may_be_judged(folder):
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 25e6
+    head = read_head(folder, NUM_LAYERS)
+    assert head.config.layer.vocab_size == TOKENS and head.config.sliding_window
+    if not JUDGED.is_file():
+        pytest.skip("shared/data is not beside this checkout")
+    assert dataset.check_unseen(folder, [{"path": str(JUDGED), "sha256": sha256(JUDGED)}]) == ""
+
+
+def test_speculation_for_real(smollm2):
+    """Fewer steps than tokens, and the tokens of plain decoding."""
+    prompts = ["How does a rainbow form?", "Write a function that reverses a string.", "Name three uses of salt."]
+    plain = LLM(smollm2, dtype="float32", device="cpu", cache_bytes=1 << 28)
+    asked = [plain.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    expected = [output.outputs[0].token_ids for output in plain.generate(asked, params)]
+    del plain
+    drafting = LLM(
+        smollm2, dtype="float32", device="cpu", cache_bytes=1 << 28, speculative=str(demo_model.head("original")),
+        adaptive_speculation=False,
+    )  # fmt: skip
+    assert [output.outputs[0].token_ids for output in drafting.generate(asked, params)] == expected
+    block = drafting.engine.stats().speculation.block()
+    assert block["mean_acceptance_length"] > 1.3, block

@@ -1,0 +1,188 @@
+"""Heads as other tools write them: what is settled from tensors and target, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mlaforge.checkpoint.eagle3 import boundary, read_head, write_head
+from mlaforge.drafting.import_head import target_ids
+from mlaforge.modeling.eagle3 import AFTER_NORM
+from mlaforge.runtime import UserError
+from support.eagle3_heads import LAYER, make
+
+# Rising, with neighbours: as absolute ids its offsets would repeat, as offsets its ids would fall.
+TOKENS = [3, 4, 5, 9, 40, 41, 100, 250]
+
+
+def wild(folder, rename=None, drop=(), change=None, config=None, **fields):
+    """A head on disk as another tool might have written it, and the head itself."""
+    folder.mkdir()
+    head = make(**{"tokens": TOKENS, **fields})
+    write_head(head, folder, torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    for name in drop:
+        del tensors[name]
+    if change is not None:
+        change(tensors)
+    save_file({(rename or (lambda name: name))(k): v.contiguous() for k, v in tensors.items()},
+              folder / "model.safetensors")  # fmt: skip
+    said = json.loads((folder / "config.json").read_text())
+    if config is not None:
+        config(said)
+    (folder / "config.json").write_text(json.dumps(said))
+    return head
+
+
+def same(a, b):
+    assert a.state_dict().keys() == b.state_dict().keys()
+    for name, tensor in a.state_dict().items():
+        assert torch.equal(tensor, b.state_dict()[name]), name
+
+
+@pytest.fixture
+def imports(cli, tiny_models, tmp_path):
+    """imports(...) -> the head that `draft import` makes of tmp_path / "wild", and what it said."""
+
+    def run(*more):
+        done = cli("draft", "import", tmp_path / "wild", tmp_path / "out", "--target", tiny_models["llama"], *more)
+        assert done.exit_code == 0, done.stderr
+        return read_head(tmp_path / "out", 3), done
+
+    return run
+
+
+def shuffled(tensors):
+    """lm_head by falling frequency, d2t as the target's ids, no t2d: an FR-Spec map."""
+    order = torch.randperm(len(TOKENS), generator=torch.Generator().manual_seed(1))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["d2t"] = torch.tensor(TOKENS, dtype=torch.int32)[order]
+    del tensors["t2d"]
+
+
+SPELLINGS = {
+    "ours": {},
+    "layers.0": {"rename": lambda name: name.replace("midlayer.", "layers.0.")},
+    "below model": {"rename": lambda name: f"model.{name.replace('midlayer.', 'layers.0.')}"},
+    "no t2d": {"drop": ["t2d"]},
+    "absolute ids by frequency": {"change": shuffled},
+    "absolute ids beside t2d": {"change": lambda tensors: tensors.update(d2t=torch.tensor(TOKENS))},
+    "nothing said": {"config": lambda said: [said.pop(name) for name in (
+        "draft_vocab_size", "target_hidden_size", "head_dim", "attention_bias", "norm_before_fc", "fc_norm",
+        "eagle_aux_hidden_state_convention")], "norm_before_fc": True, "fc_norm": True},
+    "another name": {"config": lambda said: said.update(architectures=["Eagle3LlamaForCausalLM"])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_is_the_same_head(name, imports, tmp_path):
+    head = wild(tmp_path / "wild", **SPELLINGS[name])
+    found, done = imports()
+    same(found, head)
+    assert ("d2t read as ids" in done.stdout) == name.startswith("absolute"), done.stdout
+    assert found.config.norm_before_fc == head.config.norm_before_fc and found.config.fc_norm == head.config.fc_norm
+    # The same again is not made again.
+    assert imports()[1].stdout == done.stdout
+
+
+def test_what_is_the_targets_is_the_targets(imports, tiny_models, tmp_path):
+    """A missing lm_head is the target's rows; a copy of its embedding is dropped, another embedding is kept."""
+    its = load_file(tiny_models["llama"] / "model.safetensors")
+    embedding = its["model.embed_tokens.weight"]
+    head = wild(tmp_path / "wild", drop=["lm_head.weight"],
+                change=lambda tensors: tensors.update({"embed_tokens.weight": embedding}))  # fmt: skip
+    found, done = imports()
+    assert torch.equal(found.lm_head.weight, its["lm_head.weight"][TOKENS])
+    assert torch.equal(found.fc.weight, head.fc.weight)
+    assert not found.config.own_embedding and "embed_tokens the target's" in done.stdout
+    (tmp_path / "second").mkdir()
+    other = wild(tmp_path / "second" / "wild", own_embedding=True)
+    (tmp_path / "wild").rename(tmp_path / "first")
+    (tmp_path / "second" / "wild").rename(tmp_path / "wild")
+    found, _ = imports("--overwrite")
+    same(found, other)
+
+
+def test_a_whole_vocabulary_needs_no_map(imports, tmp_path):
+    """An identity d2t beside it says nothing."""
+    head = wild(tmp_path / "wild", tokens=range(260), change=lambda tensors: tensors.update(
+        d2t=torch.zeros(260, dtype=torch.int64), t2d=torch.ones(260, dtype=torch.bool)))  # fmt: skip
+    found, _ = imports()
+    same(found, head)
+
+
+@pytest.mark.parametrize(
+    ("convention", "numbers", "boundaries"),
+    [
+        ("boundary", [0, 1, 3], (0, 1, 3)),
+        ("output", [0, 1, 2], (1, 2, 3)),
+        ("hidden_states", [0, 2, 3], (0, 2, AFTER_NORM)),
+    ],
+)
+def test_captured_layers_are_stored_as_boundaries(convention, numbers, boundaries, imports, tmp_path):
+    wild(tmp_path / "wild", config=lambda said: said.update(eagle_aux_hidden_state_layer_ids=numbers))
+    found, _ = imports("--convention", convention)
+    assert found.config.boundaries == boundaries
+    for wrong in (4, -2):
+        with pytest.raises(UserError, match="3 layers"):
+            boundary(wrong, convention, 3)
+
+
+def widen(name):
+    return lambda tensors: tensors.update({name: torch.cat((tensors[name], tensors[name][:1]))})
+
+
+REFUSED = {
+    "both names": ({"change": lambda t: t.update({"model.fc.weight": t["fc.weight"].clone()})}, "two names"),
+    "no fc": ({"drop": ["fc.weight"]}, "no tensor 'fc.weight'"),
+    "another class": ({"config": lambda said: said.update(architectures=["LlamaForCausalLM"])}, "no EAGLE-3 head"),
+    "a missing tensor": ({"drop": ["midlayer.mlp.up_proj.weight"]}, "lacks the tensor"),
+    "a strange tensor": ({"change": lambda t: t.update(scale=torch.ones(1))}, "'scale'"),
+    "a wrong shape": ({"change": widen("midlayer.self_attn.k_proj.weight")}, "has shape"),
+    "NaN": ({"change": lambda t: t["fc.weight"].fill_(torch.nan)}, "holds NaN"),
+    "outside": ({"change": lambda t: t["d2t"].add_(253)}, "names token 262, the target has 260"),
+    "twice": ({"change": lambda t: t.update(d2t=torch.tensor([5] * 8).cumsum(0) % 25)}, "d2t is wrong"),
+    "t2d": ({"change": lambda t: t["t2d"].logical_not_()}, "other tokens than t2d marks"),
+    "no numbers": ({"change": lambda t: t.update(d2t=t["d2t"].float())}, "whole numbers"),
+    "a lone lm_head": ({"drop": ["d2t", "t2d"]}, "8 rows, the target 260 tokens"),
+    "another model": ({"layer": {"vocab_size": 300}}, "vocab_size is 300"),
+    "a layer too many": ({"config": lambda said: said.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4])}, "3 layers"),
+    "two readings": ({"tokens": [0, 3, 6], "drop": ["t2d"]}, "--d2t"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused(name, refused, tiny_models, tmp_path):
+    how, words = REFUSED[name]
+    wild(tmp_path / "wild", **how)
+    refused(words, "draft", "import", tmp_path / "wild", tmp_path / "out", "--target", tiny_models["llama"])
+
+
+def test_two_readings_are_decided_by_the_user(imports, tmp_path):
+    wild(tmp_path / "wild", tokens=[0, 3, 6], drop=["t2d"])
+    assert imports("--d2t", "offsets")[0].target_ids.tolist() == [0, 3, 6]
+    assert imports("--d2t", "ids", "--overwrite")[0].target_ids.tolist() == [0, 2, 4]
+
+
+@given(st.sets(st.integers(0, 99), min_size=1), st.randoms(use_true_random=False))
+def test_both_readings_find_their_ids(tokens, random):
+    """Either reading gives back the ids it was made of, or says that the other is possible too."""
+    rising = sorted(tokens)
+    offsets = torch.tensor([token - at for at, token in enumerate(rising)])
+    t2d = torch.zeros(100, dtype=torch.bool)
+    t2d[rising] = True
+    mixed = random.sample(rising, len(rising))
+    for reading, stored, wanted in (("offsets", offsets, rising), ("ids", torch.tensor(mixed), mixed)):
+        assert target_ids(stored, None, 100, reading)[1].tolist() == wanted
+        for marks in (t2d, None):
+            try:
+                name, ids = target_ids(stored, marks, 100)
+            except UserError as error:
+                assert "--d2t" in str(error)
+            else:
+                assert ids.tolist() == wanted, (name, reading)
+        # With t2d both are possible only where they say the same set in another order.
+    assert LAYER["vocab_size"] >= 100

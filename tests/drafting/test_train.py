@@ -1,0 +1,293 @@
+"""`draft train` on tiny models: what it learns the engine accepts, and it resumes to the bit."""
+
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from mlaforge.artifact import Manifest
+from mlaforge.checkpoint import loading, reader
+from mlaforge.checkpoint.eagle3 import read_head, write_head
+from mlaforge.config import resolve
+from mlaforge.data.packing import Rows
+from mlaforge.demo import model as demo_model
+from mlaforge.drafting import dataset, initialize, train, vocabulary
+from mlaforge.drafting.config import DraftTrainConfig, VocabularyConfig
+from mlaforge.drafting.training_time_test import Unrolled, capture, columns
+from mlaforge.modeling.eagle3 import Eagle3Head
+from mlaforge.runtime import Resumable, UserError
+from support.eagle3_heads import make
+from support.engine_driver import greedy, watched
+from support.killed import check_same_tensors, killed_after
+from support.tiny_models import build, save_tokenizer
+
+FEW = {
+    "steps": 6, "batch_tokens": 128, "micro_tokens": 64, "seqlen": 64, "unroll": 3, "evaluate_every": 3,
+    "checkpoint_every": 2, "boundaries": "0,1,3", "device": "cpu",
+}  # fmt: skip
+COUNT, NEW = 48, 24
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A tiny model that has learnt to count in steps of 1 to 4: its answers are long runs of tokens, and not a loop."""
+    directory = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    model = build("llama", num_hidden_layers=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        begin, pace = torch.randint(0, 256, (16, 1)), torch.randint(1, 5, (16, 1))
+        ids = (begin + pace * torch.arange(32)) % 256
+        loss = F.cross_entropy(model(ids).logits[:, 2:-1].flatten(0, 1), ids[:, 3:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(loss.detach()) < 0.2
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(target, tmp_path_factory):
+    """What it answered to 48 prompts of 5 tokens, as `draft regenerate` writes it."""
+    directory = tmp_path_factory.mktemp("text")
+    prompts = [[(11 * n + (1 + n % 4) * k) % 256 for k in range(5)] for n in range(COUNT)]
+    found = watched(target, prefix_caching=False).generate(prompts, greedy(NEW))
+    lines = [
+        dataset.told(n, "", p, o.outputs[0].token_ids) for n, (p, o) in enumerate(zip(prompts, found, strict=True))
+    ]
+    (directory / dataset.TEXT).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    inputs = {"model": {"sha256": reader.fingerprint(target)}, "exclude": ["of judged prompts"]}
+    Manifest(dataset.STAGE, {}, inputs, files=[dataset.TEXT]).save(directory)
+    return directory
+
+
+@pytest.fixture
+def trained(target, text, tmp_path):
+    """trained(name, model, options) -> (directory, manifest)."""
+
+    def run(name="head", model=target, **options):
+        config = DraftTrainConfig(**{"text": (str(text),), **FEW, **options})
+        return tmp_path / name, train.run(str(model), tmp_path / name, config)
+
+    return run
+
+
+def accepted(target, head, prompts):
+    """`eagle_speculation` of decoding the prompts with a head, 3 tokens drafted."""
+    llm = watched(
+        target, speculative=str(head), num_speculative_tokens=3, adaptive_speculation=False, prefix_caching=False
+    )
+    llm.generate(prompts, greedy(NEW))
+    return llm.engine.stats().speculation.block()
+
+
+def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
+    """A head of another vocabulary, overfitted; and what validation says is what the engine finds."""
+    vocabulary.run(str(target), [text], tmp_path / "vocab", VocabularyConfig(size=256))
+    head, manifest = trained(
+        vocabulary=str(tmp_path / "vocab"), steps=80, batch_tokens=256, micro_tokens=256, evaluate_every=40,
+        sliding_window=8, learning_rate=0.03,
+    )  # fmt: skip
+    curve, losses = manifest.metrics["curve"], manifest.metrics["losses"]
+    assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
+    assert manifest.metrics["best"]["acceptance_length"] == max(point["acceptance_length"] for point in curve) > 2.5
+    learnt, held = dataset.split(dataset.read_answers(text)[1])
+    config = read_head(head, 3).config
+    assert config.draft_vocab_size == 256 and config.sliding_window == 8 and config.boundaries == (0, 1, 3)
+    block = accepted(target, head, [answer.prompt_ids for answer in learnt])
+    assert block["mean_acceptance_rate"] > 0.9, (block, curve)
+    block = accepted(target, head, [answer.prompt_ids for answer in held])
+    # The same steps, but where two logits are nearly the same in fp16, in which heads are stored.
+    assert block["mean_acceptance_length"] == pytest.approx(manifest.metrics["best"]["acceptance_length"], abs=0.1)
+    assert manifest.inputs["text"][0]["exclude"] == ["of judged prompts"]
+
+
+def test_states_are_what_the_engine_captures(target):
+    """Boundaries as transformers' hidden states, the last one before the final norm."""
+    model = loading.load_model(target, "float32")
+    ids = torch.arange(40)[None] * 3 % 256
+    rows = Rows(ids, torch.arange(40)[None], torch.arange(1), torch.ones_like(ids, dtype=torch.bool))
+    states = capture(model, rows, (0, 2, 3))
+    with torch.no_grad():
+        found = model(ids, output_hidden_states=True).hidden_states
+    for part, layer in zip(states.captured.split(64, dim=-1)[:2], (0, 2), strict=True):
+        torch.testing.assert_close(part, found[layer][0])
+    torch.testing.assert_close(model.model.norm(states.captured[:, 128:]), found[3][0])
+    torch.testing.assert_close(states.final, found[3][0])
+
+
+def test_it_begins_at_the_best_linear_map(target, text):
+    """Least squares by another solver; and a new head says nearly that, where its heads can hold it."""
+    model = loading.load_model(target, "float32")
+    config = DraftTrainConfig(text=(str(text),), seqlen=64, batch_tokens=64, boundaries="0,1,3")
+    rows = train.read_texts(config, dataset.read_answers(text)[1]).feed.phases[0].rows
+    embedding, wanted_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
+    states = capture(model, rows, (0, 1, 3))
+    text = initialize.Text(rows, lambda part: capture(model, part, (0, 1, 3)), embedding, 1e-6)
+    keep = ~rows.last.flatten()
+    read = [*states.captured.split(64, dim=-1), embedding[rows.ids.roll(-1, dims=1).flatten()]]
+    x = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1)[keep].double()
+    y = states.final.roll(-1, dims=0)[keep].double()
+    ridge = (len(x) * initialize.RIDGE * x.square().mean()).sqrt() * torch.eye(256).double()
+    wanted = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
+    torch.testing.assert_close(x @ text.moments(None).solve(), x @ wanted, rtol=1e-3, atol=1e-3)
+    raw = reader.read_config(target)
+    shape = train.new_config(raw, loading.read_spec(raw), config, 260)
+    shape = dataclasses.replace(shape, layer=copy.deepcopy(shape.layer))
+    # One head looks nothing up, and has values of full rank.
+    shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 1
+    shape.layer.head_dim = 64
+    head = Eagle3Head(shape).requires_grad_(False)
+    initialize.start(head, text, wanted_head, 0)
+    at, left = columns(rows)
+    out = Unrolled(head, None, embedding, wanted_head, 1, 1.0)._outs(rows, states, at)[0][left > 0]
+    places = (torch.arange(len(rows))[:, None] * 64 + at)[left > 0]
+    read = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1).double()[places]
+    said, logits = head.logits(out).double(), read @ wanted @ wanted_head.mT.double()
+    assert float(torch.cosine_similarity(said, logits, dim=-1).mean()) > 0.85
+    assert 0.8 < float(said.std() / logits.std()) < 1.25
+
+
+@pytest.mark.parametrize("rank", [5, 12, 20])
+def test_factors_are_the_best_of_their_rank(rank):
+    """For inputs that are not alike in size: no other factors, drawn or found by SVD of the weight alone, do better."""
+    draw = torch.Generator().manual_seed(rank)
+    x = torch.randn(400, 12, generator=draw).double() * torch.logspace(-1, 1, 12).double()
+    weight = torch.randn(12, 9, generator=draw).double()
+    values, mixed = initialize.low_rank(weight, x.mT @ x / 400, rank)
+    assert values.shape == (rank, 12) and mixed.shape == (9, rank)
+
+    def error(product):
+        return float((x @ product - x @ weight).square().mean())
+
+    U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
+    plain = U[:, :rank] * S[:rank] @ Vh[:rank]
+    assert error(values.mT @ mixed.mT) < error(plain) + 0.01
+    if rank < 9:
+        assert error(values.mT @ mixed.mT) < 0.9 * error(plain)
+
+
+def test_without_a_cache_it_learns_the_same(trained):
+    """But for the rounding of what is kept to bf16."""
+    (_, kept), (_, fresh) = trained("kept"), trained("fresh", cache=False)
+    assert kept.metrics["losses"] == pytest.approx(fresh.metrics["losses"], rel=0.02)
+
+
+def test_another_head_is_a_start(trained, converted, tmp_path):
+    """For a converted model: the sizes are the old head's, and so is the function, where nothing is learnt."""
+    layer = {"head_dim": 8, "num_attention_heads": 4}
+    (tmp_path / "old").mkdir()
+    write_head(make(layer=layer, boundaries=(1, 2, 3), sliding_window=9), tmp_path / "old", torch.float32)
+    student = converted("llama", "latent", budget=0.25)
+    out, manifest = trained(model=student, init=str(tmp_path / "old"), boundaries="auto", steps=2, learning_rate=1e-9)
+    old, new = read_head(tmp_path / "old", 3), read_head(out, 3)
+    assert new.config.sliding_window == 9 and new.config.boundaries == (1, 2, 3)
+    for name, tensor in old.state_dict().items():
+        torch.testing.assert_close(new.state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
+    assert manifest.inputs["init"] == {"sha256": reader.fingerprint(tmp_path / "old"), "text": None}
+    for option in ({"boundaries": "0,1,2"}, {"boundaries": "auto", "kv_heads": 2}):
+        with pytest.raises(UserError, match="of its own"):
+            trained("other", init=str(tmp_path / "old"), **option)
+
+
+def test_a_killed_run_ends_in_the_same_bits(trained, target, text, tmp_path):
+    whole, manifest = trained("whole")
+    config = DraftTrainConfig(text=(str(text),), **FEW)
+    killed_after((2, 4), train, [target], tmp_path / "killed", config)
+    again, resumed = trained("killed")
+    assert resumed.metrics["losses"] == manifest.metrics["losses"] and len(resumed.metrics["losses"]) == 6
+    assert resumed.fingerprint == manifest.fingerprint
+    check_same_tensors(whole, again)
+    for one, other in zip(manifest.metrics["curve"], resumed.metrics["curve"], strict=True):
+        assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+
+
+def test_a_loss_that_is_no_number_stops_with_its_batch(trained, tmp_path, monkeypatch):
+    forward = Unrolled.forward
+    monkeypatch.setattr(Unrolled, "forward", lambda self, *given: forward(self, *given) * float("nan"))
+    with pytest.raises(Resumable, match=r"not finite at step 1; its batch is in .*head\.diverged\.safetensors"):
+        trained()
+    assert load_file(tmp_path / "head.diverged.safetensors")["input_ids"].shape == (2, 64)
+
+
+def test_the_verb(cli, target, text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("\n".join(f"{key.replace('_', '-')}: {value}" for key, value in {**FEW, "steps": 2}.items()))
+    done = cli("draft", "train", target, "--text", text, "--out", tmp_path / "head", "--recipe", recipe)
+    assert done.exit_code == 0, done.stderr
+    assert "tokens a step of 3 drafted" in done.stdout
+    assert Manifest.load(tmp_path / "head").stage == "draft train"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"text": None}, "--text is missing"),
+        ({"text": ("/nowhere",)}, "not what `mlaforge draft regenerate` wrote"),
+        ({"unroll": 0}, "unroll = 0"),
+        ({"seqlen": 300}, "from 4 to batch_tokens = 128"),
+        ({"learning_rate": 0.0}, "above 0"),
+        ({"boundaries": "1,2"}, "three places of 0 to 3"),
+        ({"boundaries": "1,2,4"}, "three places of 0 to 3"),
+        ({"vocabulary": "/nowhere"}, "not what `mlaforge draft vocab` wrote"),
+        ({"seqlen": 6}, "no answer has two tokens"),
+        ({"kv_heads": 3}, "kv_heads = 3 must divide the model's 4 heads"),
+        ({"kv_heads": -1}, "kv_heads = -1 must divide"),
+    ],
+)
+def test_options_that_train_nothing_are_refused(trained, tmp_path, options, words):
+    with pytest.raises(UserError, match=words) as caught:
+        trained(**options)
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+SHARDED = """
+import json, sys
+from pathlib import Path
+from mlaforge.drafting import train as draft_train
+from mlaforge.training import distributed as sharding
+from mlaforge.drafting.config import DraftTrainConfig
+model, out, options = sys.argv[1:]
+draft_train.run(model, Path(out), DraftTrainConfig(**json.loads(options)))
+sharding.leave()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [True, False])
+def test_two_processes_learn_what_one_does(cache, trained, target, text, tmp_path):
+    """FSDP2 over gloo, the target sharded too or gone."""
+    whole, manifest = trained("whole", cache=cache)
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    options = {"text": [str(text)], **FEW, "cache": cache}
+    done = subprocess.run(
+        [*command, str(target), str(tmp_path / "sharded"), json.dumps(options)], capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = Manifest.load(tmp_path / "sharded").metrics
+    assert found["processes"] == 2
+    assert found["losses"] == pytest.approx(manifest.metrics["losses"], rel=1e-3)
+    ours, theirs = load_file(whole / "model.safetensors"), load_file(tmp_path / "sharded" / "model.safetensors")
+    for name in ours:
+        torch.testing.assert_close(theirs[name], ours[name], rtol=1e-2, atol=1e-3)
+
+
+def test_the_recipe_is_that_of_the_shipped_head():
+    config = resolve(DraftTrainConfig, Path(__file__).parents[2] / "recipes" / "smollm2-draft.yaml")
+    train.check_options(dataclasses.replace(config, text=("TEXT",)))
+    told = Manifest.load(demo_model.head("original"))
+    assert told.config == {
+        key: value for key, value in dataclasses.asdict(config).items() if key not in train.NOT_HASHED
+    }

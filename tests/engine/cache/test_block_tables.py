@@ -1,0 +1,479 @@
+"""Block tables driven as an engine drives them, against memory that is simulated row by row.
+
+A row of simulated memory holds (salt, all tokens up to and with its own): what a real row of keys depends on. So a row
+is right only if its token and its whole prefix are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mlaforge.engine.cache.block_pool import block_digests
+from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
+from support.block_runs import runs
+
+FULL = CacheGroup("full", 30)
+MODELS = {
+    "full": (FULL,),
+    "full+window": (FULL, CacheGroup("window", 25, 5)),
+    "windows": (CacheGroup("narrow", 18, 2), CacheGroup("wide", 25, 7)),
+    "everything": (CacheGroup("one", 20, 1), FULL, CacheGroup("whole blocks", 25, 6)),
+}
+MOST = 5  # sequences at a time
+CHUNK = 7
+WHICH = st.integers(0, MOST - 1)  # the how manieth of the live sequences
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=CHUNK)
+
+
+@dataclasses.dataclass
+class Run:
+    """What the engine knows of a sequence: tokens known, how many are computed, and the two lengths that say how far
+    it can be rewound: where it started, and the longest it has been."""
+
+    salt: bytes
+    tokens: list[int]
+    computed: int
+    origin: int
+    longest: int
+
+
+class Engine(RuleBasedStateMachine):
+    @initialize(
+        groups=st.sampled_from(sorted(MODELS)),
+        block_size=st.integers(1, 4),
+        caching=st.sampled_from([True, True, True, False]),
+        lookback=st.integers(0, 3),
+    )
+    def build(self, groups, block_size, caching, lookback):
+        self.bs = block_size
+        self.tables = BlockTables(MODELS[groups], block_size, caching, lookback)
+        self.memory = [{} for _ in MODELS[groups]]
+        self.live: dict[int, Run] = {}
+        self.lookback = lookback
+        self.copied = 0
+
+    def cached(self, tokens, salt, group):
+        """Which blocks of a prompt the pool knows."""
+        pool = self.tables._pools[group]
+        return [pool.find(d) is not None for d in block_digests(tokens, self.bs, salt)]
+
+    def expected_hit(self, tokens, salt):
+        """The longest hit, from positions: everything that a query at the end of it sees is in a known block."""
+        known = [self.cached(tokens, salt, group) for group in range(len(self.tables.groups))]
+        for length in range((len(tokens) - 1) // self.bs * self.bs, 0, -self.bs):
+            if all(
+                known[g][p // self.bs]
+                for g, group in enumerate(self.tables.groups)
+                for p in range(0 if group.window is None else max(0, length - group.window + 1), length)
+            ):
+                return length
+        return 0
+
+    def begin(self, seq, tokens, salt, reuse=True):
+        expected = self.expected_hit(tokens, salt) if self.tables.caching and reuse else 0
+        found = self.tables.start(seq, tokens, reuse, salt)
+        assert found == expected
+        self.live[seq] = Run(salt, list(tokens), found, found, found)
+
+    def slot(self, seq, group, position):
+        first, blocks = self.tables.table(seq, group)
+        return blocks[(position - first) // self.bs] * self.bs + position % self.bs
+
+    def pick(self, which):
+        return sorted(self.live)[which % len(self.live)]
+
+    def new(self):
+        return min(set(range(MOST)) - set(self.live))
+
+    @precondition(lambda self: len(self.live) < MOST)
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        like=st.none() | WHICH,
+        salt=st.sampled_from([b"", b"", b"", b"x"]),
+        reuse=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, tokens, like, salt, reuse):
+        if self.live and like is not None:  # a prompt that goes on where another is
+            tokens = (self.live[self.pick(like)].tokens + tokens)[:40]
+        self.begin(self.new(), tokens, salt, reuse)
+
+    @precondition(lambda self: self.live)
+    @rule(
+        skipped=st.sets(WHICH, max_size=2),
+        chunks=st.tuples(*[TOKENS] * MOST),
+        rejected=st.tuples(*[st.integers(0, 3)] * MOST),
+        preempted=st.none() | st.none() | WHICH,
+    )
+    def step(self, skipped, chunks, rejected, preempted):
+        """A batch: known tokens are computed, then guesses, of which the last few are rejected."""
+        copies, batch = [], {}
+        for seq in sorted(set(self.live) - skipped):
+            run = self.live[seq]
+            written = (run.tokens[run.computed :] + chunks[seq])[: len(chunks[seq])]
+            before = copy.deepcopy(self.tables)
+            got = self.tables.reserve(seq, run.computed + len(written))
+            if got is None:
+                assert vars_of(before) == vars_of(self.tables)
+            else:
+                copies += got
+                batch[seq] = written
+        if preempted is not None:
+            batch.pop(self.pick(preempted), None)
+            self.free(preempted)
+        self.copied += len(copies)
+        for move in copies:
+            memory = self.memory[move.group]
+            for row in range(self.bs):
+                memory[move.target * self.bs + row] = memory.get(move.source * self.bs + row)
+        for seq, written in batch.items():
+            run = self.live[seq]
+            history = run.tokens[: run.computed] + written
+            for group, memory in enumerate(self.memory):
+                for position in range(run.computed, len(history)):
+                    memory[self.slot(seq, group, position)] = (run.salt, tuple(history[: position + 1]))
+        for seq, written in batch.items():
+            run = self.live[seq]
+            computed = run.computed + max(0, len(written) - rejected[seq])
+            history = run.tokens[: run.computed] + written
+            run.tokens = max(run.tokens, history[:computed], key=len)
+            self.tables.commit(seq, run.tokens, computed)
+            run.computed = computed
+            run.longest = max(run.longest, computed)
+
+    @precondition(lambda self: self.live)
+    @rule(which=WHICH, by=st.integers(0, 9), other=TOKENS, again=st.booleans())
+    def rewind(self, which, by, other, again):
+        seq = self.pick(which)
+        run = self.live[seq]
+        length = max(0, run.computed - by)
+        kept = self.tables.rewind(seq, length)
+        assert kept in (0, length)
+        if length >= run.origin and run.longest - length <= self.lookback:
+            assert kept == length
+        if all(group.window is None for group in self.tables.groups):
+            assert kept == length
+        tokens = run.tokens[:length] + other
+        run.tokens, run.computed, run.origin = tokens, kept, min(run.origin, kept)
+        if not kept:
+            run.longest = 0
+            if again:
+                self.begin(seq, tokens, run.salt)
+
+    @precondition(lambda self: 0 < len(self.live) < MOST)
+    @rule(which=WHICH)
+    def fork(self, which):
+        parent, child = self.pick(which), self.new()
+        self.tables.fork(parent, child)
+        self.live[child] = copy.deepcopy(self.live[parent])
+
+    @precondition(lambda self: self.live)
+    @rule(which=WHICH)
+    def free(self, which):
+        seq = self.pick(which)
+        self.tables.free(seq)
+        del self.live[seq]
+
+    def turn(self, random, done):
+        """One rule, by chance and where it applies."""
+        name = random.choices(["start", "step", "rewind", "fork", "free"], [3, 8, 4, 2, 1])[0]
+        if name in ("start", "fork") and len(self.live) == MOST:
+            name = "free"
+        if name != "start" and not self.live:
+            name = "start"
+        done[name] += 1
+
+        def some(most):
+            return [random.randrange(2) for _ in range(random.randint(1, most))]
+
+        which = random.randrange(MOST)
+        if name == "start":
+            self.start(some(16), random.choice([None, which]), random.choice([b"", b"", b"", b"x"]), which > 0)
+        elif name == "step":
+            skipped = set(random.sample(range(MOST), random.choice([0, 1, 2])))
+            rejected = [random.choice([0, 0, 1, 3]) for _ in range(MOST)]
+            self.step(skipped, [some(CHUNK) for _ in range(MOST)], rejected, random.choice([None] * 7 + [which]))
+        elif name == "rewind":
+            self.rewind(which, random.choice([0, 1, 2, 3, 3, 5, 9]), some(CHUNK), random.random() < 0.7)
+        else:
+            getattr(self, name)(which)
+
+    @invariant()
+    def whole(self):
+        self.tables.check_integrity()
+        assert self.tables.used + self.tables.available == self.tables.num_blocks
+        if not self.live:
+            assert self.tables.used == 0
+
+    @invariant()
+    def next_query_sees_what_it_should(self):
+        for seq, run in self.live.items():
+            for g, group in enumerate(self.tables.groups):
+                since = 0 if group.window is None else max(0, run.computed - group.window + 1)
+                for p in range(since, run.computed):
+                    assert self.memory[g][self.slot(seq, g, p)] == (run.salt, tuple(run.tokens[: p + 1]))
+
+    @invariant()
+    def published_blocks_hold_what_their_digest_says(self):
+        for pool, memory in zip(self.tables._pools, self.memory, strict=True):
+            for block in range(pool.num_blocks):
+                if (digest := pool.digest(block)) is not None:
+                    rows = [memory[block * self.bs + row] for row in range(self.bs)]
+                    salt, history = rows[-1]
+                    assert digest == block_digests(history, self.bs, salt)[-1]
+                    assert len(history) % self.bs == 0
+                    assert rows == [(salt, history[: len(history) - self.bs + 1 + row]) for row in range(self.bs)]
+
+    @invariant()
+    def tables_are_bounded(self):
+        for seq in self.live:
+            for group in range(len(self.tables.groups)):
+                most = self.tables.most_blocks(group, 10**6, CHUNK)
+                assert len(self.tables.table(seq, group)[1]) <= most
+
+
+def vars_of(tables):
+    """Everything that a BlockTables is, comparable."""
+    return [vars(pool) for pool in tables._pools], tables._sequences
+
+
+TestEngine = Engine.TestCase
+TestEngine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_long_life(seed):
+    """The same rules drawn with the frequencies of a busy engine, so that pools are full and prefixes meet."""
+    random = Random(seed)
+    engine = Engine()
+    engine.build(sorted(MODELS)[seed % 4], 1 + seed // 4, caching=seed % 8 != 7, lookback=random.randrange(4))
+    done = Counter()
+    for _ in range(250):
+        engine.turn(random, done)
+        engine.whole()
+        engine.next_query_sees_what_it_should()
+        engine.published_blocks_hold_what_their_digest_says()
+        engine.tables_are_bounded()
+    while engine.live:
+        engine.free(0)
+    engine.whole()
+    assert done["step"] > 50 and done["fork"] > 5 and done["rewind"] > 20
+    assert engine.copied > 3 or engine.bs == 1
+    assert engine.tables.hit_tokens > 0 or not engine.tables.caching
+
+
+def feed(tables, seq, tokens, computed=0, chunk=64):
+    """Compute all tokens in chunks; returns the copies."""
+    copies = []
+    while computed < len(tokens):
+        upto = min(computed + chunk, len(tokens))
+        got = tables.reserve(seq, upto)
+        assert got is not None
+        copies += got
+        tables.commit(seq, tokens, upto)
+        computed = upto
+    return copies
+
+
+def pair(blocks=64, window=8, **options):
+    return BlockTables([CacheGroup("full", blocks), CacheGroup("window", blocks, window)], 4, **options)
+
+
+def test_an_identical_prompt_hits_after_the_first_has_ended():
+    tables = pair()
+    prompt = list(range(20))
+    assert tables.start(1, prompt) == 0
+    feed(tables, 1, prompt)
+    tables.free(1)
+    assert tables.used == 0
+    assert tables.start(2, prompt) == 16  # one token is left to compute
+    assert tables.table(2, 0)[0] == 0 and len(tables.table(2, 0)[1]) == 4
+    # A query at 16 sees 9 to 16.
+    assert tables.table(2, 1)[0] == 8 and len(tables.table(2, 1)[1]) == 2
+    assert (tables.asked_tokens, tables.hit_tokens) == (40, 16)
+    assert tables.start(3, [*prompt, 1]) == 20
+    assert tables.start(4, prompt, reuse=False) == 0
+    assert tables.start(5, prompt, salt=b"other") == 0
+    assert tables.start(6, prompt[:8] + [9] * 12) == 8
+    tables.check_integrity()
+
+
+def test_without_caching_nothing_is_found_or_kept():
+    tables = pair(caching=False)
+    prompt = list(range(20))
+    tables.start(1, prompt)
+    feed(tables, 1, prompt)
+    assert tables.start(2, prompt) == 0
+    tables.free(1)
+    tables.free(2)
+    assert tables.used == 0
+    tables.check_integrity()
+
+
+def test_the_tail_of_a_sequence_is_evicted_before_its_head():
+    tables = BlockTables([CacheGroup("full", 6)], 4)
+    prompt = list(range(16))
+    tables.start(1, prompt)
+    feed(tables, 1, prompt)
+    tables.free(1)
+    tables.start(2, [7] * 12, reuse=False)
+    feed(tables, 2, [7] * 12)  # takes the two free blocks and one of the four
+    assert tables.start(3, [*prompt, 0]) == 12
+
+
+def test_a_window_alone_is_enough_for_a_hit_where_no_group_is_full():
+    tables = BlockTables([CacheGroup("window", 8, 8)], 4)
+    prompt = list(range(100))
+    tables.start(1, prompt)
+    feed(tables, 1, prompt, chunk=4)
+    tables.free(1)
+    # The head was evicted long ago; the blocks that a query at 96 sees are there.
+    assert tables.start(2, prompt) == 96
+    first, blocks = tables.table(2, 0)
+    assert first == 88 and len(blocks) == 2
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 30])
+@pytest.mark.parametrize("lookback", [0, 5])
+def test_a_window_group_needs_a_bounded_number_of_blocks(chunk, lookback):
+    length = 400
+    tables = BlockTables([CacheGroup("window", 200, 10)], 4, caching=False, lookback=lookback)
+    most = tables.most_blocks(0, length, chunk)
+    assert most * 4 < 10 + lookback + chunk + 2 * 4
+    tables.start(1, [])
+    peak = 0
+    for computed in range(0, length, chunk):
+        upto = min(computed + chunk, length)
+        assert tables.reserve(1, upto) == []
+        peak = max(peak, tables.used)
+        tables.commit(1, [0] * length, upto)
+        first, blocks = tables.table(1, 0)
+        assert first <= max(0, upto - 10 + 1 - lookback) < first + 4
+        assert first + 4 * len(blocks) >= upto
+    assert peak <= most
+    if chunk < 4:  # every alignment has been seen
+        assert peak == most
+    assert tables.most_blocks(0, 7, chunk) == 2
+
+
+def test_rewind_by_lookback_always_works_and_beyond_it_says_so():
+    tables = pair(lookback=3)
+    tokens = list(range(40))
+    tables.start(1, tokens)
+    for length in range(12, 40):
+        feed(tables, 1, tokens[:length], computed=length - 1 if length > 12 else 0)
+    assert tables.rewind(1, 36) == 36
+    assert tables.rewind(1, 20) == 0
+    assert tables.used == 0
+    # The window's blocks were given up, not forgotten.
+    assert tables.start(1, tokens[:21]) == 20
+    tables.check_integrity()
+
+
+def test_rewind_and_other_tokens_leave_no_stale_content():
+    tables = BlockTables([CacheGroup("full", 16)], 4)
+    old, new = [1] * 12, [1] * 6 + [2] * 6
+    tables.start(1, old)
+    feed(tables, 1, old)
+    assert tables.rewind(1, 6) == 6
+    assert tables.reserve(1, 6) == []  # nothing is written
+    assert tables.start(2, [*old, 0]) == 12  # until it is written to, the block is what it was
+    tables.free(2)
+    feed(tables, 1, new, computed=6)
+    assert tables.start(3, [*old, 0]) == 4
+    assert tables.start(4, [*new, 0]) == 12
+    tables.check_integrity()
+
+
+def test_rewind_into_a_shared_prefix_copies_what_others_see():
+    tables = BlockTables([CacheGroup("full", 16)], 4)
+    tokens = [1] * 12
+    tables.start(1, tokens)
+    feed(tables, 1, tokens)
+    assert tables.start(2, [*tokens, 5]) == 12
+    theirs = list(tables.table(1, 0)[1])
+    tables.rewind(2, 6)
+    copies = tables.reserve(2, 7)
+    assert copies == [Copy(0, source=theirs[1], target=tables.table(2, 0)[1][1])]
+    assert tables.table(1, 0)[1] == theirs
+    assert tables.start(3, [*tokens, 0]) == 12
+
+
+def test_children_of_a_fork_write_to_blocks_of_their_own():
+    tables = pair()
+    prompt = list(range(10))
+    tables.start(0, prompt)
+    feed(tables, 0, prompt)
+    for child in (1, 2):
+        tables.fork(0, child)
+    assert tables.used == 6
+    copies = [tables.reserve(seq, 11) for seq in (0, 1, 2)]
+    # The last one to write owns the block that they shared.
+    assert [[c.group for c in found] for found in copies] == [[0, 1], [0, 1], []]
+    for group in (0, 1):
+        blocks = [tables.table(seq, group)[1] for seq in (0, 1, 2)]
+        assert blocks[0][:2] == blocks[1][:2] == blocks[2][:2]
+        assert len({b[2] for b in blocks}) == 3
+        assert all(c.source == blocks[2][2] for found in copies for c in found if c.group == group)
+    assert tables.reserve(0, 12) == []
+    tables.check_integrity()
+
+
+def test_reserve_changes_nothing_when_one_group_is_short():
+    tables = BlockTables([CacheGroup("ample", 50), CacheGroup("short", 3, 8)], 4)
+    tables.start(1, [])
+    assert tables.reserve(1, 13) is None
+    assert tables.used == 0
+    assert tables.reserve(1, 12) == []
+    tables.commit(1, list(range(10)), 10)
+    tables.fork(1, 2)
+    before = copy.deepcopy(tables)
+    assert tables.reserve(2, 11) is None  # the copy would need a block
+    assert vars_of(before) == vars_of(tables)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_eight_sequences_in_lockstep_stay_contiguous(caching):
+    tables = BlockTables([CacheGroup("full", 2000), CacheGroup("window", 400, 128)], 16, caching)
+    tokens = {seq: [seq] * 50 for seq in range(8)}
+    for seq in tokens:
+        tables.start(seq, tokens[seq])
+        feed(tables, seq, tokens[seq])
+    counted = [[], []]
+    for length in range(51, 1500):
+        for seq in tokens:
+            tokens[seq].append(length % 5)
+            feed(tables, seq, tokens[seq], computed=length - 1)
+            for group in (0, 1):
+                counted[group].append(runs(tables.table(seq, group)[1]))
+    assert max(counted[0]) == 1
+    if caching:  # what the window has passed stays until it is evicted, and comes back from all over the pool
+        assert sum(counted[1]) / len(counted[1]) <= 5
+    else:
+        assert max(counted[1]) <= 3
+
+
+def test_misuse_is_told():
+    tables = pair()
+    tables.start(1, [1, 2, 3])
+    with pytest.raises(AssertionError, match="has no block"):
+        tables.commit(1, [1, 2, 3], 3)
+    tables.reserve(1, 3)
+    with pytest.raises(AssertionError, match="has been started"):
+        tables.start(1, [1])
+    with pytest.raises(AssertionError, match="has been started"):
+        tables.fork(1, 1)
+    with pytest.raises(AssertionError, match="has 0 tokens, not 1"):
+        tables.rewind(1, 1)
+    with pytest.raises(KeyError):
+        tables.free(2)
+    tables._sequences[1].computed = 9
+    with pytest.raises(AssertionError, match="sequence 1"):
+        tables.check_integrity()

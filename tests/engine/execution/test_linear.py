@@ -1,0 +1,301 @@
+"""Packed linear layers against fp64, with the error that each format may make and why."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from mlaforge.engine.execution import linear
+from mlaforge.engine.execution import model as loading
+from mlaforge.engine.execution.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fastest_format, fused
+from mlaforge.engine.execution.mlp import rewritten
+from mlaforge.runtime import UserError
+from support.engine_driver import greedy, idle, random_prompts, watched
+from support.tiny_models import load_original
+
+FORMATS = ["float32", "bfloat16", "int8", "int4"]
+# Relative rounding of one bf16 number: 8 bits of mantissa, to nearest.
+BF16 = 2.0**-8
+ROWS = [1, 2, 7, 63, 64, 255, 256, 300]
+
+
+def problem(rows, inputs, outputs, bias, format, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    dtype = QUANTIZED.get(format) or getattr(torch, format)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    return x, weight, torch.randn(outputs, generator=generator).to(dtype) if bias else None
+
+
+def step(weight, format):
+    """fp64 [M, K]: half a step of what the weights are rounded to, by the definition of the format."""
+    weight = weight.double()
+    M, K = weight.shape
+    if format == "int4" and K % INT4_GROUP == 0 and M % 16 == 0:
+        groups = weight.view(M, -1, INT4_GROUP)
+        span = groups.amax(-1).clamp_min(0) - groups.amin(-1).clamp_max(0)
+        # 16 codes span the group; scale and zero point are bf16, and by that the ends may be off: 8 steps of a scale
+        # that is off by BF16 / 2 of itself, and a zero point of up to 8 steps and the span that is off by as much.
+        half = span / 15 / 2 + BF16 / 2 * (8 * span / 15 * 2 + span)
+        return half[..., None].expand_as(groups).reshape(M, K)
+    if format in QUANTIZED:
+        # 127 codes to each side; the scale is bf16, so the largest weight may be cut by as much of itself.
+        largest = weight.abs().amax(dim=1, keepdim=True)
+        return (largest / 127 / 2 * (1 + BF16) + BF16 / 2 * largest * (weight.abs() > largest * (1 - BF16))).expand(
+            M, K
+        )
+    return torch.zeros(M, K, dtype=torch.float64)
+
+
+def bound(x, weight, bias, format, out):
+    """fp64 [N, M]: the error that may be. Rounded weights act on |x|; the product is summed in fp32 and rounded to the
+    activations' dtype; the kernels of int8 and int4 may round weights times scale and partial sums to bf16 too."""
+    magnitude = x.double().abs() @ weight.double().abs().T
+    offset = 0 if bias is None else bias.double().abs()
+    allowed = x.double().abs() @ step(weight, format).T + 1e-5 * (magnitude + offset)
+    if format != "float32":
+        # Once for the product, once more where the bias is added to what was rounded.
+        allowed = allowed + BF16 * (out.abs() + offset)
+    if format in QUANTIZED:
+        allowed = allowed + BF16 * magnitude / x.shape[1] ** 0.5 * 2
+    return allowed
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.sampled_from(ROWS),
+    inputs=st.sampled_from([1, 31, 32, 64, 96, 100, 160]),
+    outputs=st.sampled_from([1, 5, 16, 48, 64, 100]),
+    bias=st.booleans(),
+    plus=st.booleans(),
+    gaps=st.booleans(),
+    format=st.sampled_from(FORMATS),
+)
+def test_a_packed_product_is_the_product(rows, inputs, outputs, bias, plus, gaps, format):
+    """Also of rows with gaps between them, and added to something, which stays as it is."""
+    x, weight, b = problem(rows, inputs, outputs, bias, format)
+    layer = PackedLinear(weight, b, format)
+    assert (layer.out_features, layer.in_features) == (outputs, inputs)
+    added = torch.linspace(-3, 3, rows * outputs).view(rows, outputs).to(x.dtype) if plus else None
+    before = None if added is None else added.clone()
+    got = layer(torch.cat((x, torch.full_like(x, torch.nan)), dim=1)[:, :inputs] if gaps else x, added)
+    assert got.shape == (rows, outputs) and got.dtype == x.dtype
+    want = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    allowed = bound(x, weight, b, format, want)
+    if added is not None:
+        assert torch.equal(added, before)
+        want = want + added.double()
+        # The sum is rounded once more.
+        allowed = allowed + (BF16 if format != "float32" else 1e-6) * (want.abs() + added.double().abs())
+    error = (got.double() - want).abs() - allowed
+    assert error.max() <= 0, f"{float(error.max())} beyond the bound"
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (100, 5)])
+def test_few_rows_and_many_rows_use_the_same_weights(inputs, outputs, format):
+    """The packed product and the unpacked fp32 one agree to the rounding of activations, row by row."""
+    rows = WIDE[format]
+    x, weight, bias = problem(rows, inputs, outputs, True, format)
+    layer = PackedLinear(weight, bias, format)
+    unpacked = layer._weight().double()
+    assert unpacked.shape == weight.shape
+    if format == "bfloat16":
+        assert torch.equal(unpacked, weight.double())
+    assert ((unpacked - weight.double()).abs() <= step(weight, format) + 1e-6).all()
+    want = F.linear(x.double(), unpacked, bias.double())
+    few = torch.cat([layer(x[n : n + 1]) for n in range(rows)])
+    # The kernels for few rows round each product with a scale to bf16.
+    slack = BF16 * (x.double().abs() @ unpacked.abs().T) / (1 if format == "int8" else inputs**0.5) * 2
+    for got, more in ((layer(x), 0), (few, slack)):
+        assert ((got.double() - want).abs() <= BF16 * (want.abs() + bias.double().abs()) + 1e-5 + more).all()
+
+
+def test_eight_bits_lose_less_than_four():
+    x, weight, _ = problem(32, 128, 64, False, "int8")
+    want = F.linear(x.double(), weight.double())
+    errors = [float((PackedLinear(weight, None, f)(x).double() - want).norm() / want.norm()) for f in FORMATS[1:]]
+    # Of weights of deviation 1, whose largest is about 2.7 (of 128) or 2 (of 32): steps of 0.021 and 0.27, and a
+    # rounding error of step / sqrt(12).
+    assert errors[0] < 0.004 < errors[1] < 0.012 < 0.05 < errors[2] < 0.1
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_constant_weights(value, format):
+    """No range to divide by; also rows of zeros beside others."""
+    weight = torch.full((16, 64), value, dtype=torch.bfloat16)
+    weight[1] = torch.linspace(-1, 1, 64)
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    for rows in (x, x.repeat(50, 1)):
+        got = PackedLinear(weight, None, format)(rows)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got[:, 2].float(), torch.full((len(rows),), 64 * value), rtol=0.02, atol=0)
+
+
+def test_what_four_bits_cannot_hold_takes_eight():
+    """A width that is no multiple of 32, or a height that is none of 16: the same numbers as int8."""
+    for inputs, outputs in ((100, 16), (64, 5)):
+        x, weight, bias = problem(3, inputs, outputs, True, "int4")
+        assert torch.equal(PackedLinear(weight, bias, "int4")(x), PackedLinear(weight, bias, "int8")(x))
+    x, weight, bias = problem(3, 64, 16, True, "int4")
+    assert not torch.equal(PackedLinear(weight, bias, "int4")(x), PackedLinear(weight, bias, "int8")(x))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packing_keeps_no_hold_of_the_source(format):
+    """The checkpoint's memory may go, or change."""
+    x, weight, bias = problem(3, 64, 16, True, format)
+    layer = PackedLinear(weight, bias, format)
+    before = layer(x).clone()
+    weight.fill_(torch.nan)
+    bias.fill_(torch.nan)
+    assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("biases", [(False, False, False), (True, True, True), (True, False, True)])
+def test_fused_is_one_after_another(biases, format):
+    torch.manual_seed(0)
+    dtype = QUANTIZED.get(format) or getattr(torch, format)
+    linears = [nn.Linear(64, out, bias=bias, dtype=dtype) for out, bias in zip((48, 16, 32), biases, strict=True)]
+    layer = fused(linears, format)
+    for rows in (1, 300):
+        x = torch.randn(rows, 64, dtype=dtype)
+        parts = [
+            PackedLinear(part.weight.data, None if part.bias is None else part.bias.data, format) for part in linears
+        ]
+        expected = torch.cat([part(x) for part in parts], dim=-1)
+        torch.testing.assert_close(layer(x), expected, rtol=2 * BF16 if format != "float32" else 1e-5, atol=1e-5)
+    assert (layer.bias is None) == (not any(biases))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_a_rewritten_mlp_is_the_sources(family, rows, tiny_models):
+    """Dense, and a mixture of which some experts get no token; added to what went before."""
+    layer = load_original(tiny_models[family]).model.layers[0]
+    x, plus = torch.randn(2, rows, 64, generator=torch.Generator().manual_seed(rows))
+    with torch.no_grad():
+        expected = layer.mlp(x[None])
+        before = plus.clone()
+        got = rewritten(layer.mlp, "float32", torch.device("cpu"))(x, plus)
+    if family == "gpt_oss":
+        expected = expected[0]
+    torch.testing.assert_close(got, expected[0] + plus, rtol=1e-4, atol=1e-5)
+    assert torch.equal(plus, before)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_rewritten_mlp_in_bf16(family, tiny_models):
+    layer = load_original(tiny_models[family]).model.layers[0].bfloat16()
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        expected = layer.mlp.float()(x[None].float())
+        got = rewritten(layer.mlp.bfloat16(), "bfloat16", torch.device("cpu"))(x, torch.zeros_like(x))
+    expected = (expected[0] if family == "gpt_oss" else expected)[0]
+    torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+def test_rms_norm_as_a_layer_norm(tiny_models):
+    norm = load_original(tiny_models["llama"]).model.norm
+    with torch.no_grad():
+        norm.weight.normal_(generator=torch.Generator().manual_seed(0))
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2 * BF16)):
+            # A mean that is not 0, and rows so small that eps counts.
+            x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)) + 3
+            x = (x * torch.tensor([1e-4, 1e-2, 1, 100, 0])[:, None]).to(dtype)
+            want = norm.to(dtype)(x)
+            torch.testing.assert_close(loading.RmsNorm(norm.to(dtype))(x), want, rtol=tolerance, atol=tolerance)
+
+
+# Which format
+
+
+def test_the_fastest_format_is_one_of_the_two_that_were_timed():
+    best, seconds = fastest_format([(64, 64), (128, 64)], seconds=0.01)
+    assert set(seconds) == {"float32", "bfloat16"}
+    assert seconds[best] == min(seconds.values()) and all(0 < time < 10 for time in seconds.values())
+
+
+def test_the_fastest_format_takes_each_ones_least_time(monkeypatch):
+    """A clock under which every run of bf16 takes a third of fp32's, but its first one ten times as much."""
+    clock, taken = [0.0], {"float32": iter([3.0] * 99), "bfloat16": iter([30.0] + [1.0] * 99)}
+
+    def run(layers, rows):
+        clock[0] += next(taken[layers[0].format])
+
+    monkeypatch.setattr(linear, "_run", run)
+    monkeypatch.setattr(linear.time, "perf_counter", lambda: clock[0])
+    best, seconds = fastest_format([(2048, 4096)], seconds=50.0)
+    # 32 MiB of weights: two copies of the layer, and the time is that of one.
+    assert (best, seconds) == ("bfloat16", {"float32": 1.5, "bfloat16": 0.5})
+
+
+def test_auto_says_what_it_chose(tiny_models, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "fastest_format", lambda shapes: ("float32", {"float32": 1e-3, "bfloat16": 2e-3}))
+    llm = watched(tiny_models["gpt_oss"], dtype="auto")
+    assert llm.engine.model.format == "float32"
+    assert "dtype auto: float32 (a layer at one token: float32 1.00 ms, bfloat16 2.00 ms)" in capsys.readouterr().err
+
+
+# In the engine
+
+
+def rounded(model, format):
+    """transformers' model with its weights as the format holds them, computing in fp32."""
+
+    def held(weight):
+        if format not in QUANTIZED:
+            return weight.to(getattr(torch, format)).float()
+        return PackedLinear(weight.to(QUANTIZED[format]), None, format)._weight()
+
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(held(module.weight))
+            elif name.endswith("experts"):
+                for weights in (module.gate_up_proj, module.down_proj):
+                    for weight in weights:
+                        weight.copy_(held(weight.T).T)
+    return model
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_oss"])
+def test_formats_in_the_engine(family, format, tiny_models):
+    """Several rows at once and one, few and many: the logits are those of the rounded weights, but for the rounding of
+    activations in three layers."""
+    llm = watched(tiny_models[family], dtype=format)
+    assert llm.engine.model.dtype == QUANTIZED.get(format, getattr(torch, format, None))
+    seen = []
+    logits = llm.engine.model.logits
+    llm.engine.model.logits = lambda hidden: seen.append(logits(hidden)) or seen[-1]
+    prompts = random_prompts(70, 9)
+    outputs = llm.generate(prompts, greedy(6))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6] and len(seen) == 6
+    idle(llm.engine)
+    model = rounded(load_original(tiny_models[family]), format)
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        got = torch.stack([rows[index] for rows in seen]).float()
+        with torch.no_grad():
+            want = model(torch.tensor([[*prompt, *output.outputs[0].token_ids]])).logits[0, len(prompt) - 1 : -1]
+        cosine = torch.cosine_similarity(got, want, dim=-1).min()
+        assert cosine > (0.9999 if format == "float16" else 0.99), cosine
+
+
+@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+@pytest.mark.parametrize("format", ["bfloat16", "int8", "int4"])
+def test_formats_of_converted_models(format, layout, converted):
+    llm = watched(converted("llama", layout, budget=0.75), dtype=format)
+    outputs = llm.generate(random_prompts(70, 9), greedy(6))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6]
+    idle(llm.engine)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_quantised_weights_are_refused_elsewhere(format):
+    with pytest.raises(UserError, match=rf"^dtype '{format}' exists on the CPU only; use bfloat16 on meta$"):
+        PackedLinear(torch.empty(16, 32, device="meta"), None, format)

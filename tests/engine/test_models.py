@@ -1,0 +1,118 @@
+"""The engine's greedy tokens are transformers', for every family and every converted layout, however it is run.
+
+Every engine here is watched (engine_driver.py): a cache full of NaN, tables checked after every step.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from mlaforge.checkpoint import reader
+from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
+from support.tiny_models import CASES, FAMILIES
+
+PROMPTS = random_prompts(5, 17, 40, 70, 33)
+COUNT = 20
+WAYS = {
+    "all at once": {},
+    "chunks of 7, blocks of 4": {"max_num_batched_tokens": 7, "max_num_seqs": 5, "block_size": 4},
+    "one by one, nothing kept, blocks of 5": {"prefix_caching": False, "max_num_seqs": 1, "block_size": 5},
+}
+WINDOWED = [
+    case for case in [*((family, None) for family in FAMILIES), *CASES] if case[0] in ("mistral", "qwen3", "gpt_oss")
+]
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """oracle(directory), loaded once."""
+    known: dict[Path, Oracle] = {}
+
+    def get(directory: Path) -> Oracle:
+        if directory not in known:
+            known[directory] = Oracle(directory)
+        return known[directory]
+
+    return get
+
+
+def check(llm, oracle, prompts=PROMPTS, count=COUNT):
+    outputs = llm.generate(prompts, greedy(count))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.finished and output.prompt_token_ids == prompt
+        (completion,) = output.outputs
+        assert completion.finish_reason == "length"
+        oracle.check(prompt, completion.token_ids, count)
+    idle(llm.engine)
+
+
+def check_every_way(directory, oracle):
+    for name, options in WAYS.items():
+        llm = watched(directory, **options)
+        for turn in range(2):
+            check(llm, oracle)
+            found = llm.engine.stats().cached_prompt_tokens
+            # The second time all whole blocks of the prompts are there, but not the one of the last token.
+            size = llm.engine.config.block_size
+            whole = sum((len(prompt) - 1) // size * size for prompt in PROMPTS)
+            assert found == (whole if turn and llm.engine.config.prefix_caching else 0), name
+    # Room for the longest and a little more: sequences give up their blocks and are computed again.
+    llm = watched(directory)
+    renew(llm.engine, 6, 70 + COUNT, block_size=4)
+    for _ in range(2):
+        check(llm, oracle)
+    assert llm.engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_originals(family, tiny_models, oracle):
+    check_every_way(tiny_models[family], oracle(tiny_models[family]))
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_converted(family, layout, converted, oracle):
+    directory = converted(family, layout, budget=0.75)
+    assert layout in reader.read_config(directory)["mla_layer_types"]
+    check_every_way(directory, oracle(directory))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("biased_llama", {"layout": "latent", "budget": 0.75}),
+        ("biased_llama", {"layout": "latent_rope", "budget": 0.75}),
+        ("qwen2", {"layout": "latent", "budget": 0.75, "q_lora_rank": 48}),
+        ("qwen3", {"layout": "latent", "budget": 0.75, "q_lora_rank": 48}),
+        ("gpt_oss", {"layout": "latent_rope", "budget": 0.75, "q_lora_rank": 48, "layers": "all"}),
+        ("llama", {"layout": "latent", "budget": 0.3}),
+        ("llama", {"layout": "latent_rope", "budget": 0.3, "layers": "1"}),
+        ("gpt_oss", {"layout": "latent", "budget": 0.5, "layers": "all"}),
+    ],
+    ids=str,
+)
+def test_unusual_conversions(family, options, converted, oracle):
+    """Biases everywhere, a factored query, ranks at which the absorbed form is the cheaper one, layers left alone."""
+    directory = converted(family, **options)
+    check(watched(directory, max_num_batched_tokens=20, max_num_seqs=4), oracle(directory))
+
+
+def test_biased_original(biased_llama, oracle):
+    check(watched(biased_llama), oracle(biased_llama))
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize(("family", "layout"), WINDOWED)
+def test_a_window_bounds_what_is_held(family, layout, chunk, converted, tiny_models, oracle):
+    """Contexts of many windows: the same tokens, and never more blocks than a window and a step need."""
+    directory = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
+    llm = watched(directory, max_num_batched_tokens=chunk, max_num_seqs=2, block_size=8)
+    tables = llm.engine.tables
+    (group,) = [index for index, group in enumerate(tables.groups) if group.window]
+    most = tables.most_blocks(group, 10**6, chunk)
+    assert most == (23 + chunk + 14) // 8
+    used = 0
+    for output in llm.stream(random_prompts(300, 290, seed=1), greedy(40)):
+        used = max(used, tables.used_by_group[group])
+        assert output.request_id
+    assert used <= 2 * most
+    check(llm, oracle(directory), random_prompts(300, 290, seed=1), 40)

@@ -1,0 +1,191 @@
+"""What the engine does not do: every refusal is one line that names the value and what would be right, and it leaves
+the engine as it was."""
+
+import dataclasses
+
+import pytest
+
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.runtime import UserError
+from support.engine_driver import Oracle, greedy, idle, random_prompts, watched
+
+PROMPT, OTHER = random_prompts(21, 30)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_models):
+    return tiny_models["llama"]
+
+
+@pytest.fixture(scope="module")
+def llm(llama):
+    """28 blocks of 16, by which the 512 tokens of context are cut to 448; 8 sequences."""
+    return watched(llama, cache_bytes=28 * 16 * 768, max_num_seqs=8)
+
+
+def refused(match, call, *arguments, **options):
+    with pytest.raises(UserError, match=rf"^{match}$") as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size = 0 must be at least 1"),
+        ({"max_num_seqs": -1}, "max_num_seqs = -1 must be at least 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens = 0 must be at least 1"),
+        ({"cache_fraction": 0.0}, "cache_fraction = 0.0 must be above 0 and at most 1"),
+        ({"cache_fraction": 1.5}, "cache_fraction = 1.5 must be above 0 and at most 1"),
+        ({"cache_fraction": float("nan")}, "cache_fraction = nan must be above 0 and at most 1"),
+        ({"cache_bytes": 0}, "cache_bytes = 0 must be at least 1"),
+        ({"max_model_len": 0}, "max_model_len = 0 must be at least 1"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 63},
+            "max_num_batched_tokens = 63 must be at least max_num_seqs = 64: every running sequence takes one",
+        ),
+        ({"block_sise": 3}, r"option: unknown key 'block_sise'; did you mean 'block_size'\?"),
+        ({"block_size": "16"}, "option: block_size = '16' must be a whole number"),
+        ({"dtype": "float8"}, "option: dtype = 'float8' must be one of auto, .*, int8, int4.*"),
+        ({"device": "tpu"}, "device 'tpu' is not known to torch; use auto, cpu or cuda"),
+    ],
+    ids=str,
+)
+def test_settings(options, message, llama):
+    refused(message, LLM, llama, **{"device": "cpu", **options})
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+def test_a_cache_that_holds_no_sequence(family, tiny_models):
+    """And the bytes that the refusal names do."""
+    with pytest.raises(UserError, match=r"^cache_bytes = 9 does not hold one short sequence in blocks of 16") as caught:
+        watched(tiny_models[family], cache_bytes=9)
+    need = int(str(caught.value).split("at least ")[1].split()[0])
+    with pytest.raises(UserError, match=rf"^cache_bytes = {need - 1} does not hold"):
+        watched(tiny_models[family], cache_bytes=need - 1)
+    llm = watched(tiny_models[family], cache_bytes=need)
+    oracle = Oracle(tiny_models[family])
+    oracle.check(PROMPT, llm.generate([PROMPT], greedy(11))[0].outputs[0].token_ids, 11)
+    assert llm.engine.stats().cache_bytes <= need
+    idle(llm.engine)
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"nothing does not exist; give a model directory, a \.gguf file or a hub id"):
+        LLM(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], greedy(1), "the prompt is empty; it must have at least one token"),
+        ("", greedy(1), "the prompt is empty; it must have at least one token"),
+        (
+            [5, 260],
+            greedy(1),
+            "the prompt has token 260, but the model's vocabulary has 260: it comes from another model's tokenizer",
+        ),
+        ([-1], greedy(1), "the prompt has token -1, but the model's vocabulary has 260: .*"),
+        ([1] * 448, greedy(1), "the prompt has 448 tokens; this model's context leaves room for 447"),
+        (
+            [1] * 449,
+            SamplingParams(max_tokens=0, prompt_logprobs=0),
+            "the prompt has 449 tokens; this model's context leaves room for 448",
+        ),
+        (PROMPT, greedy(1, n=9), "n = 9 is more than max_num_seqs = 8"),
+        (PROMPT, greedy(1, stop_token_ids=(260,)), "stop_token_ids names token 260, but the vocabulary has 260"),
+        (PROMPT, greedy(1, logit_bias={999: 1.0}), "logit_bias names token 999, but the vocabulary has 260"),
+    ],
+)
+def test_prompts(prompt, params, message, llm):
+    before = llm.engine.stats()
+    refused(message, llm.generate, [prompt], params)
+    assert llm.engine.stats() == before
+    idle(llm.engine)
+
+
+def test_one_wrong_prompt_takes_back_the_others(llm):
+    refused("the prompt is empty; .*", llm.generate, [PROMPT, OTHER, []], greedy(3))
+    idle(llm.engine)
+    refused("2 sampling parameters for 1 prompts; give one, or one per prompt", llm.generate, [PROMPT], [greedy(1)] * 2)
+    idle(llm.engine)
+
+
+def test_a_token_among_prompts(llm):
+    told = "token 5 stands among whole prompts; a prompt is a text or a list of token ids"
+    refused(told, llm.generate, ["a", 5])
+    refused(told, llm.generate, [5, [6, 7]])
+
+
+def test_a_sequence_ends_with_the_cache(llama, llm, capsys):
+    """The context is cut to what the cache holds, which is said; a sequence ends there and other lengths are not
+    refused."""
+    said = "context cut to 448 tokens, which is what the cache holds; see --cache-bytes"
+    again = watched(llama, cache_bytes=28 * 16 * 768, max_num_seqs=8)
+    assert said in capsys.readouterr().err and again.engine.max_model_len == llm.engine.max_model_len == 448
+    for wanted in (9, None):
+        (output,) = llm.generate([[1] * 440], dataclasses.replace(greedy(1), max_tokens=wanted))
+        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (8, "length")
+        idle(llm.engine)
+    (output,) = llm.generate([[1] * 448], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert len(output.prompt_logprobs) == 448
+    (output,) = watched(llama).generate([[1] * 512], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert len(output.prompt_logprobs) == 512
+    assert "context cut" not in capsys.readouterr().err
+
+
+def test_a_request_id_is_taken_until_its_end(llm):
+    engine = llm.engine
+    engine.add("a", PROMPT, greedy(2))
+    refused("request id 'a' is in use; give another", engine.add, "a", OTHER, greedy(2))
+    while engine.has_work:
+        engine.step()
+    engine.add("a", OTHER, greedy(2))
+    engine.abort("a")
+    engine.add("a", OTHER, greedy(2))
+    engine.step()
+    engine.abort("a")
+    engine.abort("a")
+    engine.abort("never")
+    idle(engine)
+    assert engine.step() == []
+
+
+def test_aborting_in_every_state(llama):
+    """Waiting, in the middle of the prompt, decoding, preempted: nothing of it is left, and the others go on."""
+    oracle = Oracle(llama)
+    llm = watched(llama, cache_bytes=8 * 16 * 768, max_num_batched_tokens=16, max_num_seqs=3)
+    engine, states = llm.engine, set()
+    for steps in range(30):
+        engine.add("stays", OTHER, greedy(60))
+        engine.add("goes", PROMPT, greedy(60, n=2))
+        engine.add("waits", PROMPT, greedy(2))
+        got = []
+        for _ in range(steps):
+            got += engine.step()
+        goes = engine._requests["goes"].sequences
+        states |= {
+            (s in engine.scheduler.running, s in engine.scheduler.waiting, s.prefilled, s.computed > 0) for s in goes
+        }
+        engine.abort("goes")
+        engine.check_integrity()
+        while engine.has_work:
+            got += engine.step()
+        ids = [token for output in got if output.request_id == "stays" for token in output.outputs[0].token_ids]
+        oracle.check(OTHER, ids, 60)
+        idle(engine)
+    # (running, waiting, its prompt was computed, some is in the cache): not forked yet, waiting, in the prompt,
+    # decoding, preempted.
+    assert states == {
+        (False, False, False, False),
+        (False, True, False, False),
+        (True, False, False, True),
+        (True, False, True, True),
+        (False, True, True, False),
+    }
+
+
+def test_no_chat_template(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    refused("llama has no chat template; use a plain prompt", llm.chat, [{"role": "user", "content": "Hi"}])

@@ -1,0 +1,234 @@
+"""Whatever comes, whenever, into however small a cache: the tokens are the same, and nothing is left behind."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlaforge.engine.cache.block_tables import BlockTables
+from mlaforge.engine.cache.kv_cache import LayerCache, size_groups
+from mlaforge.runtime import UserError
+from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
+
+BASES = random_prompts(40, 40, 40, seed=11)
+CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
+LONGEST = 40 + 1 + 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request: the beginning of one of the texts, perhaps with one token of its own, and when it comes and goes."""
+
+    base: int
+    length: int
+    own: int | None
+    max_tokens: int
+    n: int
+    arrives: int
+    leaves: int | None
+    prompt_logprobs: int | None
+
+    @property
+    def prompt(self):
+        return BASES[self.base][: self.length] + ([] if self.own is None else [self.own])
+
+
+asked = st.builds(
+    Asked,
+    base=st.integers(0, 2),
+    length=st.integers(1, 40),
+    own=st.none() | st.integers(0, 3),
+    max_tokens=st.integers(1, 12),
+    n=st.integers(1, 3),
+    arrives=st.integers(0, 25),
+    leaves=st.none() | st.none() | st.integers(0, 40),
+    prompt_logprobs=st.none() | st.none() | st.just(1),
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def loaded(request, tiny_models, converted):
+    family, layout = request.param
+    directory = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
+    return watched(directory).engine, Oracle(directory)
+
+
+@settings(max_examples=20)
+@given(
+    requests=st.lists(asked, min_size=1, max_size=8),
+    block_size=st.sampled_from([1, 3, 4, 8]),
+    max_step=st.integers(4, 40),
+    max_num_seqs=st.integers(3, 4),
+    spare=st.integers(0, 8),
+    caching=st.booleans(),
+)
+def test_any_schedule_gives_the_same_tokens(loaded, requests, block_size, max_step, max_num_seqs, spare, caching):
+    engine, oracle = loaded
+    renew(
+        engine, spare, LONGEST, block_size=block_size, caching=caching, max_num_seqs=max_num_seqs, max_step=max_step
+    )  # fmt: skip
+    before = engine.stats()
+    tokens: dict[tuple[int, int], list[int]] = {}
+    reasons: dict[tuple[int, int], str | None] = {}
+    finished, aborted, step = set(), set(), 0
+    while step <= 40 or engine.has_work:
+        for number, request in enumerate(requests):
+            if request.arrives == step:
+                how = greedy(request.max_tokens, n=request.n, prompt_logprobs=request.prompt_logprobs)
+                engine.add(str(number), request.prompt, how)
+            if request.leaves == step > request.arrives and number not in finished:
+                engine.abort(str(number))
+                aborted.add(number)
+        for output in engine.step():
+            number = int(output.request_id)
+            assert number not in finished | aborted
+            finished |= {number} if output.finished else set()
+            for completion in output.outputs:
+                key = number, completion.index
+                assert reasons.get(key) is None
+                reasons[key] = completion.finish_reason
+                tokens.setdefault(key, []).extend(completion.token_ids)
+        step += 1
+        assert step < 1500, "this does not come to an end"
+    assert finished | aborted == set(range(len(requests))) and not finished & aborted
+    for number, request in enumerate(requests):
+        for index in range(request.n):
+            got = tokens.get((number, index), [])
+            assert number in aborted or (len(got), reasons[number, index]) == (request.max_tokens, "length")
+            if got:
+                oracle.check(request.prompt, got, len(got))
+    after = engine.stats()
+    assert after.finished_requests - before.finished_requests == len(finished)
+    assert after.aborted_requests - before.aborted_requests == len(aborted)
+    idle(engine)
+
+
+def test_the_schedules_do_preempt(loaded):
+    """What the property above is worth: with so little room the same kind of requests is preempted many times."""
+    engine = loaded[0]
+    renew(engine, 0, LONGEST, block_size=4)
+    before = engine.stats().preemptions
+    for number in range(6):
+        engine.add(str(number), BASES[number % 3][: 30 + number], greedy(12, n=number % 3 + 1))
+    while engine.has_work:
+        for output in engine.step():
+            assert output.outputs
+    assert engine.stats().preemptions - before >= 3
+    idle(engine)
+
+
+@pytest.fixture
+def engine(tiny_models):
+    return watched(tiny_models["llama"], max_num_batched_tokens=16, max_num_seqs=4, block_size=4).engine
+
+
+def names(sequences):
+    return [sequence.request.id for sequence in sequences]
+
+
+def test_who_decodes_comes_before_prompts_and_prompts_share_what_is_left(engine):
+    engine.add("a", BASES[0][:6], greedy(9))
+    engine.step()
+    engine.add("b", BASES[1][:20], greedy(9))
+    engine.add("c", BASES[2][:30], greedy(9))
+    rows = []
+    for _ in range(4):
+        engine.step()
+        rows.append({sequence.request.id: sequence.computed for sequence in engine.scheduler.running})
+    assert rows == [
+        {"a": 7, "b": 15},
+        {"a": 8, "b": 20, "c": 10},
+        {"a": 9, "b": 21, "c": 24},
+        {"a": 10, "b": 22, "c": 30},
+    ]
+
+
+def test_who_came_last_gives_way_and_comes_back_first(engine):
+    renew(engine, 2, 48, block_size=4, max_num_seqs=4, max_step=32)
+    for name, base in zip("abc", BASES, strict=True):
+        engine.add(name, base[:16], greedy(30))
+    seen = []
+    while engine.has_work:
+        engine.step()
+        state = names(engine.scheduler.running), names(engine.scheduler.waiting)
+        seen += [state] if not seen or seen[-1] != state else []
+    orders = [running + waiting for running, waiting in seen]
+    assert orders == [sorted(order) for order in orders]
+    assert engine.stats().preemptions > 0
+    assert (["a", "b"], ["c"]) in seen and (["a"], ["b", "c"]) in seen
+
+
+def test_continuations_count_before_they_exist(engine):
+    """Two requests of n = 3 are six sequences: the second waits, though one place is taken while prompts are read."""
+    for name, base in zip("abc", BASES, strict=True):
+        engine.add(name, base[:30], greedy(4, n=3 if name != "c" else 1))
+    engine.step()
+    assert names(engine.scheduler.running) == ["a"]
+    engine.step()
+    # First come, first served: c would fit, but b was there before.
+    assert names(engine.scheduler.running) == ["a"] * 3
+    most = 3
+    while engine.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    assert most == 4
+    idle(engine)
+
+
+def test_small_cache_bytes_preempt_and_change_nothing(tiny_models):
+    """The same through the option, as a user meets it: 14 blocks of 16 tokens for eight requests."""
+    oracle = Oracle(tiny_models["llama"])
+    llm = watched(tiny_models["llama"], cache_bytes=14 * 16 * 768 + 100)
+    assert llm.engine.stats().cache_blocks == 14
+    prompts = random_prompts(30, 40, 17, 60, 3, 29, 31, 50)
+    for prompt, output in zip(prompts, llm.generate(prompts, greedy(40)), strict=True):
+        oracle.check(prompt, output.outputs[0].token_ids, 40)
+    assert llm.engine.stats().preemptions > 0
+    idle(llm.engine)
+
+
+# How the bytes are shared
+
+
+@settings(max_examples=200)
+@given(
+    widths=st.lists(st.tuples(st.integers(1, 64), st.integers(0, 2)), min_size=1, max_size=6),
+    windows=st.lists(st.none() | st.integers(1, 200), min_size=1, max_size=3, unique=True),
+    block_size=st.integers(1, 32),
+    itemsize=st.sampled_from([2, 4]),
+    max_num_seqs=st.integers(1, 64),
+    max_model_len=st.integers(1, 4096),
+    max_step=st.integers(64, 512),
+    budget=st.integers(1, 1 << 26),
+)
+def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
+    widths, windows, block_size, itemsize, max_num_seqs, max_model_len, max_step, budget
+):
+    windows = sorted(windows, key=lambda w: (w is not None, w))
+    layers = [LayerCache("gqa", width, index % len(windows)) for width, index in widths]
+    layers += [LayerCache("gqa", 8, index) for index in range(len(windows))]
+    rest = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_step": max_step}
+    try:
+        groups = size_groups(layers, windows, budget, block_size, itemsize, **rest)
+    except UserError as error:
+        need = int(str(error).split("at least ")[1].split()[0])
+        assert need > budget
+        budget = need
+        groups = size_groups(layers, windows, budget, block_size, itemsize, **rest)
+    sizes = [
+        sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(groups))
+    ]
+    used = sum(group.num_blocks * size for group, size in zip(groups, sizes, strict=True))
+    assert used <= budget
+    assert [group.window for group in groups] == windows
+    most = max_num_seqs * -(-max_model_len // block_size) + 1
+    for group in groups:
+        # A single sequence always fits: windows hold what a step of it needs.
+        least = 2
+        if group.window is not None:
+            least = BlockTables([group], block_size).most_blocks(0, max_model_len, max_step)
+        assert min(least, -(-max_model_len // block_size)) <= group.num_blocks <= most
+    # Nothing that full attention could use is left over.
+    if windows[0] is None and groups[0].num_blocks < most:
+        assert budget - used < sizes[0]

@@ -1,0 +1,211 @@
+"""What `bench` and `gate` measured, in the report: read, drawn, and the settings and deviations that follow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlaforge.rendering.page import interval
+from mlaforge.report.recommendations import COMMANDS, RULES
+from mlaforge.report.report import summarise, write_report
+from support import recorded
+from support.recorded import case, gates, kernels, put, scenario
+
+
+def settings(folder: Path, *cases: dict[str, Any], **changes: Any) -> dict[str, list[tuple[str, str]]]:
+    """setting -> (where, value) of what is recommended after these cases."""
+    put(folder, single=scenario(list(cases), **changes))
+    return {s["setting"]: [(row["where"], row["value"]) for row in s["found"]] for s in summarise(folder)["settings"]}
+
+
+def told(folder: Path) -> str:
+    return "\n".join(f"{d['where']}: {d['what']}" for d in summarise(folder)["deviations"])
+
+
+@pytest.mark.parametrize(("n", "quantile"), [(4, 3.1824), (8, 2.3646), (16, 2.1314), (1000, 1.9623)])
+def test_intervals_are_students(n: int, quantile: float) -> None:
+    ends = interval(5.0, 2.0, n)
+    assert ends is not None and ends[1] - 5.0 == pytest.approx(5.0 - ends[0]) == pytest.approx(2 * quantile, rel=0.01)
+    assert interval(5.0, 2.0, 3) is None
+
+
+def test_a_perplexity_ratio_has_its_interval(tmp_path: Path) -> None:
+    made = recorded.conversion("latent", 1.05)
+    made.metrics |= {"log_ratio_stderr": 0.01, "windows": 8}
+    recorded.save(made, tmp_path / "a")
+    found = summarise(tmp_path)["conversions"][0]["ratio_interval"]
+    assert found == [pytest.approx(1.05 * 2.718281828 ** (0.01 * sign * 2.3646), rel=1e-4) for sign in (-1, 1)]
+
+
+def test_a_conversion_measures_what_the_interval_needs(converted: Any) -> None:
+    """`convert` itself: the standard error is that of the windows' differences, smaller than of the windows."""
+    out = converted("llama", "latent")
+    found = summarise(out)["conversions"][0]
+    assert found["metrics"]["windows"] == 4 and 0 < found["metrics"]["log_ratio_stderr"] < 1
+    assert found["ratio_interval"][0] < found["metrics"]["ratio"] < found["ratio_interval"][1]
+
+
+def test_everything_is_shown(tmp_path: Path) -> None:
+    put(tmp_path, single=scenario(recorded.cases()), gates=gates(), kernels=kernels())
+    write_report(tmp_path, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    # Against context, against batch, against drafts, acceptance, memory; the kernels' roofline.
+    assert page.count("<svg") == 6
+    for text in (
+        "Throughput against context, batch 1", "Throughput against batch, context 512", "Acceptance by position",
+        "Throughput against drafted tokens, 4,096 tokens × 1", "Peak memory", "Kernels under the roof", "rooflines",
+        "✓ pass", "✗ fail", "– missing", "micro gates green 2 times in a row of 3", "15 GB/s, 60 GFLOP/s",
+        "does not fit: the cache holds 4,096 of 8,320 tokens; change --cache-fraction 0.9", "58.8 – 61.2",
+    ):  # fmt: skip
+        assert text in page, text
+    numbers = json.loads((tmp_path / "r.json").read_text())
+    assert numbers["results"]["scenario"][0]["cases"][0]["tokens_per_second"]["median"] == 60.0
+
+
+def test_only_the_last_run_of_each_counts(tmp_path: Path) -> None:
+    slow, fast = (
+        [case("m", "gqa", 512, speed, drafts) for speed, drafts in ((10.0, 0), (5.0, 3))],
+        case("m", "gqa", 512, 30.0, 3),
+    )
+    run = tmp_path / "results"
+    for name, time, cases in (
+        ("20260101-000000", "2026-01-01", slow),
+        ("20260102-000000", "2026-01-02", [slow[0], fast]),
+    ):
+        (run / name).mkdir(parents=True)
+        (run / name / "single.json").write_text(json.dumps(scenario(cases, time=time)))
+    report = summarise(tmp_path)
+    assert len(report["results"]["scenario"]) == 2 and len(report["scenarios"]) == 1
+    assert next(s for s in report["settings"] if s["setting"] == "drafts")["found"][0]["value"] == "3"
+
+
+def test_the_cache_is_as_small_as_the_upper_end_allows(tmp_path: Path) -> None:
+    # 1.045 with an interval that reaches beyond 1.05 is refused; without one, the value itself counts.
+    for name, ratio, cached, error in (("a", 1.02, 0.6, 0.001), ("b", 1.045, 0.5, 0.01), ("c", 1.2, 0.3, 0.001)):
+        made = recorded.conversion("latent", ratio)
+        made.metrics |= {"log_ratio_stderr": error, "windows": 8}
+        made.metrics["cache"]["fraction"] = cached
+        recorded.save(made, tmp_path / name)
+    assert settings(tmp_path)["cache"] == [("Tiny-135M, latent", "60 %")]
+    bare = recorded.conversion("latent", 1.045)
+    bare.metrics["cache"]["fraction"] = 0.4
+    recorded.save(bare, tmp_path / "d")
+    assert settings(tmp_path)["cache"] == [("Tiny-135M, latent", "40 %")]
+    assert "d: the perplexity ratio has no confidence interval" in told(tmp_path)
+
+
+def test_the_fewest_drafts_of_those_that_cannot_be_told_apart(tmp_path: Path) -> None:
+    where = "test machine, m, 512 tokens × 1"
+    plain = case("m", "gqa", 512, 50.0)
+    assert settings(tmp_path, plain, case("m", "gqa", 512, 60.0, 2), case("m", "gqa", 512, 61.0, 4))["drafts"] == [
+        (where, "2")
+    ]
+    assert settings(tmp_path, plain, case("m", "gqa", 512, 60.0, 2), case("m", "gqa", 512, 70.0, 4))["drafts"] == [
+        (where, "4")
+    ]
+    assert settings(tmp_path, plain, case("m", "gqa", 512, 51.0, 2))["drafts"] == [(where, "0")]
+
+
+def test_oracles_and_imports_decide_nothing(tmp_path: Path) -> None:
+    elsewhere = {"file": "x.json", "device": "another machine", "commit": "1", "time": "now"}
+    found = settings(
+        tmp_path, case("m", "gqa", 512, 50.0), case("m", "gqa", 512, 150.0, 4, draft="replay"),
+        case("m", "gqa", 512, 250.0, 2, imported=elsewhere), case("m", "gqa", 512, 250.0, 3, engine="peer"),
+    )  # fmt: skip
+    assert found["drafts"] == []
+    text = told(tmp_path)
+    assert "a ceiling of any drafter, never a claim" in text and "imported, measured on another machine" in text
+
+
+def test_when_to_use_which_layout(tmp_path: Path) -> None:
+    found = settings(
+        tmp_path,
+        case("big", "gqa", 512, 60.0), case("small", "latent", 512, 50.0),
+        case("big", "gqa", 8192, 30.0), case("small", "latent", 8192, 40.0),
+        # Alike within the repetitions: the one that caches less.
+        case("big", "gqa", 2048, 45.5), case("small", "latent", 2048, 45.0),
+    )  # fmt: skip
+    assert found["layout"] == [
+        ("test machine, 512 tokens × 1", "gqa (big)"), ("test machine, 8,192 tokens × 1", "latent (small)"),
+        ("test machine, 2,048 tokens × 1", "latent (small)"),
+    ]  # fmt: skip
+
+
+def test_batch_and_context(tmp_path: Path) -> None:
+    limit = {"what": "no room", "change": "--cache-fraction 0.9"}
+    found = settings(
+        tmp_path,
+        *(case("m", "gqa", 512, speed, batch=batch) for batch, speed in ((1, 50.0), (4, 96.0), (16, 100.0))),
+        case("m", "gqa", 4096, 1.0, status="capacity", limit=limit, tokens_per_second=None),
+    )  # fmt: skip
+    assert found["batch"] == [("test machine, m, 512 tokens", "4")]
+    assert ("test machine, m, batch 1, cache fraction 0.75", "512 tokens") in found["context"]
+    assert "4096x1 k0: no room; --cache-fraction 0.9" in told(tmp_path)
+
+
+def test_what_was_not_measured_is_not_recommended(tmp_path: Path) -> None:
+    put(tmp_path, single=scenario([]))
+    for setting in summarise(tmp_path)["settings"]:
+        assert setting["found"] == [] and setting["command"] == COMMANDS[setting["setting"]]
+        assert setting["rule"] == RULES[setting["setting"]]
+
+
+def test_deviations(tmp_path: Path) -> None:
+    perf = [
+        {"name": "deterministic", "passed": False, "value": 0, "allowed": 0, "told": "2 of 3 differ"},
+        {"name": "cache_integrity", "passed": True, "value": 0, "allowed": 0, "told": "fine"},
+    ]
+    off = {"bytes": 200, "planned_bytes": 100}
+    cases = [
+        case("a", "gqa", 512, 1.0, cache=off), case("b", "gqa", 512, 1.0, roofline={"fraction": 1.3}),
+        case("c", "gqa", 512, 1.0, distinct_4_grams=0.1), case("d", "gqa", 512, 1.0),
+    ]  # fmt: skip
+    put(tmp_path, single=scenario(cases, perf=perf, dirty=True, forced=True), gates=gates(device="other machine"))
+    found = told(tmp_path)
+    for text in (
+        "a gqa 512x1 k0: the cache held 200 B, planned were 100 B", "b gqa 512x1 k0: 1.30 of the roofline",
+        "c gqa 512x1 k0: only 10 % of the answers", "invariant deterministic: 2 of 3 differ", "was forced",
+        "1 results were measured with uncommitted changes", "several devices: other machine, test machine",
+        "gate much faster: fail", "gate unseen: missing", "micro gates green 2 times in a row, 3 are needed",
+    ):  # fmt: skip
+        assert text in found, text
+    assert "d gqa" not in found and "cache_integrity" not in found and "gate faster" not in found
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "[]", '{"kind": "scenario"', '{"kind": "scenario", "schema": 2}', '{"kind": "else", "schema": 1}', "\x00"],
+)
+def test_files_that_are_no_results(tmp_path: Path, body: str) -> None:
+    put(tmp_path, single=scenario([]))
+    (tmp_path / "results" / "20260830-120000" / "odd.json").write_text(body)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "config.json").write_text("{")
+    made = write_report(tmp_path, tmp_path / "r.html")
+    assert made["unreadable"] == ["results/20260830-120000/odd.json"]
+    assert "results/20260830-120000/odd.json: cannot be read" in told(tmp_path)
+
+
+def test_numbers_that_are_missing_are_not_invented(tmp_path: Path) -> None:
+    bare = {"kind": "scenario", "schema": 1, "cases": [{}, 3, {"status": "ok"}, {"status": "ok", "batch": True}]}
+    nulls = case("m", "latent", 512, 1.0, **dict.fromkeys(("speedup", "cache", "roofline", "peak_memory")))
+    wild = case("m", "latent", 2048, 1.0, tokens_per_second={"median": float("inf")}, ms_per_token="?")
+    files = {"baseline": bare, "single": scenario([nulls, wild], roof=None)}
+    put(tmp_path, **files, gates={"kind": "gates", "schema": 1, "gates": [{}]}, kernels=scenario([], kind="kernels"),
+        conversion={"kind": "conversion", "schema": 1, "texts": {"t": {}}, "rows": [{}]})  # fmt: skip
+    write_report(tmp_path, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "<svg" not in page and page.count("not measured") > 10
+    assert ">None<" not in page and "nan" not in page.lower().split()
+
+
+def test_text_of_results_is_escaped(tmp_path: Path) -> None:
+    odd = "<script>$x_1$ & 'm'"
+    cases = [case(odd, odd, context, 10.0) for context in (512, 1024)]
+    put(tmp_path, single=scenario(cases, told=odd, device=odd), gates=gates(device=odd))
+    write_report(tmp_path, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "<script" not in page and page.count("&lt;script") > 5

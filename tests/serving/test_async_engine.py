@@ -1,0 +1,219 @@
+"""The engine's thread and its streams, without HTTP."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.runtime import UserError
+from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, merge
+from support.scripted_engine import ScriptedEngine, load_tokenizer
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def run(tokenizer):
+    """run(test, **options of ScriptedEngine): `await test(AsyncEngine)` with the engine closed afterwards."""
+
+    def go(test, **options):
+        async def whole():
+            engine = AsyncEngine(ScriptedEngine(tokenizer, **options))
+            try:
+                await asyncio.wait_for(test(engine), 60)
+            finally:
+                engine.engine.hold.set()
+                engine.close()
+
+        asyncio.run(whole())
+
+    return go
+
+
+async def settled(engine):
+    while engine.engine.has_work or engine.stats.cache_blocks_used:
+        await asyncio.sleep(0.005)
+
+
+def test_deltas_make_the_answer(run):
+    async def test(engine):
+        tokens, outputs = [], 0
+        async for output in engine.generate("a", [1, 2, 3], LONG):
+            tokens += output.outputs[0].token_ids
+            outputs += 1
+        assert tokens == [engine.engine.expected([1, 2, 3], 0, at) for at in range(400)]
+        assert output.finished and output.outputs[0].finish_reason == "length"
+
+    run(test)
+
+
+def test_leaving_aborts(run):
+    async def test(engine):
+        iterator = engine.generate("a", [1], LONG)
+        await anext(iterator)
+        await iterator.aclose()
+        await settled(engine)
+        assert engine.engine.counts["aborted_requests"] == 1
+
+    run(test, delay=0.005)
+
+
+def test_cancelling_aborts_whether_running_or_not_yet_taken(run):
+    async def test(engine):
+        async def read(name):
+            async for _ in engine.generate(name, [1], LONG):
+                pass
+
+        engine.engine.hold.clear()
+        tasks = [asyncio.create_task(read(str(i))) for i in range(5)]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        engine.engine.hold.set()
+        await settled(engine)
+        assert not engine._streams
+
+    run(test)
+
+
+def test_refusal_concerns_its_request_alone(run):
+    async def test(engine):
+        good = asyncio.create_task(anext(engine.generate("good", [1], SamplingParams(max_tokens=1))))
+        with pytest.raises(UserError, match="too long"):
+            await anext(engine.generate("bad", [1] * 600, LONG))
+        assert (await good).finished
+
+    run(test)
+
+
+def test_one_refusal_of_several_ends_all_of_the_stream(run):
+    async def test(engine):
+        async with engine.open({"a": ([1], LONG), "b": ([1] * 600, LONG)}) as stream:
+            with pytest.raises(UserError):
+                await stream.complete()
+        await settled(engine)
+
+    run(test, delay=0.002)
+
+
+def test_a_dead_thread_reaches_every_waiter(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+
+    async def test(engine):
+        engine.engine.fail_after = 10
+
+        async def read(name):
+            with pytest.raises(EngineUnavailable, match="RuntimeError") as error:
+                async for _ in engine.generate(name, [1], LONG):
+                    pass
+            assert isinstance(error.value.__cause__, RuntimeError)
+
+        await asyncio.gather(*(read(str(i)) for i in range(8)))
+        with pytest.raises(EngineUnavailable):
+            await anext(engine.generate("late", [1], LONG))
+
+    run(test)
+    assert len(seen) == 1
+
+
+def test_draining_waits_and_then_ends(run):
+    async def test(engine):
+        short = asyncio.create_task(anext(engine.generate("s", [1], SamplingParams(max_tokens=1))))
+        await asyncio.sleep(0)
+        assert await engine.drain(30)
+        assert (await short).finished
+        with pytest.raises(EngineUnavailable):
+            await anext(engine.generate("late", [1], LONG))
+
+    run(test)
+
+    async def cut(engine):
+        async def read():
+            with pytest.raises(EngineUnavailable, match="shutting down"):
+                async for _ in engine.generate("a", [1], LONG):
+                    pass
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        assert not await engine.drain(0.05)
+        await reader
+        await settled(engine)
+
+    run(cut, delay=0.01)
+
+
+def test_closing_ends_streams(run):
+    async def test(engine):
+        stream = engine.open({"a": ([1], LONG)})
+        await stream.accepted()
+        engine.close()
+        async with stream:
+            with pytest.raises(EngineUnavailable):
+                await stream.complete()
+
+    run(test, delay=0.005)
+
+
+def test_idle_costs_nothing(run):
+    async def test(engine):
+        await anext(engine.generate("a", [1], SamplingParams(max_tokens=1)))
+        before = time.process_time(), engine.engine.counts["steps"]
+        await asyncio.sleep(0.5)
+        assert engine.engine.counts["steps"] == before[1]
+        # Of half a second; a thread that asks again and again would take all of it.
+        assert time.process_time() - before[0] < 0.25
+
+    run(test)
+
+
+def test_what_is_not_read_is_one_output(run):
+    async def test(engine):
+        async with engine.open({"a": ([1], LONG)}) as stream:
+            while stream._open:
+                await asyncio.sleep(0.01)
+            assert len(stream._pending) == 1
+            outputs = [output async for output in stream]
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [400]
+
+    run(test)
+
+
+PIECES = st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans()), min_size=1, max_size=8)
+
+
+@given(st.lists(PIECES, min_size=1, max_size=5), st.integers(0, 5))
+def test_merging_is_associative_and_loses_nothing(steps, cut):
+    """Merged in any order of brackets, an answer is the same; texts and tokens are the sums of the steps'."""
+    outputs = []
+    for at, step in enumerate(steps):
+        made = {i: Completion(i, [at], text, [Logprobs(at, -1.0)] if p else None) for i, text, p in step}
+        outputs.append(RequestOutput("r", [1], list(made.values()), finished=at == len(steps) - 1))
+
+    def fold(outputs):
+        result = outputs[0]
+        for output in outputs[1:]:
+            result = merge(result, output)
+        return result
+
+    whole = fold(outputs)
+    cut = min(cut, len(outputs) - 1)
+    parts = [fold(outputs[:cut]), fold(outputs[cut:])] if cut else outputs
+    made = [sorted(output.outputs, key=lambda c: c.index) for output in (fold(parts), whole)]
+    assert made[0] == made[1]
+    assert whole.finished
+    for completion in whole.outputs:
+        mine = [c for output in outputs for c in output.outputs if c.index == completion.index]
+        assert completion.text == "".join(c.text for c in mine)
+        assert completion.token_ids == [t for c in mine for t in c.token_ids]

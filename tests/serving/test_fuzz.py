@@ -1,0 +1,216 @@
+"""Whatever a client sends, it gets an answer or a 4xx in OpenAI's shape: never a 500, never a traceback."""
+
+import json
+import string
+import tracemalloc
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlaforge.serving.protocol import HARMLESS, REFUSED, ChatRequest, CompletionRequest
+from mlaforge.serving.wire import ApiError, depth, event, parse_object
+from support.scripted_engine import ScriptedEngine, load_tokenizer
+from support.serving import serving
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+VALID = {
+    PATHS[0]: {"prompt": "x", "max_tokens": 2},
+    PATHS[1]: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+}
+FIELDS = {PATHS[0]: sorted(CompletionRequest.model_fields), PATHS[1]: sorted(ChatRequest.model_fields)}
+NUMBERS = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([10**400, -(10**30), 2**31, 2**63, 2**64, 1e308, -1e308, -1, 0, 1.5])
+)
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8), st.sampled_from(["\ud800", "\x00", "auto"]))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.one_of(st.text(max_size=8), st.sampled_from(["type", "role", "content", "function", "0", "schema"])),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    engine = ScriptedEngine(load_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    with serving(engine, max_n=4, max_prompts=8) as served:
+        yield served
+        served.settles()
+
+
+def send(served, path, body):
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()  # NaN and Infinity as Python writes them
+    answer = served.post(path, content=body, headers={"content-type": "application/json"})
+    if answer.status_code != 200:
+        assert answer.status_code != 500, (body, answer.text)
+        served.refused(answer, answer.status_code)
+    return answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_in_any_field(served, path, data):
+    names = data.draw(st.lists(st.sampled_from(FIELDS[path]), min_size=1, max_size=3))
+    body = VALID[path] | {name: data.draw(VALUES) for name in names}
+    assert send(served, path, body).status_code in (200, 400, 404)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=VALUES)
+def test_any_json_is_no_request(served, path, value):
+    assert send(served, path, value).status_code in (200, 400, 404)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_json(served, path, data):
+    """A valid body with bytes cut out, put in or changed."""
+    body = bytearray(json.dumps(VALID[path] | {"temperature": 0.5, "stop": ["é"]}, ensure_ascii=False).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(body)))
+        body[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=3))
+    assert send(served, path, bytes(body)).status_code in (200, 400, 404)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.text(string.ascii_letters + "_é", min_size=1))
+def test_unknown_fields_are_named(served, path, name):
+    if name in FIELDS[path] or name in HARMLESS or name in REFUSED or name in ("echo", "prompt", "messages", "tools"):
+        return
+    answer = send(served, path, VALID[path] | {name: 1})
+    assert name[:100] in served.refused(answer, 400, name[:100])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"temperature": NaN}', b'{"seed": Infinity}',
+    b'{"temperature": 1e999}', b'{"max_tokens": ' + b"9" * 5000 + b"}", b"[" * 100000,
+    b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    b'{"tools": ' + b"[" * 150 + b"]" * 150 + b"}", b'{"prompt": "\\ud800"}', b'{"messages": "\\udc00 \\ud800"}',
+])  # fmt: skip
+def test_what_is_no_json_object(served, path, body):
+    assert send(served, path, body).status_code == 400
+
+
+@pytest.mark.parametrize(("change", "param"), [
+    ({"n": True}, "n"), ({"n": 0}, "n"), ({"n": 5}, "n"), ({"n": 10**30}, "n"), ({"n": 1.0}, "n"), ({"n": "1"}, "n"),
+    ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"temperature": "1"}, "temperature"),
+    ({"temperature": -0.1}, "temperature"), ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"),
+    ({"seed": 2**63}, "seed"), ({"stop": ""}, "stop"), ({"stop": ["a", 1]}, "stop.1"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"), ({"best_of": 2}, "best_of"), ({"suffix": "x"}, "suffix"),
+    ({"use_beam_search": True}, "use_beam_search"), ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"regex": "a", "guided_json": {}}, "guided_json"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"), ({"model": "other"}, "model"),
+    ({"max_tokens": 10**6}, "prompt"), ({"temprature": 1}, "temprature"), ({"stream": "yes"}, "stream"),
+])  # fmt: skip
+@pytest.mark.parametrize("path", PATHS)
+def test_the_field_is_named(served, path, change, param):
+    status = 404 if "model" in change else 400
+    served.refused(served.post(path, json=VALID[path] | change), status, param)
+
+
+@pytest.mark.parametrize("prompt", [
+    None, [], [[]], "", [True], [1.5], ["a", 1], ["a", ["b"]], [1, "a"], [[1], "a"], [[1, True]], [-1], [10**6],
+    [[10**30]], {"a": 1}, 5, True, ["a"] * 9, "x" * 600, [[1] * 600],
+])  # fmt: skip
+def test_what_is_no_prompt(served, prompt):
+    served.refused(served.post(PATHS[0], json={"prompt": prompt}), 400, "prompt")
+
+
+@pytest.mark.parametrize(("messages", "param"), [
+    ([], "messages"), (None, "messages"), ("hi", "messages"), ([{"content": "x"}], "messages.0.role"),
+    ([{"role": "wizard", "content": "x"}], "messages.0.role"), ([{"role": "user", "content": 5}], "messages.0.content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content.0.type"),
+    ([{"role": "user", "content": "x", "mood": "good"}], "messages.0.mood"),
+])  # fmt: skip
+def test_what_is_no_conversation(served, messages, param):
+    served.refused(served.post(PATHS[1], json={"messages": messages}), 400, param)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_harmless_fields_and_nulls_change_nothing(served, path):
+    plain = served.post(path, json=VALID[path]).json()["choices"]
+    harmless = dict.fromkeys(HARMLESS, "x")
+    nulls = dict.fromkeys({*REFUSED, *FIELDS[path]} - VALID[path].keys())
+    assert served.post(path, json=VALID[path] | harmless | nulls).json()["choices"] == plain
+    neutral = {"suffix": "", "use_beam_search": False, "best_of": 1, "modalities": ["text"]}
+    assert served.post(path, json=VALID[path] | neutral).json()["choices"] == plain
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [
+    ("GET", "/v1/completions", 405), ("GET", "/nothing", 404), ("POST", "/v1/models", 405), ("OPTIONS", PATHS[1], 405),
+    ("GET", "/docs", 404), ("GET", "/openapi.json", 404),
+])  # fmt: skip
+def test_other_paths_and_methods(served, method, path, status):
+    served.refused(served.http.request(method, path), status)
+
+
+def test_only_json_is_taken_and_no_other_origin_is_welcome(served):
+    served.refused(served.post(PATHS[0], content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}), 415)
+    served.refused(served.post(PATHS[0], data={"prompt": "x"}), 415)
+    answer = served.post(PATHS[0], json=VALID[PATHS[0]], headers={"origin": "http://evil.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_what_the_engine_refuses_is_a_400(served):
+    assert "regex" in served.refused(served.post(PATHS[0], json={"prompt": "x", "regex": "("}), 400, "regex")
+    asked = {"prompt": "x", "regex": "(", "stream": True}
+    served.refused(served.post(PATHS[0], json=asked), 400, "regex")
+
+
+@given(VALUES)
+def test_depth(value):
+    def naive(value):
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else 1 + max(map(naive, inner), default=0)
+
+    assert depth(value) == naive(value)
+
+
+@given(VALUES.filter(lambda v: isinstance(v, dict)))
+def test_what_is_parsed_can_be_encoded(value):
+    try:
+        parsed = parse_object(json.dumps(value).encode())
+    except ApiError as error:
+        assert error.status == 400
+        return
+    json.dumps(parsed, allow_nan=False, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("crowd", [
+    {"messages": [1] * 10**6}, {"messages": [{"role": "user", "content": [1] * 10**6}]}, {"stop": [1] * 10**6},
+    {"messages": [{"role": "user", **{f"k{i}": 0 for i in range(10**5)}}]}, {"stop_token_ids": ["a"] * 10**6},
+    {"logit_bias": {str(i): True for i in range(10**5)}}, {"tools": [1] * 10**6},
+])  # fmt: skip
+def test_a_million_mistakes_cost_as_much_as_one(crowd):
+    """pydantic would write each of them down, in gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError):
+            ChatRequest.read(VALID[PATHS[1]] | crowd)
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.text() | st.text("a\x85\u2028\u2029\r\n\x0b\x0c\x1c"))
+def test_an_event_is_one_line_to_every_client(text):
+    """httpx's iter_lines cuts at U+0085, U+2028 and U+2029 too, as Python's splitlines does."""
+    first, second = event({"text": text}).decode().splitlines()
+    assert second == ""
+    assert json.loads(first.removeprefix("data: ")) == {"text": text}

@@ -1,0 +1,174 @@
+"""`generate` and `chat` on the command line say what the engine gives."""
+
+import itertools
+import json
+import re
+
+import pytest
+
+from mlaforge.engine.engine import Engine
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.runtime import UserError
+from mlaforge.serving.config import ChatConfig
+from mlaforge.serving.generate import Conversation
+from support.engine_driver import watched
+
+QUICK = ("--dtype", "float32", "--device", "cpu", "--cache-bytes", 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_models):
+    return tiny_models["llama"]
+
+
+@pytest.fixture(scope="module")
+def llm(llama):
+    return watched(llama)
+
+
+def printed(done):
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+def answers(llm, turns, **params):
+    """What a conversation of these turns of the user must give, one prompt of its own each."""
+    messages, found = [], []
+    for said in turns:
+        messages.append({"role": "user", "content": said})
+        text = llm.chat(messages, SamplingParams(**params)).outputs[0].text
+        messages.append({"role": "assistant", "content": text})
+        found.append(text)
+    return found
+
+
+def test_a_chat_through_stdin(llama, llm, cli):
+    """Turns build on each other until /new; the end of the input ends it."""
+    done = cli(
+        "chat", llama, *QUICK, "--max-new-tokens", 12, "--temperature", 0, stdin="Hello\nAnd you?\n/new\nAnd you?\n"
+    )  # fmt: skip
+    first = answers(llm, ["Hello", "And you?"], temperature=0.0, max_tokens=12)
+    (anew,) = answers(llm, ["And you?"], temperature=0.0, max_tokens=12)
+    assert first[1] != anew
+    assert printed(done) == f"> {first[0]}\n> {first[1]}\n> > {anew}\n> "
+
+
+def test_an_empty_line_ends_a_chat(llama, cli):
+    assert printed(cli("chat", llama, *QUICK, stdin="\nHello\n")) == "> "
+    assert printed(cli("chat", llama, *QUICK, stdin="")) == "> "
+
+
+def test_a_chat_with_a_system_prompt_and_a_seed(llama, llm, cli):
+    """At the default temperature: the seed alone decides."""
+    told = [
+        printed(cli("chat", llama, *QUICK, "--max-new-tokens", 9, "--seed", seed, *more, stdin="Hi\n"))
+        for seed, more in ((1, ()), (1, ()), (2, ()), (1, ("--system", "Be brief.")))
+    ]
+    assert told[0] == told[1] and len(set(told)) == 3
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = llm.chat(messages, SamplingParams(temperature=0.7, top_p=0.95, seed=1, max_tokens=9)).outputs[0].text
+    assert told[3] == f"> {text}\n> "
+
+
+def test_a_turn_that_is_broken_off_is_not_kept(llama):
+    """And what it held is given back."""
+    talk = Conversation(str(llama), ChatConfig(dtype="float32", device="cpu", cache_bytes=1 << 20, temperature=0.0))
+    answer = talk.answer("Tell me everything.")
+    next(answer)
+    assert talk.llm.engine.stats().cache_blocks_used > 0
+    answer.close()
+    assert talk.messages == []
+    assert talk.llm.engine.stats().cache_blocks_used == 0
+    before = talk.llm.engine.stats().cached_prompt_tokens
+    "".join(talk.answer("Tell me everything."))
+    # What had been computed of it is found again.
+    assert talk.llm.engine.stats().cached_prompt_tokens - before == 32
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+
+
+def test_ctrl_c_breaks_an_answer_off_and_the_chat_goes_on(llama, llm, cli, monkeypatch):
+    steps = itertools.count()
+    step = Engine.step
+
+    def interrupted(engine):
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    done = cli("chat", llama, *QUICK, "--max-new-tokens", 12, "--temperature", 0, stdin="Hello\nAnd you?\n")
+    monkeypatch.undo()
+    (hello,) = answers(llm, ["Hello"], temperature=0.0, max_tokens=5)
+    (later,) = answers(llm, ["And you?"], temperature=0.0, max_tokens=12)
+    first, _, rest = printed(done).partition(" [broken off]")
+    # Of a character that is not whole yet nothing was shown.
+    assert first.startswith("> ") and hello.rstrip("\ufffd").startswith(first[2:].rstrip("\ufffd")) and len(first) > 2
+    assert rest == f"\n> {later}\n> "
+
+
+def test_chat_needs_a_template(model):
+    directory = model("llama")
+    (directory / "chat_template.jinja").unlink()
+    talk = Conversation(str(directory), ChatConfig(dtype="float32", device="cpu", cache_bytes=1 << 20))
+    with pytest.raises(UserError, match=r"^llama has no chat template; use a plain prompt$"):
+        next(talk.answer("Hi"))
+
+
+def generated(cli, model, *more):
+    """The text that the command prints."""
+    text = printed(cli("generate", model, *QUICK, "--prompt", "The capital", "--max-new-tokens", 10, *more))
+    found = re.search(r"\A\n> The capital\n\n\[llama: [\d.]+ tokens/s, [^\n]*\]\n(.*)\n\n\Z", text, re.DOTALL)
+    assert found, text
+    return found[1]
+
+
+def test_generate_draws_with_a_seed(llama, llm, cli):
+    params = {"max_tokens": 10}
+    (greedy,) = llm.generate("The capital", SamplingParams(temperature=0.0, **params))
+    assert generated(cli, llama) == generated(cli, llama, "--seed", 5) == greedy.outputs[0].text
+    for more in (
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 2.0, "seed": 6},
+        {"temperature": 2.0, "top_p": 0.5, "seed": 6},
+    ):
+        options = [part for name, value in more.items() for part in (f"--{name.replace('_', '-')}", value)]
+        (drawn,) = llm.generate("The capital", SamplingParams(**more, **params))
+        assert generated(cli, llama, *options) == drawn.outputs[0].text != greedy.outputs[0].text
+    free = {generated(cli, llama, "--temperature", 2) for _ in range(3)}
+    assert len(free) == 3
+
+
+def test_generate_with_the_chat_template(llama, llm, cli):
+    (answer,) = answers(llm, ["The capital"], temperature=0.0, max_tokens=10)
+    assert generated(cli, llama, "--chat") == answer
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--temperature", -1), "temperature = -1.0 must be a finite number of at least 0"),
+        (("--top-p", 0), "top_p = 0.0 must be above 0 and at most 1"),
+        (("--max-new-tokens", 0), "max_new_tokens = 0 must be at least 1"),
+        (("--cache-bytes", 2 * 16 * 768, "--prompt", "x" * 32), "leaves room for 31"),
+        (("--cache-bytes", 9), "cache_bytes = 9 does not hold one short sequence"),
+        (("--max-num-seqs", 1000), "max_num_batched_tokens = 512 must be at least max_num_seqs = 1000"),
+        (("--prompt", ""), "the prompt is empty"),
+    ],
+)
+def test_generate_refuses(options, words, llama, refused):
+    refused(words, "generate", llama, "--dtype", "float32", "--cache-bytes", 31 * 16 * 768, *options)
+
+
+def test_generate_keeps_what_it_measured(llama, llm, cli, tmp_path):
+    out = tmp_path / "out"
+    first = printed(cli("generate", llama, out, *QUICK, "--max-new-tokens", 6, "--temperature", 1, "--seed", 3))
+    (run,) = json.loads((out / "manifest.json").read_text())["metrics"]["runs"]
+    prompt = llm.tokenizer("The capital of France is")["input_ids"]
+    (drawn,) = llm.generate([prompt], SamplingParams(max_tokens=6, seed=3))
+    assert (run["text"], run["new_tokens"]) == (drawn.outputs[0].text, 6)
+    assert run["cached_tokens"] == len(prompt) + 5
+    assert run["cache_bytes"] == -(-run["cached_tokens"] // 16) * 16 * 768
+    # Another seed is another result, the same one is read.
+    again = ("generate", llama, out, *QUICK, "--max-new-tokens", 6, "--temperature", 1)
+    assert printed(cli(*again, "--seed", 3)) == first
+    assert cli(*again, "--seed", 4).exit_code == 2

@@ -1,0 +1,112 @@
+"""The server over the real engine: a tiny random model, all endpoints, blocks that come back."""
+
+import asyncio
+
+import openai
+import pytest
+
+from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.engine import Engine
+from support.serving import serving
+
+
+@pytest.fixture(scope="module")
+def served(tiny_models):
+    # A cache so small that 24 clients preempt each other.
+    config = EngineConfig(device="cpu", dtype="float32", cache_bytes=2**20)
+    with serving(Engine(tiny_models["llama"], config)) as served:
+        yield served
+
+
+def test_streamed_equals_whole_equals_batched(served):
+    client = served.client()
+    asked = {"model": served.service.model, "max_tokens": 40, "temperature": 0}
+    prompts = ["Hello", "the quick brown fox", "x"]
+    batched = [c.text for c in client.completions.create(**asked, prompt=prompts).choices]
+    for prompt, expected in zip(prompts, batched, strict=True):
+        chunks = client.completions.create(**asked, prompt=prompt, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    served.settles()
+
+
+def test_scores_of_a_prompt_are_those_of_generating_it(served):
+    """Echoed log probabilities of a greedy continuation are those that generating it gave."""
+    client, model = served.client(), served.service.model
+    prompt = served.engine.tokenizer("Hello")["input_ids"]
+    asked = {"model": model, "temperature": 0, "logprobs": 1}
+    made = client.completions.create(**asked, prompt=prompt, max_tokens=20, extra_body={"ignore_eos": True})
+    found = made.choices[0].logprobs
+    ids = _generated(served, prompt, 20)
+    for max_tokens in (0, 1):
+        told = client.completions.create(**asked, prompt=[prompt + ids], max_tokens=max_tokens, echo=True)
+        scored = told.choices[0].logprobs
+        assert scored.tokens[len(prompt) : len(prompt) + 20] == found.tokens
+        assert scored.token_logprobs[len(prompt) : len(prompt) + 20] == pytest.approx(found.token_logprobs, abs=1e-4)
+        assert len(scored.tokens) == len(prompt) + 20 + max_tokens
+
+
+def _generated(served, prompt, count):
+    from mlaforge.engine.sampling.params import SamplingParams
+
+    async def run():
+        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        engine = served.service.engine
+        return [t async for o in engine.generate("ids", prompt, params) for t in o.outputs[0].token_ids]
+
+    return asyncio.run_coroutine_threadsafe(run(), served.service.engine._loop).result(60)
+
+
+def test_chat_and_constraints(served):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    answer = served.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] <= 8
+    served.refused(served.post("/v1/completions", json={"prompt": "x", "n": 100}), 400, "n")
+    pytest.importorskip("llguidance")
+    asked = {"prompt": "x", "regex": "[ab]{5}", "max_tokens": 20}
+    text = served.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    assert len(text) == 5 and set(text) <= {"a", "b"}
+    served.refused(served.post("/v1/completions", json=asked | {"regex": "a("}), 400, "regex")
+    served.settles()
+
+
+def test_many_clients_some_of_which_leave(served):
+    async def one(client, i):
+        stream = await client.completions.create(
+            model=served.service.model, prompt=f"{i % 5} " * (i % 9 + 1), max_tokens=150 + 5 * i, stream=True,
+            extra_body={"ignore_eos": True, "stream_options": {"include_usage": True}},
+        )  # fmt: skip
+        usage = None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            if i % 6 == 1:
+                await stream.close()
+                return
+        assert usage.completion_tokens == 150 + 5 * i
+
+    async def everybody():
+        options = {"base_url": f"{served.url}/v1", "api_key": "x", "max_retries": 0, "timeout": 120}
+        async with openai.AsyncOpenAI(**options) as client:
+            await asyncio.gather(*(one(client, i) for i in range(24)))
+
+    asyncio.run(everybody())
+    served.settles()
+    served.engine.check_integrity()
+    assert served.service.engine.stats.preemptions > 0
+
+
+def test_metrics_of_speculation(tiny_models):
+    """Counters agree with each other and with the engine; per request it can be left out."""
+    config = EngineConfig(device="cpu", dtype="float32", cache_bytes=2**20, speculative="ngram")
+    with serving(Engine(tiny_models["llama"], config)) as served:
+        asked = {"prompt": [1, 2, 3, 4] * 9, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        plain = served.post("/v1/completions", json={**asked, "speculate": False}).json()
+        assert "mlaforge_speculation_steps_total 0.0" in served.http.get("/metrics").text
+        assert served.post("/v1/completions", json=asked).json()["choices"] == plain["choices"]
+        lines = dict(line.rsplit(" ", 1) for line in served.http.get("/metrics").text.splitlines() if line[0] != "#")
+        found = {name[21:]: float(value) for name, value in lines.items() if name.startswith("mlaforge_speculation_")}
+        stats = served.engine.stats().speculation
+        assert found["steps_total"] == stats.steps > 0 and found["tokens_total"] == stats.tokens == 59
+        assert found["drafted_tokens_total"] == stats.drafted >= found["accepted_tokens_total"] == stats.accepted
+        per_position = [v for name, v in found.items() if name.startswith("accepted_tokens_per_position")]
+        assert sum(per_position) == stats.accepted
+        assert found["draft_seconds_total"] + found["verify_seconds_total"] <= found["step_seconds_total"]

@@ -1,0 +1,80 @@
+"""Random EAGLE-3 heads for the tiny models, and what a head proposes as plain PyTorch computes it."""
+
+import torch
+from transformers import LlamaConfig
+
+from mlaforge.checkpoint.eagle3 import write_head
+from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+
+LAYER = {
+    "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "num_hidden_layers": 1, "mlp_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+
+
+ALL = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
+
+
+HEADS = {
+    "plain": {},
+    "all norms": {**ALL, "draft_vocab_size": 260},
+    "window": {"sliding_window": 9, "norm_before_residual": True},
+    "another size": {"layer": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20},
+                     "own_embedding": True, "norm_before_residual": True},
+}  # fmt: skip
+
+
+def make(layer=None, tokens=None, seed=0, **fields):
+    """A random head. `tokens`: its vocabulary, by default every third token of the target."""
+    torch.manual_seed(seed)
+    tokens = list(range(0, 260, 3)) if tokens is None else tokens
+    settings = {"target_hidden_size": 64, "draft_vocab_size": len(tokens), "boundaries": (0, 1, 2), **fields}
+    head = Eagle3Head(Eagle3Config(LlamaConfig(**{**LAYER, **(layer or {})}), **settings))
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+        else:
+            torch.nn.init.normal_(parameter, std=0.25)
+    if "d2t" in dict(head.named_buffers()):
+        head.d2t += torch.tensor(tokens) - torch.arange(len(tokens))
+        head.t2d[tokens] = True
+    return head.requires_grad_(False).eval()
+
+
+def saved(folder, **fields):
+    folder.mkdir(exist_ok=True)
+    write_head(make(**fields), folder, torch.float32)
+    return folder
+
+
+@torch.no_grad()
+def draft_logits(head, oracle, token_ids, drafted):
+    """Logits that the head proposes `drafted` from, and what follows, after token_ids: a whole pass per token."""
+    ids, window = torch.tensor([token_ids]), head.config.sliding_window
+    found = oracle.model(ids, output_hidden_states=True).hidden_states
+    states = torch.cat([found[boundary] for boundary in head.config.boundaries], dim=-1)[:, :-1]
+    embedding = head.embed_tokens if head.config.own_embedding else oracle.model.get_input_embeddings()
+    hidden, rest, logits = head.fuse(states.float()), ids[:, 1:], []
+    for token in [*drafted, None]:
+        distance = torch.arange(hidden.shape[1])[:, None] - torch.arange(hidden.shape[1])
+        mask = (distance >= 0) & (distance < (window or 10**6))
+        out = head(hidden, embedding(rest), torch.arange(hidden.shape[1])[None], mask)
+        logits.append(head.logits(out)[0, -1])
+        hidden = torch.cat((hidden, head.fed_back(out[:, -1:])), dim=1)
+        if token is not None:
+            rest = torch.cat((rest, torch.tensor([[token]])), dim=1)
+    return torch.stack(logits[:-1])
+
+
+def recorded(drafter, least=0.0):
+    """Every (text, how many tokens were asked for, draft) that it proposes from now on, likely by `least`."""
+    seen, propose = [], drafter.propose
+
+    def watching(asked, _):
+        drafts = propose(asked, least)
+        seen.extend((list(s.token_ids), count, d) for (s, count), d in zip(asked, drafts, strict=True))
+        return drafts
+
+    drafter.propose = watching
+    return seen

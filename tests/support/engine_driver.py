@@ -1,0 +1,139 @@
+"""What the engine's tests share: an engine that is watched at every step, and transformers as the oracle of its tokens.
+
+A watched engine begins with NaN in every row of its cache, so that a slot that is read before it was written shows; and
+after every step its tables are checked, its limits, and that the work was what the plan said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlaforge.checkpoint import loading
+from mlaforge.engine.cache.block_tables import BlockTables
+from mlaforge.engine.engine import Engine
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.scheduler import Scheduler
+from support.tiny_models import load_original
+
+# Two orders of summation of a tiny model's fp32 logits (about 5 in size) differ by some 1e-5.
+TIE = 1e-4
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    """The likeliest tokens, and exactly so many."""
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **more})
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+class Oracle:
+    """transformers' own greedy continuations in fp32, each computed once."""
+
+    def __init__(self, directory: Path):
+        converted = "mla_layer_types" in json.loads((directory / "config.json").read_text())
+        self.model = loading.load_model(directory, "float32") if converted else load_original(directory)
+        self.model.generation_config.eos_token_id = None
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def continuation(self, prompt: list[int], count: int) -> list[int]:
+        known = self._known.get(tuple(prompt), [])
+        if len(known) < count:
+            ids = torch.tensor([prompt])
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+            )
+            known = self._known[tuple(prompt)] = out[0, len(prompt) :].tolist()
+            assert len(known) == count
+        return known[:count]
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """[len(ids), vocabulary] in one pass."""
+        return self.model(torch.tensor([ids])).logits[0].float()
+
+    def check(self, prompt: list[int], got: list[int], count: int, tie: float = TIE) -> None:
+        """`got` is the greedy continuation of `count` tokens. Where it first differs from transformers' the two
+        candidates must be a tie, their logits less than `tie` apart, and so must what follows be after its own
+        beginning."""
+        want = self.continuation(prompt, count)
+        if got == want:
+            return
+        assert len(got) == count, f"{len(got)} tokens instead of {count}"
+        at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
+        logits = self.logits([*prompt, *got])[len(prompt) - 1 : -1]
+        gap = logits.max(-1).values - logits[range(count), got]
+        told = f"token {at} of {count} after {len(prompt)}: {got[at]}, transformers has {want[at]}; gaps {gap.tolist()}"
+        assert float(logits[at, want[at]] - logits[at, got[at]]) < tie, told
+        assert float(gap.max()) < tie, told
+
+
+def watched(model: Path, **options: Any) -> LLM:
+    """An LLM in fp32 with a small cache, all its rows NaN, whose engine is checked after every step."""
+    llm = LLM(model, **{"dtype": "float32", "device": "cpu", "cache_bytes": 1 << 20, **options})
+    poison(llm.engine)
+    watch(llm.engine)
+    return llm
+
+
+def poison(engine: Engine) -> None:
+    for rows in engine.cache.rows:
+        rows.fill_(torch.nan)
+
+
+def watch(engine: Engine) -> None:
+    step, config = engine.step, engine.config
+
+    def checked() -> list[Any]:
+        before = engine.stats()
+        outputs = step()
+        engine.check_integrity()
+        stats = engine.stats()
+        assert stats.computed_tokens - before.computed_tokens <= engine.scheduler.max_num_batched_tokens
+        assert stats.running <= engine.scheduler.max_num_seqs
+        for sequence in engine.scheduler.running:
+            for group, its in enumerate(engine.tables.groups):
+                _, blocks = engine.tables.table(sequence.number, group)
+                most = engine.tables.most_blocks(group, len(sequence.token_ids), config.max_num_batched_tokens)
+                assert len(blocks) <= most, f"{its.name}: {len(blocks)} blocks, at most {most} are needed"
+        return outputs
+
+    engine.step = checked  # type: ignore[method-assign]
+
+
+def renew(
+    engine: Engine, spare: int, longest: int, *, block_size: int, caching: bool = True, max_num_seqs: int = 4,
+    max_step: int = 16,
+) -> None:  # fmt: skip
+    """Gives a loaded engine new, empty tables of other sizes: one sequence of `longest` tokens fits, and `spare` blocks
+    more. The cache's memory stays, as NaN."""
+    engine.config = dataclasses.replace(
+        engine.config, block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_step
+    )
+    slots = {layer.group: len(rows) for layer, rows in zip(engine.cache.layers, engine.cache.rows, strict=True)}
+    probe = BlockTables(engine.tables.groups, block_size)
+    groups = []
+    for index, group in enumerate(engine.tables.groups):
+        blocks = probe.most_blocks(index, longest, max_step) + spare
+        assert blocks * block_size <= slots[index], f"{group.name} has {slots[index]} slots, not {blocks * block_size}"
+        groups.append(dataclasses.replace(group, num_blocks=blocks))
+    engine.cache.groups, engine.cache.block_size = groups, block_size
+    engine.tables = BlockTables(groups, block_size, caching)
+    engine.scheduler = Scheduler(engine.tables, max_num_seqs, max_step)
+    poison(engine)
+
+
+def idle(engine: Engine) -> None:
+    """Nothing is running, waiting, remembered or held."""
+    stats = engine.stats()
+    assert not engine.has_work and not engine._requests
+    assert (stats.running, stats.waiting, stats.cache_blocks_used, stats.cache_bytes_used) == (0, 0, 0, 0)
+    engine.check_integrity()

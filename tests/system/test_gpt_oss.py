@@ -1,0 +1,171 @@
+"""What only this family has: packed experts, learned sinks, windows beside full layers, YaRN on what loses RoPE."""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
+
+from mlaforge.artifact import Manifest
+from mlaforge.checkpoint import loading, mxfp4
+from mlaforge.config import resolve
+from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
+from mlaforge.families import read_spec
+from mlaforge.planning.plan import window_choices
+from mlaforge.report.report import write_report
+from support.tiny_models import load_original
+
+
+@pytest.fixture(scope="module")
+def packed(tiny_models, tmp_path_factory) -> Path:
+    """The tiny model in bf16 with its experts in MXFP4, as public checkpoints have it."""
+    directory = Path(shutil.copytree(tiny_models["gpt_oss"], tmp_path_factory.mktemp("packed") / "model"))
+    tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors |= dict(zip(mxfp4.stored_names(name), mxfp4.quantize(tensor), strict=True))
+        else:
+            tensors[name] = tensor.to(torch.bfloat16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": spared}}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def run(calibration_file, evaluation_file, tmp_path):
+    """run(MODEL, **options) -> the converted directory and its manifest."""
+
+    def convert_it(source: Path, **options) -> tuple[Path, Manifest]:
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
+        config = ConvertConfig(calibration=str(calibration_file), evaluation=str(evaluation_file), **settings)
+        return out, convert.run(str(source), out, config)
+
+    return convert_it
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("gptoss-*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
+def test_recipes_hold_what_their_comments_say(recipe):
+    """Every key is known, the plan fits the model, and the arithmetic in the comments is that of `plan`."""
+    layers, experts = {"gptoss-20b": (24, 32), "gptoss-120b": (36, 128)}[recipe.stem]
+    config = resolve(ConvertConfig, recipe)
+    spec = read_spec(GptOssConfig(num_hidden_layers=layers, num_local_experts=experts).to_dict())
+    chosen = convert.choose(spec, config)
+    assert chosen.plan.converted == tuple(range(1, layers, 2)) and chosen.refit and not chosen.allocated
+    assert {chosen.plan.cached[i] for i in chosen.plan.converted} == {576}
+    text = recipe.read_text()
+    assert f"{layers} layers, {layers // 2} of them full" in text and f"{experts} experts" in text
+    assert f"{chosen.plan.converted_fraction:.2%}".replace("%", " %") in text
+    held = {name: sizes[32768] / 2**20 for name, sizes in window_choices(chosen.plan).items()}
+    assert f"{held['full'] - held['all']:.2g} of {int(held['full'])} MiB" in text
+    waiting = config.nsamples * config.seqlen * spec.hidden_size * layers
+    assert f"{4 * waiting / 1e9:.0f} GB over" in text and f"{2 * waiting / 1e9:.0f} GB in bf16" in text
+    tokens = config.nsamples * config.seqlen, config.eval_windows * config.seqlen
+    assert f"{tokens[0]:,} tokens" in text and f"{tokens[1]:,} held-out tokens" in text
+
+
+def tokens(t=40):
+    return torch.randint(0, 250, (2, t), generator=torch.Generator().manual_seed(3))
+
+
+def stored(directory: Path) -> dict[str, str]:
+    """SHA-256 of the bytes of every tensor of MXFP4."""
+    digests = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
+                if name.endswith(("_blocks", "_scales")):
+                    digests[name] = hashlib.sha256(file.get_tensor(name).numpy().tobytes()).hexdigest()
+    return digests
+
+
+@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+def test_packed_experts_are_copied_byte_for_byte_and_the_rest_is_exact(layout, packed, run):
+    out, manifest = run(packed, layout=layout, budget=1.0)
+    assert len(stored(packed)) == 2 * 2 * 3 and stored(out) == stored(packed)
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    assert manifest.metrics["mla_ppl"] == pytest.approx(manifest.metrics["original_ppl"], rel=1e-3)
+    whole = AutoModelForCausalLM.from_pretrained(packed, quantization_config=Mxfp4Config(dequantize=True))
+    converted = loading.load_model(out)
+    for name, tensor in whole.state_dict().items():
+        if "self_attn" not in name:
+            assert torch.equal(converted.state_dict()[name], tensor), name
+    with torch.no_grad():
+        expected = whole.float()(tokens()).logits
+        # Only the new projections were rounded to bf16 once more.
+        torch.testing.assert_close(converted.float()(tokens()).logits, expected, rtol=0, atol=0.03)
+
+
+def test_full_layers_are_converted_by_default_and_sliding_ones_kept(tiny_models, run):
+    out, manifest = run(tiny_models["gpt_oss"], budget=0.5)
+    config = json.loads((out / "config.json").read_text())
+    assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert config["mla_layer_types"] == ["gqa", "latent", "gqa"]
+    before, after = load_file(tiny_models["gpt_oss"] / "model.safetensors"), {}
+    for path in out.glob("*.safetensors"):
+        after |= load_file(path)
+    for name, tensor in before.items():
+        if "layers.1.self_attn" not in name:
+            assert torch.equal(after[name], tensor), name
+    choices = manifest.metrics["cache"]["window_choices"]
+    # fp32: two sliding layers of 64 numbers for 24 tokens, one full layer of 64 or 32 numbers for every token.
+    assert choices["gqa"][8192] == 4 * (2 * 64 * 24 + 64 * 8192)
+    assert choices["full"][8192] == 4 * (2 * 64 * 24 + 32 * 8192)
+    assert choices["all"][8192] == 4 * (2 * 32 * 24 + 32 * 8192)
+    assert manifest.metrics["cache"]["fraction"] == choices["full"][131072] / choices["gqa"][131072]
+    write_report(out.parent, page := out.parent / "report.html")
+    text = re.sub(r"<[^>]*>|\s", " ", page.read_text(encoding="utf-8"))
+    table = text[text.index("layers converted") :]
+    for name in ("none (GQA)", "full", "all"):
+        table = table[table.index(name) :]
+    assert all(label in text for label in ("8K", "32K", "128K"))
+
+
+def sink_shares(model, ids) -> torch.Tensor:
+    """[layers, B, H, T]: what each layer's softmax leaves to its sink, from `lse` by the definition."""
+    from mlaforge.modeling import latent_attention_mla as mla
+
+    shares = []
+    real = mla.sink_share
+
+    def remember(lse, sinks):
+        shares.append(1 - real(lse, sinks))
+        return real(lse, sinks)
+
+    mla.sink_share = remember
+    try:
+        with torch.no_grad():
+            model(ids)
+    finally:
+        mla.sink_share = real
+    return torch.stack(shares)
+
+
+@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+def test_the_sinks_share_is_the_originals(layout, absorb, tiny_models, run):
+    """Exactly where nothing is removed, and nearer to it the more is kept."""
+    original = load_original(tiny_models["gpt_oss"])
+    with torch.no_grad():
+        kept = torch.stack(original(tokens(), output_attentions=True).attentions).sum(-1)
+    assert 0.05 < float((1 - kept).mean()) < 0.95
+    error = {}
+    for budget in (1.0, 0.75, 0.25):
+        model = loading.load_model(run(tiny_models["gpt_oss"], layout=layout, layers="all", budget=budget)[0])
+        for layer in model.model.layers:
+            layer.self_attn.absorb = absorb
+        error[budget] = float((sink_shares(model, tokens()) - (1 - kept)).abs().mean())
+    assert error[1.0] < 1e-5 < error[0.75] < error[0.25] < 0.1

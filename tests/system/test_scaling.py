@@ -1,0 +1,29 @@
+"""docs/scaling.md says what its command prints, and that follows from the sizes of the models."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def scaling(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import scaling
+
+    return scaling
+
+
+def test_the_tables_are_the_command_s(scaling):
+    told = [line for line in (ROOT / "docs" / "scaling.md").read_text().splitlines() if line.startswith("| ")]
+    assert [line for line in told if line in set(scaling.lines())] == list(scaling.lines())
+
+
+def test_bytes_of_a_request(scaling):
+    """By hand: 18 full layers of 32K tokens and 18 of 128; 1,024 numbers a layer, 576 in a converted one; bf16."""
+    full, sliding = 18 * 32768 * 2, 18 * 128 * 2
+    raw = scaling.MODELS["120B"]
+    for ranks in (1, 2, 8):
+        assert scaling.cache_bytes(raw, "GQA", 32768, ranks) == (full + sliding) * 1024 // ranks
+        assert scaling.cache_bytes(raw, "converted", 32768, ranks) == full * 576 + sliding * 1024 // ranks

@@ -1,0 +1,78 @@
+"""What of vLLM's plugin can be held to without vLLM; the rest is tests/vllm_plugin/test_vllm.py."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlaforge import vllm_plugin
+from mlaforge.checkpoint import loading, reader
+from mlaforge.vllm_plugin.heads import Heads
+from mlaforge.vllm_plugin.pages import even_pages
+
+# GPT-OSS leaves its sliding layers as they are.
+CASES = [("llama", "latent"), ("biased_llama", "latent_rope"), ("gpt_oss", "latent_rope"), ("qwen3", "latent")]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_what_ranks_compute_adds_up(case, ranks, converted):
+    """Four query heads and two KV heads: with four ranks a KV head is on two of them."""
+    directory = converted(*case)
+    model, raw = loading.load_model(directory, "float32"), reader.read_config(directory)
+    hidden = torch.randn(1, 9, raw["hidden_size"], generator=torch.Generator().manual_seed(0))
+    rotation = model.model.rotary_emb(hidden, torch.arange(9)[None])
+    causal = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    for index, layer in enumerate(model.model.layers):
+        whole = layer.self_attn(hidden, position_embeddings=rotation, attention_mask=causal)[0]
+        total = torch.zeros_like(whole)
+        for rank in range(ranks):
+            heads = Heads(raw["num_key_value_heads"], rank, ranks)
+            skeleton = loading.skeleton(heads.config(raw))
+            skeleton.config._attn_implementation = "eager"
+            part = skeleton.model.layers[index].self_attn
+            if hasattr(part, "table"):
+                part.table.rotary = model.model.rotary_emb
+            state = {name: heads.share(name, tensor) for name, tensor in layer.self_attn.state_dict().items()}
+            part.load_state_dict(state, assign=True)
+            total += part(hidden, position_embeddings=rotation, attention_mask=causal)[0]
+        torch.testing.assert_close(total, whole, atol=1e-5, rtol=1e-4)
+
+
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=3), st.sampled_from([16, 32, 48, 64, 128]),
+    st.sampled_from([0, 128, 1024]),
+)  # fmt: skip
+def test_pages_are_of_one_size(widths, block_size, drafted):
+    if max(widths) > block_size * widths[0]:
+        return
+    sizes, filled = even_pages(widths, block_size, drafted)
+    assert len({size * width for size, width in zip(sizes, filled, strict=True)}) == 1
+    assert sizes[0] == block_size
+    assert all(have >= need for have, need in zip(filled, widths, strict=True))
+    if drafted and len(widths) > 1:
+        assert filled[0] % drafted == 0 or drafted % filled[0] == 0
+    else:
+        assert filled[0] == widths[0]
+
+
+def test_gpt_oss_20b_s_pages():
+    """12 layers of 512 + 64 numbers, 12 of 2 x 8 x 64; a draft head of 1,024 beside them."""
+    assert even_pages([6912, 12288], 128) == ([128, 64], [6912, 13824])
+    assert even_pages([6912, 12288], 128, 1024) == ([128, 64], [7168, 14336])
+
+
+def test_it_is_found_and_stays_light():
+    root = Path(vllm_plugin.__file__).parents[3]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"mlaforge": "mlaforge.vllm_plugin:register"}
+    code = (
+        "import sys, mlaforge.vllm_plugin as p; assert callable(p.register); "
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
