@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.runtime import UserError
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 
 PROMPT, OTHER, LONG = random_prompts(21, 30, 75, seed=5)
@@ -293,6 +294,7 @@ def test_texts_and_token_ids_are_prompts(llama, oracle):
     for prompts in ("The capital", ["The capital"], ids, [ids], tuple(ids), [tuple(ids)]):
         (output,) = llm.generate(prompts, greedy(6))
         assert output.prompt_token_ids == ids
+        assert output.prompt == ("The capital" if "The capital" in (prompts, prompts[0]) else None)
         oracle.check(ids, output.outputs[0].token_ids, 6)
     both = llm.generate(["The capital", PROMPT, "of"], [greedy(3), greedy(4), greedy(5)])
     assert [len(output.outputs[0].token_ids) for output in both] == [3, 4, 5]
@@ -361,12 +363,41 @@ def test_a_chat_ends_where_the_model_begins(llama):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     prompt = llm.chat_prompt(turns)
     assert llm.tokenizer.decode(prompt) == "<s>user: Hi\n<s>assistant: Yes?\nassistant:"
-    answer = llm.chat(turns, greedy(7))
-    assert answer.prompt_token_ids == prompt
+    (answer,) = llm.chat(turns, greedy(7))
+    assert (answer.prompt_token_ids, answer.prompt) == (prompt, None)
     assert texts(answer) == texts(llm.generate([prompt], greedy(7))[0])
     # The next turn computes what is new.
-    longer = llm.chat([*turns, {"role": "user", "content": "What?"}], greedy(7))
+    (longer,) = llm.chat([*turns, {"role": "user", "content": "What?"}], greedy(7))
     assert longer.num_cached_tokens == (len(prompt) - len("assistant:")) // 16 * 16
+
+
+def test_several_conversations(llama):
+    """Each as if it were alone."""
+    llm = watched(llama)
+    talks = [[{"role": "user", "content": text}] for text in ("Hi", "A longer one, to be read in more than one step")]
+    alone = [llm.chat(talk, sampling_params=greedy(7))[0] for talk in talks]
+    for params in (greedy(7), [greedy(7), greedy(7)]):
+        both = llm.chat(talks, sampling_params=params)
+        assert [texts(output) for output in both] == [texts(output) for output in alone]
+        assert [output.prompt_token_ids for output in both] == [output.prompt_token_ids for output in alone]
+    pieces = [output for output in llm.stream_chat(talks, sampling_params=greedy(7)) if output.outputs[0].token_ids]
+    assert len(pieces) == 14
+
+
+def test_vllms_names_of_options(llama):
+    small = {"dtype": "float32", "device": "cpu", "cache_bytes": 1 << 20}
+    config = LLM(llama, gpu_memory_utilization=0.25, enable_prefix_caching=False, **small).engine.config
+    assert (config.cache_fraction, config.prefix_caching) == (0.25, False)
+    for options, words in (
+        ({"gpu_memory_utilization": 0.25, "cache_fraction": 0.25}, "^gpu_memory_utilization is another name of cache_"),
+        ({"enable_prefix_caching": True, "prefix_caching": True}, "^enable_prefix_caching is another name of prefix_"),
+        ({"enable_prefix_caching": True, "config": config}, "^enable_prefix_caching is another name of prefix_"),
+        ({"dtype": "float32", "config": config}, "^dtype is given beside a config; put it into the config$"),
+        ({"gpu_memory_utilisation": 0.25}, "unknown key 'gpu_memory_utilisation'"),
+        ({"gpu_memory_utilization": 1.5}, "^cache_fraction = 1.5 must be above 0 and at most 1$"),
+    ):
+        with pytest.raises(UserError, match=words):
+            LLM(llama, **options)
 
 
 def test_the_answers_end_with_the_models_context(llama, oracle):

@@ -189,3 +189,19 @@ def test_aborting_in_every_state(llama):
 def test_no_chat_template(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     refused("llama has no chat template; use a plain prompt", llm.chat, [{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_that_refuses(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('no\nsystem turn') }}")
+    words = "the model's chat template refuses these messages: no system turn"
+    refused(words, llm.chat, [{"role": "system", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("messages", [[], "Hi", {"role": "user"}, ["Hi"], [{"role": "user"}, []], 5], ids=str)
+def test_what_is_no_conversation(messages, llm):
+    right = r'which is a list of {"role", "content"} turns, or a list of conversations'
+    refused(f"messages must be a conversation, {right}", llm.chat, messages)
+    two = [[{"role": "user", "content": "Hi"}]] * 2
+    words = "1 sampling parameters for 2 conversations; give one, or one per conversation"
+    refused(words, llm.chat, two, [greedy(1)])
+    idle(llm.engine)

@@ -36,7 +36,7 @@ def answers(llm, turns, **params):
     messages, found = [], []
     for said in turns:
         messages.append({"role": "user", "content": said})
-        text = llm.chat(messages, SamplingParams(**params)).outputs[0].text
+        text = llm.chat(messages, SamplingParams(**params))[0].outputs[0].text
         messages.append({"role": "assistant", "content": text})
         found.append(text)
     return found
@@ -66,7 +66,7 @@ def test_a_chat_with_a_system_prompt_and_a_seed(llama, llm, cli):
     ]
     assert told[0] == told[1] and len(set(told)) == 3
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    text = llm.chat(messages, SamplingParams(temperature=0.7, top_p=0.95, seed=1, max_tokens=9)).outputs[0].text
+    text = llm.chat(messages, SamplingParams(temperature=0.7, top_p=0.95, seed=1, max_tokens=9))[0].outputs[0].text
     assert told[3] == f"> {text}\n> "
 
 
@@ -80,7 +80,7 @@ def test_a_turn_that_is_broken_off_is_not_kept(llama):
     assert talk.messages == []
     assert talk.llm.engine.stats().cache_blocks_used == 0
     before = talk.llm.engine.stats().cached_prompt_tokens
-    "".join(talk.answer("Tell me everything."))
+    assert "".join(piece.text for piece in talk.answer("Tell me everything.")) == talk.messages[-1]["content"]
     # What had been computed of it is found again.
     assert talk.llm.engine.stats().cached_prompt_tokens - before == 32
     assert [message["role"] for message in talk.messages] == ["user", "assistant"]

@@ -22,8 +22,9 @@ WORDS = "the quick brown fox jumps over the lazy dög 漢字 🙂 and "
 
 
 def load_tokenizer(directory: Path) -> Any:
-    from support.tiny_models import save_tokenizer
     from transformers import AutoTokenizer
+
+    from support.tiny_models import save_tokenizer
 
     save_tokenizer(directory)
     return AutoTokenizer.from_pretrained(directory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +34,8 @@ app = group("Turn a grouped-query-attention model into multi-head latent attenti
 app.add_typer(draft.app, name="draft")
 verb = functools.partial(verbs.verb, app)
 
+# In place of an answer for which the reasoning before it left no room.
+NO_ANSWER = "[only reasoning, no answer: --max-new-tokens may be too small]"
 OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new directory for the result")]
 
 
@@ -194,12 +197,27 @@ def chat(model: Model, config: ChatConfig) -> None:
             continue
         answer = conversation.answer(said)
         try:
-            for piece in answer:
-                print(piece, end="", flush=True)
+            show(answer)
         except KeyboardInterrupt:
             answer.close()
             print(" [broken off]", end="")
         print()
+
+
+def show(answer: Iterable[Any]) -> None:
+    """Prints an answer as it is made; on a terminal, dimmed, the reasoning before it too."""
+    gap = "\n" if sys.stdout.isatty() else ""
+    reasoned = answered = False
+    for piece in answer:
+        if piece.reasoning_content:
+            reasoned = True
+            if gap:
+                print(typer.style(piece.reasoning_content, dim=True), end="", flush=True)
+        if piece.text:
+            print((gap if reasoned and not answered else "") + piece.text, end="", flush=True)
+            answered = True
+    if reasoned and not answered:
+        print(gap + NO_ANSWER, end="")
 
 
 def _ask() -> str:
@@ -392,11 +410,12 @@ def talk(metrics: dict[str, Any]) -> str:
     """The prompt and each model's continuation, with its speed and measured cache."""
     parts = [f"\n> {metrics['prompt']}"]
     for run in metrics["runs"]:
+        text = run["text"].strip() or (NO_ANSWER if run.get("reasoning_content") else "")
         length = (run.get("eagle_speculation") or {}).get("mean_acceptance_length")
         drafts = f", {length:.2f} a step" if length else ""
         parts.append(
             f"\n[{run['model']}: {run['tokens_per_second']:.1f} tokens/s{drafts}, cache {run['cache_bytes']} bytes for "
-            f"{run['cached_tokens']} tokens]\n{run['text'].strip()}"
+            f"{run['cached_tokens']} tokens]\n{text}"
         )
     return "\n".join(parts) + "\n"
 

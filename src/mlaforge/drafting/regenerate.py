@@ -28,6 +28,7 @@ from mlaforge.drafting.dataset import (
     told,
     words,
 )
+from mlaforge.engine import chat_template
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
@@ -195,7 +196,7 @@ class Regeneration:
             self._keep({"number": number, "dropped": "said before"}, file, bar)
         else:
             self.seen.add(words(said))
-            ids = self.llm.chat_prompt([{"role": "user", "content": said}])
+            ids = chat_template.render(self.llm.tokenizer, [{"role": "user", "content": said}])
             if len(ids) + self.config.max_new_tokens > self.engine.max_model_len:
                 self._keep({"number": number, "dropped": "too long"}, file, bar)
                 return

@@ -10,14 +10,24 @@ import codecs
 import datetime
 import importlib.metadata
 import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlaforge.runtime import UserError
-from mlaforge.serving.protocol import ChatMessage, ChatRequest
-from mlaforge.serving.wire import ApiError
+from mlaforge.runtime import UserError, log
 
 SPECIAL = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+# What is read of a message; the names are OpenAI's.
+FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _FUNCTIONS = "functions."
+
+
+class MessageError(UserError):
+    """A conversation that cannot be written in harmony. `field` is the path of what is wrong: messages.0.content."""
+
+    def __init__(self, why: str, field: str) -> None:
+        super().__init__(why)
+        self.field = field
 
 
 def speaks_harmony(tokenizer: Any) -> bool:
@@ -49,95 +59,153 @@ def load(tokenizer: Any) -> Harmony:
     return Harmony(encoding)
 
 
+def choose(tokenizer: Any, wanted: bool) -> Harmony | None:
+    """Harmony where the tokenizer speaks it and it is wanted, None for the chat template. Raises UserError."""
+    if not wanted or not speaks_harmony(tokenizer):
+        return None
+    if not installed():
+        raise UserError("this model speaks harmony: pip install 'mlaforge[harmony]', or use --no-harmony")
+    log("chat: harmony")
+    return load(tokenizer)
+
+
 class Harmony:
-    """Renders requests and makes parsers of answers."""
+    """Renders conversations and makes parsers of answers."""
 
     def __init__(self, encoding: Any) -> None:
         self.encoding = encoding
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(encoding.stop_tokens_for_assistant_actions()))
 
-    def render(self, request: ChatRequest) -> list[int]:
-        """The prompt of a chat request. Text of messages never becomes a special token. Raises ApiError (400)."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
+        reasoning_effort: str | None = None,
+    ) -> list[int]:  # fmt: skip
+        """The prompt of a conversation whose next turn is the model's, as token ids.
+
+        messages          OpenAI's, with content and the arguments of calls as text; it never becomes a special token
+        tools             OpenAI's, of type function
+        reasoning_effort  low, medium or high; None is harmony's own default
+
+        What was reasoned before the last answer is left out. Raises MessageError.
+        """
         import openai_harmony as oh
 
-        if request.continue_final_message or not request.add_generation_prompt:
-            raise ApiError(400, "with harmony the answer is always a new message", "add_generation_prompt")
-        if request.chat_template_kwargs:
-            raise ApiError(400, "with harmony there is no chat template", "chat_template_kwargs")
         system = oh.SystemContent.new().with_conversation_start_date(datetime.date.today().isoformat())
-        if request.reasoning_effort is not None:
-            system = system.with_reasoning_effort(oh.ReasoningEffort(request.reasoning_effort.capitalize()))
-        tools = request.tools if request.tool_choice == "auto" else []
-        turns = list(enumerate(request.messages))
-        told = [m.text for _, m in turns if m.role in ("system", "developer")]
+        if reasoning_effort is not None:
+            system = system.with_reasoning_effort(oh.ReasoningEffort(reasoning_effort.capitalize()))
+        turns = [(f"messages.{i}", _checked(message, f"messages.{i}")) for i, message in enumerate(messages)]
+        instructions = [
+            _text(turn, "content", where) or "" for where, turn in turns if turn["role"] in ("system", "developer")
+        ]
         developer = oh.DeveloperContent.new()
-        if told:
-            developer = developer.with_instructions("\n\n".join(told))
+        if instructions:
+            developer = developer.with_instructions("\n\n".join(instructions))
         if tools:
             developer = developer.with_function_tools([
-                oh.ToolDescription.new(t.function.name, t.function.description or "", t.function.parameters)
-                for t in tools
+                oh.ToolDescription.new(f["name"], f.get("description") or "", f.get("parameters"))
+                for f in (tool["function"] for tool in tools)
             ])  # fmt: skip
-        messages = [oh.Message.from_role_and_content(oh.Role.SYSTEM, system)]
-        if told or tools:
-            messages.append(oh.Message.from_role_and_content(oh.Role.DEVELOPER, developer))
+        rendered = [oh.Message.from_role_and_content(oh.Role.SYSTEM, system)]
+        if instructions or tools:
+            rendered.append(oh.Message.from_role_and_content(oh.Role.DEVELOPER, developer))
         calls: dict[str, str] = {}  # id of a call -> the function called
-        for position, message in turns:
-            if message.role not in ("system", "developer"):
-                messages += _messages(message, f"messages.{position}", calls)
-        conversation = oh.Conversation.from_messages(messages)
+        for where, turn in turns:
+            if turn["role"] not in ("system", "developer"):
+                rendered += _messages(turn, where, calls)
+        conversation = oh.Conversation.from_messages(rendered)
         try:
             return list(self.encoding.render_conversation_for_completion(conversation, oh.Role.ASSISTANT))
         except oh.HarmonyError as error:
-            raise ApiError(400, f"harmony cannot render this: {str(error)[:300]}", "messages") from error
+            raise MessageError(f"harmony cannot render this: {str(error)[:300]}", "messages") from error
 
-    def parser(self) -> HarmonyParser:
-        return HarmonyParser(self.encoding)
+    def parser(self, tools: bool = True) -> HarmonyParser:
+        """For one answer. `tools` False: whoever reads it can call none, so that a call is raw text."""
+        return HarmonyParser(self.encoding, tools)
 
 
-def _messages(message: ChatMessage, where: str, calls: dict[str, str]) -> list[Any]:
+def _checked(message: Any, where: str) -> Mapping[str, Any]:
+    """A message of a known role, without fields that would be lost."""
+    if not isinstance(message, Mapping):
+        raise MessageError(f"{where} must be a message of role and content, not a {type(message).__name__}", where)
+    if message.get("role") not in _ROLES:
+        raise MessageError(f"{where}: role {message.get('role')!r} must be one of {', '.join(_ROLES)}", f"{where}.role")
+    if unknown := sorted(str(name) for name, value in message.items() if value is not None and name not in FIELDS):
+        raise MessageError(
+            f"{where} has {unknown[0]!r}; harmony takes {', '.join(sorted(FIELDS))}", f"{where}.{unknown[0]}"
+        )
+    return message
+
+
+def _text(message: Mapping[str, Any], name: str, where: str) -> str | None:
+    """One of a message's texts; None where it is left out."""
+    value = message.get(name)
+    if value is not None and not isinstance(value, str):
+        raise MessageError(f"{where}: {name} must be text, not a {type(value).__name__}", f"{where}.{name}")
+    return value
+
+
+def _messages(message: Mapping[str, Any], where: str, calls: dict[str, str]) -> list[Any]:
     """A user's, assistant's or tool's turn as harmony messages; notes and looks up the calls' ids."""
     import openai_harmony as oh
 
-    if message.role == "user":
-        return [oh.Message.from_role_and_content(oh.Role.USER, message.text)]
-    if message.role == "tool":
-        name = calls.get(message.tool_call_id or "", message.name)
+    content = _text(message, "content", where) or ""
+    if message["role"] == "user":
+        return [oh.Message.from_role_and_content(oh.Role.USER, content)]
+    if message["role"] == "tool":
+        name = calls.get(_text(message, "tool_call_id", where) or "", _text(message, "name", where))
         if name is None:
-            raise ApiError(400, f"{where}: tool_call_id names no call of an earlier message", f"{where}.tool_call_id")
+            why = f"{where}: tool_call_id names no call of an earlier message"
+            raise MessageError(why, f"{where}.tool_call_id")
         author = oh.Author.new(oh.Role.TOOL, _FUNCTIONS + name)
-        result = oh.Message.from_author_and_content(author, message.text)
+        result = oh.Message.from_author_and_content(author, content)
         return [result.with_channel("commentary").with_recipient("assistant")]
-    made = []
-    if message.reasoning_content:
-        thought = oh.Message.from_role_and_content(oh.Role.ASSISTANT, message.reasoning_content)
-        made.append(thought.with_channel("analysis"))
-    if message.text:
+    turn = []
+    tool_calls = _calls(message, where)
+    if reasoning := _text(message, "reasoning_content", where):
+        turn.append(oh.Message.from_role_and_content(oh.Role.ASSISTANT, reasoning).with_channel("analysis"))
+    if content:
         # Before a call it is a preamble, which belongs to commentary; else it is the answer.
-        channel = "commentary" if message.tool_calls else "final"
-        made.append(oh.Message.from_role_and_content(oh.Role.ASSISTANT, message.text).with_channel(channel))
-    for call in message.tool_calls or ():
-        if call.id is not None:
-            calls[call.id] = call.function.name
-        asked = oh.Message.from_role_and_content(oh.Role.ASSISTANT, call.function.arguments)
-        asked = asked.with_channel("commentary").with_recipient(_FUNCTIONS + call.function.name)
-        made.append(asked.with_content_type("<|constrain|>json"))
-    return made
+        channel = "commentary" if tool_calls else "final"
+        turn.append(oh.Message.from_role_and_content(oh.Role.ASSISTANT, content).with_channel(channel))
+    for call_id, name, arguments in tool_calls:
+        if call_id is not None:
+            calls[call_id] = name
+        call = oh.Message.from_role_and_content(oh.Role.ASSISTANT, arguments)
+        call = call.with_channel("commentary").with_recipient(_FUNCTIONS + name)
+        turn.append(call.with_content_type("<|constrain|>json"))
+    return turn
+
+
+def _calls(message: Mapping[str, Any], where: str) -> list[tuple[str | None, str, str]]:
+    """Id, function and arguments of each call in an assistant's message."""
+    read = []
+    try:
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if not isinstance(name, str) or not isinstance(arguments, str):
+                raise TypeError(name, arguments)
+            read.append((call.get("id"), name, arguments))
+    except (TypeError, LookupError, AttributeError) as error:
+        right = 'must be calls of {"id", "function": {"name", "arguments"}}, the arguments as JSON text'
+        raise MessageError(f"{where}: tool_calls {right}", f"{where}.tool_calls") from error
+    return read
 
 
 class HarmonyParser:
     """Generated tokens as pieces of a chat message: {"content" | "reasoning_content" | "tool_calls": ...}.
 
-    analysis is reasoning, final and commentary to nobody are content, commentary to functions.x is a call of x. From
-    the first message on that is none of these or cannot be read, raw text (its special tokens included) is content and
-    `failed` is set; nothing that was generated is lost but half a character at the very end of a cut answer.
+    analysis is reasoning, final and commentary to nobody are content, commentary to functions.x is a call of x (where
+    there are `tools`). From the first message on that is none of these or cannot be read, raw text (its special tokens
+    included) is content and `failed` is set; nothing that was generated is lost but half a character at the very end of
+    a cut answer.
     """
 
-    def __init__(self, encoding: Any) -> None:
+    def __init__(self, encoding: Any, tools: bool) -> None:
         import openai_harmony as oh
 
         self._error = oh.HarmonyError
         self._encoding = encoding
+        self._tools = tools
         self._parser = oh.StreamableParser(encoding, oh.Role.ASSISTANT)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._header: list[int] = []  # tokens of a message of which nothing was handed out yet
@@ -183,7 +251,7 @@ class HarmonyParser:
         channel, recipient = self._parser.current_channel, self._parser.current_recipient
         if recipient is None:
             return channel in ("analysis", "commentary", "final")
-        if not recipient.startswith(_FUNCTIONS):
+        if not self._tools or not recipient.startswith(_FUNCTIONS):
             return False
         call = {"index": self.calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
         call["function"] = {"name": recipient.removeprefix(_FUNCTIONS), "arguments": ""}

@@ -14,8 +14,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from mlaforge import runtime
+from mlaforge.engine import harmony
 from mlaforge.runtime import UserError
-from mlaforge.serving import chat, wire
+from mlaforge.serving import wire
 from mlaforge.serving.admission import (
     ApiKey,
     Disconnected,
@@ -29,6 +30,7 @@ from mlaforge.serving.admission import (
     while_connected,
 )
 from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, Stream
+from mlaforge.serving.chat import Chat
 from mlaforge.serving.config import ServeConfig
 from mlaforge.serving.metrics import Metrics
 from mlaforge.serving.protocol import ChatRequest, CompletionRequest, Generation, refusal
@@ -51,7 +53,7 @@ class Service:
         self.door = Doorkeeper(config.max_concurrent, config.max_queue)
         self.metrics = Metrics(engine, self.door)
         self.tokens = TokenText(inner.tokenizer)
-        self.chat = chat.choose(inner.tokenizer, config.harmony)
+        self.chat = Chat(inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony))
         # Tokenizing a long prompt must not hold up everybody's tokens; one thread, because tokenizers want no two.
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="mlaforge-tokenize")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
-from mlaforge.engine import harmony
-from mlaforge.engine.harmony import Harmony
+from mlaforge.engine import chat_template
+from mlaforge.engine.harmony import FIELDS, Harmony, MessageError
 from mlaforge.engine.request.output import Completion
-from mlaforge.runtime import UserError, log
+from mlaforge.runtime import UserError
 from mlaforge.serving.protocol import ChatMessage, ChatRequest
 from mlaforge.serving.wire import ApiError
 
@@ -61,7 +61,7 @@ class ChannelParser:
 
 
 class Chat:
-    """How one model is talked with."""
+    """How one model is talked with: in harmony, or by its chat template."""
 
     def __init__(self, tokenizer: Any, spoken: Harmony | None) -> None:
         self._tokenizer = tokenizer
@@ -69,9 +69,7 @@ class Chat:
 
     def prompt(self, request: ChatRequest) -> list[int]:
         """The request's prompt as token ids. Raises ApiError (400)."""
-        if self.harmony is not None:
-            return self.harmony.render(request)
-        return self._render(request)
+        return self._by_template(request) if self.harmony is None else self._in_harmony(self.harmony, request)
 
     def parser(self) -> AnswerParser:
         return PlainParser() if self.harmony is None else ChannelParser(self.harmony)
@@ -88,32 +86,46 @@ class Chat:
         stops = () if request.ignore_eos else self.harmony.stop_token_ids
         return {"stop_token_ids": (*request.stop_token_ids, *stops)}
 
-    def _render(self, request: ChatRequest) -> list[int]:
-        import jinja2
+    def _in_harmony(self, spoken: Harmony, request: ChatRequest) -> list[int]:
+        if request.continue_final_message or not request.add_generation_prompt:
+            raise ApiError(400, "with harmony the answer is always a new message", "add_generation_prompt")
+        if request.chat_template_kwargs:
+            raise ApiError(400, "with harmony there is no chat template", "chat_template_kwargs")
+        messages = [
+            {**message.model_dump(include=set(FIELDS), exclude_none=True), "content": message.text}
+            for message in request.messages
+        ]
+        try:
+            return spoken.render(messages, _tools(request), request.reasoning_effort)
+        except MessageError as error:
+            raise ApiError(400, str(error), error.field) from error
 
+    def _by_template(self, request: ChatRequest) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
         if taken := sorted(_RESERVED & request.chat_template_kwargs.keys()):
             raise ApiError(400, f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
         if request.continue_final_message and request.add_generation_prompt:
             raise ApiError(400, "continue_final_message needs add_generation_prompt = false", "continue_final_message")
-        variables = dict(request.chat_template_kwargs)
+        variables = {
+            **request.chat_template_kwargs,
+            "add_generation_prompt": request.add_generation_prompt,
+            "continue_final_message": request.continue_final_message,
+        }
         if request.reasoning_effort is not None:
             variables["reasoning_effort"] = request.reasoning_effort
-        if request.tools and request.tool_choice == "auto":
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        if tools := _tools(request):
+            variables["tools"] = tools
         messages = [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)]
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message, **variables,
-            )  # fmt: skip
-        # A template is the model's code run on the client's data: whatever it stumbles over is in the messages.
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            why = " ".join(str(error).split())[:300]
-            raise ApiError(400, f"the model's chat template refuses these messages: {why}", "messages") from error
-        # Templates write the special tokens themselves.
-        return list(self._tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])
+            return chat_template.render(self._tokenizer, messages, variables, bool(request.add_special_tokens))
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from error
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that the model is told of, as plain objects."""
+    return [tool.model_dump(exclude_none=True) for tool in request.tools] if request.tool_choice == "auto" else []
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -140,13 +152,3 @@ def _arguments(text: str, where: str) -> Any:
         return json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"{where}: a call's arguments are not JSON", f"{where}.tool_calls") from error
-
-
-def choose(tokenizer: Any, wanted: bool) -> Chat:
-    """Harmony where the tokenizer speaks it and it is wanted, else the chat template. Raises UserError."""
-    if not wanted or not harmony.speaks_harmony(tokenizer):
-        return Chat(tokenizer, None)
-    if not harmony.installed():
-        raise UserError("this model speaks harmony: pip install 'mlaforge[harmony]', or use --no-harmony")
-    log("chat: harmony")
-    return Chat(tokenizer, harmony.load(tokenizer))

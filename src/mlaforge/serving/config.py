@@ -15,7 +15,8 @@ class GenerateConfig(EngineConfig):
     prompt: str = option("The capital of France is", "what the text starts with, or the user's turn with --chat")
     against: str | None = option(None, "a second model that continues the same prompt")
     max_new_tokens: int = option(64, "length of the continuation", "tokens")
-    chat: bool = option(False, "wrap the prompt in the model's chat template")
+    chat: bool = option(False, "ask the prompt as a user's turn: in harmony, else in the model's chat template")
+    harmony: bool = option(True, "with --chat, read and write the harmony format where the tokenizer has it")
     temperature: float = option(0.0, "0 takes the likeliest token, 1 draws from the model's own distribution")
     top_p: float = option(1.0, "draw among the likeliest tokens that together have this probability", "fraction")
     seed: int | None = option(None, "seed of the draws (default: a fresh one)")
@@ -26,6 +27,7 @@ class ChatConfig(EngineConfig):
     """Options of `chat`."""
 
     system: str | None = option(None, "what the model is told before the conversation")
+    harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
     max_new_tokens: int = option(1024, "length of an answer", "tokens")
     temperature: float = option(0.7, "0 takes the likeliest token, 1 draws from the model's own distribution")
     top_p: float = option(0.95, "draw among the likeliest tokens that together have this probability", "fraction")

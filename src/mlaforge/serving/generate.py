@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
+from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError, timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
@@ -18,32 +19,37 @@ from mlaforge.serving.config import ChatConfig, GenerateConfig
 
 def continue_prompt(directory: Path, config: GenerateConfig) -> dict[str, Any]:
     """One model's continuation and what it took. The clock of `tokens_per_second` starts at the first token."""
-    llm = LLM(directory, config)
-    engine = llm.engine
-    if config.chat:
-        prompt = llm.chat_prompt([{"role": "user", "content": config.prompt}])
-    else:
-        prompt = llm.tokenizer(config.prompt)["input_ids"]
+    llm = LLM(directory, config, harmony=config.harmony)
+
+    def outputs(params: SamplingParams) -> Iterator[RequestOutput]:
+        if config.chat:
+            return llm.stream_chat([{"role": "user", "content": config.prompt}], params)
+        return llm.stream(config.prompt, params)
+
     params = _params(config)
     # One token first, so that neither model's clock pays for warming up.
-    llm.generate([prompt], dataclasses.replace(params, max_tokens=1))
-    start, first, cached, ids, text = time.perf_counter(), 0.0, 0, [], []
-    for output in llm.stream([prompt], params):
+    for _ in outputs(dataclasses.replace(params, max_tokens=1)):
+        pass
+    start, first, cached, read, ids, text, reasoning = time.perf_counter(), 0.0, 0, 0, [], [], []
+    for output in outputs(params):
         first = first or time.perf_counter()
+        read = len(output.prompt_token_ids)
         ids += output.outputs[0].token_ids
         text.append(output.outputs[0].text)
+        reasoning.append(output.outputs[0].reasoning_content)
         # Its blocks are given back with the last token.
-        cached = max(cached, engine.stats().cache_bytes_used)
+        cached = max(cached, llm.engine.stats().cache_bytes_used)
     end = time.perf_counter()
     return {
         "text": "".join(text),
+        "reasoning_content": "".join(reasoning),
         "new_tokens": len(ids),
         "seconds": end - start,
         "tokens_per_second": (len(ids) - 1) / (end - first) if len(ids) > 1 else len(ids) / (end - start),
         "cache_bytes": cached,
-        "cached_tokens": len(prompt) + len(ids) - 1,
-        "dtype": engine.model.format,
-        "eagle_speculation": engine.speculation.stats.block() if engine.speculation else None,
+        "cached_tokens": read + len(ids) - 1,
+        "dtype": llm.engine.model.format,
+        "eagle_speculation": llm.engine.speculation.stats.block() if llm.engine.speculation else None,
     }
 
 
@@ -75,23 +81,29 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
 
 
 class Conversation:
-    """A chat with one model: its turns, and answers as they are made. What was said before is not computed again."""
+    """A chat with one model: its turns, and answers as they are made. What was said before is not computed again.
+
+    Raises UserError for a model that cannot be loaded or talked with.
+    """
 
     def __init__(self, model: str, config: ChatConfig):
-        self.llm = LLM(resolve.locate(model), config)
+        self.llm = LLM(resolve.locate(model), config, harmony=config.harmony)
         self.params = _params(config)
         self._first = [{"role": "system", "content": config.system}] if config.system else []
+        # A missing package is told before the user says anything.
+        _ = self.llm.harmony
         self.forget()
 
     def forget(self) -> None:
         """Begin anew."""
         self.messages = list(self._first)
 
-    def answer(self, said: str) -> Generator[str]:
-        """The model's answer to the user's turn, piece by piece. A turn whose answer is broken off is not kept."""
+    def answer(self, said: str) -> Generator[Completion]:
+        """The model's answer to the user's turn, piece by piece. A turn whose answer is broken off is not kept, nor is
+        what was thought before an answer."""
         asked = [*self.messages, {"role": "user", "content": said}]
         pieces = []
-        for output in self.llm.stream([self.llm.chat_prompt(asked)], self.params):
+        for output in self.llm.stream_chat(asked, self.params):
             pieces.append(output.outputs[0].text)
-            yield pieces[-1]
+            yield output.outputs[0]
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]

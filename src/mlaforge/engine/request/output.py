@@ -26,12 +26,15 @@ class Completion:
     finish_reason: str | None = None
     # The stop string or token id that ended it; None for the model's own end of text.
     stop_reason: str | int | None = None
+    # Of an answer in harmony: what was thought before it, which `text` leaves out.
+    reasoning_content: str = ""
 
 
 @dataclasses.dataclass
 class RequestOutput:
     """What is new of a request since its last output.
 
+    `prompt` is the text that LLM was given; None where it was given token ids or a conversation.
     `prompt_logprobs` comes once, with the first output; its first entry is None (nothing precedes it).
     `num_cached_tokens` counts the prompt tokens that prefix reuse saved. Times are seconds of time.perf_counter().
     """
@@ -44,6 +47,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     arrived: float = 0.0
     first_token: float | None = None
+    prompt: str | None = None
 
 
 def _merge_completions(old: Completion, new: Completion) -> Completion:
@@ -57,6 +61,7 @@ def _merge_completions(old: Completion, new: Completion) -> Completion:
         logprobs,
         new.finish_reason or old.finish_reason,
         old.stop_reason if new.stop_reason is None else new.stop_reason,
+        old.reasoning_content + new.reasoning_content,
     )
 
 

@@ -1,0 +1,33 @@
+"""A tokenizer that speaks harmony, for tests of chats."""
+
+from mlaforge.engine import harmony
+
+
+class HarmonyTokenizer:
+    """As much of a tokenizer as a chat needs, over harmony's own vocabulary."""
+
+    eos_token_id = 200002
+    all_special_ids = (200002,)
+    chat_template = "{{ messages[0].content }}"
+
+    def __init__(self, encoding):
+        self.encoding = encoding
+
+    def __len__(self):
+        return 201088
+
+    def get_added_vocab(self):
+        return {token: self.encoding.encode(token, allowed_special="all")[0] for token in harmony.SPECIAL}
+
+    def convert_ids_to_tokens(self, token_id):
+        return self.encoding.decode([token_id])
+
+    def decode(self, ids, skip_special_tokens=True):
+        kept = [i for i in ids if not (skip_special_tokens and i >= 199998)]
+        return self.encoding.decode(kept)
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": self.encoding.encode(text, disallowed_special=())}
+
+    def apply_chat_template(self, messages, **_):
+        return messages[0]["content"]
