@@ -7,8 +7,8 @@ import types
 import pytest
 
 from mlaforge.cli.main import NO_ANSWER, show
-from mlaforge.engine import harmony
 from mlaforge.engine.llm import LLM
+from mlaforge.engine.request import harmony
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlaforge.engine import harmony
+from mlaforge.engine.request import harmony
 from mlaforge.runtime import UserError
 from mlaforge.serving.chat import Chat
 from mlaforge.serving.protocol import ChatRequest

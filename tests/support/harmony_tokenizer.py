@@ -1,6 +1,6 @@
 """A tokenizer that speaks harmony, for tests of chats."""
 
-from mlaforge.engine import harmony
+from mlaforge.engine.request import harmony
 
 
 class HarmonyTokenizer:

@@ -28,9 +28,9 @@ from mlaforge.drafting.dataset import (
     told,
     words,
 )
-from mlaforge.engine import chat_template
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.llm import LLM
+from mlaforge.engine.request import chat_template
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError, log, timed
 

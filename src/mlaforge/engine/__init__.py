@@ -1,1 +1,1 @@
-"""The engine: paged cache, prefix reuse, continuous batching, sampling, and the server on top of it."""
+"""The engine: paged cache, prefix reuse, continuous batching, sampling, speculation; `LLM` holds it in one object."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.config import resolve
-from mlaforge.engine import chat_template, harmony
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
-from mlaforge.engine.harmony import Harmony, HarmonyParser
+from mlaforge.engine.request import chat_template, harmony
+from mlaforge.engine.request.harmony import Harmony, HarmonyParser
 from mlaforge.engine.request.output import Completion, RequestOutput, merge
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError

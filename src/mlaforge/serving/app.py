@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from mlaforge import runtime
-from mlaforge.engine import harmony
+from mlaforge.engine.request import harmony
 from mlaforge.runtime import UserError
 from mlaforge.serving import wire
 from mlaforge.serving.admission import (

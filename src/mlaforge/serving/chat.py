@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
-from mlaforge.engine import chat_template
-from mlaforge.engine.harmony import FIELDS, Harmony, MessageError
+from mlaforge.engine.request import chat_template
+from mlaforge.engine.request.harmony import FIELDS, Harmony, MessageError
 from mlaforge.engine.request.output import Completion
 from mlaforge.runtime import UserError
 from mlaforge.serving.protocol import ChatMessage, ChatRequest
