@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import inspect
 import types
 import typing
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 C = TypeVar("C", bound="DataclassInstance")
+R = TypeVar("R")
 # Choices of the options that name a dtype.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -118,3 +122,41 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
                 raise UserError(f"{where}: unknown key {key!r}{nearest(key, names)}")
             values[key] = _checked(cls, key, value, where)
     return cls(**values)
+
+
+def by_keywords(run: Callable[..., R], options: type[C]) -> Callable[..., R]:
+    """A stage's `run` as the public API has it: every option is a keyword, in place of one `config`.
+
+    Directories may be text, and those that `run` does not need may be left out. The signature and the docstring name
+    every option. Raises UserError for an unknown or illegal option, TypeError for a missing argument.
+    """
+    hints = typing.get_type_hints(run)
+    plain = [parameter for name, parameter in inspect.signature(run).parameters.items() if name != "config"]
+    parameters = [
+        parameter.replace(default=None) if hints[parameter.name] == Path | None else parameter for parameter in plain
+    ]
+    names = {parameter.name for parameter in parameters}
+    folders = {name for name in names if hints[name] in (Path, Path | None)}
+    keywords = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in dataclasses.fields(options)
+    ]
+    signature = inspect.Signature(parameters)
+
+    @functools.wraps(run)
+    def call(*arguments: Any, **named: Any) -> R:
+        values = {name: named.pop(name) for name in [*named] if name not in names}
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        for name in folders:
+            if bound.arguments[name] is not None:
+                bound.arguments[name] = Path(bound.arguments[name]).expanduser()
+        return run(**bound.arguments, config=resolve(options, **values))
+
+    lines = [
+        f"{f.name}: {f.metadata['help']}{f' [{unit}]' if (unit := f.metadata['unit']) else ''} (default {f.default!r})"
+        for f in dataclasses.fields(options)
+    ]
+    call.__doc__ = "\n".join([inspect.getdoc(run) or "", "", "Options, by keyword:", "", *lines])
+    call.__signature__ = signature.replace(parameters=[*parameters, *keywords])  # type: ignore[attr-defined]
+    return call

@@ -1,8 +1,8 @@
 """`calibrate`: text in, golden sets out, for `convert` to calibrate sliding-window and full-attention layers with.
 
-Documents (calibration/sources.py) are cut into windows, and runs of windows are passages (calibration/window_store.py); both are embedded
-(calibration/embedder.py) and clustered, and each cluster gives its typical and its hard texts (calibration/selection.py). What is embedded waits
-on disk for a run that was killed. The datasheet says what came out (calibration/datasheet.py).
+Documents (sources.py) are cut into windows, and runs of windows are passages (window_store.py); both are embedded
+(embedder.py) and clustered, and each cluster gives its typical and its hard texts (selection.py). What is embedded
+waits on disk for a run that was killed. The datasheet says what came out (datasheet.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.sources import Notes, Source, licences
 from mlaforge.calibration.window_store import LEAST, Passage, Shards, long_enough, passages
 from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.config import by_keywords
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
 
@@ -219,3 +220,6 @@ def _measures(config: CalibrateConfig, embed: embedder.Embedder) -> dict[str, st
         "mixed": "both sets in turn, half of the tokens each, until one is used up, windows within a chosen passage "
         "left out",
     }
+
+
+calibrate = by_keywords(run, CalibrateConfig)

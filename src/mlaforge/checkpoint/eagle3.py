@@ -1,8 +1,8 @@
 """EAGLE-3 heads on disk: config.json and safetensors as `LlamaForCausalLMEagle3` checkpoints have them.
 
 Read strictly: a missing, extra or wrongly shaped tensor, and a d2t that leaves the target's vocabulary, is an error
-(`draft import`, drafting/import_head.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`. What is
-captured, `eagle_aux_hidden_state_layer_ids`, is counted as `eagle_aux_hidden_state_convention` says:
+(`draft import`, drafting/import_head.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`.
+What is captured, `eagle_aux_hidden_state_layer_ids`, is counted as `eagle_aux_hidden_state_convention` says:
 
 boundary        j is the input of layer j (vLLM's count: 0 is the embedding); -1 is what the final norm makes
 output          j is the output of layer j

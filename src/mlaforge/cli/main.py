@@ -42,10 +42,9 @@ OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new dir
 @verb(PlanConfig)
 def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
     """What conversion would save and what is physically possible; needs only a config.json."""
-    from mlaforge.checkpoint import resolve
-    from mlaforge.planning import report as planning_report
+    from mlaforge.planning import report as stage
 
-    report = planning_report.run_plan(resolve.find_config(model), config)
+    report = stage.run(model, config)
     print(json.dumps(report.as_dict(), indent=1) if json_output else report.render())
 
 

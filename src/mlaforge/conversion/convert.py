@@ -1,8 +1,9 @@
 """`convert`: a grouped-query-attention checkpoint in, a multi-head latent attention checkpoint out, no training.
 
-Moments of the running model (factorization/moments.py) -> latent projections per layer (conversion/solve.py, with factorization/latent.py and the
-closed-form refit of o_proj) -> a Hugging Face directory (conversion/writer.py), read again to be measured. All of it one layer
-at a time (checkpoint/layerwise.py), and what is finished waits on disk (tensor_store.py) for a run that was killed.
+Moments of the running model (factorization/moments.py) -> latent projections per layer (solve.py, with
+factorization/latent.py and the closed-form refit of o_proj) -> a Hugging Face directory (writer.py), read again to be
+measured. All of it one layer at a time (checkpoint/layerwise.py), and what is finished waits on disk
+(tensor_store.py) for a run that was killed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.config import by_keywords
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.conversion.solve import Choices, Rebuild
 from mlaforge.conversion.writer import write_checkpoint
@@ -261,3 +263,6 @@ def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         "mla_bytes_per_token": plan.cached_per_token * dtype.itemsize,
         "window_choices": window_choices(plan, dtype.itemsize),
     }
+
+
+convert = by_keywords(run, ConvertConfig)

@@ -1,7 +1,7 @@
 """`diagnose`: what a model's attention does on a text, and what converting it would cost, before anything is converted.
 
 The forward and backward pass of calibration (factorization/moments.py) is watched layer by layer: where attention looks
-(diagnosis/attention_stats.py), how experts are routed (diagnosis/routing.py), the shape of keys and values (diagnosis/geometry.py). The moments give
+(attention_stats.py), how experts are routed (routing.py), the shape of keys and values (geometry.py). The moments give
 the predicted loss of every layer by budget and layout, and from it a plan for `convert --plan`. docs/diagnose.md says
 what each number means.
 """
@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
+from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.diagnosis import verdicts
 from mlaforge.diagnosis.attention_stats import AttentionStats
@@ -270,3 +271,6 @@ def _write(
         from mlaforge.diagnosis.plots import draw
 
         draw(folder, diagnosis)
+
+
+diagnose = by_keywords(run, DiagnoseConfig)

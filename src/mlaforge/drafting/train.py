@@ -1,7 +1,7 @@
-"""`draft train`: an EAGLE-3 head learns to propose what its target says (drafting/training_time_test.py), on text that the target wrote.
+"""`draft train`: an EAGLE-3 head learns to propose what its target says, on text that the target wrote.
 
-Steps, evaluation, checkpoints and many processes are those of `heal` (training/optimizer.py, training/loop.py, training/distributed.py). What was
-best on answers kept back is written as a head that the engine loads.
+Steps, evaluation, checkpoints and many processes are those of `heal` (training/optimizer.py, training/loop.py,
+training/distributed.py). What was best on answers kept back is written as a head that the engine loads.
 """
 
 from __future__ import annotations

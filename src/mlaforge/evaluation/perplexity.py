@@ -12,6 +12,7 @@ from torch import Tensor
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream, losses
+from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
@@ -88,3 +89,6 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
         with writing(out, manifest):
             pass
     return manifest
+
+
+evaluate = by_keywords(run, EvalConfig)

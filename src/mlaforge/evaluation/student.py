@@ -171,8 +171,8 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     teacher, student = resolve.locate(config.teacher), resolve.locate(config.student)
     if Manifest.load(student) is None or not (student / overlap.PASSAGES).is_file():
         raise UserError(
-            f"{student} has no {MANIFEST} and {overlap.PASSAGES}: only what mlaforge made can be judged, because nobody "
-            "else says what it was tuned on"
+            f"{student} has no {MANIFEST} and {overlap.PASSAGES}: only what mlaforge made can be judged, because "
+            "nobody else says what it was tuned on"
         )
     device = resolve_device(config.device)
     raw, theirs = reader.read_config(student), reader.read_config(teacher)

@@ -1,8 +1,9 @@
 """`heal`: a converted model distilled from its original until as little as possible is left of the difference.
 
-Closed-form refits layer by layer (factorization/refit.py), then gradient steps on the KL divergence from the original (training/kl_loss.py,
-healing/distillation.py, training/optimizer.py, training/loop.py) over packed text (data/packing.py); what was best on text kept back is written as an
-ordinary converted checkpoint. The same command under torchrun shards it over processes (training/distributed.py).
+Closed-form refits layer by layer (factorization/refit.py), then gradient steps on the KL divergence from the original
+(training/kl_loss.py, distillation.py, training/optimizer.py, training/loop.py) over packed text (data/packing.py);
+what was best on text kept back is written as an ordinary converted checkpoint. The same command under torchrun shards
+it over processes (training/distributed.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.config import by_keywords
 from mlaforge.data import overlap, packing
 from mlaforge.factorization.refit import TOKENS, steer
 from mlaforge.healing.config import HealConfig
@@ -296,3 +298,6 @@ def write(converted: Path, partial: Path, trained: dict[str, Tensor]) -> None:
         writer.finish()
     for path in (converted / "config.json", *checkpoint_reader.companions(converted), *converted.glob("*_mla.py")):
         shutil.copyfile(path, partial / path.name)
+
+
+heal = by_keywords(run, HealConfig)

@@ -1,4 +1,4 @@
-"""What the queries of one step may see of the paged cache. Built by engine/execution/batch.py alone, read by attention ops.
+"""What the queries of one step may see of the paged cache. Built by engine/execution/batch.py alone.
 
 Every layer keeps one tensor of cached rows, [num_blocks * block_size, width]: slot = block * block_size + offset.
 Keys are rotated when they are written (or where they are read, in the `latent` layout), so gaps in a view are legal.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlaforge.config import nearest
+from mlaforge.config import by_keywords, nearest
 from mlaforge.families import read_spec
 from mlaforge.families.spec import LayerSpec
 from mlaforge.planning.config import PlanConfig
@@ -26,6 +26,17 @@ def parse_context(text: str) -> int:
     if not match or not int(match[1]):
         raise UserError(f"context {text!r} must be a number of tokens above 0 such as 4096, 32k or 1m")
     return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2]]
+
+
+def run(model: str, config: PlanConfig) -> PlanReport:
+    """What converting MODEL would save and what is physically possible; of MODEL only its config.json is read.
+
+    The report's `rows` hold the numbers, `render()` is the tables as text. Raises UserError for the user's mistakes.
+    """
+    # Apart from what the rest of this file needs, because it loads torch.
+    from mlaforge.checkpoint.resolve import find_config
+
+    return run_plan(find_config(model), config)
 
 
 def run_plan(config_json: Mapping[str, Any], options: PlanConfig) -> PlanReport:
@@ -169,3 +180,6 @@ class PlanReport:
             rows.append(cells)
         return {"record": self.record(), "rows": rows, "reason": self.reason, "notes": self.notes,
                 "window_choices": window_choices(self.best.plan) if self.best.plan.converted else {}}  # fmt: skip
+
+
+plan = by_keywords(run, PlanConfig)

@@ -1,6 +1,6 @@
 """Who proposes tokens for the next step to verify: the interface, and prompt lookup, which needs no training.
 
-Whatever a drafter proposes, the tokens that come out are the target's own (engine/speculation/verification.py): a bad one costs
+Whatever a drafter proposes, the tokens that come out are the target's own (verification.py): a bad one costs
 time only.
 """
 
