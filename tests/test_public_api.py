@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from support.tiny_models import load_original
 
 import mlaforge
 from mlaforge.calibration.config import CalibrateConfig
@@ -17,6 +16,7 @@ from mlaforge.evaluation.config import EvalConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
 from mlaforge.runtime import UserError
+from support.tiny_models import load_original
 
 OPTIONS = {
     "plan": PlanConfig, "diagnose": DiagnoseConfig, "calibrate": CalibrateConfig, "convert": ConvertConfig,

@@ -22,6 +22,7 @@ from mlaforge.bench.ours import PLAIN, DoesNotFit, Ours, Peer, Taken, Variant
 from mlaforge.bench.prompts import Prompts
 from mlaforge.bench.recipe import Recipe, read, scope_of
 from mlaforge.bench.roof import describe, layout_of, plan_of, roof
+from mlaforge.bench.row import Row
 from mlaforge.bench.transformers_peer import Transformers
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.loading import load_tokenizer
@@ -41,19 +42,6 @@ FLOATING = ("float32", "bfloat16", "float16")
 
 class Broken(Exception):
     """An invariant of PERF_MODE does not hold."""
-
-
-@dataclasses.dataclass
-class Row:
-    """A case in the making: one peer decoding in one way."""
-
-    peer: Peer
-    variant: Variant
-    takens: list[Taken] = dataclasses.field(default_factory=list)
-    status: str = "ok"
-    limit: dict[str, str] | None = None
-    activations: int | None = None
-    findings: list[Finding] = dataclasses.field(default_factory=list)
 
 
 class Absent:

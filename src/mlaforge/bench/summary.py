@@ -18,7 +18,7 @@ from mlaforge.planning.plan import Plan
 
 if TYPE_CHECKING:
     from mlaforge.bench.recipe import Recipe
-    from mlaforge.bench.scenario import Row
+    from mlaforge.bench.row import Row
 
 
 def spread(runs: list[float]) -> dict[str, Any]:

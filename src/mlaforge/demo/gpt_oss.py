@@ -25,7 +25,8 @@ from mlaforge.demo import first_token, upcycle
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.factorization.refit import steer
-from mlaforge.families import read_rope, read_spec
+from mlaforge.families import read_spec
+from mlaforge.families.family import read_rope
 from mlaforge.families.spec import ModelSpec
 from mlaforge.healing.distillation import Distillation, Loss
 from mlaforge.modeling.latent_attention_mla import FUSED
