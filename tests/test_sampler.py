@@ -13,8 +13,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.sampling.sampler import LIKELIEST, Sampler, logprobs_of
+from mlaforge.engine.sampling.sampler import LIKELIEST, Sampler
 from mlaforge.engine.sampling.state import SamplingState, derived_seed
 from mlaforge.runtime import UserError
 
@@ -283,7 +284,7 @@ def test_the_chosen_one_of_equals_is_among_the_likeliest():
 
 
 def test_prompt_logprobs_in_parts(monkeypatch):
-    monkeypatch.setattr("mlaforge.engine.sampling.sampler.LOGPROBS_AT_ONCE", 2 * V)
+    monkeypatch.setattr("mlaforge.engine.sampling.logprobs.LOGPROBS_AT_ONCE", 2 * V)
     logits, ids = logits_of(9), list(range(9))
     counts = [2, None, 1, 0, 2, 2, None, 3, 1]
     found = logprobs_of(logits, ids, counts)

@@ -24,9 +24,10 @@ from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.request.sequence import Request, Sequence
 from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.constraint import Constraint
+from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
-from mlaforge.engine.sampling.state import SamplingState, on_device
+from mlaforge.engine.sampling.sampler import Sampler
+from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.scheduler import Scheduler
 from mlaforge.engine.speculation.controller import Speculation
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter, ancestry
@@ -36,7 +37,7 @@ from mlaforge.engine.stats import EngineStats
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.options import EngineConfig
-from mlaforge.runtime import UserError, log, resolve_device
+from mlaforge.runtime import UserError, log, on_device, resolve_device
 
 
 class Engine:

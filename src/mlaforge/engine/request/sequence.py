@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from mlaforge.engine.request.output import Logprobs
 from mlaforge.engine.request.stopping import Stopping
+from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.speculation.drafter import Draft

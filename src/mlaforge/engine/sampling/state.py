@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mlaforge.engine.sampling.constraint import Constraint
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.runtime import on_device
 
 
 def derived_seed(seed: int | None, index: int) -> int:
@@ -22,13 +23,6 @@ def derived_seed(seed: int | None, index: int) -> int:
         return seed
     # Neighbouring seeds of neighbouring requests must not meet.
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest())
-
-
-def on_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor from host numbers; the host does not wait for the copy."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class Seen(NamedTuple):

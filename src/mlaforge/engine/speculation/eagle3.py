@@ -30,9 +30,9 @@ from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel, RmsNorm
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.sampling.state import on_device
 from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.runtime import on_device
 
 # Children of a node in a tree, and nodes of a level that get any, at most.
 BRANCHES = 8

@@ -16,10 +16,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlaforge.engine.request.output import Completion, Logprobs
+from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
-from mlaforge.engine.sampling.state import on_device
+from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
+from mlaforge.engine.sampling.sampler import Sampler
+from mlaforge.runtime import on_device
 
 
 def verify(sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], first_rows: list[int]) -> list[Completion]:
