@@ -12,8 +12,8 @@ from mlaforge.bench.replay import Replay
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.controller import SpeculationStats
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
+from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.options import EngineConfig
 from mlaforge.runtime import UserError, resolve_device
 

@@ -9,7 +9,6 @@ from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.state import SamplingState
-from mlaforge.engine.speculation.drafter import Draft
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,10 +39,6 @@ class Sequence:
     computed: int = 0
     # Whether a full prompt pass was ever finished: what comes after it is recomputation.
     prefilled: bool = False
-    # What the step under way verifies beyond `token_ids`.
-    draft: Draft | None = None
-    # Places in the draft of what the target agreed to.
-    accepted: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def reuse(self) -> bool:
@@ -54,7 +49,3 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether all but the newest token is in the cache."""
         return self.prefilled and self.computed == len(self.token_ids) - 1
-
-    @property
-    def drafted(self) -> list[int]:
-        return self.draft.token_ids if self.draft is not None else []
