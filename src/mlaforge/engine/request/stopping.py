@@ -117,9 +117,3 @@ class Stopping:
         certain = len(text) - held_back(text, stops)
         self._held = text[certain:]
         return text[:certain], None, None
-
-    def flush(self) -> str:
-        """The text that was held back, for a continuation that ends from outside (aborted)."""
-        self.finished = True
-        held, self._held = self._held, ""
-        return held + self._detokenizer.flush()
