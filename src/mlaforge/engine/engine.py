@@ -21,7 +21,7 @@ from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.request.output import Completion, RequestOutput
-from mlaforge.engine.request.sequence import Request, Sequence
+from mlaforge.engine.request.sequence import Request, Sequence, check_prompt
 from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.constraint import Constraint
 from mlaforge.engine.sampling.logprobs import logprobs_of
@@ -130,7 +130,9 @@ class Engine:
         """Queue a request. Raises UserError where it can never run; nothing is kept of it then."""
         if request_id in self._requests:
             raise UserError(f"request id {request_id!r} is in use; give another")
-        self._check_prompt(prompt_ids, params)
+        check_prompt(prompt_ids, self.vocab_size, self.max_model_len, 0 if params.max_tokens == 0 else 1)
+        if params.n > self.config.max_num_seqs:
+            raise UserError(f"n = {params.n} is more than max_num_seqs = {self.config.max_num_seqs}")
         params.check_vocabulary(self.vocab_size)
         request = Request(request_id, list(prompt_ids), params)
         for index in range(params.n):
@@ -148,20 +150,6 @@ class Engine:
             SamplingState(params, prompt, self.vocab_size, self.eos_token_ids, self.device, constraint, index),
             Stopping(self.tokenizer, params, prompt, self.eos_token_ids, self.max_model_len),
         )  # fmt: skip
-
-    def _check_prompt(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        if not prompt_ids:
-            raise UserError("the prompt is empty; it must have at least one token")
-        if (wrong := next((t for t in prompt_ids if not 0 <= t < self.vocab_size), None)) is not None:
-            raise UserError(
-                f"the prompt has token {wrong}, but the model's vocabulary has {self.vocab_size}: it comes from "
-                "another model's tokenizer"
-            )
-        room = self.max_model_len - (0 if params.max_tokens == 0 else 1)
-        if len(prompt_ids) > room:
-            raise UserError(f"the prompt has {len(prompt_ids)} tokens; this model's context leaves room for {room}")
-        if params.n > self.config.max_num_seqs:
-            raise UserError(f"n = {params.n} is more than max_num_seqs = {self.config.max_num_seqs}")
 
     def abort(self, request_id: str) -> None:
         """Stop a request and give its blocks back; an unknown or finished id does nothing."""
