@@ -140,8 +140,8 @@ def test_what_is_no_prompt(served, prompt):
 def test_what_does_not_fit_is_said_as_the_engine_says_it(served, options, beside):
     answer = served.post(PATHS[0], json={"prompt": [1] * 512, **options})
     room = 512 - options.get("max_tokens", 1)
-    told = f"the prompt has 512 tokens; this model's context leaves room for {room}{beside}"
-    assert served.refused(answer, 400, "prompt") == told
+    text = f"the prompt has 512 tokens; this model's context leaves room for {room}{beside}"
+    assert served.refused(answer, 400, "prompt") == text
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 

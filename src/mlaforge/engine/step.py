@@ -46,14 +46,14 @@ class Part:
 
 def parts(proposal: Proposal) -> list[Part]:
     """The step of a proposal, one sequence after another."""
-    made: list[Part] = []
+    laid_out: list[Part] = []
     row = 0
     for sequence, upto in proposal.chunks:
         draft = proposal.drafts.get(sequence)
         chunk = _chunk(sequence, draft, upto)
-        made.append(Part(sequence, chunk, draft, row, sequence.decoding, sequence.prefilled))
-        row = made[-1].rows.stop
-    return made
+        laid_out.append(Part(sequence, chunk, draft, row, sequence.decoding, sequence.prefilled))
+        row = laid_out[-1].rows.stop
+    return laid_out
 
 
 def _chunk(sequence: Sequence, draft: Draft | None, upto: int) -> Chunk:

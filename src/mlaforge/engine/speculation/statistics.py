@@ -47,17 +47,6 @@ class SpeculationStats:
     def copy(self) -> SpeculationStats:
         return dataclasses.replace(self, drafted_at=self.drafted_at.copy(), accepted_at=self.accepted_at.copy())
 
-    def since(self, before: SpeculationStats) -> SpeculationStats:
-        """What was counted after `before` was copied; the least and most active slots are of the whole time."""
-        changes: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            now, then = getattr(self, field.name), getattr(before, field.name)
-            if field.name not in ("num_speculative_tokens", "active_min", "active_max"):
-                changes[field.name] = (
-                    [a - b for a, b in zip(now, then, strict=True)] if type(now) is list else now - then
-                )
-        return dataclasses.replace(self, **changes)
-
     def block(self) -> dict[str, Any]:
         """`eagle_speculation`, as it is written into results; its `definitions` say what the numbers are."""
         other = self.seconds - self.draft_seconds - self.verify_seconds

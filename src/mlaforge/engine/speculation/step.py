@@ -70,12 +70,12 @@ class Speculation:
             if sequence.request.params.speculate:
                 speculating += 1
                 draft, accepted = proposal.drafts.get(sequence), len(verified.accepted)
-                drafted, made = 0 if draft is None else draft.length, len(verified.completion.token_ids)
-                self.stats.count(drafted, accepted, made)
+                drafted, new = 0 if draft is None else draft.length, len(verified.completion.token_ids)
+                self.stats.count(drafted, accepted, new)
                 if draft is not None and draft.parents is not None:
                     self.stats.tree_tokens += len(draft.token_ids)
                 # Where the text ended among the drafted tokens, the rest was not judged.
-                if pace is not None and (accepted == drafted or accepted < made):
+                if pace is not None and (accepted == drafted or accepted < new):
                     pace.saw(proposal.asked.get(sequence, 0), accepted)
         seconds = time.perf_counter() - decision.began
         if speculating:
