@@ -32,7 +32,7 @@ config
 cache sampling
 request execution
 speculation scheduler
-stats
+stats step
 engine
 llm
 """

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlaforge.bench.ours import Ours, Variant
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.speculation.controller import Decision
+from mlaforge.engine.speculation.step import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import OPS, Op
@@ -126,10 +128,10 @@ class Audit:
 
         return watch
 
-    def _proposing(self, propose: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(chunks: list[tuple[Any, int]]) -> Any:
+    def _proposing(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
+        def watched(decision: Decision, chunks: list[tuple[Any, int]]) -> Proposal:
             reserved = {sequence: upto - len(sequence.token_ids) for sequence, upto in chunks if sequence.decoding}
-            kept = propose(chunks)
+            proposal = propose(decision, chunks)
             speculation = self.engine.speculation
             assert speculation is not None
             for sequence, room in reserved.items():
@@ -138,11 +140,12 @@ class Audit:
                     params.max_tokens - sequence.state.generated - 1,
                     self.engine.max_model_len - len(sequence.token_ids) - 1,
                 )
-                wanted = max(0, min(speculation.most, left))
+                wanted = max(0, min(speculation.controller.most, left))
                 self.drafts["asked"] += wanted > 0
                 self.drafts["disabled"] += room < wanted
-                self.drafts["empty"] += room > 0 and len(sequence.drafted) < room
-            return kept
+                draft = proposal.drafts.get(sequence)
+                self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < room)
+            return proposal
 
         return watched
 

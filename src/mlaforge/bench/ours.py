@@ -13,8 +13,8 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.controller import SpeculationStats
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
+from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.runtime import UserError, resolve_device
 
 # Passes after which a replayed text is taken as it is: in bf16 a verified text may part from plain decoding at a tie.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mlaforge.bench.ours import PLAIN, Ours, Taken
 from mlaforge.bench.roof import layout_of, limit
 from mlaforge.drafting.dataset import distinct_share
-from mlaforge.engine.speculation.controller import SpeculationStats
+from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from mlaforge.families.family import Config, Family
-from mlaforge.families.spec import ModelSpec, RopeSpec
+from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError
 
 _MERGED = "transformers merges its experts' tensors while loading, which the strict check of names does not follow"

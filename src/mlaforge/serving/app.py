@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from mlaforge import runtime
 from mlaforge.engine.request import harmony
+from mlaforge.engine.request.sequence import PromptTooLong, check_prompt
 from mlaforge.runtime import UserError
 from mlaforge.serving import wire
 from mlaforge.serving.admission import (
@@ -67,12 +68,14 @@ class Service:
         if request.max_tokens == 0 and not request.echo:
             raise ApiError(400, "max_tokens must be at least 1, or echo true", "max_tokens")
         prompts = []
-        for prompt in request.prompts(self.config.max_prompts, inner.vocab_size):
+        for prompt in request.prompts(self.config.max_prompts):
             if isinstance(prompt, str):
                 special = request.add_special_tokens is not False
                 ids = list(inner.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+                self._check_prompt(ids, request.max_tokens)
                 prompts.append(Prompt(ids, prompt))
             else:
+                self._check_prompt(prompt, request.max_tokens)
                 told = request.echo and inner.tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens)
                 prompts.append(Prompt(prompt, told or ""))
         scoring_only = request.max_tokens == 0
@@ -81,7 +84,6 @@ class Service:
         if request.echo and request.prompt_logprobs is None:
             changes["prompt_logprobs"] = request.logprobs
         params = request.params(inner.vocab_size, **changes)
-        self._check_lengths(prompts, request.max_tokens)
         wants = request.prompt_logprobs is not None
         form = TextForm(
             self.model, prompts, params, self.tokens, request.logprobs, wants,
@@ -96,10 +98,10 @@ class Service:
         limit, alternatives = request.limit(), request.alternatives()
         changes = {"max_tokens": limit, "logprobs": alternatives, **self.chat.sampling(request)}
         params = request.params(self.engine.engine.vocab_size, **changes)
-        prompts = [Prompt(self.chat.prompt(request))]
-        self._check_lengths(prompts, limit)
+        ids = self.chat.prompt(request)
+        self._check_prompt(ids, limit)
         wants = request.prompt_logprobs is not None
-        return request, ChatForm(self.model, prompts, params, self.tokens, alternatives, wants, chat=self.chat)
+        return request, ChatForm(self.model, [Prompt(ids)], params, self.tokens, alternatives, wants, chat=self.chat)
 
     def _check(self, request: Generation) -> None:
         if request.model is not None and request.model != self.model:
@@ -108,16 +110,13 @@ class Service:
         if request.n > self.config.max_n:
             raise ApiError(400, f"n = {request.n} is too large; at most {self.config.max_n}", "n")
 
-    def _check_lengths(self, prompts: list[Prompt], max_tokens: int | None) -> None:
-        most = self.engine.engine.max_model_len
-        for prompt in prompts:
-            length = len(prompt.token_ids)
-            if not length:
-                raise ApiError(400, "the prompt is empty", "prompt")
-            if length + (max_tokens or 1) > most:
-                asked = f" and max_tokens = {max_tokens}" if max_tokens else ""
-                message = f"the prompt's {length} tokens{asked} do not fit the context of {most} tokens"
-                raise ApiError(400, message, "prompt", "context_length_exceeded")
+    def _check_prompt(self, token_ids: list[int], max_tokens: int | None) -> None:
+        inner = self.engine.engine
+        try:
+            check_prompt(token_ids, inner.vocab_size, inner.max_model_len, max_tokens or 1)
+        except UserError as error:
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            raise ApiError(400, str(error), "prompt", code) from error
 
     async def drain(self) -> None:
         """New requests get 503; waits for the running ones as long as the configuration says, then ends them."""

@@ -10,7 +10,8 @@ import time
 import uuid
 from typing import Any, Protocol
 
-from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
+from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.serving.chat import AnswerParser, Chat
 from mlaforge.serving.token_text import Offsets, TokenText

@@ -58,7 +58,7 @@ def size_groups(
         sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(windows))
     ]
     most = max_num_seqs * -(-max_model_len // block_size) + 1
-    # What one sequence holds while a step is computed (BlockTables.most_blocks).
+    # What one sequence holds while a step is computed.
     leasts = [
         min(-(-max_model_len // block_size), 2 if window is None else (window + max_step) // block_size + 2)
         for window in windows

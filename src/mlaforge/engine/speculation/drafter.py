@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Sequence as Several
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mlaforge.engine.request.sequence import Sequence
+from mlaforge.engine.request.sequence import Sequence
 
 # Prompt lookup: lengths of the token runs that are looked for, the longest first.
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2
