@@ -27,11 +27,10 @@ from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import DraftTrainConfig
-from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
-from mlaforge.training.loop import Course, Marks, board, check_shares, running
-from mlaforge.training.optimizer import Pace, Trainer
+from mlaforge.training.loop import check_shares, dtypes, running, train
 from mlaforge.training.teacher_cache import TeacherCache
 
 # Options that do not change the result, or not beyond rounding.
@@ -218,7 +217,7 @@ def _train(
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
-    dtype = resolve_dtype(config.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype, kept = dtypes(config.dtype, group)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
         target = reader.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
@@ -238,33 +237,20 @@ def _train(
         else:
             states = functools.partial(capture, target, boundaries=shape.boundaries)
         head = old or _new_head(shape, ids, rows, states, embedding, wanted_head, config.seed, work, group)
-    # Shards are kept in fp32; what is not sharded has its masters in the trainer.
-    head = head.to(device, torch.float32 if group.world > 1 else dtype)
+    head = head.to(device, kept)
     parameters = sum(tensor.numel() for tensor in head.parameters())
     lesson = Unrolled(
         head, None if config.cache else target, embedding, wanted_head, config.unroll,
         texts.described["columns"] / len(rows),
     )  # fmt: skip
     del target
-    if group.world > 1:
-        distributed.shard(lesson, group, dtype)
-    pace = Pace(
-        config.learning_rate, config.warm_up, weight_decay=config.weight_decay, micro_tokens=config.micro_tokens
-    )  # fmt: skip
     names = [name for name, _ in head.named_parameters()]
-    trainer = Trainer(
-        lesson, texts.feed, pace, names, device=device, rank=group.rank, world=group.world,
-        targets=cache if config.cache else None,
-    )  # fmt: skip
     judge = Validation(texts.validation, functools.partial(cache, 1), max(1, config.micro_tokens // config.seqlen))
-    marks = Marks(config.evaluate_every, config.checkpoint_every)
-    course = Course(
-        "draft train", trainer, judge, marks, ["head"], lambda _: names, partial / WORK, group,
-        board(config.tensorboard, group),
-    )  # fmt: skip
     with timed(seconds, "train"):
-        course.run()
-    group.wait()
+        course = train(
+            "draft train", lesson, texts.feed, judge, config, partial, group, dtype=dtype, subsets=["head"],
+            trainable=lambda _: names, targets=cache if config.cache else None,
+        )  # fmt: skip
     course.write_last(partial, torch.float16)
     if group.first:
         written = Eagle3Head(shape)
