@@ -106,7 +106,7 @@ ALLOWED = {
     "sharding": set(),
     "teacher_cache": {"runtime", "spill", "distill", "kl", "packing"},
     "course": {"runtime", "artifact", "packing", "spill", "trainer", "sharding"},
-    "token_map": BOTTOM,
+    "token_map": BOTTOM | {"draft_head"},
     "draft_vocab": NOUNS | {"answers", "token_map"},
     "draft_lookup": {"runtime", "modeling", "packing", "unroll"},
     "draft_start": {"runtime", "modeling", "packing", "unroll", "draft_lookup"},

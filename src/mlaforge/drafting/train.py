@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.checkpoint import reader, resolve
-from mlaforge.checkpoint.eagle3 import read_head, write_head
+from mlaforge.checkpoint.eagle3 import buffers, read_head, write_head
 from mlaforge.data import packing
 from mlaforge.drafting import initialize, token_map
 from mlaforge.drafting.dataset import TEXT, TRAINED, Answer, learnt_from, read_answers, split
@@ -84,13 +84,6 @@ def new_config(raw: dict[str, Any], spec: ModelSpec, config: DraftTrainConfig, s
         # States of a few tokens are hundreds of times larger than the others.
         fc_norm=True,
     )  # fmt: skip
-
-
-def _mapping(config: Eagle3Config, ids: Tensor) -> dict[str, Tensor]:
-    """The buffers of a head with a vocabulary of its own."""
-    if config.draft_vocab_size == config.layer.vocab_size:
-        return {}
-    return dict(zip(("d2t", "t2d"), token_map.mapping(ids, config.layer.vocab_size), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +190,7 @@ def _new_head(
         initialize.start(head, text, wanted_head, seed)
         work["start"] = dict(head.named_parameters())
     group.wait()
-    head.load_state_dict({**_mapping(shape, ids), **work["start"]})
+    head.load_state_dict({**buffers(shape, ids), **work["start"]})
     return head
 
 
@@ -254,6 +247,6 @@ def _train(
     course.write_last(partial, torch.float16)
     if group.first:
         written = Eagle3Head(shape)
-        written.load_state_dict({**_mapping(shape, ids), **course.trained(best=True)})
+        written.load_state_dict({**buffers(shape, ids), **course.trained(best=True)})
         write_head(written, partial)
     manifest.metrics = {"text": texts.described, "parameters": parameters, **course.metrics()}
