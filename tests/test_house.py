@@ -59,7 +59,7 @@ ALLOWED = {
     "golden": {"embedder", "runtime"},
     "datasheet": set(),
     "calibrate": NOUNS | GOLDEN,
-    "draft_head": BOTTOM | {"checkpoint", "modeling"},
+    "draft_head": BOTTOM | {"checkpoint", "modeling", "spec"},
     "draft_import": NOUNS,
     "draft_check": NOUNS | {"answers"},
     "draft_compare": NOUNS | {"draft_check", "engine"},

@@ -22,6 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from mlaforge.checkpoint.reader import SINGLE, Reader, read_config
+from mlaforge.families.spec import capture_boundaries
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 
@@ -59,7 +60,7 @@ def head_config(directory: Path, given: dict[str, Any], num_layers: int, own_emb
             **{name: given[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in given}
         )
         layer.mlp_bias = False
-        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or capture_boundaries(num_layers)
         convention = eagle.get("eagle_aux_hidden_state_convention", "boundary")
         if convention not in CONVENTIONS:
             raise UserError(

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.checkpoint import reader, resolve
-from mlaforge.checkpoint.eagle3 import buffers, read_head, write_head
+from mlaforge.checkpoint.eagle3 import buffers, check_head, read_head, write_head
 from mlaforge.data import packing
 from mlaforge.drafting import initialize, token_map
 from mlaforge.drafting.dataset import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.drafting.training_time_test import States, Unrolled, Validation, capture, columns
-from mlaforge.families.spec import ModelSpec
+from mlaforge.families.spec import ModelSpec, capture_boundaries
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.options import DraftTrainConfig
@@ -56,7 +56,7 @@ def check_options(config: DraftTrainConfig) -> None:
 def boundaries(told: str, num_layers: int) -> tuple[int, ...]:
     """Where the residual stream is captured. Raises UserError for what is no three places of it."""
     if told == "auto":
-        told = f"{min(2, num_layers)},{num_layers // 2},{max(0, num_layers - 3)}"
+        return capture_boundaries(num_layers)
     parts = [part.strip() for part in told.split(",")]
     if len(parts) != 3 or not all(part.isdigit() and int(part) <= num_layers for part in parts):
         raise UserError(f"boundaries = {told!r} must be three places of 0 to {num_layers}, such as 0,1,{num_layers}")
@@ -169,12 +169,10 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
 
 
 def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -> None:
-    for name, own, wanted in (
-        ("target_hidden_size", head.target_hidden_size, spec.hidden_size),
-        ("vocab_size", head.layer.vocab_size, spec.vocab_size),
-    ):
-        if own != wanted:
-            raise UserError(f"{config.init}: the head's {name} is {own}, the model's {wanted}: it is another model's")
+    try:
+        check_head(head, spec.hidden_size, spec.vocab_size)
+    except UserError as error:
+        raise UserError(f"{config.init}: {error}") from error
     if head.own_embedding:
         raise UserError(f"{config.init} has embed_tokens of its own, which is not trained here; give another head")
 
