@@ -114,7 +114,7 @@ def read_head(directory: Path, num_layers: int) -> Eagle3Head:
     head.load_state_dict(state, assign=True)
     head.requires_grad_(False).eval()
     if "d2t" in state:
-        _check_vocabulary(directory, head)
+        _check_vocabulary(directory, config, state)
     return head
 
 
@@ -122,9 +122,9 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _check_vocabulary(directory: Path, head: Eagle3Head) -> None:
+def _check_vocabulary(directory: Path, config: Eagle3Config, state: dict[str, Tensor]) -> None:
     try:
-        target_ids(head.d2t, head.t2d, head.config.layer.vocab_size, OFFSETS)
+        target_ids(state["d2t"], state["t2d"], config.layer.vocab_size, OFFSETS)
     except UserError as error:
         raise UserError(
             f"{directory}: {error}; d2t must be offsets (target = draft + d2t[draft]) that give rising token ids, "

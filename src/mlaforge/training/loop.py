@@ -56,13 +56,26 @@ class Marks:
 class Options(Protocol):
     """What the options of every stage that trains have in common (options.py says what each is)."""
 
-    learning_rate: float
-    warm_up: float
-    weight_decay: float
-    micro_tokens: int
-    evaluate_every: int
-    checkpoint_every: int
-    tensorboard: str | None
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def warm_up(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    @property
+    def micro_tokens(self) -> int: ...
+
+    @property
+    def evaluate_every(self) -> int: ...
+
+    @property
+    def checkpoint_every(self) -> int: ...
+
+    @property
+    def tensorboard(self) -> str | None: ...
 
 
 class Course:
