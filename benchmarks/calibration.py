@@ -26,10 +26,10 @@ from mlaforge.calibration import calibrate
 from mlaforge.calibration.sources import Notes, Source
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.demo import model as demo_model
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import CalibrateConfig, ConvertConfig
 from mlaforge.runtime import environment, log
 

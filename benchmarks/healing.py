@@ -19,11 +19,11 @@ import torch
 
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.demo import model as demo_model
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.healing import heal
 from mlaforge.options import ConvertConfig, HealConfig
 from mlaforge.runtime import environment, log

@@ -13,12 +13,12 @@ from test_report import Page
 
 from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.conversion import convert
 from mlaforge.data import corpus
 from mlaforge.diagnosis import diagnose
 from mlaforge.diagnosis.geometry import Geometry
 from mlaforge.diagnosis.plots import draw
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import ConvertConfig, DiagnoseConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import make_plan

@@ -28,6 +28,7 @@ NOUNS = BOTTOM | {
     "options",
     "spill",
     "stream",
+    "token_losses",
     "draft_head",
 }
 # What `calibrate` is made of.
@@ -51,6 +52,7 @@ ALLOWED = {
     "checkpoint": BOTTOM | {"families", "modeling", "mxfp4", "spec"},
     "locate": BOTTOM | {"checkpoint"},
     "stream": BOTTOM | {"families", "modeling", "mxfp4", "checkpoint"},
+    "token_losses": {"stream"},
     "corpus": BOTTOM,
     "rfc": set(),
     "sources": BOTTOM | {"corpus", "rfc"},
@@ -75,10 +77,10 @@ ALLOWED = {
     "diagnose": NOUNS
     | {"moments", "spectra", "plan_file", "attention_stats", "routing", "geometry", "verdicts", "diagnosis_page"},
     "refit": {"runtime", "stream"},
-    "rebuild": NOUNS | {"moments", "factorize", "refit", "export", "evaluate", "spectra"},
+    "rebuild": NOUNS | {"moments", "factorize", "refit", "export", "spectra"},
     "export": NOUNS | {"factorize", "moments"},
     "export_deepseek": NOUNS,
-    "convert": NOUNS | {"moments", "rebuild", "export", "evaluate", "plan_file"},
+    "convert": NOUNS | {"moments", "rebuild", "export", "plan_file"},
     "evaluate": NOUNS,
     "criteria": BOTTOM,
     "needle": {"runtime", "corpus"},
@@ -117,8 +119,8 @@ ALLOWED = {
     "heal": NOUNS | {"refit", "packing", "distill", "trainer", "sharding", "teacher_cache", "course"},
     "ops": {"runtime"},
     "engine": NOUNS | {"ops"},
-    # Artifacts, and the engine as LLM hands it out; `evaluate` is what a perplexity is; `answers` knows prompts.
-    "bench": NOUNS | {"answers", "engine", "ops", "evaluate"},
+    # Artifacts, and the engine as LLM hands it out; `answers` knows prompts.
+    "bench": NOUNS | {"answers", "engine", "ops"},
     "vllm_plugin": {"runtime", "families", "checkpoint", "modeling", "engine"},
     "make_gptoss": NOUNS | {"demo_model", "upcycle", "sinks", "refit", "packing", "distill", "trainer"},
 }

@@ -13,8 +13,8 @@ from mlaforge.bench.roof import layout_of, plan_of
 from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.data import corpus
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.options import BenchConfig
 from mlaforge.runtime import UserError, log, resolve_device
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import head_losses, perplexity
 from mlaforge.conversion.writer import LayerWeights, attention_module, mla_config
-from mlaforge.evaluation.perplexity import head_losses, perplexity
 from mlaforge.factorization import moments
 from mlaforge.factorization.latent import Latent, factor_query
 from mlaforge.factorization.ranks import allocate_ranks, at_every_rank, at_rank, check_moments, projections, with_ranks

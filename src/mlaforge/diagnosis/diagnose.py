@@ -24,7 +24,8 @@ from transformers import DynamicCache
 
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import reader, resolve
-from mlaforge.checkpoint.layerwise import LayerStream, losses
+from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import losses
 from mlaforge.data import corpus
 from mlaforge.diagnosis import verdicts
 from mlaforge.diagnosis.attention_stats import AttentionStats
