@@ -87,7 +87,7 @@ ALLOWED = {
     "harness": BOTTOM,
     "acceptance": NOUNS | {"criteria", "harness", "kl", "needle"},
     "generate": NOUNS | {"engine"},
-    "answers": BOTTOM,
+    "answers": BOTTOM | {"corpus"},
     "regenerate": NOUNS | {"answers", "engine"},
     "page": set(),
     "results": {"page"},
