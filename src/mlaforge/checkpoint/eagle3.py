@@ -142,13 +142,13 @@ def target_ids(d2t_V: Tensor, t2d: Tensor | None, vocabulary: int, reading: str 
     if d2t_V.ndim != 1 or d2t_V.is_floating_point() or not len(d2t_V):
         raise UserError(f"d2t is {d2t_V.dtype} {list(d2t_V.shape)}; it must be a list of whole numbers")
     d2t_V = d2t_V.to(torch.int64)
-    found = {OFFSETS: d2t_V + torch.arange(len(d2t_V)), IDS: d2t_V}
+    readings = {OFFSETS: d2t_V + torch.arange(len(d2t_V)), IDS: d2t_V}
     if reading != "auto":
-        found = {reading: found[reading]}
-    wrong = {name: _wrong(name, ids_V, t2d, vocabulary) for name, ids_V in found.items()}
+        readings = {reading: readings[reading]}
+    wrong = {name: _wrong(name, ids_V, t2d, vocabulary) for name, ids_V in readings.items()}
     right = [name for name, reason in wrong.items() if reason is None]
     if len(right) == 1:
-        return right[0], found[right[0]]
+        return right[0], readings[right[0]]
     if right:
         raise UserError("d2t can be offsets as well as ids, and no t2d decides: give --d2t offsets or --d2t ids")
     raise UserError("d2t is wrong: " + "; ".join(f"as {name} it {reason}" for name, reason in wrong.items()))
