@@ -27,11 +27,11 @@ from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.sources import Notes, Source
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.runtime import environment, log
 
 SEEDS = (0, 1, 2)

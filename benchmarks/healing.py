@@ -19,12 +19,12 @@ import torch
 
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.healing import heal
 from mlaforge.healing.config import HealConfig
 from mlaforge.runtime import environment, log

@@ -14,8 +14,8 @@ from mlaforge.bench.roof import layout_of, plan_of
 from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.data import corpus, overlap
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.runtime import UserError, log, resolve_device
 
 # 32,768 tokens of every text, as in the README's table.

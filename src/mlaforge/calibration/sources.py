@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,24 +224,18 @@ def _encoding(path: Path) -> str | None:
 
 def _jsonl(path: Path, name: str, encoding: str, notes: Notes) -> Iterator[Document]:
     bad = 0
-    # Not universal newlines: a JSON string may hold the other characters that end a line.
     with path.open(encoding=encoding, errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
+        for number, text in corpus.json_lines(lines, corpus.text_field):
+            if text is not None:
+                yield Document(f"{name}:{number}", (text,))
                 continue
-            try:
-                text = json.loads(line)["text"]
-                text.encode()  # fails for what is no text, or holds half a character
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                notes.add("no JSON object with a 'text' field, skipped", f"{name} line {number}")
-                bad += 1
-                if bad > BAD_LINES:
-                    raise UserError(
-                        f"{path}: more than {BAD_LINES} lines up to line {number} are not JSON objects with a 'text' "
-                        "field; give a .jsonl file that has one object a line"
-                    ) from error
-                continue
-            yield Document(f"{name}:{number}", (text,))
+            notes.add("no JSON object with a 'text' field, skipped", f"{name} line {number}")
+            bad += 1
+            if bad > BAD_LINES:
+                raise UserError(
+                    f"{path}: more than {BAD_LINES} lines up to line {number} are not JSON objects with a 'text' "
+                    "field; give a .jsonl file that has one object a line"
+                )
 
 
 def _parquet(path: Path, name: str) -> Iterator[Document]:

@@ -21,12 +21,12 @@ import torch
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
 from mlaforge.config import by_keywords
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.conversion.solve import Choices, Rebuild
 from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus, overlap
-from mlaforge.evaluation.perplexity import perplexity, standard_error, window_losses
 from mlaforge.factorization.moments import collect
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec

@@ -12,15 +12,18 @@ import hashlib
 import json
 import random
 import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest
 from mlaforge.runtime import UserError
+
+T = TypeVar("T")
 
 EMBEDDED = "embedded"
 # The sets of a directory that `calibrate` wrote: for layers with a sliding window, for those without, and both.
@@ -49,6 +52,29 @@ class Windows:
         return {"source": self.source, "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
 
 
+def json_lines(lines: Iterable[str], read: Callable[[Any], T]) -> Iterator[tuple[int, T | None]]:
+    """The lines of a .jsonl file, blank ones left out: their numbers from 1, and what `read` makes of their values.
+
+    None for a line that is no JSON, or of whose value `read` makes nothing (it may raise what wrong types, keys and
+    values raise). `lines` are to be split at "\\n" alone: a JSON string may hold the other characters that end a line.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = read(json.loads(line))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            value = None
+        yield number, value
+
+
+def text_field(record: Any) -> str:
+    """The text of a .jsonl file's line, for `json_lines`."""
+    text: str = record["text"]
+    text.encode()  # fails for what is no text, or holds half a character
+    return text
+
+
 def _read(path: Path) -> list[str]:
     """The documents of a file."""
     try:
@@ -60,15 +86,10 @@ def _read(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return [text]
     documents = []
-    # Not splitlines: a JSON string may hold the other characters that end a line.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            documents.append(json.loads(line)["text"])
-            documents[-1].encode()  # fails for what is no text, or holds half a character
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} line {number} is not a JSON object with a 'text' field") from error
+    for number, document in json_lines(text.split("\n"), text_field):
+        if document is None:
+            raise UserError(f"{path} line {number} is not a JSON object with a 'text' field")
+        documents.append(document)
     return documents
 
 

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import UserError, log
-from mlaforge.training.kl_loss import NO_LABEL
 
 # At most this share of the text is kept back for validation.
 MOST_HELD = 0.25
+# Label of a token that has no next one.
+NO_LABEL = -100
 
 
 @dataclasses.dataclass(frozen=True)

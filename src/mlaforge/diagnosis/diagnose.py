@@ -24,7 +24,8 @@ from transformers import DynamicCache
 
 from mlaforge.artifact import WORK, Manifest, finished, writing
 from mlaforge.checkpoint import loading, reader, resolve
-from mlaforge.checkpoint.layerwise import LayerStream, losses
+from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import losses
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.diagnosis import verdicts

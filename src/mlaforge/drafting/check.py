@@ -24,7 +24,7 @@ from mlaforge.data import corpus
 from mlaforge.drafting.config import DraftCheckConfig
 from mlaforge.drafting.dataset import STAGE, read_answers
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Head
-from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype
+from mlaforge.runtime import UserError, resolve_device, resolve_dtype
 
 # One choice of states is better than another where so many standard errors lie between them.
 SURE = 3.0
@@ -129,24 +129,18 @@ def target_states(
     stream: LayerStream, texts: list[Tensor], boundaries: set[int]
 ) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
     """Per text its states [T, C] at every boundary, and the target's likeliest token after every position [T]."""
-    hidden = [stream.embed(ids[None]) for ids in texts]
     captured: list[dict[int, Tensor]] = [{} for _ in texts]
 
-    def keep(boundary: int, states: Tensor, n: int) -> None:
+    def keep(boundary: int, n: int, states: Tensor) -> None:
         if boundary in boundaries:
             captured[n][boundary] = states[0]
 
-    for index in progress(range(stream.num_layers), "target's states", stream.num_layers):
-        with stream.layer(index) as layer:
-            for n, states in enumerate(hidden):
-                keep(index, states, n)
-                hidden[n] = stream.run(layer, index, states)
-    said = []
+    hidden, said = stream.last_states(texts, "target's states", keep), []
     with stream.head() as (norm, weight):
         for n, states in enumerate(hidden):
-            keep(stream.num_layers, states, n)
+            keep(stream.num_layers, n, states)
             normed = norm(states)
-            keep(AFTER_NORM, normed, n)
+            keep(AFTER_NORM, n, normed)
             said.append(torch.cat([(rows @ weight.T).argmax(-1) for rows in normed[0].split(HEAD_ROWS)]).cpu())
     return captured, said
 

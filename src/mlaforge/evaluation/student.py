@@ -23,7 +23,7 @@ from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.evaluation.criteria import Criterion, Measured, read
-from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, resolve_device, resolve_dtype, timed
 from mlaforge.training.kl_loss import compare
 
 # Hay to draw from, in lengths of the longest needle's text.
@@ -71,18 +71,6 @@ def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece
     return found
 
 
-@torch.no_grad()
-def final_states(stream: LayerStream, texts: list[Tensor], what: str) -> list[Tensor]:
-    """A model's final, normed hidden states [T, C] on each text."""
-    hidden = [stream.embed(ids[None]) for ids in texts]
-    for index in progress(range(stream.num_layers), what, stream.num_layers):
-        with stream.layer(index) as layer:
-            for n, states in enumerate(hidden):
-                hidden[n] = stream.run(layer, index, states)
-    with stream.head() as (norm, _):
-        return [norm(h)[0] for h in hidden]
-
-
 class Judgement:
     """Measures criteria on two model directories; what several of them need is computed once."""
 
@@ -92,15 +80,16 @@ class Judgement:
         self.tuned = overlap.read_passages(student / overlap.PASSAGES)
         self._compared: dict[tuple[str, int, int], tuple[np.ndarray, ...]] = {}
 
+    @torch.no_grad()
     def _states(self, texts: list[Tensor], what: str) -> list[tuple[list[Tensor], Tensor]]:
         """Student's and teacher's final states on every text, and their heads."""
         loading.check_tokens(self.paths[1], *texts)
         found = []
         for who, path in zip(("student", "teacher"), self.paths, strict=True):
             with LayerStream(path, self.dtype, self.device) as stream:
-                states = final_states(stream, texts, f"{who} on {what}")
-                with stream.head() as (_, head):
-                    found.append((states, head))
+                hidden = stream.last_states(texts, f"{who} on {what}")
+                with stream.head() as (norm, head):
+                    found.append(([norm(h)[0] for h in hidden], head))
         return found
 
     @torch.no_grad()

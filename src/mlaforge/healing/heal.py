@@ -29,11 +29,10 @@ from mlaforge.factorization.refit import TOKENS, steer
 from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
-from mlaforge.training.loop import Course, Marks, board, check_shares, running
-from mlaforge.training.optimizer import Pace, Trainer
+from mlaforge.training.loop import check_shares, dtypes, running, train
 from mlaforge.training.teacher_cache import final_states_cache, top_k_cache
 
 SUBSETS = ("projections", "attention", "all")
@@ -188,11 +187,10 @@ def _heal(
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
-    dtype = resolve_dtype(config.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype, kept = dtypes(config.dtype, group)
     frozen = str(dtype).removeprefix("torch.") if config.teacher_dtype == "auto" else config.teacher_dtype
     with timed(seconds, "load"):
-        # Shards are kept in fp32; what is not sharded has its masters in the trainer.
-        student = load(converted, "float32" if group.world > 1 else str(dtype).removeprefix("torch."), device)
+        student = load(converted, str(kept).removeprefix("torch."), device)
         teacher = load(original, frozen, device)
     at_once = max(1, config.micro_tokens // texts.validation.ids.shape[1])
     with timed(seconds, "teacher"):
@@ -219,22 +217,12 @@ def _heal(
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
         student.train()
-    if group.world > 1:
-        distributed.shard(model, group, dtype)
-    pace = Pace(
-        config.learning_rate, config.warm_up, weight_decay=config.weight_decay, micro_tokens=config.micro_tokens
-    )  # fmt: skip
-    trainer = Trainer(
-        model, texts.feed, pace, trainable(student, subsets[0]), device=device, rank=group.rank, world=group.world,
-        targets=targets, windowed=windowed(checkpoint_reader.read_config(converted)),
-    )  # fmt: skip
-    course = Course(
-        "heal", trainer, validation, Marks(config.evaluate_every, config.checkpoint_every, config.patience), subsets,
-        functools.partial(trainable, student), partial / WORK, group, board(config.tensorboard, group),
-    )  # fmt: skip
     with timed(seconds, "train"):
-        course.run()
-    group.wait()
+        course = train(
+            "heal", model, texts.feed, validation, config, partial, group, dtype=dtype, subsets=subsets,
+            trainable=functools.partial(trainable, student), patience=config.patience, targets=targets,
+            windowed=windowed(checkpoint_reader.read_config(converted)),
+        )  # fmt: skip
     course.write_last(partial, torch.float32)
     if group.first:
         write(converted, partial, {**solved, **course.trained(best=True)})

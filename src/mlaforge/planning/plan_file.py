@@ -20,13 +20,11 @@ KEYS = ("kv_lora_rank", "qk_rope_head_dim")
 
 @dataclasses.dataclass(frozen=True)
 class PlanFile:
-    """A plan that was read. `passages` are those of the text it was made from: nothing may be judged on it.
-    `model_sha256` is the model that was diagnosed, None where the file does not say."""
+    """A plan that was read. `passages` are those of the text it was made from: nothing may be judged on it."""
 
     plan: Plan
     sha256: str
     passages: list[int]
-    model_sha256: str | None
 
 
 def shape(spec: ModelSpec) -> dict[str, Any]:
@@ -86,7 +84,7 @@ def read(given: str, spec: ModelSpec) -> PlanFile:
         what = "several layouts or rotary key sizes; all converted layers need the same" if kept else "no layer"
         raise UserError(f"plan {path} converts {what}")
     digest = hashlib.sha256(json.dumps([[vars(layer) for layer in plan.layers], passages]).encode()).hexdigest()
-    return PlanFile(plan, digest, passages, model.get("sha256"))
+    return PlanFile(plan, digest, passages)
 
 
 def _layer(spec: ModelSpec, index: int, given: Any) -> LayerPlan:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlaforge.config import by_keywords, nearest
 from mlaforge.families import read_spec
-from mlaforge.families.spec import LayerSpec
+from mlaforge.families.spec import LayerSpec, capture_boundaries
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import GPUS, weight_bytes
 from mlaforge.planning.plan import CONTEXTS, make_plan, window_choices
@@ -127,8 +127,7 @@ class PlanReport:
             "RoPE": f"{spec.rope.kind}, theta {spec.rope.theta:g}, cos and sin x "
             + ", ".join([f"{spec.rope.attention_scaling:.4g}", *(f"{key} {rope[key]}" for key in rope)]),
             "experts": each(lambda la: f"{la.moe.num_experts}, {la.moe.top_k} a token" if la.moe else "none"),
-            # Where EAGLE-3 heads take the target's hidden states: low, middle, high (vLLM's and SGLang's convention).
-            "EAGLE-3": f"captures at layers 2, {spec.num_layers // 2}, {spec.num_layers - 3}"
+            "EAGLE-3": f"captures at layers {', '.join(map(str, capture_boundaries(spec.num_layers)))}"
             if spec.num_layers > 5
             else "too few layers to capture from",
             "machine": f"{gpu.name}: {gpu.bf16_tflops:g} dense TFLOP/s x {gpu.achievable:g} achievable, "
