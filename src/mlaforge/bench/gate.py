@@ -14,8 +14,8 @@ from typing import Any
 
 from mlaforge.bench import machine
 from mlaforge.bench.recipe import whole
-from mlaforge.bench.summary import aligned
 from mlaforge.config import nearest, read_recipe
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
 FOLDER = Path(__file__).with_name("gates")
@@ -341,4 +341,4 @@ def table(body: dict[str, Any]) -> str:
     ledger = body["ledger"]
     judged = f"{'passed' if body['passed'] else 'FAILED'}: {body['scope']} on {body['device']}, {body['commit'][:12]}"
     row = f"; micro gates green {ledger['in_a_row']} of {ledger['needed']} times in a row"
-    return aligned(lines) + "\n" + judged + (" with changes" if body["dirty"] else "") + row
+    return text_table(lines) + "\n" + judged + (" with changes" if body["dirty"] else "") + row

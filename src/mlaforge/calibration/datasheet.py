@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mlaforge.rendering.table import markdown_table
+
 JSON, MARKDOWN, PICTURE = "datasheet.json", "datasheet.md", "token_histograms.png"
 COLOURS = {"typical": "#31688e", "hard": "#e07b39"}
 
@@ -39,13 +41,6 @@ def write(folder: Path, facts: dict[str, Any], sets: dict[str, list[dict[str, An
     _picture(folder / PICTURE, sets)
 
 
-def _table(*rows: tuple[Any, ...]) -> str:
-    """A Markdown table; the first row is its head."""
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
 def _markdown(sheet: dict[str, Any]) -> str:
     sets = [("file", "texts", "typical", "hard", "clusters", "tokens", "tokens of a text: least, median, most")]
     for name, own in sheet["sets"].items():
@@ -64,15 +59,15 @@ def _markdown(sheet: dict[str, Any]) -> str:
         "# Golden calibration sets\n",
         "Made by `mlaforge calibrate`; each line of a file is a JSON object with text, tokens (counted by "
         f"{sheet['tokenizer']['name']}), source, document, set, cluster, distance, kind and score.\n",
-        _table(*sets),
+        markdown_table(sets),
         f"\n![Tokens of the texts]({PICTURE})\n",
         "## Sources\n",
-        _table(*sources),
+        markdown_table(sources),
         warning,
         "## How they were chosen\n",
         *(f"- **{what}**: {how}" for what, how in sheet["measures"].items()),
         "\n## What was found on the way\n",
-        _table(*notes) if len(notes) > 1 else "Nothing.",
+        markdown_table(notes) if len(notes) > 1 else "Nothing.",
         "",
     ])  # fmt: skip
 

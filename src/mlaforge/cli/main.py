@@ -26,6 +26,7 @@ from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
+from mlaforge.rendering.table import text_table
 from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
@@ -391,8 +392,7 @@ def conversion_table(manifests: list[Any]) -> str:
         layouts = {layer["layout"] for layer in found["layers"]}
         numbers = f"{cache['gqa_per_token']} -> {cache['mla_per_token']}"
         rows.append((" + ".join(sorted(layouts)), *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return text_table(rows, ">")
 
 
 def shipment_table(shipment: Any) -> str:
