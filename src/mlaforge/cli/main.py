@@ -311,11 +311,12 @@ def list_(
     json_output: Json = False,
 ) -> None:
     """The artifacts in a folder, and which of them passed their criteria."""
-    from mlaforge.artifact import found_below
+    from mlaforge.artifact import artifacts_below
 
     rows = [
         {"name": name, "stage": m.stage, "canonical": m.canonical, "seconds": round(sum(m.seconds.values()), 1)}
-        for name, m in found_below(folder).items()
+        for name, m in artifacts_below(folder).items()
+        if m is not None
     ]
     if json_output:
         print(json.dumps(rows, indent=1))
