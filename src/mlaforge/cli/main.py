@@ -19,7 +19,7 @@ from mlaforge.bench.config import BenchConfig
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.cli import draft
 from mlaforge.cli import verb as verbs
-from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, quiet
+from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, judged, quiet
 from mlaforge.conversion.config import EXPORTS, ConvertConfig, ExportConfig
 from mlaforge.demo.config import DemoConfig, MakeGptOssConfig
 from mlaforge.diagnosis.config import DiagnoseConfig
@@ -145,11 +145,12 @@ def eval(
     student may stand for its teacher (exit code 1 where not)."""
     quiet()
     if config.criteria or config.teacher or config.student:
-        from mlaforge.evaluation import student as acceptance
+        from mlaforge.evaluation import student as stage
 
         if model is not None and out is not None:
             raise UserError("--criteria judges --student, not MODEL; give OUT alone")
-        _judged(acceptance.run(config, Path(model) if model else None, overwrite))
+        metrics = stage.run(config, Path(model) if model else None, overwrite).metrics
+        judged(metrics, stage.table, metrics["passed"])
         return
     from mlaforge.evaluation import perplexity
 
@@ -158,21 +159,6 @@ def eval(
     found = perplexity.run(model, out, config, overwrite).metrics
     error = "" if found["nll_stderr"] is None else f" ± {found['ppl'] * found['nll_stderr']:.4f}"
     print(f"ppl {found['ppl']:.4f}{error} (standard error over {found['windows']} windows, {found['tokens']} tokens)")
-
-
-def _judged(manifest: Any) -> None:
-    """One line per criterion; exit code 1 where one fails."""
-    for found in manifest.metrics["criteria"]:
-        spread = "" if found["interval"] is None else " [{:.4g}, {:.4g}]".format(*found["interval"])
-        verdict = "pass" if found["passed"] else "FAIL"
-        print(
-            f"{verdict}  {found['name']}: student {found['student']:.5g}, teacher {found['teacher']:.5g}, worse by "
-            f"{found['worse']:.4g}{spread} ({found['kind']}), at most {found['limit']:g}, {found['documents']} texts"
-        )
-    failed = [found["name"] for found in manifest.metrics["criteria"] if not found["passed"]]
-    print(f"failed: {', '.join(failed)}" if failed else "canonical")
-    if failed:
-        raise typer.Exit(1)
 
 
 @verb(GenerateConfig)
@@ -299,10 +285,8 @@ def gate(
     """Judge measured results by the gates; exit code 1 where one fails."""
     from mlaforge.bench import gate as stage
 
-    found = stage.run(folder, gates)
-    print(stage.table(found))
-    if not found["passed"]:
-        raise typer.Exit(1)
+    verdicts = stage.run(folder, gates)
+    judged(verdicts, stage.table, verdicts["passed"])
 
 
 @verb()
