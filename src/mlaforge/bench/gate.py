@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +190,7 @@ def _value(
     if gate.over_scenario == gate.scenario and len(own["runs"]) == len(theirs["runs"]):
         # Repetitions of one round are neighbours in time.
         ratios = sorted(a / b for a, b in zip(own["runs"], theirs["runs"], strict=True))
-        middle = len(ratios) // 2
-        median = ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
-        return median, [ratios[0], ratios[-1]]
+        return statistics.median(ratios), [ratios[0], ratios[-1]]
     return own["median"] / theirs["median"], None
 
 

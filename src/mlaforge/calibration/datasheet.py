@@ -6,6 +6,7 @@ One dictionary, as JSON, as Markdown and as a picture; the same sets give the sa
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "typical": sum(record["kind"] == "typical" for record in records),
         "hard": sum(record["kind"] == "hard" for record in records),
         "clusters": len({(record["set"], record["cluster"]) for record in records}),
-        "tokens_least_median_most": [tokens[0], tokens[len(tokens) // 2], tokens[-1]] if tokens else [0, 0, 0],
+        "tokens_least_median_most": [tokens[0], statistics.median_high(tokens), tokens[-1]] if tokens else [0, 0, 0],
         "tokens_by_source": {
             source: sum(r["tokens"] for r in records if r["source"] == source)
             for source in sorted({record["source"] for record in records})
