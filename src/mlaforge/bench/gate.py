@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 from mlaforge.bench import machine
 from mlaforge.bench.recipe import whole
+from mlaforge.bench.summary import spread
 from mlaforge.config import nearest, read_recipe
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
@@ -178,7 +178,7 @@ def _value(
         return None if value is None else (value, None)
     own = case[gate.quantity]
     if gate.over is None:
-        return own["median"], [own["min"], own["max"]]
+        return _middle(own)
     same = {key: case[key] for key in ("engine", "model", "dtype", "context", "batch")} | gate.over
     if same["num_speculative_tokens"] == case["num_speculative_tokens"] and gate.over_scenario == gate.scenario:
         raise UserError(f"gate {gate.name!r} compares a case with itself")
@@ -189,9 +189,12 @@ def _value(
     theirs = others[0][gate.quantity]
     if gate.over_scenario == gate.scenario and len(own["runs"]) == len(theirs["runs"]):
         # Repetitions of one round are neighbours in time.
-        ratios = sorted(a / b for a, b in zip(own["runs"], theirs["runs"], strict=True))
-        return statistics.median(ratios), [ratios[0], ratios[-1]]
+        return _middle(spread([a / b for a, b in zip(own["runs"], theirs["runs"], strict=True)]))
     return own["median"] / theirs["median"], None
+
+
+def _middle(runs: dict[str, Any]) -> tuple[float, list[float]]:
+    return runs["median"], [runs["min"], runs["max"]]
 
 
 def _ceiling(gate: Gate, case: dict[str, Any], body: dict[str, Any]) -> tuple[float | None, str | None]:
