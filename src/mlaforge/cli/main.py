@@ -353,7 +353,7 @@ def publish(
     from mlaforge.report import publish as stage
 
     shipment = stage.pack(folders, repo)
-    print(json.dumps(shipment.describe(), indent=1) if json_output else shipment_table(shipment))
+    print(json.dumps(shipment.describe(), indent=1) if json_output else stage.table(shipment))
     if push:
         print(stage.push(shipment))
 
@@ -378,16 +378,6 @@ def conversion_table(manifests: list[Any]) -> str:
         numbers = f"{cache['gqa_per_token']} -> {cache['mla_per_token']}"
         rows.append((" + ".join(sorted(layouts)), *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
     return text_table(rows, ">")
-
-
-def shipment_table(shipment: Any) -> str:
-    """What would go where, with sizes in bytes and hashes; then what stays here, and why."""
-    lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in shipment.items]
-    lines += [f"left out: {path}: {reason}" for path, reason in shipment.left_out.items()]
-    if not any(item.path == "README.md" for item in shipment.items):
-        lines.append("no model card: `mlaforge card FOLDER --out CARD`, and give CARD too")
-    total = f"{len(shipment.items)} files, {shipment.bytes:,} bytes for {shipment.repo}"
-    return "\n".join([*lines, f"{total}; --push sends them"])
 
 
 def talk(metrics: dict[str, Any]) -> str:
