@@ -23,12 +23,12 @@ import torch
 from speculation import parser, read_prompts
 
 from mlaforge.artifact import sha256
-from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError, environment
 
 DRAFTED, TOGETHER = 3, 16
@@ -70,7 +70,7 @@ def table(rows: dict[str, Any]) -> str:
         block = row["eagle_speculation"]
         places = " ".join(f"{share or 0:.2f}" for share in block["acceptance_per_position"])
         lines.append((name, f"{block['mean_acceptance_length']:.3f}", places, f"{row['distinct_4_grams']:.2f}"))
-    return aligned(lines)
+    return text_table(lines)
 
 
 def main() -> None:

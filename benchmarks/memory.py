@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 CONFIG = {
     "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
@@ -64,13 +66,13 @@ def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, Any]:
     from mlaforge.conversion import convert
     from mlaforge.conversion.config import ConvertConfig
 
-    peak, done = 0, threading.Event()
+    peak, done, own = 0, threading.Event(), psutil.Process()
 
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.02):
-            status = Path("/proc/self/status").read_text()
-            peak = max(peak, int(status.split("RssAnon:")[1].split()[0]))
+            resident = own.memory_info()
+            peak = max(peak, resident.rss - resident.shared)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -79,7 +81,7 @@ def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, Any]:
     stages = convert.run(str(source), out, config).seconds
     done.set()
     watcher.join()
-    return {"peak_gib": peak / 2**20, "seconds": time.perf_counter() - start, "stages": stages}
+    return {"peak_gib": peak / 2**30, "seconds": time.perf_counter() - start, "stages": stages}
 
 
 def main() -> None:

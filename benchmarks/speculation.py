@@ -33,13 +33,14 @@ import torch
 
 from mlaforge.artifact import sha256
 from mlaforge.bench.replay import Replay
-from mlaforge.bench.summary import aligned, spread
+from mlaforge.bench.summary import spread
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError, environment, log
 
 # Passes after which the perfect drafter's text is taken as it is.
@@ -190,7 +191,7 @@ def table(rows: dict[str, Any]) -> str:
             f"{row['distinct_4_grams']:.2f}", f"{block['mean_acceptance_length'] or 1:.2f}" if block else "1.00",
             " ".join(places),
         ))  # fmt: skip
-    return aligned(lines)
+    return text_table(lines)
 
 
 def parser(doc: str | None, draft: Path | None, dtype: str, out: str) -> argparse.ArgumentParser:

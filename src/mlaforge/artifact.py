@@ -67,13 +67,13 @@ class Manifest:
             return None
 
 
-def found_below(folder: Path) -> dict[str, Manifest]:
-    """The finished artifacts below a folder, by name. UserError where there is no such folder."""
+def artifacts_below(folder: Path) -> dict[str, Manifest | None]:
+    """The artifacts below a folder by their path in it, None for one whose manifest cannot be read. What a stage is
+    still at work on, or left when it was killed, is none. UserError where there is no such folder."""
     if not folder.is_dir():
         raise UserError(f"folder {str(folder)!r} does not exist; give the folder that holds the artifacts")
     named = {path.parent.relative_to(folder).as_posix(): path.parent for path in sorted(folder.rglob(MANIFEST))}
-    loaded = {n: Manifest.load(path) for n, path in named.items() if ".partial/" not in f"{n}/"}
-    return {name: manifest for name, manifest in loaded.items() if manifest is not None}
+    return {name: Manifest.load(path) for name, path in named.items() if ".partial/" not in f"{name}/"}
 
 
 def sha256(path: Path) -> str:

@@ -11,11 +11,11 @@ from mlaforge.artifact import Manifest
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import layout_of, plan_of
-from mlaforge.bench.summary import aligned
 from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.data import corpus, overlap
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError, log, resolve_device
 
 # 32,768 tokens of every text, as in the README's table.
@@ -74,4 +74,4 @@ def table(body: dict[str, Any]) -> str:
         cells = [cell for pair in pairs for cell in pair]
         took = "–" if row["seconds"] is None else f"{row['seconds']:.0f}"
         lines.append((row["model"], row["layout"], f"{row['cache_fraction']:.1%}", took, *cells))
-    return aligned(lines)
+    return text_table(lines)

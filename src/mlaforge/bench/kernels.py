@@ -28,6 +28,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import check
 from mlaforge.ops.paged_attention import OP, reference
 from mlaforge.planning.costs import Cost, Gpu
+from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, resolve_device
 
 OPERATIONS = ("paged_attention",)
@@ -219,10 +220,9 @@ def measure(
 
 def table(body: dict[str, Any]) -> str:
     """Markdown."""
-    lines = ["| layout | sequences | tokens | queries | by | us | GB/s | TFLOP/s | of the roof | limit |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    heads = ("layout", "sequences", "tokens", "queries", "by")
+    lines = [(*heads, "us", "GB/s", "TFLOP/s", "of the roof", "limit")]
     for row in body["rows"]:
-        cells = [row[key] for key in ("layout", "sequences", "tokens", "queries", "by")]
-        cells += [f"{row['us']:.1f}", f"{row['gbs']:.1f}", f"{row['tflops']:.3g}", f"{row['of_the_roof']:.0%}"]
-        lines.append("| " + " | ".join(map(str, [*cells, row["limit"]])) + " |")
-    return "\n".join(lines)
+        speed = f"{row['us']:.1f}", f"{row['gbs']:.1f}", f"{row['tflops']:.3g}", f"{row['of_the_roof']:.0%}"
+        lines.append((*(row[key] for key in heads), *speed, row["limit"]))
+    return markdown_table(lines)

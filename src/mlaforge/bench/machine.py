@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from mlaforge.runtime import environment, version
@@ -89,16 +90,18 @@ class Memory:
             self.how = "resident set of the process; peak since its start"
 
     def now(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _status("VmRSS")
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _resident()
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _most_resident()
 
 
-def _status(field: str) -> int:
-    """A size of this process in bytes."""
-    text = Path("/proc/self/status").read_text(encoding="utf-8")
-    # A system may not tell the peak.
-    line = next((line for line in text.splitlines() if line.startswith((f"{field}:", "VmRSS:"))), None)
-    assert line is not None, text
-    return int(line.split()[1]) * 1024
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _most_resident() -> int:
+    """The peak, which psutil does not know on Linux; where the system does not tell it, what is resident now."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), _resident())

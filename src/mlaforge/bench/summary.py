@@ -15,6 +15,7 @@ from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
+from mlaforge.rendering.table import text_table
 
 if TYPE_CHECKING:
     from mlaforge.bench.recipe import Recipe
@@ -148,18 +149,8 @@ def table(body: dict[str, Any]) -> str:
             *(_told((found[k] or {}).get("median"), ".2f") for k in ("speedup", "over_transformers")),
             _told((block or {}).get("mean_acceptance_length"), ".2f"), _told((top or {}).get("fraction"), ".0%"),
         ))  # fmt: skip
-    return aligned(lines)
+    return text_table(lines)
 
 
 def _told(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
-
-
-def aligned(lines: list[tuple[str, ...]]) -> str:
-    """Columns of equal width; the last cell of a shorter line goes on to the right."""
-    columns = range(len(lines[0]))
-    cells = [[line[i] for line in lines if i < len(line) - 1 or len(line) == len(columns)] for i in columns]
-    widths = [max(map(len, own)) for own in cells]
-    return "\n".join(
-        "  ".join(c.ljust(w) for c, w in zip(line, widths[: len(line)], strict=True)).rstrip() for line in lines
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,16 @@ def quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def judged(
+    body: dict[str, Any], table: Callable[[dict[str, Any]], str], holds: bool, json_output: bool = False
+) -> None:
+    """How a verb that judges ends: its table, or all of `body` as JSON; exit code 1 where what it judged does not
+    hold."""
+    print(json.dumps(body, indent=1) if json_output else table(body))
+    if not holds:
+        raise typer.Exit(1)
 
 
 def _option(field: dataclasses.Field[Any], kind: type) -> Any:

@@ -15,6 +15,7 @@ import torch
 from mlaforge.diagnosis.attention_stats import RECENT
 from mlaforge.diagnosis.routing import DEAD, HOT
 from mlaforge.planning.plan import Plan, unconverted
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
 # A head rests on a sink if so much of its attention lies on the first token or the learned sink (arXiv:2410.10781).
@@ -193,5 +194,4 @@ def table(metrics: dict[str, Any]) -> str:
     ]
     rows += [(name, metrics[name]["verdict"], metrics[name]["text"]) for name in
              ("sinks", "windows", "routing", "geometry", "cache", "plan")]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(f"{name:<{widths[0]}}  {verdict:<{widths[1]}}  {text}" for name, verdict, text in rows)
+    return text_table(rows)

@@ -204,3 +204,17 @@ def mark(student: Path, judged: Manifest) -> None:
     own.save(unfinished)
     os.replace(unfinished / MANIFEST, student / MANIFEST)
     unfinished.rmdir()
+
+
+def table(metrics: dict[str, Any]) -> str:
+    """A manifest's metrics for a terminal: one line per criterion, then what became of the student."""
+    lines = []
+    for verdict in metrics["criteria"]:
+        spread = "" if verdict["interval"] is None else " [{:.4g}, {:.4g}]".format(*verdict["interval"])
+        lines.append(
+            f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: student {verdict['student']:.5g}, teacher "
+            f"{verdict['teacher']:.5g}, worse by {verdict['worse']:.4g}{spread} ({verdict['kind']}), at most "
+            f"{verdict['limit']:g}, {verdict['documents']} texts"
+        )
+    failed = [verdict["name"] for verdict in metrics["criteria"] if not verdict["passed"]]
+    return "\n".join([*lines, f"failed: {', '.join(failed)}" if failed else "canonical"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import GPUS, weight_bytes
 from mlaforge.planning.plan import CONTEXTS, make_plan, window_choices
 from mlaforge.planning.roofline import PARTS, Row, analyse, compare, in_bytes, in_digits, recommend
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
 BUDGETS = (0.75, 0.5, 0.4375, 0.25)
@@ -91,13 +92,6 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str
 }
 
 
-def _table(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
-    return ["  ".join(line).rstrip() for line in aligned]
-
-
 @dataclass(frozen=True)
 class PlanReport:
     """What `plan` answers: `rows[0]` is the unconverted model, `asked` the user's own configuration."""
@@ -146,7 +140,7 @@ class PlanReport:
             for row in self.rows:
                 mark = "> " * (row is self.asked) + "* " * (row is self.best)
                 table.append([mark + row.label, *(show(value(row)) for _, value, show in shown)])
-            lines += ["", title, *_table(table)]
+            lines += ["", title, text_table(table, "<>")]
         table = [["", *["read", "GFLOP", "ms"] * 2], ["", *["1 query"] * 3, *["T queries"] * 3]]
         for part in PARTS:
             for label, row in {r.label: r for r in (self.rows[0], self.best, self.asked) if r}.items():
@@ -154,12 +148,11 @@ class PlanReport:
                 for step in (row.plain, row.verify):
                     cost, ms = step.costs[part], step.seconds[part] * 1e3
                     table[-1] += [in_bytes(cost.bytes), in_digits(cost.flops / 1e9), in_digits(ms)]
-        parts = _table(table if drafts else [line[:4] for line in table])
-        lines += ["", "Parts of a step", *parts]
+        lines += ["", "Parts of a step", text_table(table if drafts else [line[:4] for line in table], "<>")]
         if choices := window_choices(self.best.plan) if self.best.plan.converted else {}:
             heads = [f"{tokens // 1024}K" for tokens in CONTEXTS]
             table = [["layers converted", *heads], *([name, *map(in_bytes, b.values())] for name, b in choices.items())]
-            lines += ["", f"Cache of one request, {self.best.label}", *_table(table)]
+            lines += ["", f"Cache of one request, {self.best.label}", text_table(table, "<>")]
         lines += ["", f"Recommended (*): {self.reason}"]
         if self.asked and self.asked is not self.best:
             lines += [f"Yours (>): {self.asked.label}: {analyse(self.asked, self.rows[0])}"]

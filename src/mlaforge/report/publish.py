@@ -201,3 +201,13 @@ def push(shipment: Shipment) -> str:
 def hidden(text: str, token: str) -> str:
     """`text` without the token, nor anything that looks like one."""
     return TOKEN.sub(b"***", text.replace(token, "***").encode()).decode()
+
+
+def table(shipment: Shipment) -> str:
+    """What would go where, with sizes in bytes and hashes; then what stays here, and why."""
+    lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in shipment.items]
+    lines += [f"left out: {path}: {reason}" for path, reason in shipment.left_out.items()]
+    if not any(item.path == "README.md" for item in shipment.items):
+        lines.append("no model card: `mlaforge card FOLDER --out CARD`, and give CARD too")
+    total = f"{len(shipment.items)} files, {shipment.bytes:,} bytes for {shipment.repo}"
+    return "\n".join([*lines, f"{total}; --push sends them"])

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 
 from mlaforge.engine.cache.block_tables import CacheGroup, Copy
@@ -142,6 +143,4 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free on the device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(psutil.virtual_memory().available)
