@@ -1,4 +1,4 @@
-"""The text of IETF RFCs: what the pages add is taken away, what the sections are is kept."""
+"""The text of IETF RFCs by section, without the headers and footers of their pages."""
 
 from __future__ import annotations
 

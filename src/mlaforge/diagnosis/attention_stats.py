@@ -1,4 +1,4 @@
-"""Where attention looks, head by head: statistics of softmax weights that are never all held at once.
+"""Attention statistics, head by head: where softmax weights lie, without ever holding all of them at once.
 
 Query rows are taken in chunks, so that the memory does not depend on the length of a window. Every number is over the
 queries of the second half of each window: each sees at least half a window, so that no number is high only because

@@ -1,4 +1,4 @@
-"""The pictures of a diagnosis: heat maps by layer and head, in one page that needs no other file, and as one PNG.
+"""Plots of a diagnosis: heat maps by layer and head, in one page that needs no other file, and as one PNG.
 
 Everything is drawn from diagnosis.json; nothing is computed here but colours. The page looks as the report's does.
 """

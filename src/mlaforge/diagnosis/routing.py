@@ -1,4 +1,4 @@
-"""How a mixture of experts routes tokens: load, imbalance, router entropy, and which experts go together.
+"""Router statistics of a mixture of experts: load, imbalance, router entropy, and which experts co-activate.
 
 Legend: N tokens, E experts.
 """

@@ -1,4 +1,4 @@
-"""What a diagnosis comes to: one verdict for each question, with the threshold that it rests on.
+"""Verdicts of a diagnosis: one for each question, with its threshold.
 
 The thresholds and their reasons are in docs/diagnose.md. `layers` are the records of diagnosis.json.
 """

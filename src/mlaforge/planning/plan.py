@@ -1,10 +1,8 @@
 """The plan: what each layer becomes, and how many numbers and bytes it then caches (costs.py has FLOPs and machines).
 
 Ratios count K and V: the base of every fraction is 2 · n_kv_heads · head_dim numbers per token and layer.
-FLOPs count a multiply-add as two. Left out as noise: biases, norms, routers, softmax and rotation.
 
-Legend: H query heads, G KV heads, d head_dim, r kv_lora_rank, d_r qk_rope_head_dim, T query
-tokens of one request in one step.
+Legend: d_r qk_rope_head_dim.
 """
 
 from __future__ import annotations

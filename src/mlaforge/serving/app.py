@@ -38,8 +38,8 @@ from mlaforge.serving.responses import ChatForm, Form, Prompt, Reply, TextForm
 from mlaforge.serving.token_text import TokenText
 from mlaforge.serving.wire import ApiError
 
-# A client that went before its answer; nobody reads it, it is for the metrics (nginx's number).
-CLIENT_WENT = 499
+# The client closed the connection before its answer: for the metrics alone (nginx's number).
+CLIENT_CLOSED_REQUEST = 499
 
 
 class Service:
@@ -150,7 +150,7 @@ class Answer(Response):
                 await self._handle(scope, receive, with_write_timeout(send, self._service.config.client_timeout))
             status = 200
         except Disconnected:
-            status = CLIENT_WENT
+            status = CLIENT_CLOSED_REQUEST
         except ApiError as error:
             status = error.status
             await send_json(send, status, error.body(), error.headers)

@@ -1,4 +1,4 @@
-"""What /metrics tells Prometheus. Every app has a registry of its own, so that several live in one process."""
+"""Prometheus metrics, as /metrics exposes them. Every app has its own registry: several live in one process."""
 
 from __future__ import annotations
 
