@@ -1,4 +1,4 @@
-"""What conversions cost in quality: perplexities of an original and of what was made of it, on the same text."""
+"""Quality of conversions: perplexities of an original model and of its conversions on the same text."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     for directory in directories.values():
         plan, manifest = plan_of(directory), Manifest.load(directory)
-        found = perplexities(directory, judged, directory.name, device)
-        before = body["rows"][0]["ppl"] if body["rows"] else found
+        ppl = perplexities(directory, judged, directory.name, device)
+        before = body["rows"][0]["ppl"] if body["rows"] else ppl
         body["rows"].append({
             "model": directory.name, "path": str(directory), "layout": layout_of(plan),
             "budget": manifest.config.get("budget") if manifest else None,
             "cache_fraction": plan.model_fraction(plan.spec.max_position_embeddings),
-            "seconds": sum(manifest.seconds.values()) if manifest else None, "ppl": found,
-            "ratio": {name: found[name] / before[name] for name in judged},
+            "seconds": sum(manifest.seconds.values()) if manifest else None, "ppl": ppl,
+            "ratio": {name: ppl[name] / before[name] for name in judged},
         })  # fmt: skip
-        log(f"{directory.name}: perplexity {', '.join(f'{value:.3f} on {name}' for name, value in found.items())}")
+        log(f"{directory.name}: perplexity {', '.join(f'{value:.3f} on {name}' for name, value in ppl.items())}")
         machine.write(folder / "conversion.json", body)
     return body
 

@@ -1,4 +1,4 @@
-"""What a scenario runs: its file in bench/scenarios for a scope, under what the user gave."""
+"""What a scenario runs: its file in bench/scenarios for a scope, overridden by the user's options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recipe:
 
     scenario: str
     scope: str
-    told: str
+    description: str
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     counts: tuple[int, ...]
@@ -61,21 +61,21 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
         raise UserError(f"scenario {scenario!r} must be one of {', '.join(known)}{nearest(scenario, known)}")
     file = read_recipe(FOLDER / f"{scenario}.yaml")
     scopes = {name: file.pop(name) for name in SCOPES}
-    told = file.pop("told")
+    description = file.pop("told")
     shipped = resolve(BenchConfig, None, **{**DEFAULTS, **file, **scopes.get(scope, {})})
-    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    chosen = {name: getattr(shipped, name) if value is None else value for name, value in given.items()}
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    chosen = {name: getattr(shipped, name) if value is None else value for name, value in options.items()}
     drafts, head = _drafts(str(chosen["draft"]))
-    made = Recipe(
-        scenario, scope, told, whole("context", chosen["context"], 2), whole("batch", chosen["batch"], 1),
+    recipe = Recipe(
+        scenario, scope, description, whole("context", chosen["context"], 2), whole("batch", chosen["batch"], 1),
         tuple(sorted(whole("num_speculative_tokens", chosen["num_speculative_tokens"], 0, 8))), drafts, head,
         _least("tokens", chosen["tokens"]), _least("rounds", chosen["rounds"]), chosen["warm_up"],
         _fractions(chosen["cache_fraction"]), chosen["prefix_caching"], _words("dtype", chosen["dtype"], ENGINE_DTYPES),
         _words("transformers", chosen["transformers"], DTYPES), tuple(chosen["text"]),
     )  # fmt: skip
-    if "replay" in made.drafts and max(made.counts) and 0 not in made.counts:
+    if "replay" in recipe.drafts and max(recipe.counts) and 0 not in recipe.counts:
         raise UserError("draft replay needs plain decoding beside it; add 0 to num_speculative_tokens")
-    return made
+    return recipe
 
 
 def _items(text: str) -> list[str]:
@@ -84,16 +84,16 @@ def _items(text: str) -> list[str]:
 
 def whole(name: str, text: str, low: int, high: int | None = None) -> tuple[int, ...]:
     """`8k,512` -> (8192, 512), each of low..high, none twice. Raises UserError."""
-    found = []
+    numbers = []
     for item in _items(text):
         digits, unit = item.removesuffix("k"), 1024 if item.endswith("k") else 1
         if not digits.isascii() or not digits.isdigit() or int(digits) * unit < low or (high and int(digits) > high):
             most = f" to {high}" if high else " or more"
             raise UserError(f"{name} = {text!r}: {item!r} must be a whole number, {low}{most}, such as 3 or 8k")
-        found.append(int(digits) * unit)
-    if not found:
+        numbers.append(int(digits) * unit)
+    if not numbers:
         raise UserError(f"{name} = {text!r} names nothing; give whole numbers with commas between")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(numbers))
 
 
 def _least(name: str, value: int) -> int:
@@ -104,12 +104,12 @@ def _least(name: str, value: int) -> int:
 
 def _fractions(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(float(item) for item in _items(text))
+        fractions = tuple(float(item) for item in _items(text))
     except ValueError:
-        found = ()
-    if not found or not all(0 < share <= 1 for share in found):
+        fractions = ()
+    if not fractions or not all(0 < share <= 1 for share in fractions):
         raise UserError(f"cache_fraction = {text!r} must be numbers above 0 and at most 1, with commas between")
-    return found
+    return fractions
 
 
 def _words(name: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Runs a scenario: the engine beside its peers, interleaved round by round, and what came of it as JSON."""
+"""Runs a scenario: the engine beside its peers, interleaved round by round; results as JSON."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class Eta:
     def __init__(self, what: str, total: float):
         self.what, self.total, self.done, self.start = what, total, 0.0, time.monotonic()
 
-    def step(self, weight: float, told: str) -> None:
+    def step(self, weight: float, message: str) -> None:
         self.done += weight
         left = (time.monotonic() - self.start) * (self.total - self.done) / self.done
-        log(f"{self.what} {100 * self.done / self.total:.0f} %, {left / 60:.1f} min left: {told}")
+        log(f"{self.what} {100 * self.done / self.total:.0f} %, {left / 60:.1f} min left: {message}")
 
 
 def run(
@@ -103,8 +103,8 @@ def run(
     recipe = read(what, scope_of(config, device), config)
     if not models:
         raise UserError("MODEL is missing: mlaforge bench SCENARIO MODEL [CONVERTED ...]")
-    found = [_model(model) for model in models]
-    names = [model.name for model in found]
+    resolved = [_model(model) for model in models]
+    names = [model.name for model in resolved]
     if len(set(names)) < len(names):
         raise UserError(f"two models are called {max(names, key=names.count)}; rename one directory, results name them")
     header = machine.header("scenario", device)
@@ -112,17 +112,17 @@ def run(
     imported = [case for file in config.import_ or () for case in _imported(Path(file), what)]
     gpu, start = roof(config.roof, device), time.monotonic()
     # All models of a run read the same text; each with its own tokenizer.
-    prompts = {model.name: Prompts(recipe.text, load_tokenizer(model.directory)) for model in found}
-    judged = prompts[names[0]].describe()
+    texts = {model.name: Prompts(recipe.text, load_tokenizer(model.directory)) for model in resolved}
+    judged = texts[names[0]].describe()
     unknown = check_unseen(recipe.head, judged) if recipe.head is not None else ""
     if unknown:
         log(unknown)
     body: dict[str, Any] = header | {
-        "scenario": what, "scope": recipe.scope, "told": recipe.told, "forced": forced, "seconds": 0.0,
+        "scenario": what, "scope": recipe.scope, "told": recipe.description, "forced": forced, "seconds": 0.0,
         "config": _recorded(recipe), "prompts": judged, "unknown": unknown, "roof": describe(gpu),
         "models": [
             {"name": m.name, "path": str(m.directory), "layout": layout_of(m.plan),
-             "numbers_per_token": m.plan.cached_per_token} for m in found
+             "numbers_per_token": m.plan.cached_per_token} for m in resolved
         ],
         "perf": None, "cases": [],
     }  # fmt: skip
@@ -131,17 +131,17 @@ def run(
     eta = Eta(f"bench {what}", sum(_weight(recipe, c, b) for c, b in groups) * len(recipe.cache_fractions))
     try:
         for number, fraction in enumerate(recipe.cache_fractions):
-            with loaded(found, recipe, config, device, fraction, others=number == 0) as peers:
+            with loaded(resolved, recipe, config, device, fraction, others=number == 0) as peers:
                 for context, batch in groups:
                     rows = [Row(peer, variant) for peer in peers for variant in variants(peer, recipe)]
-                    wanted = {n: p(context, batch, recipe.rounds + recipe.warm_up) for n, p in prompts.items()}
+                    prompts = {n: p(context, batch, recipe.rounds + recipe.warm_up) for n, p in texts.items()}
                     try:
-                        _rounds(rows, wanted, recipe, config.perf, eta, context, batch)
+                        _rounds(rows, prompts, recipe, config.perf, eta, context, batch)
                     finally:
                         findings += [finding for row in rows for finding in row.findings]
                         body["perf"] = together(findings) if config.perf else None
                         body["seconds"] = time.monotonic() - start
-                        body["cases"] += _cases(rows, found, recipe, gpu, fraction, context, batch)
+                        body["cases"] += _cases(rows, resolved, recipe, gpu, fraction, context, batch)
                         machine.write(path, body)
     finally:
         body["cases"] += imported
@@ -160,9 +160,9 @@ def _rounds(
         for row in rows:
             if row.status == "ok":
                 _once(row, prompts[row.peer.model][number], recipe.tokens, measured)
-            told = f"{context}x{batch} {row.peer.name} {row.peer.model} {row.peer.dtype} {label(row.variant)}"
-            taken = f"{row.takens[-1].made / row.takens[-1].seconds:.1f} tok/s" if row.takens else ""
-            eta.step(weight, f"{told}: {row.limit['what'] if row.limit else taken or 'warm-up'}")
+            case = f"{context}x{batch} {row.peer.name} {row.peer.model} {row.peer.dtype} {label(row.variant)}"
+            rate = f"{row.takens[-1].tokens / row.takens[-1].seconds:.1f} tok/s" if row.takens else ""
+            eta.step(weight, f"{case}: {row.limit['what'] if row.limit else rate or 'warm-up'}")
         if perf and number == max(0, recipe.warm_up - 1):
             for row in rows:
                 if isinstance(row.peer, Ours) and row.status == "ok":
@@ -203,7 +203,7 @@ def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
     row.findings = audit.run(prompts, tokens, row.variant)
     for finding in row.findings:
         if not finding.passed:
-            raise Broken(f"{finding.name}: {finding.told} ({row.peer.model}, {label(row.variant)})")
+            raise Broken(f"{finding.name}: {finding.detail} ({row.peer.model}, {label(row.variant)})")
 
 
 def variants(peer: Peer, recipe: Recipe) -> list[Variant]:
@@ -261,8 +261,8 @@ def loaded(
         gc.collect()
 
 
-def _model(given: str) -> Model:
-    directory = resolve.locate(given)
+def _model(name: str) -> Model:
+    directory = resolve.locate(name)
     return Model(directory.name, directory, plan_of(directory))
 
 
@@ -272,11 +272,12 @@ def _weight(recipe: Recipe, context: int, batch: int) -> float:
 
 
 def _recorded(recipe: Recipe) -> dict[str, Any]:
-    told = dataclasses.asdict(recipe)
+    fields = dataclasses.asdict(recipe)
     names = {"contexts": "context", "batches": "batch", "counts": "num_speculative_tokens", "drafts": "draft",
              "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
-    kept = {names.get(key, key): value for key, value in told.items() if key not in ("scenario", "scope", "told")}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+    apart = ("scenario", "scope", "description")
+    recorded = {names.get(key, key): value for key, value in fields.items() if key not in apart}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in recorded.items()}
 
 
 def _cases(
@@ -304,4 +305,4 @@ def _imported(file: Path, scenario: str) -> list[dict[str, Any]]:
     if kind != "scenario" or name != scenario:
         raise UserError(f"{file} holds results of {name}; only those of {scenario} can stand beside it")
     # What was itself imported stays where it was measured.
-    return [case for case, given in zip(own, cases, strict=True) if not given.get("imported")]
+    return [case for case, original in zip(own, cases, strict=True) if not original.get("imported")]

@@ -29,7 +29,7 @@ def spread(runs: list[float]) -> dict[str, Any]:
 
 def speeds(row: Row) -> list[float]:
     """Decoded tokens per second of every repetition, all requests together."""
-    return [taken.made / taken.seconds for taken in row.takens]
+    return [taken.tokens / taken.seconds for taken in row.takens]
 
 
 def case(

@@ -1,8 +1,8 @@
-"""`calibrate`: text in, golden sets out, for `convert` to calibrate sliding-window and full-attention layers with.
+"""`calibrate`: text in, calibration sets out, one for sliding-window and one for full-attention layers.
 
 Documents (sources.py) are cut into windows, and runs of windows are passages (window_store.py); both are embedded
-(embedder.py) and clustered, and each cluster gives its typical and its hard texts (selection.py). What is embedded
-waits on disk for a run that was killed. The datasheet says what came out (datasheet.py).
+(embedder.py) and clustered, and each cluster gives its typical and its hard texts (selection.py). Embeddings wait on
+disk for a run that was killed. The datasheet counts what was chosen (datasheet.py).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DIGITS = 5
 def check_options(config: CalibrateConfig) -> None:
     """Raises UserError for numbers that no text could make right."""
     for name, least in (("window", 50), ("passage", 2), ("clusters", 1), ("neighbours", 1), ("seed", 0)):
-        if (given := getattr(config, name)) < least:
-            raise UserError(f"{name} = {given} is too small; give at least {least}")
+        if (value := getattr(config, name)) < least:
+            raise UserError(f"{name} = {value} is too small; give at least {least}")
 
 
 def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: Path | None = None) -> Manifest:
-    """Writes the golden sets of the sources into the new directory `out` and returns its manifest.
+    """Writes the calibration sets of the sources into the new directory `out` and returns its manifest.
 
     Several runs over one text that are given the same folder `embedded` embed it once.
     The same sources, embedder and options again return the finished result, or go on where a killed run stopped.
@@ -47,7 +47,7 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
     """
     check_options(config)
     device = resolve_device(config.device)
-    sources = [Source.of(given) for given in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
+    sources = [Source.of(argument) for argument in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
     known = licences(config.license or (), sources)
     own = embedder.directory(config.embedder)
     counter = resolve.locate(config.tokenizer) if config.tokenizer else own
@@ -57,7 +57,7 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
         "calibrate",
         config=settings,
         inputs={
-            "sources": {source.given: source.describe(known.get(source.given)) for source in sources},
+            "sources": {source.argument: source.describe(known.get(source.argument)) for source in sources},
             "embedder": {"name": config.embedder, "sha256": reader.fingerprint(own)},
             "tokenizer": {
                 "name": config.tokenizer or f"the embedder {config.embedder}", "sha256": _hash(tokenizer),
@@ -101,9 +101,9 @@ def _calibrate(
             # Where a text lies is for _mixed alone.
             lines = ({k: v for k, v in record.items() if k != "passage"} for record in records)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            (unfinished / corpus.GOLDEN[name]).write_text(text, encoding="utf-8")
+            (unfinished / corpus.CALIBRATION_SETS[name]).write_text(text, encoding="utf-8")
         facts = {
-            **inputs, "options": manifest.config, "files": corpus.GOLDEN, "counts": metrics,
+            **inputs, "options": manifest.config, "files": corpus.CALIBRATION_SETS, "counts": metrics,
             "measures": _measures(config, embed), "notes": notes,
         }  # fmt: skip
         datasheet.write(unfinished, facts, sets)
@@ -118,22 +118,22 @@ def _cut(sources: list[Source], shards: Shards, config: CalibrateConfig) -> dict
     """
     done = shards.folder / CUT
     if done.exists():
-        told: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
-        return told
+        summary: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+        return summary
     notes, windows = Notes(), 0
 
-    def found() -> Iterator[Passage]:
+    def all_passages() -> Iterator[Passage]:
         nonlocal windows
         for source in sources:
-            documents = progress(source.documents(notes), f"cut {source.given}")
-            for passage in passages(source.given, documents, config.window, config.passage):
+            documents = progress(source.documents(notes), f"cut {source.argument}")
+            for passage in passages(source.argument, documents, config.window, config.passage):
                 usable = sum(long_enough(window, config.window) for window in passage.windows)
                 windows += usable
                 if short := len(passage.windows) - usable:
                     notes.counts["windows too short to be chosen"] += short
                 yield passage
 
-    shards.write(found())
+    shards.write(all_passages())
     if windows < config.clusters:
         raise UserError(
             f"the sources give {windows} windows of {config.window} characters, fewer than {config.clusters} clusters: "
@@ -162,29 +162,29 @@ def _choose(shards: Shards, config: CalibrateConfig) -> tuple[dict[str, list[sel
 
 def _records(shards: Shards, name: str, choices: list[selection.Choice], tokenizer: Any) -> list[dict[str, Any]]:
     """The lines of a set, in the order of `choices`; `passage` is the number of the passage that the text lies in."""
-    wanted = {choice.row: at for at, choice in enumerate(choices)}
+    places = {choice.row: at for at, choice in enumerate(choices)}
     scores = shards.column("density" if name == "swa" else "complexity")
     records: list[dict[str, Any]] = [{} for _ in choices]
-    row = passage = 0
+    row = passage_number = 0
     for number in range(len(shards)):
-        for found in shards.read(number):
-            for text in found.windows if name == "swa" else (found.text,):
-                if row in wanted:
-                    choice, text = choices[wanted[row]], text.strip()
-                    records[wanted[row]] = {
+        for passage in shards.read(number):
+            for text in passage.windows if name == "swa" else (passage.text,):
+                if row in places:
+                    choice, text = choices[places[row]], text.strip()
+                    records[places[row]] = {
                         "text": text,
                         "tokens": len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
-                        "source": found.source,
-                        "document": found.document,
+                        "source": passage.source,
+                        "document": passage.document,
                         "set": name,
                         "cluster": choice.cluster,
                         "distance": round(choice.distance, DIGITS),
                         "kind": choice.kind,
                         "score": round(float(scores[row]), DIGITS),
-                        "passage": passage,
+                        "passage": passage_number,
                     }
                 row += 1
-            passage += 1
+            passage_number += 1
     return records
 
 

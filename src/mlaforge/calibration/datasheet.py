@@ -1,4 +1,4 @@
-"""The datasheet of golden sets: what is in them, from where, under which licence, and what was left out.
+"""The datasheet of calibration sets: what is in them, from where, under which licence, and what was left out.
 
 One dictionary, as JSON, as Markdown and as a picture; the same sets give the same bytes.
 """
@@ -49,12 +49,12 @@ def _markdown(sheet: dict[str, Any]) -> str:
         counts = (own[key] for key in ("texts", "typical", "hard", "clusters", "tokens"))
         sets.append((f"`{sheet['files'][name]}`", *counts, spans))
     sources = [("source", "licence", "hash or revision", *(f"tokens in {name}" for name in sheet["sets"]))]
-    for given, own in sheet["sources"].items():
-        shares = (counts["tokens_by_source"].get(given, 0) for counts in sheet["sets"].values())
-        sources.append((given, own["licence"], own.get("sha256") or own.get("revision"), *shares))
+    for source, own in sheet["sources"].items():
+        shares = (counts["tokens_by_source"].get(source, 0) for counts in sheet["sets"].values())
+        sources.append((source, own["licence"], own.get("sha256") or own.get("revision"), *shares))
     notes = [("what", "how often", "for example")]
     notes += [(what, own["count"], ", ".join(own["examples"])) for what, own in sheet["notes"].items()]
-    unknown = [given for given, own in sheet["sources"].items() if own["licence"] == "unknown"]
+    unknown = [source for source, own in sheet["sources"].items() if own["licence"] == "unknown"]
     warning = f"\nNobody said under which licence {', '.join(unknown)} may be used: find out.\n" if unknown else ""
     return "\n".join([
         "# Golden calibration sets\n",

@@ -71,12 +71,12 @@ def calibrate(
 ) -> None:
     """Golden calibration sets from text: of every cluster its typical and its hard passages, for `convert`."""
     from mlaforge.calibration import calibrate as stage
-    from mlaforge.data.corpus import GOLDEN
+    from mlaforge.data.corpus import CALIBRATION_SETS
 
     quiet()
     for name, counts in stage.run(out, config, overwrite).metrics["sets"].items():
         row = f"{counts['texts']} texts, {counts['tokens']} tokens, {counts['clusters']} clusters"
-        print(f"{out / GOLDEN[name]}: {row}")
+        print(f"{out / CALIBRATION_SETS[name]}: {row}")
 
 
 @verb(ConvertConfig)

@@ -113,10 +113,10 @@ def calibration_windows(
 ) -> dict[tuple[int, ...], corpus.Windows]:
     """Layers -> the windows that they are calibrated on.
 
-    Of golden sets, layers with a sliding window take the one of short texts, all others that of long passages.
+    Of calibration sets, layers with a sliding window take the one of short texts, all others that of long passages.
     """
     texts = {config.calibration: tuple(converted)}
-    if sets := corpus.golden_sets(config.calibration):
+    if sets := corpus.calibration_sets(config.calibration):
         sliding = tuple(i for i in converted if spec.layers[i].window is not None)
         texts = {sets["full"]: tuple(i for i in converted if i not in sliding), sets["swa"]: sliding}
     return {

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 EMBEDDED = "embedded"
 # The sets of a directory that `calibrate` wrote: for layers with a sliding window, for those without, and both.
-GOLDEN = {name: f"calib_{name}_golden.jsonl" for name in ("swa", "full", "mixed")}
+CALIBRATION_SETS = {name: f"calib_{name}_golden.jsonl" for name in ("swa", "full", "mixed")}
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens", ".py", ".jsonl")
 # Share of the embedded documents that only evaluation sees.
 HELD_OUT = 0.25
@@ -93,11 +93,13 @@ def _read(path: Path) -> list[str]:
     return documents
 
 
-def golden_sets(source: str) -> dict[str, str]:
-    """Name of GOLDEN -> file, of a directory that `calibrate` wrote; nothing of any other source."""
+def calibration_sets(source: str) -> dict[str, str]:
+    """Name of CALIBRATION_SETS -> file, of a directory that `calibrate` wrote; nothing of any other source."""
     folder = Path(source).expanduser()
-    found = Manifest.load(folder) if source != EMBEDDED and folder.is_dir() else None
-    return {n: str(folder / file) for n, file in GOLDEN.items()} if found and found.stage == "calibrate" else {}
+    manifest = Manifest.load(folder) if source != EMBEDDED and folder.is_dir() else None
+    if manifest is None or manifest.stage != "calibrate":
+        return {}
+    return {name: str(folder / file) for name, file in CALIBRATION_SETS.items()}
 
 
 def read_documents(source: str) -> list[str]:
@@ -105,7 +107,7 @@ def read_documents(source: str) -> list[str]:
 
     A line of a .jsonl file is a document, and so is any other file. Of what `calibrate` wrote it is the mixed set.
     """
-    path = Path(golden_sets(source).get("mixed", source)).expanduser()
+    path = Path(calibration_sets(source).get("mixed", source)).expanduser()
     if not path.exists():
         raise UserError(f"text {source!r} does not exist; give a file, a folder or {EMBEDDED!r}")
     files = [path]

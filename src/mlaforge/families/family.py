@@ -41,10 +41,10 @@ def read_rope(config: Config) -> RopeSpec:
     Raises UserError for kinds whose frequencies depend on the length: keys that are rotated when they are read
     cannot follow them.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise UserError(f"config.json: rope_parameters = {given!r} must be an object")
-    parameters = dict(given)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"config.json: rope_parameters = {rope!r} must be an object")
+    parameters = dict(rope)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
     if not isinstance(theta, int | float):

@@ -50,10 +50,10 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 def shown(value: Any, form: str) -> str:
     """A number as the page shows it: `form` names one of FORMATS; bytes are in units of 1024."""
-    found = number(value)
-    if found is None:
+    finite = number(value)
+    if finite is None:
         return NOT_FINITE if value == NOT_FINITE else NOT_MEASURED
-    return FORMATS[form](found)
+    return FORMATS[form](finite)
 
 
 def at(record: Any, *keys: str) -> Any:

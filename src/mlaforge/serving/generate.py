@@ -72,7 +72,7 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
     with timed(manifest.seconds, "generate"):
-        runs = [{"model": found.name, **continue_prompt(found, config)} for found in directories.values()]
+        runs = [{"model": directory.name, **continue_prompt(directory, config)} for directory in directories.values()]
     manifest.metrics = {"prompt": config.prompt, "runs": runs}
     if out is not None:
         with writing(out, manifest):
@@ -98,12 +98,12 @@ class Conversation:
         """Begin anew."""
         self.messages = list(self._first)
 
-    def answer(self, said: str) -> Generator[Completion]:
+    def answer(self, text: str) -> Generator[Completion]:
         """The model's answer to the user's turn, piece by piece. A turn whose answer is broken off is not kept, nor is
         what was thought before an answer."""
-        asked = [*self.messages, {"role": "user", "content": said}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         pieces = []
-        for output in self.llm.stream_chat(asked, self.params):
+        for output in self.llm.stream_chat(messages, self.params):
             pieces.append(output.outputs[0].text)
             yield output.outputs[0]
-        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]

@@ -63,11 +63,11 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_crowded(cls, given: Any) -> Any:
+    def _not_crowded(cls, value: Any) -> Any:
         # pydantic writes down every single mistake: a million of them would take gigabytes.
-        if isinstance(given, dict) and len(given) > 100:
+        if isinstance(value, dict) and len(value) > 100:
             raise ValueError("an object with more fields than there are")
-        return given
+        return value
 
 
 class StreamOptions(Strict):
@@ -126,11 +126,11 @@ class Generation(Strict):
     guided_json: dict[str, Any] | str | None = None
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> Self:
+    def read(cls, payload: dict[str, Any]) -> Self:
         """The request in a JSON object. Raises ApiError (400) that names the field."""
         refused = {**REFUSED, **cls.own_refused}
         values: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in payload.items():
             if value is None or name in HARMLESS:
                 continue
             if name in refused:
@@ -157,24 +157,24 @@ class Generation(Strict):
 
     def constraint(self) -> dict[str, Any]:
         """The json_schema or regex that binds the answer, as SamplingParams takes it."""
-        found: list[tuple[str, str, Any]] = []
+        constraints: list[tuple[str, str, Any]] = []
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             if self.response_format.type == "json_object":
-                found.append(("response_format", "json_schema", {"type": "object"}))
+                constraints.append(("response_format", "json_schema", {"type": "object"}))
             elif schema is None:
                 raise ApiError(400, "response_format json_schema needs its json_schema", "response_format")
             else:
-                found.append(("response_format", "json_schema", schema.schema_))
+                constraints.append(("response_format", "json_schema", schema.schema_))
         for name in ("regex", "guided_regex"):
             if (pattern := getattr(self, name)) is not None:
-                found.append((name, "regex", pattern))
+                constraints.append((name, "regex", pattern))
         if self.guided_json is not None:
-            found.append(("guided_json", "json_schema", self.guided_json))
-        if len(found) > 1:
-            names = " and ".join(name for name, _, _ in found)
-            raise ApiError(400, f"{names} exclude each other", found[1][0])
-        return {kind: value for _, kind, value in found}
+            constraints.append(("guided_json", "json_schema", self.guided_json))
+        if len(constraints) > 1:
+            names = " and ".join(name for name, _, _ in constraints)
+            raise ApiError(400, f"{names} exclude each other", constraints[1][0])
+        return {kind: value for _, kind, value in constraints}
 
     def params(self, vocab_size: int, **changes: Any) -> SamplingParams:
         """For the engine. Raises ApiError (400)."""
@@ -209,14 +209,14 @@ class CompletionRequest(Generation):
     logprobs: Logprobs | None = None
 
     def prompts(self, most: int) -> list[str | list[int]]:
-        """The prompts, each text or whole numbers; at most `most`. Raises ApiError (400)."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if not isinstance(given, list) or not given:
+        """The prompts, each text or token ids; at most `most`. Raises ApiError (400)."""
+        value = self.prompt
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
             kinds = "a string, a list of strings, a list of token ids or a list of such lists"
             raise ApiError(400, f"prompt is needed: {kinds}, not empty", "prompt")
-        prompts = [given] if type(given[0]) is int else given
+        prompts = [value] if type(value[0]) is int else value
         if len(prompts) > most:
             raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most}", "prompt")
         for prompt in prompts:
@@ -299,10 +299,10 @@ class ChatRequest(Generation):
 
     def limit(self) -> int | None:
         """max_completion_tokens, by whichever name. Raises ApiError (400) where the two differ or are 0."""
-        given = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(given) > 1:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ", "max_completion_tokens")
-        most = next(iter(given), None)
+        most = next(iter(limits), None)
         if most == 0:
             raise ApiError(400, "max_completion_tokens must be at least 1", "max_completion_tokens")
         return most
@@ -329,24 +329,24 @@ def refusal(error: UserError) -> ApiError:
     return ApiError(400, str(error), (f"{field}.{place}" if place else field) if known else None)
 
 
-def _explained(error: ValidationError, given: Any) -> ApiError:
+def _explained(error: ValidationError, payload: Any) -> ApiError:
     """One of pydantic's complaints, with the path to what it complains about as the client wrote it: the deepest path,
     because where alternatives were tried, the one that came furthest is the one that was meant."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[:100]
-    paths = [_path(each["loc"], each["type"] == "missing", given) for each in found]
-    path, told = max(zip(paths, found, strict=True), key=lambda pair: len(pair[0]))
+    details = error.errors(include_url=False, include_context=False, include_input=False)[:100]
+    paths = [_path(each["loc"], each["type"] == "missing", payload) for each in details]
+    path, detail = max(zip(paths, details, strict=True), key=lambda pair: len(pair[0]))
     param = ".".join(path) or None
-    return ApiError(400, f"{param}: {told['msg']}" if param else told["msg"], param)
+    return ApiError(400, f"{param}: {detail['msg']}" if param else detail["msg"], param)
 
 
-def _path(location: tuple[int | str, ...], missing: bool, given: Any) -> list[str]:
+def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> list[str]:
     """The steps of an error's location that exist in the request: names of a union's arms stand in it too."""
     path: list[str] = []
     for step in location:
-        if isinstance(given, dict) and (step in given or missing):
+        if isinstance(value, dict) and (step in value or missing):
             path.append(str(step)[:100])
-            given = given.get(step)
-        elif isinstance(given, list) and isinstance(step, int) and step < len(given):
+            value = value.get(step)
+        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
             path.append(str(step))
-            given = given[step]
+            value = value[step]
     return path

@@ -32,10 +32,10 @@ class TokenText:
 
     def raw(self, token_id: int) -> bytes:
         """The token's share of the text, in UTF-8 where it is not a part of a character."""
-        found = self._cache.get(token_id)
-        if found is None:
-            found = self._cache[token_id] = self._find(token_id)
-        return found
+        raw = self._cache.get(token_id)
+        if raw is None:
+            raw = self._cache[token_id] = self._find(token_id)
+        return raw
 
     def _find(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
