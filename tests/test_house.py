@@ -95,7 +95,7 @@ ALLOWED = {
     "report_figures": {"page", "results", "diagnosis_page", "results_figures", "__init__"},
     "report": BOTTOM | {"page", "results", "advice", "deviations", "report_figures"},
     "card": BOTTOM | {"deviations", "options", "page", "report", "results"},
-    "publish": BOTTOM,
+    "publish": BOTTOM | {"checkpoint"},
     "demo_model": NOUNS,
     "upcycle": set(),
     "sinks": set(),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mlaforge.artifact import record_place
 from mlaforge.bench import machine, summary
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
 from mlaforge.bench.invariants import Audit, Finding, together
@@ -23,7 +24,7 @@ from mlaforge.bench.recipe import Recipe, read, scope_of
 from mlaforge.bench.roof import describe, layout_of, plan_of, roof
 from mlaforge.bench.transformers_peer import Transformers
 from mlaforge.checkpoint import resolve
-from mlaforge.checkpoint.reader import load_tokenizer
+from mlaforge.checkpoint.reader import fingerprint, load_tokenizer
 from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.options import BenchConfig, EngineConfig
@@ -131,8 +132,8 @@ def run(
         "scenario": what, "scope": recipe.scope, "told": recipe.told, "forced": forced, "seconds": 0.0,
         "config": _recorded(recipe), "prompts": judged, "unknown": unknown, "roof": describe(gpu),
         "models": [
-            {"name": m.name, "path": str(m.directory), "layout": layout_of(m.plan),
-             "numbers_per_token": m.plan.cached_per_token} for m in found
+            {"name": m.name, "path": record_place(m.directory), "sha256": fingerprint(m.directory),
+             "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token} for m in found
         ],
         "perf": None, "cases": [],
     }  # fmt: skip
@@ -286,7 +287,7 @@ def _recorded(recipe: Recipe) -> dict[str, Any]:
     names = {"contexts": "context", "batches": "batch", "counts": "num_speculative_tokens", "drafts": "draft",
              "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
     kept = {names.get(key, key): value for key, value in told.items() if key not in ("scenario", "scope", "told")}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+    return kept | {"head": recipe.head and record_place(recipe.head), "text": [*map(record_place, recipe.text)]}
 
 
 def _cases(
@@ -305,7 +306,7 @@ def _imported(file: Path, scenario: str) -> list[dict[str, Any]]:
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
         kind, name, cases = body["kind"], body["scenario"], body["cases"]
-        where = {"file": str(file), **{key: body[key] for key in ("device", "commit", "time")}}
+        where = {"file": record_place(file), **{key: body[key] for key in ("device", "commit", "time")}}
         own = [{**case, "id": f"{case['id']} @ {body['device']}", "imported": where} for case in cases]
     except OSError as error:
         raise UserError(f"results {file} cannot be read: {error.strerror}") from error

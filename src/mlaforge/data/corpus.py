@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import Manifest, record_name
 from mlaforge.runtime import UserError
 
 EMBEDDED = "embedded"
@@ -60,7 +60,7 @@ class Windows:
     def describe(self) -> dict[str, Any]:
         """What a manifest records."""
         n, t = self.ids.shape
-        return {"source": self.source, "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
+        return {"source": record_name(self.source), "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
 
 
 def _read(path: Path) -> list[str]:

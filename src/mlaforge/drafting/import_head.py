@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_name, writing
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.eagle3 import ARCHITECTURE, CONVENTIONS, check_head, head_config, write_head
@@ -45,7 +45,7 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
         "draft import",
         config=dataclasses.asdict(config),
         inputs={
-            name: {"path": given, "sha256": checkpoint.fingerprint(directory)}
+            name: {"path": record_name(given), "sha256": checkpoint.fingerprint(directory)}
             for name, given, directory in (("head", src, source), ("target", target, model))
         },
     )

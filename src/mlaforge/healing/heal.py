@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, finished
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.layerwise import LayerStream
@@ -143,10 +143,11 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     check_shares(texts.feed, group.world)
     manifest = Manifest(
         "heal",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED}
+        | record_names(config, "text", "swa_text", "full_text"),
         inputs={
-            "teacher": {"path": str(teacher), "sha256": checkpoint.fingerprint(original)},
-            "student": {"path": str(student), "sha256": checkpoint.fingerprint(converted)},
+            "teacher": {"path": record_name(teacher), "sha256": checkpoint.fingerprint(original)},
+            "student": {"path": record_name(student), "sha256": checkpoint.fingerprint(converted)},
             **texts.described,
         },
     )
