@@ -51,9 +51,9 @@ def environment_processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
-def command(program: str) -> str:
+def command(*program: str) -> str:
     """The command that runs, as results record it: without the folders of this machine."""
-    return shlex.join([program, *map(record_text, sys.argv[1:])])
+    return shlex.join([*program, *map(record_text, sys.argv[1:])])
 
 
 def header(kind: str, device: torch.device) -> dict[str, Any]:
