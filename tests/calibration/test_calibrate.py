@@ -114,7 +114,7 @@ def test_the_datasheet(golden, texts):
         assert (counts["texts"], counts["tokens"]) == (len(own), sum(r["tokens"] for r in own))
         assert counts["typical"] + counts["hard"] == counts["texts"] == manifest.metrics["sets"][name]["texts"]
         assert f"| {counts['texts']} | {counts['typical']} | {counts['hard']} |" in text
-    prose, sums = (sheet["sources"][str(texts / name)] for name in ("prose", "sums.jsonl"))
+    prose, sums = (sheet["sources"][name] for name in ("prose", "sums.jsonl"))
     assert prose["licence"] == "unknown" and sums["licence"] == "CC0-1.0" and len(sums["sha256"]) == 64
     for words in ("CC0-1.0", sums["sha256"], "find out", "embedded by parts", "after zlib", "the embedder gt-all"):
         assert words in text
@@ -170,7 +170,7 @@ def test_tokens_of_a_model(offline_embedder, texts, tiny_models, cli, tmp_path):
                "--tokenizer", tiny_models["llama"])  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert all(r["tokens"] == len(r["text"].encode()) for own in records(tmp_path / "out").values() for r in own)
-    assert str(tiny_models["llama"]) in (tmp_path / "out" / "datasheet.md").read_text()
+    assert "counted by llama)" in (tmp_path / "out" / "datasheet.md").read_text()
 
 
 # Mistakes
@@ -269,7 +269,7 @@ def test_each_kind_of_layer_takes_its_set(sets, tiny_models, evaluation_file, tm
 def test_a_model_without_windows_takes_the_full_set(sets, tiny_models, evaluation_file, tmp_path):
     config = converting(sets, evaluation=str(evaluation_file))
     manifest = convert.run(str(tiny_models["llama"]), tmp_path / "out", config)
-    assert manifest.inputs["calibration"]["source"] == str(sets / corpus.CALIBRATION_SETS["full"])
+    assert manifest.inputs["calibration"]["source"] == corpus.CALIBRATION_SETS["full"]
 
 
 @pytest.mark.parametrize("name", ["swa", "full"])

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import Manifest, record_place
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import layout_of, plan_of
-from mlaforge.checkpoint import loading, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.data import corpus, overlap
@@ -54,7 +54,8 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
         ppl = perplexities(directory, judged, directory.name, device)
         before = body["rows"][0]["ppl"] if body["rows"] else ppl
         body["rows"].append({
-            "model": directory.name, "path": str(directory), "layout": layout_of(plan),
+            "model": directory.name, "path": record_place(directory), "sha256": reader.fingerprint(directory),
+            "layout": layout_of(plan),
             "budget": manifest.config.get("budget") if manifest else None,
             "cache_fraction": plan.model_fraction(plan.spec.max_position_embeddings),
             "seconds": sum(manifest.seconds.values()) if manifest else None, "ppl": ppl,

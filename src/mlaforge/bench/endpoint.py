@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mlaforge.artifact import record_text
 from mlaforge.bench.ours import Taken, Variant
 from mlaforge.config import option, resolve
 from mlaforge.runtime import UserError, log
@@ -103,7 +104,7 @@ class Endpoint:
 
     def _tail(self) -> str:
         self.output.seek(0)
-        return " ".join(self.output.read().decode(errors="replace").split())[-400:]
+        return record_text(" ".join(self.output.read().decode(errors="replace").split()))[-400:]
 
     def close(self) -> None:
         """Ends what was started, all of its processes."""

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mlaforge.artifact import record_place
 from mlaforge.bench import machine
 from mlaforge.bench.recipe import whole
 from mlaforge.bench.summary import spread
@@ -269,7 +270,7 @@ def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
     body = {
         "kind": "gates", "schema": machine.SCHEMA, "time": one["time"], "scope": one["scope"], "commit": one["commit"],
         "dirty": dirty, "device": one["device"], "forced": any(b["forced"] for b in results.values()), "passed": passed,
-        "ledger": {"file": str(ledger), "in_a_row": row, "needed": NEEDED}, "gates": verdicts,
+        "ledger": {"file": record_place(ledger), "in_a_row": row, "needed": NEEDED}, "gates": verdicts,
     }  # fmt: skip
     machine.write(folder / VERDICTS, body)
     return body

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from mlaforge.artifact import record_text
 from mlaforge.runtime import environment, version
 
 SCHEMA = 1
@@ -51,12 +52,17 @@ def environment_processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
+def command(*program: str) -> str:
+    """The command that runs, as results record it: without the folders of this machine."""
+    return shlex.join([*program, *map(record_text, sys.argv[1:])])
+
+
 def header(kind: str, device: torch.device) -> dict[str, Any]:
     """What every file of results begins with."""
     code, dirty = commit()
     return {
         "kind": kind, "schema": SCHEMA, "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": code, "dirty": dirty,
+        "command": command(Path(sys.argv[0]).name), "commit": code, "dirty": dirty,
         "device": device_name(device), "environment": environment(),
     }  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mlaforge.artifact import record_place
 from mlaforge.bench import machine, summary
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
@@ -26,6 +27,7 @@ from mlaforge.bench.row import Row
 from mlaforge.bench.transformers_peer import Transformers
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.loading import load_tokenizer
+from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.engine.config import EngineConfig
@@ -121,8 +123,8 @@ def run(
         "scenario": what, "scope": recipe.scope, "told": recipe.description, "forced": forced, "seconds": 0.0,
         "config": _recorded(recipe), "prompts": judged, "unknown": unknown, "roof": describe(gpu),
         "models": [
-            {"name": m.name, "path": str(m.directory), "layout": layout_of(m.plan),
-             "numbers_per_token": m.plan.cached_per_token} for m in resolved
+            {"name": m.name, "path": record_place(m.directory), "sha256": fingerprint(m.directory),
+             "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token} for m in resolved
         ],
         "perf": None, "cases": [],
     }  # fmt: skip
@@ -277,7 +279,7 @@ def _recorded(recipe: Recipe) -> dict[str, Any]:
              "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
     apart = ("scenario", "scope", "description")
     recorded = {names.get(key, key): value for key, value in fields.items() if key not in apart}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in recorded.items()}
+    return recorded | {"head": recipe.head and record_place(recipe.head), "text": [*map(record_place, recipe.text)]}
 
 
 def _cases(
@@ -296,7 +298,7 @@ def _imported(file: Path, scenario: str) -> list[dict[str, Any]]:
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
         kind, name, cases = body["kind"], body["scenario"], body["cases"]
-        where = {"file": str(file), **{key: body[key] for key in ("device", "commit", "time")}}
+        where = {"file": record_place(file), **{key: body[key] for key in ("device", "commit", "time")}}
         own = [{**case, "id": f"{case['id']} @ {body['device']}", "imported": where} for case in cases]
     except OSError as error:
         raise UserError(f"results {file} cannot be read: {error.strerror}") from error

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
 from mlaforge.calibration import datasheet, embedder, selection
 from mlaforge.calibration.config import CalibrateConfig
-from mlaforge.calibration.sources import Notes, Source, licences
+from mlaforge.calibration.sources import Notes, Source, licences, names
 from mlaforge.calibration.window_store import LEAST, Passage, Shards, long_enough, passages
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.config import by_keywords
@@ -53,14 +53,16 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
     counter = resolve.locate(config.tokenizer) if config.tokenizer else own
     tokenizer = loading.load_tokenizer(counter)
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "source", "license")}
+    called, places = names(sources), record_names(config, "embedder", "tokenizer")
     manifest = Manifest(
         "calibrate",
-        config=settings,
+        config=settings | places,
         inputs={
-            "sources": {source.argument: source.describe(known.get(source.argument)) for source in sources},
-            "embedder": {"name": config.embedder, "sha256": reader.fingerprint(own)},
+            "sources": {called[source.argument]: source.describe(known.get(source.argument)) for source in sources},
+            "embedder": {"name": places["embedder"], "sha256": reader.fingerprint(own)},
             "tokenizer": {
-                "name": config.tokenizer or f"the embedder {config.embedder}", "sha256": _hash(tokenizer),
+                "name": places["tokenizer"] or f"the embedder {places['embedder']}",
+                "sha256": _hash(tokenizer),
             },
         },
     )  # fmt: skip
@@ -120,13 +122,13 @@ def _cut(sources: list[Source], shards: Shards, config: CalibrateConfig) -> dict
     if done.exists():
         summary: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
         return summary
-    notes, windows = Notes(), 0
+    notes, windows, called = Notes(), 0, names(sources)
 
     def all_passages() -> Iterator[Passage]:
         nonlocal windows
         for source in sources:
             documents = progress(source.documents(notes), f"cut {source.argument}")
-            for passage in passages(source.argument, documents, config.window, config.passage):
+            for passage in passages(called[source.argument], documents, config.window, config.passage):
                 usable = sum(long_enough(window, config.window) for window in passage.windows)
                 windows += usable
                 if short := len(passage.windows) - usable:
@@ -207,8 +209,9 @@ def _measures(config: CalibrateConfig, embed: embedder.Embedder) -> dict[str, st
         "windows": f"slices of a document of at most {config.window} characters, cut where a paragraph, line, sentence "
         f"or word ends; of less than {config.window * LEAST:g} characters, none is chosen",
         "passages": f"{config.passage} consecutive windows of one document, or the whole of a shorter one",
-        "embeddings": f"{config.embedder}, {embed.context} tokens at once: a longer window is embedded by parts, whose "
-        f"mean counts each by its tokens; a passage that fits is embedded whole, of one that does not {longer}",
+        "embeddings": f"{record_name(config.embedder)}, {embed.context} tokens at once: a longer window is embedded by "
+        "parts, whose mean counts each by its tokens; a passage that fits is embedded whole, of one that does not "
+        f"{longer}",
         "clusters": f"mini-batch k-means, {config.clusters} of windows and {max(1, config.clusters // config.passage)} "
         f"of passages, seed {config.seed}; distances are Euclidean, of vectors of length one",
         "dense (swa)": "bytes after zlib (level 9) by bytes before; of each cluster only the denser half counts",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import sha256
+from mlaforge.artifact import record_name, sha256
 from mlaforge.calibration import rfc
 from mlaforge.config import nearest
 from mlaforge.data import corpus
@@ -108,6 +108,13 @@ class Source:
         path = Path(self.place)
         return str(file.relative_to(path)) if path.is_dir() else path.name
 
+    @property
+    def recorded(self) -> str:
+        """The source as records call it: without the folders that it lies in."""
+        if self.kind in ("embedded", "hub"):
+            return self.argument
+        return "rfc:" * (self.kind == "rfc") + record_name(self.place)
+
     def describe(self, licence: str | None) -> dict[str, str]:
         """Hash and licence; `licence` is what the user said it is."""
         if self.kind == "hub":
@@ -177,6 +184,15 @@ class Source:
                 # A line is cut only where it is as long as a piece.
                 while piece := text.read(PIECE):
                     yield Document(name, (piece + text.readline(PIECE),))
+
+
+def names(sources: list[Source]) -> dict[str, str]:
+    """A source's argument -> its name in records, no two alike."""
+    called: dict[str, str] = {}
+    for source in sources:
+        alike = sum(other.recorded == source.recorded for other in sources[: len(called)])
+        called[source.argument] = f"{source.recorded} ({alike + 1})" if alike else source.recorded
+    return called
 
 
 def licences(options: tuple[str, ...], sources: list[Source]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
@@ -167,18 +167,19 @@ def run(
             judged = overlap.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
     loading.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
     left = ("device", "plan", *(PLANNED if planned else ()))
-    # A hub id's local directory is named by a hash.
-    name = source.resolve().name if Path(model).expanduser().exists() else model
     manifest = Manifest(
         "convert",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in left},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in left}
+        | record_names(config, "calibration", "evaluation"),
         inputs={
-            "model": {"path": name, "model_type": spec.model_type, "sha256": reader.fingerprint(source)},
+            "model": {
+                "path": record_name(model), "model_type": spec.model_type, "sha256": reader.fingerprint(source),
+            },
             "calibration": described(tuned),
             "evaluation": judged.describe() if judged else None,
             **({"plan": {"sha256": planned.sha256}} if planned else {}),
         },
-    )
+    )  # fmt: skip
     if done := finished(out, manifest, overwrite):
         log(f"{out} is finished already")
         return done

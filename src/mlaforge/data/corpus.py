@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import Manifest, record_name
 from mlaforge.runtime import UserError
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Windows:
     def describe(self) -> dict[str, Any]:
         """What a manifest records."""
         n, t = self.ids.shape
-        return {"source": self.source, "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
+        return {"source": record_name(self.source), "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
 
 
 def json_lines(lines: Iterable[str], read: Callable[[Any], T]) -> Iterator[tuple[int, T | None]]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mlaforge.artifact import record_name
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import UserError, log
 
@@ -176,9 +176,7 @@ def read(tokenizer: Any, source: str, longest: int, validation: int, tuned: list
         kept = _without(kept, passages(train))
         if sum(map(len, kept)) < least:
             raise UserError(f"text {source!r} repeats itself: too little is left to validate on; give more text")
-    where = ",".join(n if (n := name.strip()) == corpus.EMBEDDED else str(Path(n).expanduser().absolute())
-                     for name in source.split(","))  # fmt: skip
-    return Text(train, kept, where, passages(fresh))
+    return Text(train, kept, record_name(source), passages(fresh))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_names, writing
 from mlaforge.checkpoint import loading, mxfp4, resolve
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint import writer as checkpoint_writer
@@ -63,7 +63,7 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
         loading.check_tokens(source, tuned.ids)
     manifest = Manifest(
         "make-gptoss",
-        config=dataclasses.asdict(config),
+        config=dataclasses.asdict(config) | record_names(config, "from_", "text"),
         inputs={
             "model": {
                 "path": source.name,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import losses
@@ -140,11 +140,10 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
     tokenizer = loading.load_tokenizer(source)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
     loading.check_tokens(source, text.ids)
-    name = source.resolve().name if Path(model).expanduser().exists() else model
-    model_input = {"path": name, "model_type": plan.spec.model_type, "sha256": reader.fingerprint(source)}
+    model_input = {"path": record_name(model), "model_type": plan.spec.model_type, "sha256": reader.fingerprint(source)}
     manifest = Manifest(
         "diagnose",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"} | record_names(config, "text"),
         inputs={"model": model_input, "text": text.describe()},
     )
     if out is not None and (done := finished(out, manifest, overwrite)):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import Manifest, record_name
 from mlaforge.data.corpus import json_lines
 from mlaforge.runtime import UserError
 
@@ -119,14 +119,15 @@ def check_unseen(head: Path, judged: Iterable[Mapping[str, str]]) -> str:
     all of its text is free of all of them. Raises UserError for a file that some of its text may share something with.
     """
     manifest = _trained(head)
+    name = record_name(head)
     if manifest is None:
-        return f"nothing says what {head} was trained on: it may have seen what it is judged on"
+        return f"nothing says what {name} was trained on: it may have seen what it is judged on"
     own, earlier = _texts(head, manifest)
     free = set.intersection(*(set(text["exclude"]) for text in [*own, *(earlier or [])]))
-    unknown = "" if earlier is not None else f"{head} began as another head, of whose text nothing is known"
+    unknown = "" if earlier is not None else f"{name} began as another head, of whose text nothing is known"
     for file in judged:
         if not file["sha256"]:
-            unknown = unknown or f"whether {head} was trained on text like the embedded one is not known"
+            unknown = unknown or f"whether {name} was trained on text like the embedded one is not known"
         elif file["sha256"] not in free:
             raise UserError(
                 f"{head} was trained on text that need not be free of {file['path']}; nothing may be judged on what it "

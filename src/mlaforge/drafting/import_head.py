@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_name, writing
 from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint.eagle3 import (
@@ -52,7 +52,7 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
         "draft import",
         config=dataclasses.asdict(config),
         inputs={
-            name: {"path": given, "sha256": checkpoint_reader.fingerprint(directory)}
+            name: {"path": record_name(given), "sha256": checkpoint_reader.fingerprint(directory)}
             for name, given, directory in (("head", src, source), ("target", target, model))
         },
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, finished, sha256
+from mlaforge.artifact import WORK, Manifest, finished, record_name, sha256
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import buffers, check_head, read_head, write_head
 from mlaforge.data import packing
@@ -145,7 +145,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         TRAINED,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
         inputs={
-            "model": {"path": str(model), "sha256": reader.fingerprint(directory)},
+            "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
             "init": {"sha256": reader.fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
             if config.init else None,
             "vocabulary": sha256(Path(config.vocabulary) / token_map.FILE) if config.vocabulary else None,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_name, record_names, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
@@ -35,8 +35,12 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     loading.check_tokens(directory, text.ids)
     manifest = Manifest(
         "eval",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k in ("text", "windows", "seqlen", "dtype")},
-        inputs={"model": {"path": str(model), "sha256": reader.fingerprint(directory)}, "text": text.describe()},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k in ("windows", "seqlen", "dtype")}
+        | record_names(config, "text"),
+        inputs={
+            "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
+            "text": text.describe(),
+        },
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import MANIFEST, Manifest, finished, sha256, writing
+from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, sha256, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus, overlap
@@ -172,9 +172,9 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
         "acceptance",
         config={"dtype": str(dtype), "criteria": [dataclasses.asdict(c) for c in criteria], "seed": seed},
         inputs={
-            "teacher": {"path": str(config.teacher), "sha256": reader.fingerprint(teacher)},
-            "student": {"path": str(config.student), "sha256": reader.fingerprint(student)},
-            "criteria": {"path": str(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
+            "teacher": {"path": record_name(config.teacher), "sha256": reader.fingerprint(teacher)},
+            "student": {"path": record_name(config.student), "sha256": reader.fingerprint(student)},
+            "criteria": {"path": record_name(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
         },
     )
     done = finished(out, manifest, overwrite) if out is not None else None

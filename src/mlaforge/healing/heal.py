@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, finished
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names
 from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint import writer as checkpoint_writer
@@ -145,10 +145,11 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     check_shares(texts.feed, group.world)
     manifest = Manifest(
         "heal",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED}
+        | record_names(config, "text", "swa_text", "full_text"),
         inputs={
-            "teacher": {"path": str(teacher), "sha256": checkpoint_reader.fingerprint(original)},
-            "student": {"path": str(student), "sha256": checkpoint_reader.fingerprint(converted)},
+            "teacher": {"path": record_name(teacher), "sha256": checkpoint_reader.fingerprint(original)},
+            "student": {"path": record_name(student), "sha256": checkpoint_reader.fingerprint(converted)},
             **texts.described,
         },
     )

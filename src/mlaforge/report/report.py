@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import Manifest, artifacts_below
+from mlaforge.artifact import Manifest, artifacts_below, record_name
 from mlaforge.rendering.page import NOT_FINITE, NOT_MEASURED, PAINT, at, interval, jinja_page, number, shown
 from mlaforge.report.bench_results import dicts, latest, read_results
 from mlaforge.report.deviations import WATCHED, deviations
@@ -106,7 +106,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     found = {**of, **results, "acceptance": accepted or [r for r in records if r["acceptance"]]}
     report: dict[str, Any] = {
         "generator": GENERATOR,
-        "folder": str(folder),
+        "folder": record_name(folder),
         "models": list(dict.fromkeys(c["model"] for c in conversions)),
         "verdict": "; ".join(verdicts) or "Nothing has been converted in this folder yet.",
         "missing": {part: {"what": w, "command": c} for part, (w, c) in PARTS.items() if not found[part]},

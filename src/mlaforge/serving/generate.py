@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_names, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request.output import Completion, RequestOutput
@@ -63,11 +63,16 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
     """Continues the prompt with MODEL, and with `against` where given; writes an artifact if `out` is given."""
     if config.max_new_tokens < 1:
         raise UserError(f"max_new_tokens = {config.max_new_tokens} must be at least 1")
+    head = Path(config.speculative)
     directories = {name: resolve.locate(name) for name in (model, config.against) if name}
     manifest = Manifest(
         "generate",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "against")},
-        inputs={"models": [reader.fingerprint(directory) for directory in directories.values()]},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "against")}
+        | record_names(config, "speculative"),
+        inputs={
+            "models": [reader.fingerprint(directory) for directory in directories.values()],
+            "head": reader.fingerprint(head) if (head / "config.json").is_file() else None,
+        },
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
