@@ -53,10 +53,6 @@ def test_windows_that_repeat_what_is_tuned_on_are_dropped(rows: Any) -> None:
     assert kept["wiki"].ids.tolist() == ids[[0, 2, 3]].tolist() and kept["code"].ids.tolist() == ids[2:].tolist()
 
 
-def test_a_table(rows: Any) -> None:
-    assert rows.markdown(("a", "b"), (1, "2 %")) == "| a | b |\n|---|---|\n| 1 | 2 % |"
-
-
 def test_the_command_names_no_folder_of_this_machine(
     rows: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
