@@ -129,7 +129,9 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"model": {"path": "x"}} -> {"model path": "x"}, as a person would name it."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key} ") if isinstance(value, dict) else {prefix + key: value}
+        # As JSON has it.
+        plain = list(value) if isinstance(value, tuple) else value
+        flat |= _flat(plain, f"{prefix}{key} ") if isinstance(plain, dict) else {prefix + key: plain}
     return flat
 
 

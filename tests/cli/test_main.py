@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from mlaforge import __version__
 from mlaforge.cli.main import app
+from mlaforge.config import within
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.engine.config import EngineConfig
 from support.eagle3_heads import saved
@@ -80,10 +81,12 @@ def test_help_explains_every_option(verb):
     for field in dataclasses.fields(VERBS[verb]):
         told, section = field.metadata, sections["--" + field.name.rstrip("_").replace("_", "-")]
         assert len(told["help"]) > 10 and told["help"] in section
-        assert f"[{told['unit']}]" in section or not told["unit"]
-        assert f"(default: {field.default})" in section or field.default is None
+        limits = [limit for limit in (told["unit"], within(field)) if limit]
+        assert f"[{', '.join(limits)}]" in section or not limits
+        default = field.default if isinstance(field.default, tuple) else (field.default,)
+        assert f"(default: {','.join(map(str, default))})" in section or field.default is None
         assert all(choice in section for choice in told["choices"])
-        assert field.default in told["choices"] or field.default is None or not told["choices"]
+        assert set(default) <= {*told["choices"]} or field.default is None or not told["choices"]
     assert "--recipe" in sections
 
 

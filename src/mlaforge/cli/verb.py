@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mlaforge import config as configuration
+from mlaforge.config import Options
 from mlaforge.runtime import Interrupted, UserError
 
 Recipe = Annotated[
@@ -39,21 +40,27 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def _option(field: dataclasses.Field[Any], kind: type) -> Any:
+def _option(field: dataclasses.Field[Any], kind: Any) -> Any:
     """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
     # A field may end in an underscore where its name is a word of Python's.
-    told, name = field.metadata, field.name.rstrip("_").replace("_", "-")
-    unit = f" [{told['unit']}]" if told["unit"] else ""
-    shown = "" if field.default is None else f" (default: {field.default})"
+    words, name, item = field.metadata, field.name.rstrip("_").replace("_", "-"), configuration.item_type(kind)
     flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-    if kind == configuration.MANY:
-        told_once = f"{told['help']}{unit} (may be given several times)"
-        return Annotated[list[str] | None, typer.Option(flag, metavar="TEXT", help=told_once)]
-    metavar = None if kind is bool else "|".join(told["choices"]) or kind.__name__.upper().replace("STR", "TEXT")
-    return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=told["help"] + unit + shown)]
+    limits = ", ".join(filter(None, (words["unit"], configuration.within(field))))
+    default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    text = words["help"] + (f" [{limits}]" if limits else "")
+    text += "" if default is None else f" (default: {default})"
+    metavar = "|".join(words["choices"]) or (item or kind).__name__.upper().replace("STR", "TEXT")
+    # A list with commas is text until the stage's options are made.
+    parsed = kind if item is None else list[str] if words["repeat"] else str
+    if words["repeat"]:
+        text += " (may be given several times)"
+    elif item is not None:
+        metavar, text = f"{metavar},...", f"{text} (several with commas)"
+    shown = typer.Option(flag, metavar=None if kind is bool else metavar, help=text)
+    return Annotated[parsed | None, shown]
 
 
-def verb(on: typer.Typer, options: type | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a command with the group `on`. `options` is its stage's dataclass: each field becomes an option, and
     the command is called with the resolved `config`. The user's mistakes end in one line and exit code 2."""
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,7 +58,7 @@ class Course:
     names that `trainable` gives of each."""
 
     def __init__(
-        self, what: str, trainer: Trainer, judge: Judge, marks: Marks, subsets: list[str],
+        self, what: str, trainer: Trainer, judge: Judge, marks: Marks, subsets: Sequence[str],
         trainable: Callable[[str], list[str]], work: Path, group: distributed.Group, board: Any = None,
     ):  # fmt: skip
         self.what, self.trainer, self.judge, self.marks = what, trainer, judge, marks
