@@ -219,6 +219,15 @@ def test_stages_refuse_wrong_values_from_python():
             make()
 
 
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_what_people_need_first(cls):
+    """Of more than five options, five, each of them one of the class's own or inherited fields."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    assert set(cls.first) <= set(names) and len(set(cls.first)) == len(cls.first)
+    # EngineConfig is a part of several verbs' options, not a verb's own.
+    assert len(cls.first) == (5 if len(names) > 5 and cls is not EngineConfig else 0)
+
+
 def test_an_option_is_checked_like_a_recipes_key():
     with pytest.raises(UserError, match=r"^layout = 'laten' must be one of latent, latent_rope"):
         resolve(ConvertConfig, layout="laten")

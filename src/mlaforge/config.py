@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from mlaforge.runtime import UserError
 
@@ -47,8 +47,11 @@ def option(
 class Options:
     """What all classes of options are: none of their objects holds a value that its declaration forbids.
 
+    `first` names the options that people need first, in the order in which they are shown; the others are advanced.
     Making one raises UserError for a wrong type or an illegal value. Comma lists may be given as text.
     """
+
+    first: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         kinds = field_types(type(self))

@@ -12,6 +12,8 @@ from mlaforge.engine.config import ENGINE_DTYPES, MOST_DRAFTED
 class BenchConfig(Options):
     """Options of `bench`. What is not given is as the scenario's file says (bench/scenarios)."""
 
+    first = ("scope", "context", "batch", "num_speculative_tokens", "draft")
+
     scope: str = option(
         "auto", "how much: full, micro (the cases that gates ask for) or cpu (scaled-down twins); auto: cpu without a "
         "GPU, else micro", choices=("auto", "cpu", "micro", "full"),

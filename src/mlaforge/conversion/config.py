@@ -14,6 +14,8 @@ EXPORTS = ("deepseek",)
 class ConvertConfig(Options):
     """Options of `convert`. Names of TransMLA's converter are accepted with their meaning."""
 
+    first = ("budget", "layout", "layers", "plan", "calibration")
+
     budget: float = option(
         0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction", above=0, most=1
     )

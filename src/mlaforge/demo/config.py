@@ -20,6 +20,8 @@ class DemoConfig(Options):
 class MakeGptOssConfig(Options):
     """Options of `make-gptoss`. The defaults change nothing that the source computes."""
 
+    first = ("from_", "windows", "yarn", "sinks", "mxfp4")
+
     from_: str = option("smollm2", "what to rewrite: smollm2, or a dense checkpoint of its architecture")
     experts: int = option(4, "experts of every layer, with permuted hidden units", "experts", least=1)
     top_k: int = option(2, "experts that a token visits", "experts", least=1)

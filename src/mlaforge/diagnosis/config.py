@@ -11,6 +11,8 @@ from mlaforge.config import SHORTEST_WINDOW, Options, option
 class DiagnoseConfig(Options):
     """Options of `diagnose`. Budget, layout and layers are those of the plan that it suggests."""
 
+    first = ("text", "windows", "budget", "layout", "layers")
+
     text: str = option("embedded", "text to look at: a file, a folder, or embedded (English and Python)")
     windows: int = option(16, "windows, a random choice of the text", "windows", least=1)
     seqlen: int = option(2048, "length of a window", "tokens", least=SHORTEST_WINDOW)

@@ -15,6 +15,8 @@ SHORTEST = 3
 class RegenerateConfig(EngineConfig):
     """Options of `draft regenerate`."""
 
+    first = ("prompts", "synthesize", "openings", "exclude", "max_new_tokens")
+
     prompts: tuple[str, ...] | None = option(
         None, 'files of prompts, .jsonl of {"turns": [text, ...]}: first turns', repeat=True
     )
@@ -40,6 +42,8 @@ class VocabularyConfig(Options):
 @dataclasses.dataclass(frozen=True)
 class DraftTrainConfig(Options):
     """Options of `draft train`."""
+
+    first = ("text", "vocabulary", "init", "steps", "learning_rate")
 
     text: tuple[str, ...] | None = option(None, "what `draft regenerate` wrote with MODEL", repeat=True)
     vocabulary: str | None = option(None, "what `draft vocab` wrote; else the head proposes every token")
@@ -111,6 +115,8 @@ class DraftCheckConfig(Options):
 @dataclasses.dataclass(frozen=True)
 class DraftCompareConfig(Options):
     """Options of `draft compare`."""
+
+    first = ("text", "tokens", "cosine", "max_difference", "dtype")
 
     text: str = option("embedded", "without --reference: text that both read, a file, a folder, or embedded")
     tokens: int = option(256, "of it, so many", "tokens", least=2)

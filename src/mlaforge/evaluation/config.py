@@ -11,6 +11,8 @@ from mlaforge.config import DTYPES, SHORTEST_WINDOW, Options, option
 class EvalConfig(Options):
     """Options of `eval`."""
 
+    first = ("text", "windows", "teacher", "student", "criteria")
+
     text: str = option("embedded", "text to judge on: a file, a folder, or embedded (its held-out part)")
     windows: int = option(8, "windows from the start of the text", "windows", least=1)
     seqlen: int = option(2048, "length of a window", "tokens", least=SHORTEST_WINDOW)

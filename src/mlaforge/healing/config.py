@@ -13,6 +13,8 @@ SUBSETS = ("projections", "attention", "all")
 class HealConfig(Options):
     """Options of `heal`."""
 
+    first = ("text", "steps", "seqlen", "subset", "learning_rate")
+
     text: tuple[str, ...] = option(("embedded",), "what to heal on: a file, a folder or embedded; never judge on it")
     swa_text: tuple[str, ...] | None = option(
         None, "second phase: text on which only layers with a sliding window learn"

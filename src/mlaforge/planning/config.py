@@ -13,6 +13,8 @@ from mlaforge.planning.plan import LATENT_LAYOUTS
 class PlanConfig(Options):
     """Options of `plan`: the workload and the machine; budget, layout and ranks add a row of your own."""
 
+    first = ("context", "batch", "gpu", "budget", "layout")
+
     context: str = option("32k", "tokens in the cache of each request; k is 1024, m is 1024²", "tokens")
     batch: int = option(4, "requests decoded together", "requests", least=1)
     gpu: str = option("h200", "machine to compute for", choices=tuple(GPUS))

@@ -12,6 +12,8 @@ from mlaforge.engine.config import EngineConfig
 class GenerateConfig(EngineConfig):
     """Options of `generate`."""
 
+    first = ("prompt", "chat", "against", "max_new_tokens", "temperature")
+
     prompt: str = option("The capital of France is", "what the text starts with, or the user's turn with --chat")
     against: str | None = option(None, "a second model that continues the same prompt")
     max_new_tokens: int = option(64, "length of the continuation", "tokens", least=1)
@@ -26,6 +28,8 @@ class GenerateConfig(EngineConfig):
 class ChatConfig(EngineConfig):
     """Options of `chat`."""
 
+    first = ("system", "max_new_tokens", "temperature", "speculative", "dtype")
+
     system: str | None = option(None, "what the model is told before the conversation")
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
     max_new_tokens: int = option(1024, "length of an answer", "tokens", least=1)
@@ -37,6 +41,8 @@ class ChatConfig(EngineConfig):
 @dataclasses.dataclass(frozen=True)
 class ServeConfig(EngineConfig):
     """Options of `serve`: the engine's, and what concerns HTTP."""
+
+    first = ("host", "port", "api_key", "max_model_len", "speculative")
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every network of the machine")
     port: int = option(8000, "port to listen on, 0 for a free one", least=0, most=65535)
