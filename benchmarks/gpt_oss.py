@@ -10,50 +10,55 @@ on two cores.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
+from typing import Any
+
+from rows import Results, parser, wikitext
 
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.demo import gpt_oss
 from mlaforge.demo.config import MakeGptOssConfig
-from mlaforge.runtime import environment
+from mlaforge.rendering.table import markdown_table
 
-# What issue 3 asks for, as converted / original perplexity.
+# What is asked for, as converted / original perplexity.
 BARS = {"latent": 1.03, "latent_rope": 1.15}
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
+    arguments = parser(__doc__, "benchmarks/gpt_oss.json")
     arguments.add_argument("--folder", type=Path, default=Path("runs/gpt-oss"))
     arguments.add_argument("--original", type=Path, help="a GPT-OSS checkpoint, instead of making one")
     arguments.add_argument("--heal", type=int, default=56, help="steps")
     arguments.add_argument("--calibration-windows", type=int, default=32)
     arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/gpt_oss.json"))
-    given = arguments.parse_args()
-    valid, test = (str(given.data / "wikitext-2" / name) for name in ("wiki.valid.tokens", "wiki.test.raw"))
-    original = given.original or given.folder / "original"
-    if not given.original:
-        options = MakeGptOssConfig(windows=True, yarn=32.0, sinks=True, differ=0.02, heal=given.heal, text=valid)
-        gpt_oss.run(original, options)
-    rows = []
-    print("| layout | original ppl | RoPE cut | MLA ppl | ratio | bar |\n|---|---|---|---|---|---|")
+    options = arguments.parse_args()
+    valid, test = wikitext(options.data)
+    original = options.original or options.folder / "original"
+    if not options.original:
+        config = MakeGptOssConfig(windows=True, yarn=32.0, sinks=True, differ=0.02, heal=options.heal, text=valid)
+        gpt_oss.run(original, config)
+    results = Results(options.out, [], calibration_windows=options.calibration_windows)
     for layout, bar in BARS.items():
-        config = ConvertConfig(
-            layout=layout, budget=0.5, calibration=valid, nsamples=given.calibration_windows, evaluation=test,
-            eval_windows=given.windows, device="cpu",
+        wanted = ConvertConfig(
+            layout=layout, budget=0.5, calibration=valid, nsamples=options.calibration_windows, evaluation=test,
+            eval_windows=options.windows, device="cpu",
         )  # fmt: skip
-        found = convert.run(str(original), given.folder / layout, config, calibrated=given.folder / "calibration")
-        metrics = {key: value for key, value in found.metrics.items() if key != "layers"}
-        rows.append({"layout": layout, "bar": bar, **metrics, "stages": found.seconds})
-        cut = f"{metrics['partial_rope_ppl']:.3f}" if "partial_rope_ppl" in metrics else "–"
-        print(f"| `{layout}` | {metrics['original_ppl']:.3f} | {cut} | {metrics['mla_ppl']:.3f} "
-              f"| {metrics['ratio']:.4f} | <= {bar} |", flush=True)  # fmt: skip
-    result = {"rows": rows, "calibration_windows": given.calibration_windows, "environment": environment()}
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+        folder = options.folder / layout
+        manifest = convert.run(str(original), folder, wanted, calibrated=options.folder / "calibration")
+        metrics = {key: value for key, value in manifest.metrics.items() if key != "layers"}
+        results.add({"layout": layout, "bar": bar, **metrics, "stages": manifest.seconds})
+    print(table(results.rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """docs/gpt-oss.md's table."""
+    lines = []
+    for row in rows:
+        cut = f"{row['partial_rope_ppl']:.3f}" if "partial_rope_ppl" in row else "–"
+        ratio = (f"{row['mla_ppl']:.3f}", f"{row['ratio']:.4f}", f"<= {row['bar']}")
+        lines.append((f"`{row['layout']}`", f"{row['original_ppl']:.3f}", cut, *ratio))
+    return markdown_table([("layout", "original ppl", "RoPE cut", "MLA ppl", "ratio", "bar"), *lines])
 
 
 if __name__ == "__main__":

@@ -10,26 +10,26 @@ that was cut off goes on.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Results, parser, wikitext
 
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.healing import heal
 from mlaforge.healing.config import HealConfig
-from mlaforge.runtime import environment, log
+from mlaforge.rendering.table import markdown_table
+from mlaforge.runtime import log
 
-# Layout and budget: what issue 6 asks for, as healed / original perplexity, and what differs from the recipe. The less
+# Layout and budget: what is asked for, as healed / original perplexity, and what differs from the recipe. The less
 # a model has lost, the slower it must learn: at 1e-3 the validation KL of latent-0.5 more than doubled in 5 steps, and
 # both refits raised it.
 RUNS: dict[str, tuple[float, dict[str, Any]]] = {
@@ -51,59 +51,50 @@ def judged(directory: Path, text: corpus.Windows, what: str) -> float:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
+    arguments = parser(__doc__, "benchmarks/healing.json")
     arguments.add_argument("--folder", type=Path, default=Path("runs/healing"))
     arguments.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/healing.json"))
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     directory = demo_model.fetch()
-    valid, test = (str(given.data / "wikitext-2" / name) for name in ("wiki.valid.tokens", "wiki.test.raw"))
+    valid, test = wikitext(options.data)
     text = corpus.windows(loading.load_tokenizer(directory), test, WINDOWS, SEQLEN)
-    # What a run that was cut off had measured is not measured again.
-    result = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}, "environment": environment()}
-    if "original" not in result:
-        result["original"] = judged(directory, text, "original")
-    for name in given.only:
+    results = Results(options.out, {}, resume=True)
+    original = results.once("original", lambda: judged(directory, text, "original"))
+    for name in options.only:
         layout, budget = name.split("-")
         bar, changes = RUNS[name]
         config = ConvertConfig(
             layout=layout, budget=float(budget), calibration=valid, nsamples=32, seqlen=SEQLEN, eval_windows=0,
             device="cpu",
         )  # fmt: skip
-        student, healed = given.folder / name, given.folder / f"{name}-healed"
-        convert.run(str(directory), student, config, calibrated=given.folder / "calibration")
-        options = resolve(HealConfig, RECIPE, text=valid, device="cpu", **changes)
-        made = heal.run(str(directory), str(student), healed, options)
+        student, healed = options.folder / name, options.folder / f"{name}-healed"
+        convert.run(str(directory), student, config, calibrated=options.folder / "calibration")
+        manifest = heal.run(
+            str(directory), str(student), healed, resolve(HealConfig, RECIPE, text=valid, device="cpu", **changes)
+        )
         before, after = (judged(path, text, path.name) for path in (student, healed))
-        row = {"bar": bar, "ppl": [before, after], "ratio": [p / result["original"] for p in (before, after)]}
+        row = {"bar": bar, "ppl": [before, after], "ratio": [p / original for p in (before, after)]}
         keys = ("refit", "best", "tokens", "tokens_per_second", "curve")
-        row |= {"seconds": made.seconds, "config": made.config, **{key: made.metrics[key] for key in keys}}
-        result["rows"][name] = row
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        row |= {"seconds": manifest.seconds, "config": manifest.config, **{key: manifest.metrics[key] for key in keys}}
+        results.rows[name] = row
+        results.save()
         log(f"{name}: {row['ratio'][0]:.4f} -> {row['ratio'][1]:.4f} (bar {bar})")
-    print(table(result))
+    print(table(results.rows))
 
 
-def table(result: dict[str, Any]) -> str:
+def table(rows: dict[str, dict[str, Any]]) -> str:
     """README.md's tables: the test text before and after, and how validation perplexity falls."""
-    lines = ["| cache | converted | healed | bar | tokens seen | hours |", "|---|---|---|---|---|---|"]
-    for name, row in result["rows"].items():
+    judged_rows, curves = [], []
+    for name, row in rows.items():
         hours, (before, after) = sum(row["seconds"].values()) / 3600, row["ratio"]
-        lines.append(f"| {name} | {before:.4f} | {after:.4f} | <= {row['bar']} | {row['tokens']:,} | {hours:.2f} |")
-    lines += [
-        "",
-        "| cache | tokens seen | hours of training | validation ppl / teacher's | KL |",
-        "|---|---|---|---|---|",
-    ]
-    for name, row in result["rows"].items():
-        curve = row["curve"]
-        for point in curve[:: max(1, len(curve) // 8)]:
-            lines.append(
-                f"| {name} | {point['tokens']:,} | {point['seconds'] / 3600:.2f} "
-                f"| {point['ppl'] / point['teacher_ppl']:.4f} | {point['kl']:.5f} |"
-            )
-    return "\n".join(lines)
+        bar, tokens = f"<= {row['bar']}", f"{row['tokens']:,}"
+        judged_rows.append((name, f"{before:.4f}", f"{after:.4f}", bar, tokens, f"{hours:.2f}"))
+        for point in row["curve"][:: max(1, len(row["curve"]) // 8)]:
+            trained = (f"{point['tokens']:,}", f"{point['seconds'] / 3600:.2f}")
+            curves.append((name, *trained, f"{point['ppl'] / point['teacher_ppl']:.4f}", f"{point['kl']:.5f}"))
+    before_and_after = markdown_table([("cache", "converted", "healed", "bar", "tokens seen", "hours"), *judged_rows])
+    heads = ("cache", "tokens seen", "hours of training", "validation ppl / teacher's", "KL")
+    return f"{before_and_after}\n\n{markdown_table([heads, *curves])}"
 
 
 if __name__ == "__main__":

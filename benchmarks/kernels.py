@@ -8,8 +8,7 @@ Writes OUT/kernels.json. The grid, the comparison with the reference and the tim
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from rows import parser
 
 from mlaforge.bench import kernels
 from mlaforge.bench.config import BenchConfig
@@ -17,16 +16,15 @@ from mlaforge.config import resolve
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = parser(__doc__, "benchmarks/kernels", data=False)
     arguments.add_argument("--roof", default="auto")
     arguments.add_argument("--device", default="cuda")
     arguments.add_argument("--dtype", default="bfloat16")
     arguments.add_argument("--implementation")
     arguments.add_argument("--small", action="store_true", help="a few tiny steps")
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/kernels"))
-    given = vars(arguments.parse_args())
-    out, small = given.pop("out"), given.pop("small")
-    print(kernels.table(kernels.run(resolve(BenchConfig, None, **given), out, "small" if small else None)))
+    options = vars(arguments.parse_args())
+    out, small = options.pop("out"), options.pop("small")
+    print(kernels.table(kernels.run(resolve(BenchConfig, None, **options), out, "small" if small else None)))
 
 
 if __name__ == "__main__":

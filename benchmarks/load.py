@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 TEXT = "the of and a to in is was he for it with as his on be at by had not are but from or have an they"
@@ -103,8 +104,7 @@ async def one_client(client: httpx.AsyncClient, seed: int, words: int, until: fl
 
 
 def rss_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+    return float(psutil.Process(pid).memory_info().rss / 2**20)
 
 
 async def watch(pid: int, samples: list[tuple[float, float]]) -> None:

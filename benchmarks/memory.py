@@ -23,6 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+from rows import Results, parser
+
 CONFIG = {
     "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
@@ -64,47 +67,50 @@ def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, Any]:
     from mlaforge.conversion import convert
     from mlaforge.conversion.config import ConvertConfig
 
-    peak, done = 0, threading.Event()
+    peak, done, own = 0, threading.Event(), psutil.Process()
 
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.02):
-            status = Path("/proc/self/status").read_text()
-            peak = max(peak, int(status.split("RssAnon:")[1].split()[0]))
+            resident = own.memory_info()
+            peak = max(peak, resident.rss - resident.shared)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
     config = ConvertConfig(layout=layout, nsamples=1, eval_windows=0, device="cpu")
-    stages = convert.run(str(source), out, config).seconds
-    done.set()
-    watcher.join()
-    return {"peak_gib": peak / 2**20, "seconds": time.perf_counter() - start, "stages": stages}
+    try:
+        stages = convert.run(str(source), out, config).seconds
+    finally:
+        done.set()
+        watcher.join()
+    return {"peak_gib": peak / 2**30, "seconds": time.perf_counter() - start, "stages": stages}
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = parser(__doc__, "benchmarks/memory.json", data=False)
     arguments.add_argument("--layers", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--experts", type=int, default=32)
     arguments.add_argument("--layout", default="latent_rope")
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/memory.json"))
     arguments.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.worker:
-        print(json.dumps(convert_and_watch(*given.worker, given.layout)))
+    options = arguments.parse_args()
+    if options.worker:
+        print(json.dumps(convert_and_watch(*options.worker, options.layout)))
         return
-    rows = []
-    for layers in given.layers:
-        with tempfile.TemporaryDirectory(dir=given.out.parent) as folder:
+    results = Results(options.out, [])
+    for layers in options.layers:
+        with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:
             source = Path(folder) / "source"
             source.mkdir()
-            size = write_sparse(source, layers, given.experts)
-            command = [sys.executable, __file__, "--layout", given.layout, "--worker", source, Path(folder) / "out"]
-            told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        rows.append({"layers": layers, "experts": given.experts, "checkpoint_gib": size / 2**30, **json.loads(told)})
-        print(json.dumps(rows[-1]), flush=True)
-    slope = (rows[-1]["peak_gib"] - rows[0]["peak_gib"]) / max(1, rows[-1]["layers"] - rows[0]["layers"])
-    given.out.write_text(json.dumps({"rows": rows, "gib_per_layer": slope}, indent=1) + "\n")
+            size = write_sparse(source, layers, options.experts)
+            command = [sys.executable, __file__, "--layout", options.layout, "--worker", source, Path(folder) / "out"]
+            printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        measured = {"checkpoint_gib": size / 2**30, **json.loads(printed)}
+        results.add({"layers": layers, "experts": options.experts, **measured})
+    first, last = results.rows[0], results.rows[-1]
+    slope = (last["peak_gib"] - first["peak_gib"]) / max(1, last["layers"] - first["layers"])
+    results.body["gib_per_layer"] = slope
+    results.save()
     print(f"{slope:.4f} GiB per layer")
 
 

@@ -19,32 +19,32 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Results, command, parser
 
-from mlaforge.artifact import sha256
+from mlaforge.artifact import record_place, sha256
 from mlaforge.bench.replay import Replay
-from mlaforge.bench.summary import aligned, spread
+from mlaforge.bench.summary import spread
+from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
-from mlaforge.runtime import UserError, environment, log
+from mlaforge.rendering.table import text_table
+from mlaforge.runtime import UserError, log
 
 # Passes after which the perfect drafter's text is taken as it is.
 PASSES = 6
-# What the issue asks of a trained head.
+# What is asked of a trained head.
 BAR = 1.25
 # Share of ln(vocabulary) that a token of a prompt may cost the model on average: text costs a third, random tokens all.
 RANDOM = 0.75
@@ -69,7 +69,7 @@ class Modes:
     def __init__(self, options: argparse.Namespace):
         # Without prefix reuse: what one drafter's turn leaves in the cache has no rows of another's head.
         self.llm = LLM(
-            options.model or demo_model.fetch(), dtype=options.dtype, device="cpu", cache_bytes=1 << 30, max_num_seqs=8,
+            options.model, dtype=options.dtype, device="cpu", cache_bytes=1 << 30, max_num_seqs=8,
             speculative=str(options.draft or "none"), prefix_caching=False, num_speculative_tokens=options.count,
         )  # fmt: skip
         self.head = self.llm.engine.speculation.drafter if self.llm.engine.speculation else None
@@ -90,8 +90,8 @@ class Modes:
         its = engine.speculation
         assert its is not None
         if mode in self.stats:
-            its.stats, its.pace, its.tree_pace = self.stats[mode]
-        self.stats[mode] = its.stats, its.pace, its.tree_pace
+            its.stats, its.controller = self.stats[mode]
+        self.stats[mode] = its.stats, its.controller
 
     def run(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
         """The continuation, and seconds from its first step's end to its last's."""
@@ -190,46 +190,52 @@ def table(rows: dict[str, Any]) -> str:
             f"{row['distinct_4_grams']:.2f}", f"{block['mean_acceptance_length'] or 1:.2f}" if block else "1.00",
             " ".join(places),
         ))  # fmt: skip
-    return aligned(lines)
+    return text_table(lines)
 
 
-def parser(doc: str | None, draft: Path | None, dtype: str, out: str) -> argparse.ArgumentParser:
+def speculation_parser(doc: str | None, draft: Path | None, dtype: str, out: str) -> argparse.ArgumentParser:
     """The options of this script and of acceptance.py, with these defaults."""
-    arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
+    arguments = parser(doc, out)
     arguments.add_argument("--model", help="by default the demo's")
     arguments.add_argument("--draft", type=Path, default=draft, help="directory of an EAGLE-3 head")
     arguments.add_argument("--dtype", default=dtype)
     arguments.add_argument("--prompts", type=int, default=80)
     arguments.add_argument("--tokens", type=int, default=128)
     arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--out", type=Path, default=Path(out))
     return arguments
 
 
+def begin(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
+    """The model's directory, the file of prompts, and what results record before anything is measured. UserError for a
+    head that was trained on text which these prompts were not kept out of."""
+    torch.set_num_threads(options.threads)
+    path = options.data / "prompts" / "mt_bench.jsonl"
+    judged = {"path": record_place(path), "sha256": sha256(path)}
+    unknown = dataset.check_unseen(options.draft, [judged]) if options.draft else ""
+    model = resolve.locate(options.model) if options.model else demo_model.fetch()
+    return model, path, {
+        "command": command(), "model": model.name, "model_sha256": fingerprint(model), "threads": options.threads,
+        "head": {"path": record_place(options.draft), "sha256": fingerprint(options.draft)} if options.draft else None,
+        "unknown": unknown, "judged": judged, "tokens": options.tokens,
+    }  # fmt: skip
+
+
 def main() -> None:
-    arguments = parser(__doc__, None, "auto", "benchmarks/speculation.json")
+    arguments = speculation_parser(__doc__, None, "auto", "benchmarks/speculation.json")
     arguments.add_argument("--count", type=int, default=3, help="drafted tokens per step")
     arguments.add_argument("--tree", type=int, default=0, help="tokens of a tree; 0: chains only")
     options = arguments.parse_args()
-    torch.set_num_threads(options.threads)
-    path = options.data / "prompts" / "mt_bench.jsonl"
-    judged = {"path": str(path), "sha256": sha256(path)}
-    unknown = dataset.check_unseen(options.draft, [judged]) if options.draft else ""
+    options.model, path, facts = begin(options)
     modes = Modes(options)
     prompts = read_prompts(path, modes.llm, options.prompts)
     modes.use("plain", None)
     modes.run(prompts[0], 8)
     rows = measure(modes, prompts, options.tokens)
-    print(table(rows) + (f"\n{unknown}" if unknown else ""))
-    made = {
-        "command": shlex.join(["python", *sys.argv]), "model": modes.llm.engine.model_name,
-        "head": {"path": str(options.draft), "sha256": fingerprint(options.draft)} if options.draft else None,
-        "unknown": unknown, "judged": judged, "prompts": len(prompts), "tokens": options.tokens,
-        "num_speculative_tokens": options.count, "tree_tokens": options.tree, "threads": options.threads,
-        "dtype": modes.llm.engine.model.format, "environment": environment(), "rows": rows,
-    }  # fmt: skip
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    print(table(rows) + (f"\n{facts['unknown']}" if facts["unknown"] else ""))
+    Results(
+        options.out, rows, **facts, prompts=len(prompts), num_speculative_tokens=options.count,
+        tree_tokens=options.tree, dtype=modes.llm.engine.model.format,
+    ).save()  # fmt: skip
 
 
 if __name__ == "__main__":

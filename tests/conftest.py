@@ -48,6 +48,23 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nameless_places() -> Iterator[None]:
+    """No manifest that any test makes in this process says where on this machine its inputs lie."""
+    from mlaforge.artifact import ABSOLUTE, Manifest
+
+    save = Manifest.save
+
+    def checked(manifest: Manifest, directory: Path) -> None:
+        place = ABSOLUTE.search(json.dumps([manifest.config, manifest.inputs], default=str))
+        assert place is None, f"the manifest of {manifest.stage} names {place[0] if place else ''}"
+        save(manifest, directory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Manifest, "save", checked)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Family -> directory of a tiny random model. Read-only: copy it before you damage it."""

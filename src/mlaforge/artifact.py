@@ -11,15 +11,25 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaforge.runtime import Interrupted, Resumable, UserError, environment
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 MANIFEST = "manifest.json"
+# A place on somebody's machine, wherever it stands in a text: below a home or a drive, or below `/` at least two deep.
+# /v1 is an API's and /dev, /proc and /sys are every Linux's; what follows a word or a slash is part of a longer one.
+ABSOLUTE = re.compile(
+    r"""(?<![\w./\\~*+<>,)}\]-])(?:~/|[A-Za-z]:[\\/]{1,2}|/(?!(?:v1|dev|proc|sys)/)[\w.@-]+/)"""
+    r"""[\w.@-][^\s"'`,;|<>()\[\]{}]*"""
+)
 # In an unfinished artifact: what a resumable stage has finished, and the fingerprint of what it is making.
 WORK, BEGUN = "work", "begun"
 
@@ -67,13 +77,13 @@ class Manifest:
             return None
 
 
-def found_below(folder: Path) -> dict[str, Manifest]:
-    """The finished artifacts below a folder, by name. UserError where there is no such folder."""
+def artifacts_below(folder: Path) -> dict[str, Manifest | None]:
+    """The artifacts below a folder by their path in it, None for one whose manifest cannot be read. What a stage is
+    still at work on, or left when it was killed, is none. UserError where there is no such folder."""
     if not folder.is_dir():
         raise UserError(f"folder {str(folder)!r} does not exist; give the folder that holds the artifacts")
     named = {path.parent.relative_to(folder).as_posix(): path.parent for path in sorted(folder.rglob(MANIFEST))}
-    loaded = {n: Manifest.load(path) for n, path in named.items() if ".partial/" not in f"{n}/"}
-    return {name: manifest for name, manifest in loaded.items() if manifest is not None}
+    return {name: Manifest.load(path) for name, path in named.items() if ".partial/" not in f"{name}/"}
 
 
 def sha256(path: Path) -> str:
@@ -86,6 +96,34 @@ def sha256(path: Path) -> str:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def record_name(place: str | Path) -> str:
+    """How a manifest calls a file or folder: by its name. Where it lies is nobody's affair and must not matter to the
+    fingerprint; a hash of what it holds stands beside the name. What is not on this disk (a hub id, `embedded`) is
+    called as it is."""
+    path = Path(place).expanduser()
+    return Path(os.path.abspath(path)).name if path.exists() else str(place)
+
+
+def record_names(config: DataclassInstance, *options: str) -> dict[str, str | list[str] | None]:
+    """Those options of a stage that may be files or folders, or lists of them, as its manifest calls them."""
+    places = {name: getattr(config, name) for name in options}
+    return {
+        name: [*map(record_name, place)] if isinstance(place, tuple) else place and record_name(place)
+        for name, place in places.items()
+    }
+
+
+def record_place(path: str | Path) -> str:
+    """How results of a measurement call a file: relative to the working folder, by its name where it lies outside."""
+    whole, here = Path(os.path.abspath(Path(path).expanduser())), Path.cwd()
+    return whole.relative_to(here).as_posix() if whole.is_relative_to(here) else whole.name
+
+
+def record_text(text: str) -> str:
+    """A command or another program's words, without the folders of this machine."""
+    return ABSOLUTE.sub(lambda path: record_place(path[0]), text)
 
 
 def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest | None:

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import inspect
 import operator
 import re
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from mlaforge.runtime import UserError
 
 C = TypeVar("C", bound="Options")
+R = TypeVar("R")
 # Choices of the options that name a dtype.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Tokens of the shortest window: of a shorter one nobody could tell whether a model was tuned on it (data/overlap.py).
@@ -91,6 +95,12 @@ def item_type(kind: Any) -> Any:
 def within(field: dataclasses.Field[Any]) -> str:
     """`at least 1 and at most 8`, or nothing where the field has no bounds."""
     return " and ".join(f"{word} {bound}" for word, bound in field.metadata["bounds"].items())
+
+
+def described(field: dataclasses.Field[Any]) -> str:
+    """What a field means, with its unit and bounds in brackets."""
+    limits = ", ".join(filter(None, (field.metadata["unit"], within(field))))
+    return field.metadata["help"] + (f" [{limits}]" if limits else "")
 
 
 def whole_number(text: str) -> int:
@@ -189,3 +199,38 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
                 raise UserError(f"{where}unknown key {key!r}{nearest(key, fields)}")
             values[key] = _checked(fields[key], kinds[key], value, where)
     return cls(**values)
+
+
+def by_keywords(run: Callable[..., R], options: type[C]) -> Callable[..., R]:
+    """A stage's `run` as the public API has it: every option is a keyword, in place of one `config`.
+
+    Directories may be text, and those that `run` does not need may be left out. The signature and the docstring name
+    every option. Raises UserError for an unknown or illegal option, TypeError for a missing argument.
+    """
+    hints = typing.get_type_hints(run)
+    plain = [parameter for name, parameter in inspect.signature(run).parameters.items() if name != "config"]
+    parameters = [
+        parameter.replace(default=None) if hints[parameter.name] == Path | None else parameter for parameter in plain
+    ]
+    names = {parameter.name for parameter in parameters}
+    folders = {name for name in names if hints[name] in (Path, Path | None)}
+    keywords = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in dataclasses.fields(options)
+    ]
+    signature = inspect.Signature(parameters)
+
+    @functools.wraps(run)
+    def call(*arguments: Any, **named: Any) -> R:
+        values = {name: named.pop(name) for name in [*named] if name not in names}
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        for name in folders:
+            if bound.arguments[name] is not None:
+                bound.arguments[name] = Path(bound.arguments[name]).expanduser()
+        return run(**bound.arguments, config=resolve(options, **values))
+
+    lines = [f"{f.name}: {described(f)} (default {f.default!r})" for f in dataclasses.fields(options)]
+    call.__doc__ = "\n".join([inspect.getdoc(run) or "", "", "Options, by keyword:", "", *lines])
+    call.__signature__ = signature.replace(parameters=[*parameters, *keywords])  # type: ignore[attr-defined]
+    return call

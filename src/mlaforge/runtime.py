@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -109,6 +110,17 @@ def resolve_dtype(name: str, default: torch.dtype) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def on_device(
+    values: Sequence[int] | Sequence[float] | Sequence[list[int]], dtype: torch.dtype, device: torch.device
+) -> Tensor:  # fmt: skip
+    """A small tensor from host numbers; the host does not wait for the copy, which is made from pinned memory."""
+    import torch
+
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:

@@ -13,9 +13,11 @@ from mlaforge.checkpoint import loading
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
+from mlaforge.conversion.solve import Rebuild
+from mlaforge.factorization import moments
 from mlaforge.families import read_spec
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.runtime import UserError
+from mlaforge.runtime import Interrupted, UserError
 from support.tiny_models import CASES, load_original
 
 LAYOUTS = ["latent", "latent_rope"]
@@ -143,6 +145,37 @@ def test_more_budget_costs_less(converted, tiny_models, evaluation_file):
                 kl.append(float((expected.exp() * (expected - got)).sum(-1).mean()))
             assert kl[0] > kl[1] > kl[2], (layout, kl)
             assert kl[2] < 1e-6
+
+
+@pytest.mark.parametrize(("layout", "more"), [("latent", {}), ("latent_rope", {}), ("latent", {"q_lora_rank": 48})])
+def test_each_layer_is_decomposed_once_also_by_a_run_that_goes_on(
+    layout, more, converted, tiny_models, calibration_file, evaluation_file, tmp_path, monkeypatch
+):
+    texts = {"calibration": str(calibration_file), "evaluation": str(evaluation_file)}
+    sizes = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu"}
+    config, loaded, decomposed = ConvertConfig(layout=layout, **texts, **sizes, **more), [], []
+    load, svd, solved = moments.load, torch.linalg.svd, Rebuild._solved
+
+    def stopped(self, index, plans):
+        if index == 1:
+            raise KeyboardInterrupt
+        return solved(self, index, plans)
+
+    monkeypatch.setattr(
+        moments, "load", lambda spill, index, device: loaded.append(index) or load(spill, index, device)
+    )
+    monkeypatch.setattr(torch.linalg, "svd", lambda a, **how: decomposed.append(a.shape) or svd(a, **how))
+    monkeypatch.setattr(Rebuild, "_solved", stopped)
+    with pytest.raises(Interrupted):
+        convert.run(str(tiny_models["qwen2"]), tmp_path / "out", config)
+    monkeypatch.setattr(Rebuild, "_solved", solved)
+    convert.run(str(tiny_models["qwen2"]), tmp_path / "out", config)
+    assert loaded == [0, 1, 2]
+    # A factored query has a decomposition of its own.
+    assert len(decomposed) == 3 * (1 + len(more))
+    at_once = converted("qwen2", layout, **more)
+    for path in at_once.glob("*.safetensors"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

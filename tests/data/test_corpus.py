@@ -256,3 +256,9 @@ def test_the_default_texts_of_convert_do_not_overlap(words):
 
     # Passages of long windows are thinned: nothing of this length may slip through.
     assert not runs(tuned.ids) & runs(kept.ids)
+
+
+def test_json_lines_are_numbered_as_in_the_file_and_end_at_line_feeds_only():
+    lines = ['{"text": "a\u2028b\u0085c"}', "", " ", '{"text": 1}', "no JSON", '{"text": "\\ud800"}', '{"text": ""}']
+    read = list(corpus.json_lines("\n".join(lines).split("\n"), corpus.text_field))
+    assert read == [(1, "a\u2028b\u0085c"), (4, None), (5, None), (6, None), (7, "")]

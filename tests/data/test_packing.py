@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from mlaforge.checkpoint import loading
 from mlaforge.data import corpus, overlap, packing
-from mlaforge.data.packing import Feed, Phase, Rows, pack
-from mlaforge.healing.distillation import final_states, masks
+from mlaforge.data.packing import NO_LABEL, Feed, Phase, Rows, pack
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError
-from mlaforge.training.kl_loss import NO_LABEL
+from mlaforge.training.forward import final_states, masks
 from support.tiny_models import CASES
 
 

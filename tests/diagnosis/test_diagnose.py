@@ -12,6 +12,7 @@ import torch
 
 from mlaforge.checkpoint import loading, reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus
@@ -19,7 +20,6 @@ from mlaforge.diagnosis import diagnose
 from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.diagnosis.geometry import Geometry
 from mlaforge.diagnosis.plots import draw
-from mlaforge.evaluation.perplexity import perplexity, window_losses
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import make_plan
 from mlaforge.runtime import UserError

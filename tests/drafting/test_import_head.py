@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from mlaforge.checkpoint.eagle3 import boundary, read_head, write_head
-from mlaforge.drafting.import_head import target_ids
+from mlaforge.checkpoint.eagle3 import boundary, read_head, target_ids, write_head
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.runtime import UserError
 from support.eagle3_heads import LAYER, make

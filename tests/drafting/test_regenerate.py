@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint.loading import load_tokenizer
@@ -203,6 +203,10 @@ def test_vocabularies_that_fit_nothing_are_refused(written, tiny_models, tmp_pat
     vocabulary.run(str(tiny_models["llama"]), [out], tmp_path / "v", VocabularyConfig(size=40))
     with pytest.raises(UserError, match="of 260 tokens, the model's has 300"):
         token_map.read(tmp_path / "v", 300)
+    stored = load_file(tmp_path / "v" / token_map.FILE)
+    save_file({**stored, "t2d": ~stored["t2d"]}, tmp_path / "v" / token_map.FILE)
+    with pytest.raises(UserError, match=r"damaged: .* other tokens than t2d marks"):
+        token_map.read(tmp_path / "v", 260)
     (tmp_path / "v" / token_map.FILE).write_bytes(b"no tensors")
     with pytest.raises(UserError, match="damaged"):
         token_map.read(tmp_path / "v", 260)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlaforge.checkpoint import reader
-from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
+from support.engine_driver import Oracle, greedy, idle, most_blocks, random_prompts, renew, watched
 from support.tiny_models import CASES, FAMILIES
 
 PROMPTS = random_prompts(5, 17, 40, 70, 33)
@@ -108,7 +108,7 @@ def test_a_window_bounds_what_is_held(family, layout, chunk, converted, tiny_mod
     llm = watched(directory, max_num_batched_tokens=chunk, max_num_seqs=2, block_size=8)
     tables = llm.engine.tables
     (group,) = [index for index, group in enumerate(tables.groups) if group.window]
-    most = tables.most_blocks(group, 10**6, chunk)
+    most = most_blocks(tables, group, 10**6, chunk)
     assert most == (23 + chunk + 14) // 8
     used = 0
     for output in llm.stream(random_prompts(300, 290, seed=1), greedy(40)):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import LayerCache, size_groups
 from mlaforge.runtime import UserError
-from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
+from support.engine_driver import Oracle, greedy, idle, most_blocks, random_prompts, renew, watched
 
 BASES = random_prompts(40, 40, 40, seed=11)
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
@@ -227,7 +227,7 @@ def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
         # A single sequence always fits: windows hold what a step of it needs.
         least = 2
         if group.window is not None:
-            least = BlockTables([group], block_size).most_blocks(0, max_model_len, max_step)
+            least = most_blocks(BlockTables([group], block_size), 0, max_model_len, max_step)
         assert min(least, -(-max_model_len // block_size)) <= group.num_blocks <= most
     # Nothing that full attention could use is left over.
     if windows[0] is None and groups[0].num_blocks < most:

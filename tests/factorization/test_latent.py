@@ -54,7 +54,7 @@ def test_truncation_error_is_what_the_spectrum_predicts(seed, rank):
     """E‖M^½ (y - ŷ)‖² over x ~ (mean, covariance) equals the sum of the dropped values: nothing is better."""
     p, m = random_layer(seed)
     spectrum = F.latent_spectrum(p, m, LAYER)
-    down, up, bias = spectrum.truncate(rank)
+    down, up = spectrum.truncate(rank)
     w = torch.cat((p.w_k, p.w_v))
     error = w - up @ down
     weight = spectrum.root @ spectrum.root
@@ -62,7 +62,25 @@ def test_truncation_error_is_what_the_spectrum_predicts(seed, rank):
     torch.testing.assert_close(measured, spectrum.values[rank:].sum(), rtol=1e-6, atol=1e-9 * float(spectrum.values[0]))
     assert spectrum.loss(rank) == pytest.approx(float(spectrum.values[rank:].sum()) / 2, abs=1e-12)
     exact = w @ m.mean + torch.cat((p.b_k, p.b_v))
-    torch.testing.assert_close(up @ (down @ m.mean) + bias, exact)
+    torch.testing.assert_close(spectrum.at_mean, exact)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, HIDDEN))
+def test_a_cut_is_what_that_rank_gives(seed, rank):
+    """In both layouts; what was cut reads the mean input exactly, as the layer did."""
+    p, m = random_layer(seed)
+    found = F.channels(p, m, LAYER)
+    split = F.split_rope(p, m, LAYER, found, found.best(2), 1.0)
+    for make, part in ((F.to_latent, F.latent_spectrum(p, m, LAYER)), (F.to_latent_rope, split)):
+        cut, own = make(part, LAYER, HIDDEN).cut(rank), make(part, LAYER, rank)
+        assert cut.rank == rank and cut.dropped == own.dropped
+        assert set(cut.tensors()) == set(own.tensors())
+        for name, tensor in own.tensors().items():
+            torch.testing.assert_close(cut.tensors()[name], tensor)
+        spectrum = getattr(part, "spectrum", part)
+        exact = F.by_head(spectrum.w @ m.mean + spectrum.bias, LAYER)
+        torch.testing.assert_close(cut.kv_b @ (cut.kv_a[:rank] @ m.mean) + cut.b_kv_b, exact)
 
 
 def test_no_other_projection_of_that_rank_is_better():
@@ -74,7 +92,7 @@ def test_no_other_projection_of_that_rank_is_better():
     def loss(error):
         return float(torch.trace(weight @ error @ m.covariance @ error.T))
 
-    down, up, _ = spectrum.truncate(10)
+    down, up = spectrum.truncate(10)
     best = loss(w - up @ down)
     for scale in (1e-3, 1e-2, 0.1):
         for _ in range(5):

@@ -59,11 +59,11 @@ def test_full_queue(tokenizer):
     engine.hold.clear()
     with serving(engine, max_concurrent=2, max_queue=1) as served, ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(httpx.post, f"{served.url}/v1/completions", json=LONG, timeout=60) for _ in range(3)]
-        until(lambda: served.service.door.inside == 3)
+        until(lambda: served.service.admission.admitted == 3)
         answer = served.post("/v1/completions", json=LONG)
         served.refused(answer, 429)
         assert int(answer.headers["retry-after"]) > 0
-        until(lambda: served.service.door.working == 2)
+        until(lambda: served.service.admission.running == 2)
         assert "mlaforge_http_requests_queued 1.0" in served.http.get("/metrics").text
         engine.hold.set()
         assert [done.result().status_code for done in waiting] == [200, 200, 200]
@@ -84,10 +84,10 @@ def test_a_client_that_goes_frees_its_blocks(tokenizer, stream):
         engine.hold.clear()
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(httpx.post, f"{served.url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60)
-            until(lambda: served.service.door.working == 1)
+            until(lambda: served.service.admission.running == 1)
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{served.url}/v1/completions", json=body, timeout=0.2)
-            until(lambda: served.service.door.inside == 1)
+            until(lambda: served.service.admission.admitted == 1)
             engine.hold.set()
             assert first.result().status_code == 200
         served.settles()
@@ -128,7 +128,7 @@ def test_slow_reader_keeps_nobody_waiting_and_gets_everything(tokenizer):
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
             # The engine does not wait for the reader, and others are served.
             until(lambda: engine.counts["finished_requests"] == 1, 60)
-            assert served.service.door.inside == 1
+            assert served.service.admission.admitted == 1
             assert served.post("/v1/completions", json={"prompt": "y", "max_tokens": 3}).status_code == 200
             received = b""
             while part := connection.recv(1 << 20):
@@ -165,7 +165,7 @@ def test_engine_death_reaches_everybody(tokenizer):
     with serving(engine) as served, ThreadPoolExecutor(2) as pool:
         whole = pool.submit(httpx.post, f"{served.url}/v1/completions", json=LONG, timeout=60)
         streamed = pool.submit(httpx.post, f"{served.url}/v1/completions", json=LONG | {"stream": True}, timeout=60)
-        until(lambda: served.service.door.working == 2)
+        until(lambda: served.service.admission.running == 2)
         engine.hold.set()
         message = served.refused(whole.result(), 503)
         assert "RuntimeError" in message and "scripted failure" not in message
@@ -176,19 +176,19 @@ def test_engine_death_reaches_everybody(tokenizer):
         served.refused(answer, 503)
         assert "retry-after" in answer.headers
         assert "mlaforge_engine_up 0.0" in served.http.get("/metrics").text
-        assert served.service.door.inside == 0
+        assert served.service.admission.admitted == 0
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer):
     engine = ScriptedEngine(tokenizer)
     engine.hold.clear()
     with serving(engine, max_concurrent=1) as served, ThreadPoolExecutor(2) as pool:
-        # One works, one waits for its place: both were let in.
+        # One runs, one waits for a slot: both were admitted.
         running = [pool.submit(httpx.post, f"{served.url}/v1/completions", json=LONG, timeout=60) for _ in range(2)]
-        until(lambda: served.service.door.inside == 2)
+        until(lambda: served.service.admission.admitted == 2)
         loop = served.service.engine._loop
         drained = asyncio.run_coroutine_threadsafe(served.service.drain(), loop)
-        until(lambda: served.service.door.draining)
+        until(lambda: served.service.admission.draining)
         served.refused(served.post("/v1/completions", json=LONG), 503)
         served.refused(served.http.get("/health"), 503)
         engine.hold.set()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
+from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, merge

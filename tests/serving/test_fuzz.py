@@ -116,6 +116,10 @@ def test_what_is_no_json_object(served, path, body):
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"regex": "a", "guided_json": {}}, "guided_json"),
     ({"stream_options": {"include_usage": True}}, "stream_options"), ({"model": "other"}, "model"),
+    ({"temperature": 1e31}, "temperature"), ({"top_k": -2}, "top_k"), ({"min_p": 1.1}, "min_p"),
+    ({"presence_penalty": 2.1}, "presence_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_tokens": -1}, "min_tokens"), ({"stop": ["a", ""]}, "stop.1"),
+    ({"stop_token_ids": [1, 10**30]}, "stop_token_ids"),
     ({"max_tokens": 10**6}, "prompt"), ({"temprature": 1}, "temprature"), ({"stream": "yes"}, "stream"),
 ])  # fmt: skip
 @pytest.mark.parametrize("path", PATHS)
@@ -130,6 +134,15 @@ def test_the_field_is_named(served, path, change, param):
 ])  # fmt: skip
 def test_what_is_no_prompt(served, prompt):
     served.refused(served.post(PATHS[0], json={"prompt": prompt}), 400, "prompt")
+
+
+@pytest.mark.parametrize(("options", "beside"), [({}, ""), ({"max_tokens": 9}, " beside 9 new ones")])
+def test_what_does_not_fit_is_said_as_the_engine_says_it(served, options, beside):
+    answer = served.post(PATHS[0], json={"prompt": [1] * 512, **options})
+    room = 512 - options.get("max_tokens", 1)
+    text = f"the prompt has 512 tokens; this model's context leaves room for {room}{beside}"
+    assert served.refused(answer, 400, "prompt") == text
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(("messages", "param"), [

@@ -102,11 +102,23 @@ def watch(engine: Engine) -> None:
         for sequence in engine.scheduler.running:
             for group, its in enumerate(engine.tables.groups):
                 _, blocks = engine.tables.table(sequence.number, group)
-                most = engine.tables.most_blocks(group, len(sequence.token_ids), config.max_num_batched_tokens)
+                most = most_blocks(engine.tables, group, len(sequence.token_ids), config.max_num_batched_tokens)
                 assert len(blocks) <= most, f"{its.name}: {len(blocks)} blocks, at most {most} are needed"
         return outputs
 
     engine.step = checked  # type: ignore[method-assign]
+
+
+def most_blocks(tables: BlockTables, group: int, length: int, chunk: int) -> int:
+    """The most blocks that one sequence of up to `length` tokens holds in this group when every `reserve` asks for at
+    most `chunk` tokens beyond the computed ones."""
+    whole = -(-length // tables.block_size)
+    window = tables.groups[group].window
+    if window is None:
+        return whole
+    # So many neighbouring positions, at the worst alignment.
+    span = window - 1 + tables.lookback + chunk
+    return min(whole, (span + 2 * tables.block_size - 2) // tables.block_size)
 
 
 def renew(
@@ -122,7 +134,7 @@ def renew(
     probe = BlockTables(engine.tables.groups, block_size)
     groups = []
     for index, group in enumerate(engine.tables.groups):
-        blocks = probe.most_blocks(index, longest, max_step) + spare
+        blocks = most_blocks(probe, index, longest, max_step) + spare
         assert blocks * block_size <= slots[index], f"{group.name} has {slots[index]} slots, not {blocks * block_size}"
         groups.append(dataclasses.replace(group, num_blocks=blocks))
     engine.cache.groups, engine.cache.block_size = groups, block_size

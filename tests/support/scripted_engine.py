@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
+from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
 from mlaforge.runtime import UserError

@@ -49,7 +49,7 @@ class Served:
     def settles(self) -> None:
         """Waits until nothing runs and no block is held."""
         until(lambda: not self.engine.has_work and self.service.engine.stats.cache_blocks_used == 0)
-        until(lambda: self.service.door.inside == 0 and self.service.door.working == 0)
+        until(lambda: self.service.admission.admitted == 0 and self.service.admission.running == 0)
         assert not self.service.engine._streams
 
 

@@ -144,16 +144,3 @@ PATHS = set(re.findall(r"(?:docs|src|tests|benchmarks)/[\w*/-]+(?:\.\w+)*", READ
 @pytest.mark.parametrize("path", sorted(PATHS))
 def test_named_paths_exist(path):
     assert any(ROOT.glob(path))
-
-
-def test_the_tree_names_every_module():
-    tree = README[README.index("src/mlaforge/") :]
-    for path in (ROOT / "src" / "mlaforge").glob("[a-z]*.py"):
-        assert path.name in tree, path.name
-
-
-@pytest.mark.parametrize("folder", ["engine", "ops"])
-def test_the_engines_tree_names_every_module(folder):
-    tree = ENGINE[ENGINE.index(f"src/mlaforge/{folder}/") :]
-    for path in (ROOT / "src" / "mlaforge" / folder).glob("[a-z]*.py"):
-        assert path.name in tree, path.name

@@ -1,4 +1,4 @@
-"""What conversions cost in quality: perplexities of an original and of what was made of it, on the same text."""
+"""Quality of conversions: perplexities of an original model and of its conversions on the same text."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import Manifest, record_place
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import layout_of, plan_of
-from mlaforge.bench.summary import aligned
-from mlaforge.checkpoint import loading, resolve
+from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.data import corpus, overlap
-from mlaforge.evaluation.perplexity import perplexity, window_losses
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError, log, resolve_device
 
 # 32,768 tokens of every text, as in the README's table.
@@ -54,16 +54,17 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     for directory in directories.values():
         plan, manifest = plan_of(directory), Manifest.load(directory)
-        found = perplexities(directory, judged, directory.name, device)
-        before = body["rows"][0]["ppl"] if body["rows"] else found
+        ppl = perplexities(directory, judged, directory.name, device)
+        before = body["rows"][0]["ppl"] if body["rows"] else ppl
         body["rows"].append({
-            "model": directory.name, "path": str(directory), "layout": layout_of(plan),
+            "model": directory.name, "path": record_place(directory), "sha256": reader.fingerprint(directory),
+            "layout": layout_of(plan),
             "budget": manifest.config.get("budget") if manifest else None,
             "cache_fraction": plan.model_fraction(plan.spec.max_position_embeddings),
-            "seconds": sum(manifest.seconds.values()) if manifest else None, "ppl": found,
-            "ratio": {name: found[name] / before[name] for name in judged},
+            "seconds": sum(manifest.seconds.values()) if manifest else None, "ppl": ppl,
+            "ratio": {name: ppl[name] / before[name] for name in judged},
         })  # fmt: skip
-        log(f"{directory.name}: perplexity {', '.join(f'{value:.3f} on {name}' for name, value in found.items())}")
+        log(f"{directory.name}: perplexity {', '.join(f'{value:.3f} on {name}' for name, value in ppl.items())}")
         machine.write(folder / "conversion.json", body)
     return body
 
@@ -77,4 +78,4 @@ def table(body: dict[str, Any]) -> str:
         cells = [cell for pair in pairs for cell in pair]
         took = "–" if row["seconds"] is None else f"{row['seconds']:.0f}"
         lines.append((row["model"], row["layout"], f"{row['cache_fraction']:.1%}", took, *cells))
-    return aligned(lines)
+    return text_table(lines)

@@ -1,4 +1,4 @@
-"""Any other engine as a peer: the command of a file is started, its OpenAI endpoint is asked.
+"""Any other engine as a peer: a file's command starts it, requests go to its OpenAI endpoint.
 
 The file, YAML (docs/bench.md shows vLLM, llama.cpp, SGLang and TensorRT-LLM):
 
@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mlaforge.artifact import record_text
 from mlaforge.bench.ours import Taken, Variant
 from mlaforge.config import Options, option, resolve
 from mlaforge.runtime import UserError, log
@@ -55,11 +56,11 @@ class Endpoint:
     weight_bytes: int | None = None
 
     def __init__(self, file: Path, directory: Path, model: str, longest: int, most: int):
-        given = _read(file)
-        self.body: dict[str, Any] = given.pop("body")
-        environment: dict[str, Any] = given.pop("environment")
+        recipe = _read(file)
+        self.body: dict[str, Any] = recipe.pop("body")
+        environment: dict[str, Any] = recipe.pop("environment")
         try:
-            self.config = resolve(EndpointConfig, None, **given)
+            self.config = resolve(EndpointConfig, None, **recipe)
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
         port = _free_port()
@@ -68,14 +69,14 @@ class Endpoint:
         self.url, self.api_name = _filled(self.config.url, words), _filled(self.config.model, words)
         self.process: subprocess.Popen[bytes] | None = None
         # Seen when it fails; a pipe that nobody reads would stop it. Open for as long as the server runs: see close.
-        self.told = tempfile.TemporaryFile()  # noqa: SIM115
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             if self.config.command:
                 command = [_filled(word, words) for word in shlex.split(self.config.command)]
-                told = {str(key): str(value) for key, value in environment.items()}
+                variables = {str(key): str(value) for key, value in environment.items()}
                 try:
                     self.process = subprocess.Popen(
-                        command, env={**os.environ, **told}, stdout=self.told, stderr=subprocess.STDOUT,
+                        command, env={**os.environ, **variables}, stdout=self.output, stderr=subprocess.STDOUT,
                         start_new_session=True,
                     )  # fmt: skip
                 except OSError as error:
@@ -102,8 +103,8 @@ class Endpoint:
         raise PeerFailed(f"{self.name} does not answer at {self.url} after {self.config.start_seconds} s")
 
     def _tail(self) -> str:
-        self.told.seek(0)
-        return " ".join(self.told.read().decode(errors="replace").split())[-400:]
+        self.output.seek(0)
+        return record_text(" ".join(self.output.read().decode(errors="replace").split()))[-400:]
 
     def close(self) -> None:
         """Ends what was started, all of its processes."""
@@ -114,7 +115,7 @@ class Endpoint:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
-        self.told.close()
+        self.output.close()
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
         """As Peer.run. The requests come at once; what is counted begins when all of them have their first token."""
@@ -122,18 +123,18 @@ class Endpoint:
             start = time.perf_counter()
             streams = list(pool.map(lambda prompt: self._one(prompt, tokens + 1), prompts))
         began = max(times[0] for times, _ in streams)
-        made, gaps = 0, []
+        decoded, gaps = 0, []
         for times, total in streams:
             # A piece of a stream may hold several tokens, and servers do not say how many.
             per_piece = total / len(times)
             after = [at for at in times if at > began]
-            made += round(per_piece * len(after))
+            decoded += round(per_piece * len(after))
             between = [(b - a) / per_piece for a, b in itertools.pairwise([began, *after])]
             gaps += [gap for gap in between for _ in range(round(per_piece))]
         seconds = max(times[-1] for times, _ in streams) - began
-        if not made or seconds <= 0:
+        if not decoded or seconds <= 0:
             raise PeerFailed(f"{self.name} sent all tokens at once; it must stream")
-        return Taken(began - start, made, seconds, gaps, [])
+        return Taken(began - start, decoded, seconds, gaps, [])
 
     def _one(self, prompt: list[int], count: int) -> tuple[list[float], int]:
         """When the pieces of an answer came, and how many tokens it had."""
@@ -158,9 +159,11 @@ class Endpoint:
                     usage = event.get("usage") or usage
         except httpx.HTTPError as error:
             raise PeerFailed(f"{self.name}: {error!r}: {self._tail()}") from error
-        made = usage.get("completion_tokens", len(times))
-        if made != count or not times:
-            raise PeerFailed(f"{self.name} made {made} of {count} tokens; it must go on past the end of a text (body)")
+        completion_tokens = usage.get("completion_tokens", len(times))
+        if completion_tokens != count or not times:
+            raise PeerFailed(
+                f"{self.name} made {completion_tokens} of {count} tokens; it must go on past the end of a text (body)"
+            )
         return times, count
 
 
@@ -168,14 +171,14 @@ def _read(file: Path) -> dict[str, Any]:
     """The keys of a peer's file, `environment` and `body` always among them. UserError where it is wrong."""
     from mlaforge.config import read_recipe
 
-    given = read_recipe(file)
+    recipe = read_recipe(file)
     for key, default in (("environment", {}), ("body", {"ignore_eos": True})):
-        found = given.setdefault(key, default)
-        if not isinstance(found, dict):
-            raise UserError(f"{file}: {key} must hold `key: value` lines, not {found!r}")
-    if "command" not in given and "url" not in given:
+        value = recipe.setdefault(key, default)
+        if not isinstance(value, dict):
+            raise UserError(f"{file}: {key} must hold `key: value` lines, not {value!r}")
+    if "command" not in recipe and "url" not in recipe:
         raise UserError(f"{file} needs a command that starts the engine, or the url of one that runs")
-    return given
+    return recipe
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

@@ -12,9 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mlaforge.artifact import record_place
 from mlaforge.bench import machine
-from mlaforge.bench.summary import aligned
+from mlaforge.bench.summary import spread
 from mlaforge.config import nearest, read_recipe, whole_number
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
 FOLDER = Path(__file__).with_name("gates")
@@ -179,7 +181,7 @@ def _value(
         return None if value is None else (value, None)
     own = case[gate.quantity]
     if gate.over is None:
-        return own["median"], [own["min"], own["max"]]
+        return _middle(own)
     same = {key: case[key] for key in ("engine", "model", "dtype", "context", "batch")} | gate.over
     if same["num_speculative_tokens"] == case["num_speculative_tokens"] and gate.over_scenario == gate.scenario:
         raise UserError(f"gate {gate.name!r} compares a case with itself")
@@ -190,11 +192,12 @@ def _value(
     theirs = others[0][gate.quantity]
     if gate.over_scenario == gate.scenario and len(own["runs"]) == len(theirs["runs"]):
         # Repetitions of one round are neighbours in time.
-        ratios = sorted(a / b for a, b in zip(own["runs"], theirs["runs"], strict=True))
-        middle = len(ratios) // 2
-        median = ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
-        return median, [ratios[0], ratios[-1]]
+        return _middle(spread([a / b for a, b in zip(own["runs"], theirs["runs"], strict=True)]))
     return own["median"] / theirs["median"], None
+
+
+def _middle(runs: dict[str, Any]) -> tuple[float, list[float]]:
+    return runs["median"], [runs["min"], runs["max"]]
 
 
 def _ceiling(gate: Gate, case: dict[str, Any], body: dict[str, Any]) -> tuple[float | None, str | None]:
@@ -269,7 +272,7 @@ def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
     body = {
         "kind": "gates", "schema": machine.SCHEMA, "time": one["time"], "scope": one["scope"], "commit": one["commit"],
         "dirty": dirty, "device": one["device"], "forced": any(b["forced"] for b in results.values()), "passed": passed,
-        "ledger": {"file": str(ledger), "in_a_row": row, "needed": NEEDED}, "gates": verdicts,
+        "ledger": {"file": record_place(ledger), "in_a_row": row, "needed": NEEDED}, "gates": verdicts,
     }  # fmt: skip
     machine.write(folder / VERDICTS, body)
     return body
@@ -343,4 +346,4 @@ def table(body: dict[str, Any]) -> str:
     ledger = body["ledger"]
     judged = f"{'passed' if body['passed'] else 'FAILED'}: {body['scope']} on {body['device']}, {body['commit'][:12]}"
     row = f"; micro gates green {ledger['in_a_row']} of {ledger['needed']} times in a row"
-    return aligned(lines) + "\n" + judged + (" with changes" if body["dirty"] else "") + row
+    return text_table(lines) + "\n" + judged + (" with changes" if body["dirty"] else "") + row

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlaforge.bench.ours import Ours, Variant
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.speculation.controller import Decision
+from mlaforge.engine.speculation.step import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import OPS, Op
@@ -35,23 +37,26 @@ CLONES = ("aten::clone", "aten::_to_copy", "aten::copy_")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """`value` beside what is `allowed`: at least that for tuned_kernels, at most for the others."""
+    """`value` beside what is `allowed`: at least that for tuned_kernels, at most for the others; `detail` in words."""
 
     name: str
     passed: bool
     value: float
     allowed: float
-    told: str
+    detail: str
 
 
 def together(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """One entry per invariant: the first case in which it broke, else the first of all, and how many there were."""
-    made = []
+    entries = []
     for name in dict.fromkeys(finding.name for finding in findings):
         own = [finding for finding in findings if finding.name == name]
-        shown = next((finding for finding in own if not finding.passed), own[0])
-        made.append({**dataclasses.asdict(shown), "cases": len(own)})
-    return made
+        example = next((finding for finding in own if not finding.passed), own[0])
+        entries.append({
+            "name": example.name, "passed": example.passed, "value": example.value, "allowed": example.allowed,
+            "told": example.detail, "cases": len(own),
+        })  # fmt: skip
+    return entries
 
 
 class Audit:
@@ -76,13 +81,13 @@ class Audit:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Everything that counts is in place, and taken away again."""
+        """With every counter in place; afterwards they are removed."""
         # mypy lets nobody replace methods of an object that runs; watching it is just that.
-        engine, made = self.engine, self.peer.use
+        engine, peer_use = self.engine, self.peer.use
         runner, step = engine.runner, engine.step
 
         def use(variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
-            made(variant, answers, prompts)
+            peer_use(variant, answers, prompts)
             if engine.speculation is not None:
                 engine.speculation.propose = self._proposing(engine.speculation.propose)  # type: ignore[method-assign]
 
@@ -126,10 +131,10 @@ class Audit:
 
         return watch
 
-    def _proposing(self, propose: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(chunks: list[tuple[Any, int]]) -> Any:
+    def _proposing(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
+        def watched(decision: Decision, chunks: list[tuple[Any, int]]) -> Proposal:
             reserved = {sequence: upto - len(sequence.token_ids) for sequence, upto in chunks if sequence.decoding}
-            kept = propose(chunks)
+            proposal = propose(decision, chunks)
             speculation = self.engine.speculation
             assert speculation is not None
             for sequence, room in reserved.items():
@@ -138,11 +143,12 @@ class Audit:
                     params.max_tokens - sequence.state.generated - 1,
                     self.engine.max_model_len - len(sequence.token_ids) - 1,
                 )
-                wanted = max(0, min(speculation.most, left))
+                wanted = max(0, min(speculation.controller.most, left))
                 self.drafts["asked"] += wanted > 0
                 self.drafts["disabled"] += room < wanted
-                self.drafts["empty"] += room > 0 and len(sequence.drafted) < room
-            return kept
+                draft = proposal.drafts.get(sequence)
+                self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < room)
+            return proposal
 
         return watched
 
@@ -152,32 +158,33 @@ class Audit:
         graphs = self.engine.runner.graphs
         eager = self.hook.eager_decodes if graphs is not None else 0
         hits = (calls - wrong - eager) / calls if calls else 1.0
-        told = ", ".join(f"{count} of {calls} calls {name}" for name, count in (self.untuned or self.ran).items())
+        detail = ", ".join(f"{count} of {calls} calls {name}" for name, count in (self.untuned or self.ran).items())
         if eager:
-            told = f"{eager} decoding steps without a graph; {told}"
+            detail = f"{eager} decoding steps without a graph; {detail}"
         if "check" in ops_choice().split(","):
             return Finding("tuned_kernels", False, 0.0, 1.0, "MLAFORGE_OPS=check computes everything twice")
-        return Finding("tuned_kernels", hits == 1.0, hits, 1.0, told or "no op with several implementations was called")
+        detail = detail or "no op with several implementations was called"
+        return Finding("tuned_kernels", hits == 1.0, hits, 1.0, detail)
 
     def drafting(self, variant: Variant) -> Finding:
-        asked, disabled = self.drafts["asked"], self.drafts["disabled"]
+        steps, disabled = self.drafts["asked"], self.drafts["disabled"]
         # Prompt lookup may find nothing; a head and a replay always have something to say.
         empty = 0 if variant.draft == "ngram" else self.drafts["empty"]
-        told = (
-            f"of {asked} steps {disabled} got less room than drafts, the drafter left {self.drafts['empty']} unfilled"
+        detail = (
+            f"of {steps} steps {disabled} got less room than drafts, the drafter left {self.drafts['empty']} unfilled"
         )
-        return Finding("drafting_goes_on", not disabled and not empty, disabled + empty, 0, told)
+        return Finding("drafting_goes_on", not disabled and not empty, disabled + empty, 0, detail)
 
     def integrity(self) -> Finding:
         wrong = self.broken_views
-        told = wrong[0] if wrong else f"{self.views} steps' views agree with the tables"
-        return Finding("cache_integrity", not wrong, len(wrong), 0, told)
+        detail = wrong[0] if wrong else f"{self.views} steps' views agree with the tables"
+        return Finding("cache_integrity", not wrong, len(wrong), 0, detail)
 
 
 def _same(first: list[list[int]], again: list[list[int]]) -> Finding:
     differ = sum(a != b for a, b in zip(first, again, strict=True))
-    told = f"{differ} of {len(first)} answers differ when they are made again"
-    return Finding("deterministic", not differ, differ, 0, told)
+    detail = f"{differ} of {len(first)} answers differ when they are made again"
+    return Finding("deterministic", not differ, differ, 0, detail)
 
 
 def untuned(op: Op, name: str, inputs: Sequence[Any]) -> str | None:
@@ -225,9 +232,9 @@ def check_view(view: CacheView, positions: list[int], tables: list[tuple[int, li
         where = [blocks[(p - first) // size] * size + (p - first) % size for p in expected]
         if slots[own] != where:
             wrong.append(f"sequence {s}: writes to slots {slots[own][:4]}, not {where[:4]}")
-        seen = [slot for start, count in view.runs[s] for slot in range(start, start + count)]
+        run_slots = [slot for start, count in view.runs[s] for slot in range(start, start + count)]
         listed = [blocks[row // size] * size + row % size for row in range(length - first)]
-        if seen != listed:
+        if run_slots != listed:
             wrong.append(f"sequence {s}: its stretches of the cache are not its blocks")
     if len(set(slots)) < len(slots):
         wrong.append("a slot is written twice")
@@ -243,8 +250,8 @@ class Hook(TorchDispatchMode):
         self.decoding = False
         self.steps = self.eager_decodes = self.reads = self.waits = 0
         self.copies: Counter[str] = Counter()
-        self.kept = {rows.untyped_storage().data_ptr() for rows in engine.cache.rows}
-        self.kept |= {tensor.untyped_storage().data_ptr() for tensor in weights(engine)}
+        self.storages = {rows.untyped_storage().data_ptr() for rows in engine.cache.rows}
+        self.storages |= {tensor.untyped_storage().data_ptr() for tensor in weights(engine)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In inference mode `item`, `to` and `contiguous` come whole; what they are made of is what counts.
@@ -268,7 +275,7 @@ class Hook(TorchDispatchMode):
         self.reads += source.device.type != "cpu" and target.device.type == "cpu"
         # A cast is arithmetic in another precision; the same numbers a second time are not.
         same = source.dtype == target.dtype
-        if same and source.untyped_storage().data_ptr() in self.kept:
+        if same and source.untyped_storage().data_ptr() in self.storages:
             self.copies[f"{name.removeprefix('aten::')} of {list(source.shape)}"] += 1
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Ops against the machine's roof: GB/s, TFLOP/s and percent of it, over layouts, batches and contexts.
 
 Every row is compared with the fp32 reference before it is timed; a row that is wrong stops the run. As many layers'
-caches are visited in turn as the chip's own cache cannot hold (128 at most), block tables are shuffled, and on CUDA
+caches are read in turn as the chip's own cache cannot hold (128 at most), block tables are shuffled, and on CUDA
 launches are timed inside a graph, as the engine replays them. The roof counts each visible cached row once, the queries
 and the outputs, at the machine's bandwidth, or the products at its achievable FLOP/s, whichever takes longer. No GPU
 has run this yet.
@@ -28,6 +28,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import check
 from mlaforge.ops.paged_attention import OP, reference
 from mlaforge.planning.costs import Cost, Gpu
+from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, resolve_device
 
 OPERATIONS = ("paged_attention",)
@@ -188,12 +189,12 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
     gpu = roof(config.roof, device)
     if gpu is None:
         raise UserError("this machine's roof is not known; name the nearest with --roof")
-    told, rows = machine.header("kernels", device), list[dict[str, Any]]()
+    header, rows = machine.header("kernels", device), list[dict[str, Any]]()
     for name, (S, P, T) in grid(scope or ("cpu" if device.type == "cpu" else "full")):
         rows.append({"op": config.op, **measure(name, S, P, T, config.implementation, device.type, dtype, gpu, scope)})
         log(f"{name}, {S} x {P} tokens, {T} queries: {rows[-1]['us']:.1f} us by {rows[-1]['by']}")
-        machine.write(folder / "kernels.json", {**told, "roof": describe(gpu), "rows": rows})
-    return {**told, "roof": describe(gpu), "rows": rows}
+        machine.write(folder / "kernels.json", {**header, "roof": describe(gpu), "rows": rows})
+    return {**header, "roof": describe(gpu), "rows": rows}
 
 
 def measure(
@@ -222,10 +223,9 @@ def measure(
 
 def table(body: dict[str, Any]) -> str:
     """Markdown."""
-    lines = ["| layout | sequences | tokens | queries | by | us | GB/s | TFLOP/s | of the roof | limit |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    heads = ("layout", "sequences", "tokens", "queries", "by")
+    lines = [(*heads, "us", "GB/s", "TFLOP/s", "of the roof", "limit")]
     for row in body["rows"]:
-        cells = [row[key] for key in ("layout", "sequences", "tokens", "queries", "by")]
-        cells += [f"{row['us']:.1f}", f"{row['gbs']:.1f}", f"{row['tflops']:.3g}", f"{row['of_the_roof']:.0%}"]
-        lines.append("| " + " | ".join(map(str, [*cells, row["limit"]])) + " |")
-    return "\n".join(lines)
+        speed = f"{row['us']:.1f}", f"{row['gbs']:.1f}", f"{row['tflops']:.3g}", f"{row['of_the_roof']:.0%}"
+        lines.append((*(row[key] for key in heads), *speed, row["limit"]))
+    return markdown_table(lines)

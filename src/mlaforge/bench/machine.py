@@ -11,8 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from mlaforge.artifact import record_text
 from mlaforge.runtime import environment, version
 
 SCHEMA = 1
@@ -50,12 +52,17 @@ def environment_processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
+def command(*program: str) -> str:
+    """The command that runs, as results record it: without the folders of this machine."""
+    return shlex.join([*program, *map(record_text, sys.argv[1:])])
+
+
 def header(kind: str, device: torch.device) -> dict[str, Any]:
     """What every file of results begins with."""
     code, dirty = commit()
     return {
         "kind": kind, "schema": SCHEMA, "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": code, "dirty": dirty,
+        "command": command(Path(sys.argv[0]).name), "commit": code, "dirty": dirty,
         "device": device_name(device), "environment": environment(),
     }  # fmt: skip
 
@@ -89,16 +96,18 @@ class Memory:
             self.how = "resident set of the process; peak since its start"
 
     def now(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _status("VmRSS")
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _resident()
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _most_resident()
 
 
-def _status(field: str) -> int:
-    """A size of this process in bytes."""
-    text = Path("/proc/self/status").read_text(encoding="utf-8")
-    # A system may not tell the peak.
-    line = next((line for line in text.splitlines() if line.startswith((f"{field}:", "VmRSS:"))), None)
-    assert line is not None, text
-    return int(line.split()[1]) * 1024
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _most_resident() -> int:
+    """The peak, which psutil does not know on Linux; where the system does not tell it, what is resident now."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), _resident())

@@ -1,4 +1,4 @@
-"""The engine as one of the peers of a run: loaded once per model and dtype, drafters take turns on it."""
+"""The engine as one of a run's peers: loaded once per model and dtype, drafters take turns on it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.controller import SpeculationStats
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
+from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.runtime import UserError, resolve_device
 
 # Passes after which a replayed text is taken as it is: in bf16 a verified text may part from plain decoding at a tie.
@@ -23,10 +23,10 @@ PASSES = 6
 
 @dataclasses.dataclass
 class Taken:
-    """One repetition. Seconds; `made` tokens were decoded in `seconds` after all requests had their first token."""
+    """One repetition. Seconds; `tokens` were decoded in `seconds` after all requests had their first token."""
 
     first: float
-    made: int
+    tokens: int
     seconds: float
     gaps: list[float]
     token_ids: list[list[int]]
@@ -91,8 +91,8 @@ class Ours:
         self.llm = LLM(directory, config)
         self.engine: Engine = self.llm.engine
         self.dtype = self.engine.model.format
-        held = self.engine.cache.bytes if self.engine.device.type == "cuda" else 0
-        self.weight_bytes: int | None = max(0, self.memory.now() - before - held)
+        cache_bytes = self.engine.cache.bytes if self.engine.device.type == "cuda" else 0
+        self.weight_bytes: int | None = max(0, self.memory.now() - before - cache_bytes)
         self.head: Drafter | None = self.engine.speculation.drafter if self.engine.speculation else None
         # What plain decoding gave, by the prompts.
         self.answers: dict[tuple[int, ...], list[list[int]]] = {}
@@ -144,10 +144,10 @@ class Ours:
             self.use(variant, answers, prompts)
             first = self.decode(prompts, 0).first
             for _ in range(PASSES if variant.draft == "replay" else 0):
-                made = self.decode(prompts, tokens).token_ids
-                if made == answers:
+                replayed = self.decode(prompts, tokens).token_ids
+                if replayed == answers:
                     break
-                answers = made
+                answers = replayed
                 self.use(variant, answers, prompts)
             self.use(variant, answers, prompts)
             taken = self.decode(prompts, tokens)
@@ -167,7 +167,7 @@ class Ours:
         for index, prompt in enumerate(prompts):
             engine.add(str(index), prompt, params)
         last: dict[str, float] = {}
-        made: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+        token_ids: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
         began, gaps, count, most = 0.0, [], 0, 0
         while engine.has_work:
             outputs = engine.step()
@@ -175,20 +175,20 @@ class Ours:
             decoding = len(last) == len(prompts)
             for output in outputs:
                 new = output.outputs[0].token_ids
-                made[output.request_id] += new
+                token_ids[output.request_id] += new
                 if decoding:
                     gaps += [(now - last[output.request_id]) / len(new)] * len(new)
                     count += len(new)
                 last[output.request_id] = now
             if not decoding and len(last) == len(prompts):
                 began = now
-            most = max(most, self.held())
+            most = max(most, self.used_cache_bytes())
         return Taken(
-            began - start, count, time.perf_counter() - began, gaps, list(made.values()), cache_bytes=most or None,
+            began - start, count, time.perf_counter() - began, gaps, list(token_ids.values()), cache_bytes=most or None,
             speculation=engine.speculation.stats if engine.speculation else None,
         )  # fmt: skip
 
-    def held(self) -> int:
+    def used_cache_bytes(self) -> int:
         """Bytes of the model's own cache that requests hold; a draft head's rows are not among them."""
         engine = self.engine
         used = zip(engine.cache.groups, engine.tables.used_by_group, strict=True)

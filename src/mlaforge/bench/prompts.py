@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import sha256
+from mlaforge.artifact import record_place, sha256
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError
 
@@ -26,24 +26,24 @@ class Prompts:
         starts = [self.text.find("\n", number * len(self.text) // count) + 1 for number in range(count)]
         if len(set(starts)) < count:
             raise UserError(f"the text has too few lines for {count} prompts; give more text, or fewer --rounds")
-        found = [self._from(start, context) for start in starts]
-        return [found[first : first + batch] for first in range(0, count, batch)]
+        prompts = [self._from(start, context) for start in starts]
+        return [prompts[first : first + batch] for first in range(0, count, batch)]
 
     def _from(self, start: int, context: int) -> list[int]:
-        wanted = context - len(self.prefix)
+        length = context - len(self.prefix)
         # The end of the text is followed by its beginning.
-        ids = corpus.tokens(self.tokenizer, self.text[start:] + "\n\n" + self.text[:start], wanted)
-        if len(ids) < wanted:
+        ids = corpus.tokens(self.tokenizer, self.text[start:] + "\n\n" + self.text[:start], length)
+        if len(ids) < length:
             raise UserError(
                 f"the text has {len(ids)} tokens, prompts of {context} are wanted; give more --text or less --context"
             )
-        return self.prefix + ids[:wanted].tolist()
+        return self.prefix + ids[:length].tolist()
 
     def describe(self) -> list[dict[str, str]]:
         """What results record: every file and its hash."""
         files = [p for source in self.sources if source != corpus.EMBEDDED for p in _files(Path(source).expanduser())]
-        told = [{"path": str(path), "sha256": sha256(path)} for path in files]
-        return [*told, *({"path": s, "sha256": ""} for s in self.sources if s == corpus.EMBEDDED)]
+        records = [{"path": record_place(path), "sha256": sha256(path)} for path in files]
+        return [*records, *({"path": s, "sha256": ""} for s in self.sources if s == corpus.EMBEDDED)]
 
 
 def _files(path: Path) -> list[Path]:

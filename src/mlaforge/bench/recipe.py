@@ -1,4 +1,4 @@
-"""What a scenario runs: its file in bench/scenarios for a scope, under what the user gave."""
+"""What a scenario runs: its file in bench/scenarios for a scope, overridden by the user's options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recipe:
 
     scenario: str
     scope: str
-    told: str
+    description: str
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     counts: tuple[int, ...]
@@ -61,20 +61,20 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
         raise UserError(f"scenario {scenario!r} must be one of {', '.join(known)}{nearest(scenario, known)}")
     file = read_recipe(FOLDER / f"{scenario}.yaml")
     scopes = {name: file.pop(name) for name in SCOPES}
-    told = file.pop("told")
+    description = file.pop("told")
     shipped = resolve(BenchConfig, None, **{**DEFAULTS, **file, **scopes.get(scope, {})})
-    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    chosen = {name: getattr(shipped, name) if value is None else value for name, value in given.items()}
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    chosen = {name: getattr(shipped, name) if value is None else value for name, value in options.items()}
     drafts, head = _drafts(chosen["draft"])
-    made = Recipe(
-        scenario, scope, told, _distinct(chosen["context"]), _distinct(chosen["batch"]),
+    recipe = Recipe(
+        scenario, scope, description, _distinct(chosen["context"]), _distinct(chosen["batch"]),
         tuple(sorted(set(chosen["num_speculative_tokens"]))), drafts, head, chosen["tokens"], chosen["rounds"],
         chosen["warm_up"], chosen["cache_fraction"], chosen["prefix_caching"], chosen["dtype"], chosen["transformers"],
         chosen["text"],
     )  # fmt: skip
-    if "replay" in made.drafts and max(made.counts) and 0 not in made.counts:
+    if "replay" in recipe.drafts and max(recipe.counts) and 0 not in recipe.counts:
         raise UserError("draft replay needs plain decoding beside it; add 0 to num_speculative_tokens")
-    return made
+    return recipe
 
 
 def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:

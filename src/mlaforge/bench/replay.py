@@ -1,4 +1,4 @@
-"""A drafter that knows the answer: what plain decoding gave. No drafter of so many tokens is faster."""
+"""An oracle drafter: it proposes what plain decoding gave. No drafter of so many tokens is faster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlaforge.engine.speculation.drafter import Draft
 
 
 class Replay:
-    """Proposes what is known to come: `texts` are prompt and answer of each request, by the request's id."""
+    """Proposes the true continuation: `texts` are prompt and answer of each request, by the request's id."""
 
     boundaries: tuple[int, ...] = ()
 
@@ -20,8 +20,8 @@ class Replay:
         drafts: list[Draft | None] = []
         for sequence, count in asked:
             length = len(sequence.token_ids)
-            found = self.texts[sequence.request.id][length : length + count]
-            drafts.append(Draft(found) if found else None)
+            draft = self.texts[sequence.request.id][length : length + count]
+            drafts.append(Draft(draft) if draft else None)
         return drafts
 
     def observe(self, ran: Any, states_NS: Any) -> None:

@@ -1,7 +1,7 @@
-"""What a machine could do at most: its roof, and the limit of a case under it.
+"""Rooflines: what a machine could do at most, and the limit of a case under it.
 
 A CPU's roof is measured at the start of a run (reading memory, a product in fp32), a GPU's is its datasheet's
-(plan.GPUS).
+(planning.costs.GPUS).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from mlaforge.checkpoint import loading, reader
@@ -50,18 +51,13 @@ def product_speed(passes: int = 5) -> float:
 @functools.cache
 def measured() -> Gpu:
     """This CPU's roof as measured now."""
-    pages = _memory_bytes() / 2**30
-    told = "measured at the start of the run: 400 MB read, products in fp32"
-    return Gpu("cpu", product_speed() / 1e12, memory_speed() / 1e12, pages, told, achievable=1.0)
-
-
-def _memory_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return int(next(file).split()[1]) * 1024
+    memory = psutil.virtual_memory().total / 2**30
+    source = "measured at the start of the run: 400 MB read, products in fp32"
+    return Gpu("cpu", product_speed() / 1e12, memory_speed() / 1e12, memory, source, achievable=1.0)
 
 
 def roof(name: str, device: torch.device) -> Gpu | None:
-    """The machine `name` of plan.GPUS; `auto` is this one, None where its datasheet is not known."""
+    """The machine `name` of planning.costs.GPUS; `auto` is this one, None where its datasheet is not known."""
     if name != "auto":
         if name not in GPUS:
             raise UserError(f"roof {name!r} must be auto or one of {', '.join(GPUS)}{nearest(name, GPUS)}")
@@ -125,8 +121,8 @@ def limit(
     """The roofline of a case: tokens per second where a step makes `length` tokens of each sequence (None: one), what
     limits them, and the speed-up if all drafts were accepted and free."""
     plain, _ = step_seconds(plan, gpu, dtype, context, batch, 1)
-    seconds, told = step_seconds(plan, gpu, dtype, context, batch, 1 + drafts)
+    seconds, bottleneck = step_seconds(plan, gpu, dtype, context, batch, 1 + drafts)
     return {
-        "tokens_per_second": batch * (length or 1.0) / seconds, "limit": told,
+        "tokens_per_second": batch * (length or 1.0) / seconds, "limit": bottleneck,
         "speedup_ceiling": (1 + drafts) * plain / seconds if drafts else None,
     }  # fmt: skip

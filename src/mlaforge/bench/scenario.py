@@ -1,4 +1,4 @@
-"""Runs a scenario: the engine beside its peers, interleaved round by round, and what came of it as JSON."""
+"""Runs a scenario: the engine beside its peers, interleaved round by round; results as JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mlaforge.artifact import record_place
 from mlaforge.bench import machine, summary
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
@@ -22,9 +23,11 @@ from mlaforge.bench.ours import PLAIN, DoesNotFit, Ours, Peer, Taken, Variant
 from mlaforge.bench.prompts import Prompts
 from mlaforge.bench.recipe import Recipe, read, scope_of
 from mlaforge.bench.roof import describe, layout_of, plan_of, roof
+from mlaforge.bench.row import Row
 from mlaforge.bench.transformers_peer import Transformers
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.loading import load_tokenizer
+from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.engine.config import EngineConfig
@@ -41,19 +44,6 @@ FLOATING = ("float32", "bfloat16", "float16")
 
 class Broken(Exception):
     """An invariant of PERF_MODE does not hold."""
-
-
-@dataclasses.dataclass
-class Row:
-    """A case in the making: one peer decoding in one way."""
-
-    peer: Peer
-    variant: Variant
-    takens: list[Taken] = dataclasses.field(default_factory=list)
-    status: str = "ok"
-    limit: dict[str, str] | None = None
-    activations: int | None = None
-    findings: list[Finding] = dataclasses.field(default_factory=list)
 
 
 class Absent:
@@ -97,10 +87,10 @@ class Eta:
     def __init__(self, what: str, total: float):
         self.what, self.total, self.done, self.start = what, total, 0.0, time.monotonic()
 
-    def step(self, weight: float, told: str) -> None:
+    def step(self, weight: float, message: str) -> None:
         self.done += weight
         left = (time.monotonic() - self.start) * (self.total - self.done) / self.done
-        log(f"{self.what} {100 * self.done / self.total:.0f} %, {left / 60:.1f} min left: {told}")
+        log(f"{self.what} {100 * self.done / self.total:.0f} %, {left / 60:.1f} min left: {message}")
 
 
 def run(
@@ -115,8 +105,8 @@ def run(
     recipe = read(what, scope_of(config, device), config)
     if not models:
         raise UserError("MODEL is missing: mlaforge bench SCENARIO MODEL [CONVERTED ...]")
-    found = [_model(model) for model in models]
-    names = [model.name for model in found]
+    resolved = [_model(model) for model in models]
+    names = [model.name for model in resolved]
     if len(set(names)) < len(names):
         raise UserError(f"two models are called {max(names, key=names.count)}; rename one directory, results name them")
     header = machine.header("scenario", device)
@@ -124,17 +114,17 @@ def run(
     imported = [case for file in config.import_ or () for case in _imported(Path(file), what)]
     gpu, start = roof(config.roof, device), time.monotonic()
     # All models of a run read the same text; each with its own tokenizer.
-    prompts = {model.name: Prompts(recipe.text, load_tokenizer(model.directory)) for model in found}
-    judged = prompts[names[0]].describe()
+    texts = {model.name: Prompts(recipe.text, load_tokenizer(model.directory)) for model in resolved}
+    judged = texts[names[0]].describe()
     unknown = check_unseen(recipe.head, judged) if recipe.head is not None else ""
     if unknown:
         log(unknown)
     body: dict[str, Any] = header | {
-        "scenario": what, "scope": recipe.scope, "told": recipe.told, "forced": forced, "seconds": 0.0,
+        "scenario": what, "scope": recipe.scope, "told": recipe.description, "forced": forced, "seconds": 0.0,
         "config": _recorded(recipe), "prompts": judged, "unknown": unknown, "roof": describe(gpu),
         "models": [
-            {"name": m.name, "path": str(m.directory), "layout": layout_of(m.plan),
-             "numbers_per_token": m.plan.cached_per_token} for m in found
+            {"name": m.name, "path": record_place(m.directory), "sha256": fingerprint(m.directory),
+             "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token} for m in resolved
         ],
         "perf": None, "cases": [],
     }  # fmt: skip
@@ -143,17 +133,17 @@ def run(
     eta = Eta(f"bench {what}", sum(_weight(recipe, c, b) for c, b in groups) * len(recipe.cache_fractions))
     try:
         for number, fraction in enumerate(recipe.cache_fractions):
-            with loaded(found, recipe, config, device, fraction, others=number == 0) as peers:
+            with loaded(resolved, recipe, config, device, fraction, others=number == 0) as peers:
                 for context, batch in groups:
                     rows = [Row(peer, variant) for peer in peers for variant in variants(peer, recipe)]
-                    wanted = {n: p(context, batch, recipe.rounds + recipe.warm_up) for n, p in prompts.items()}
+                    prompts = {n: p(context, batch, recipe.rounds + recipe.warm_up) for n, p in texts.items()}
                     try:
-                        _rounds(rows, wanted, recipe, config.perf, eta, context, batch)
+                        _rounds(rows, prompts, recipe, config.perf, eta, context, batch)
                     finally:
                         findings += [finding for row in rows for finding in row.findings]
                         body["perf"] = together(findings) if config.perf else None
                         body["seconds"] = time.monotonic() - start
-                        body["cases"] += _cases(rows, found, recipe, gpu, fraction, context, batch)
+                        body["cases"] += _cases(rows, resolved, recipe, gpu, fraction, context, batch)
                         machine.write(path, body)
     finally:
         body["cases"] += imported
@@ -172,9 +162,9 @@ def _rounds(
         for row in rows:
             if row.status == "ok":
                 _once(row, prompts[row.peer.model][number], recipe.tokens, measured)
-            told = f"{context}x{batch} {row.peer.name} {row.peer.model} {row.peer.dtype} {label(row.variant)}"
-            taken = f"{row.takens[-1].made / row.takens[-1].seconds:.1f} tok/s" if row.takens else ""
-            eta.step(weight, f"{told}: {row.limit['what'] if row.limit else taken or 'warm-up'}")
+            case = f"{context}x{batch} {row.peer.name} {row.peer.model} {row.peer.dtype} {label(row.variant)}"
+            rate = f"{row.takens[-1].tokens / row.takens[-1].seconds:.1f} tok/s" if row.takens else ""
+            eta.step(weight, f"{case}: {row.limit['what'] if row.limit else rate or 'warm-up'}")
         if perf and number == max(0, recipe.warm_up - 1):
             for row in rows:
                 if isinstance(row.peer, Ours) and row.status == "ok":
@@ -215,7 +205,7 @@ def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
     row.findings = audit.run(prompts, tokens, row.variant)
     for finding in row.findings:
         if not finding.passed:
-            raise Broken(f"{finding.name}: {finding.told} ({row.peer.model}, {label(row.variant)})")
+            raise Broken(f"{finding.name}: {finding.detail} ({row.peer.model}, {label(row.variant)})")
 
 
 def variants(peer: Peer, recipe: Recipe) -> list[Variant]:
@@ -273,8 +263,8 @@ def loaded(
         gc.collect()
 
 
-def _model(given: str) -> Model:
-    directory = resolve.locate(given)
+def _model(name: str) -> Model:
+    directory = resolve.locate(name)
     return Model(directory.name, directory, plan_of(directory))
 
 
@@ -284,11 +274,12 @@ def _weight(recipe: Recipe, context: int, batch: int) -> float:
 
 
 def _recorded(recipe: Recipe) -> dict[str, Any]:
-    told = dataclasses.asdict(recipe)
+    fields = dataclasses.asdict(recipe)
     names = {"contexts": "context", "batches": "batch", "counts": "num_speculative_tokens", "drafts": "draft",
              "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
-    kept = {names.get(key, key): value for key, value in told.items() if key not in ("scenario", "scope", "told")}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+    apart = ("scenario", "scope", "description")
+    recorded = {names.get(key, key): value for key, value in fields.items() if key not in apart}
+    return recorded | {"head": recipe.head and record_place(recipe.head), "text": [*map(record_place, recipe.text)]}
 
 
 def _cases(
@@ -307,7 +298,7 @@ def _imported(file: Path, scenario: str) -> list[dict[str, Any]]:
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
         kind, name, cases = body["kind"], body["scenario"], body["cases"]
-        where = {"file": str(file), **{key: body[key] for key in ("device", "commit", "time")}}
+        where = {"file": record_place(file), **{key: body[key] for key in ("device", "commit", "time")}}
         own = [{**case, "id": f"{case['id']} @ {body['device']}", "imported": where} for case in cases]
     except OSError as error:
         raise UserError(f"results {file} cannot be read: {error.strerror}") from error
@@ -316,4 +307,4 @@ def _imported(file: Path, scenario: str) -> list[dict[str, Any]]:
     if kind != "scenario" or name != scenario:
         raise UserError(f"{file} holds results of {name}; only those of {scenario} can stand beside it")
     # What was itself imported stays where it was measured.
-    return [case for case, given in zip(own, cases, strict=True) if not given.get("imported")]
+    return [case for case, original in zip(own, cases, strict=True) if not original.get("imported")]

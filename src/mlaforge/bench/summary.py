@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from mlaforge.bench.ours import PLAIN, Ours, Taken
 from mlaforge.bench.roof import layout_of, limit
 from mlaforge.drafting.dataset import distinct_share
-from mlaforge.engine.speculation.controller import SpeculationStats
+from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
+from mlaforge.rendering.table import text_table
 
 if TYPE_CHECKING:
     from mlaforge.bench.recipe import Recipe
-    from mlaforge.bench.scenario import Row
+    from mlaforge.bench.row import Row
 
 
 def spread(runs: list[float]) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def spread(runs: list[float]) -> dict[str, Any]:
 
 def speeds(row: Row) -> list[float]:
     """Decoded tokens per second of every repetition, all requests together."""
-    return [taken.made / taken.seconds for taken in row.takens]
+    return [taken.tokens / taken.seconds for taken in row.takens]
 
 
 def case(
@@ -148,18 +149,8 @@ def table(body: dict[str, Any]) -> str:
             *(_told((found[k] or {}).get("median"), ".2f") for k in ("speedup", "over_transformers")),
             _told((block or {}).get("mean_acceptance_length"), ".2f"), _told((top or {}).get("fraction"), ".0%"),
         ))  # fmt: skip
-    return aligned(lines)
+    return text_table(lines)
 
 
 def _told(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
-
-
-def aligned(lines: list[tuple[str, ...]]) -> str:
-    """Columns of equal width; the last cell of a shorter line goes on to the right."""
-    columns = range(len(lines[0]))
-    cells = [[line[i] for line in lines if i < len(line) - 1 or len(line) == len(columns)] for i in columns]
-    widths = [max(map(len, own)) for own in cells]
-    return "\n".join(
-        "  ".join(c.ljust(w) for c, w in zip(line, widths[: len(line)], strict=True)).rstrip() for line in lines
-    )

@@ -53,11 +53,11 @@ class Transformers:
     def generate(self, count: int) -> tuple[list[float], list[list[int]]]:
         """When each of `count` tokens was there, and the tokens."""
         clock = Clock(self.device)
-        made = self.causal_lm.generate(
+        token_ids = self.causal_lm.generate(
             self.ids, attention_mask=torch.ones_like(self.ids), past_key_values=self.cache, do_sample=False,
             max_new_tokens=count, min_new_tokens=count, logits_processor=[clock],
         )  # fmt: skip
-        return clock.times, made[:, self.ids.shape[1] :].tolist()
+        return clock.times, token_ids[:, self.ids.shape[1] :].tolist()
 
     def rewind(self) -> None:
         """The cache as `prepare` left it."""
@@ -67,7 +67,7 @@ class Transformers:
         """As Peer.run."""
         start = time.perf_counter()
         self.prepare(prompts)
-        times, made = self.generate(tokens + 1)
+        times, token_ids = self.generate(tokens + 1)
         gaps = [b - a for a, b in itertools.pairwise(times) for _ in prompts]
         del self.cache
-        return Taken(times[0] - start, tokens * len(prompts), times[-1] - times[0], gaps, made)
+        return Taken(times[0] - start, tokens * len(prompts), times[-1] - times[0], gaps, token_ids)

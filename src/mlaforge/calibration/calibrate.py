@@ -1,8 +1,8 @@
-"""`calibrate`: text in, golden sets out, for `convert` to calibrate sliding-window and full-attention layers with.
+"""`calibrate`: text in, calibration sets out, one for sliding-window and one for full-attention layers.
 
-Documents (calibration/sources.py) are cut into windows, and runs of windows are passages (calibration/window_store.py); both are embedded
-(calibration/embedder.py) and clustered, and each cluster gives its typical and its hard texts (calibration/selection.py). What is embedded waits
-on disk for a run that was killed. The datasheet says what came out (calibration/datasheet.py).
+Documents (sources.py) are cut into windows, and runs of windows are passages (window_store.py); both are embedded
+(embedder.py) and clustered, and each cluster gives its typical and its hard texts (selection.py). Embeddings wait on
+disk for a run that was killed. The datasheet counts what was chosen (datasheet.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
 from mlaforge.calibration import datasheet, embedder, selection
 from mlaforge.calibration.config import CalibrateConfig
-from mlaforge.calibration.sources import Notes, Source, licences
+from mlaforge.calibration.sources import Notes, Source, licences, names
 from mlaforge.calibration.window_store import LEAST, Passage, Shards, long_enough, passages
 from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.config import by_keywords
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
 
@@ -31,27 +32,29 @@ DIGITS = 5
 
 
 def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: Path | None = None) -> Manifest:
-    """Writes the golden sets of the sources into the new directory `out` and returns its manifest.
+    """Writes the calibration sets of the sources into the new directory `out` and returns its manifest.
 
     Several runs over one text that are given the same folder `embedded` embed it once.
     The same sources, embedder and options again return the finished result, or go on where a killed run stopped.
     Raises UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
     """
     device = resolve_device(config.device)
-    sources = [Source.of(given) for given in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
+    sources = [Source.of(argument) for argument in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
     known = licences(config.license or (), sources)
     own = embedder.directory(config.embedder)
     counter = resolve.locate(config.tokenizer) if config.tokenizer else own
     tokenizer = loading.load_tokenizer(counter)
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "source", "license")}
+    called, places = names(sources), record_names(config, "embedder", "tokenizer")
     manifest = Manifest(
         "calibrate",
-        config=settings,
+        config=settings | places,
         inputs={
-            "sources": {source.given: source.describe(known.get(source.given)) for source in sources},
-            "embedder": {"name": config.embedder, "sha256": reader.fingerprint(own)},
+            "sources": {called[source.argument]: source.describe(known.get(source.argument)) for source in sources},
+            "embedder": {"name": places["embedder"], "sha256": reader.fingerprint(own)},
             "tokenizer": {
-                "name": config.tokenizer or f"the embedder {config.embedder}", "sha256": _hash(tokenizer),
+                "name": places["tokenizer"] or f"the embedder {places['embedder']}",
+                "sha256": _hash(tokenizer),
             },
         },
     )  # fmt: skip
@@ -92,9 +95,9 @@ def _calibrate(
             # Where a text lies is for _mixed alone.
             lines = ({k: v for k, v in record.items() if k != "passage"} for record in records)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            (unfinished / corpus.GOLDEN[name]).write_text(text, encoding="utf-8")
+            (unfinished / corpus.CALIBRATION_SETS[name]).write_text(text, encoding="utf-8")
         facts = {
-            **inputs, "options": manifest.config, "files": corpus.GOLDEN, "counts": metrics,
+            **inputs, "options": manifest.config, "files": corpus.CALIBRATION_SETS, "counts": metrics,
             "measures": _measures(config, embed), "notes": notes,
         }  # fmt: skip
         datasheet.write(unfinished, facts, sets)
@@ -109,22 +112,22 @@ def _cut(sources: list[Source], shards: Shards, config: CalibrateConfig) -> dict
     """
     done = shards.folder / CUT
     if done.exists():
-        told: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
-        return told
-    notes, windows = Notes(), 0
+        summary: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+        return summary
+    notes, windows, called = Notes(), 0, names(sources)
 
-    def found() -> Iterator[Passage]:
+    def all_passages() -> Iterator[Passage]:
         nonlocal windows
         for source in sources:
-            documents = progress(source.documents(notes), f"cut {source.given}")
-            for passage in passages(source.given, documents, config.window, config.passage):
+            documents = progress(source.documents(notes), f"cut {source.argument}")
+            for passage in passages(called[source.argument], documents, config.window, config.passage):
                 usable = sum(long_enough(window, config.window) for window in passage.windows)
                 windows += usable
                 if short := len(passage.windows) - usable:
                     notes.counts["windows too short to be chosen"] += short
                 yield passage
 
-    shards.write(found())
+    shards.write(all_passages())
     if windows < config.clusters:
         raise UserError(
             f"the sources give {windows} windows of {config.window} characters, fewer than {config.clusters} clusters: "
@@ -153,29 +156,29 @@ def _choose(shards: Shards, config: CalibrateConfig) -> tuple[dict[str, list[sel
 
 def _records(shards: Shards, name: str, choices: list[selection.Choice], tokenizer: Any) -> list[dict[str, Any]]:
     """The lines of a set, in the order of `choices`; `passage` is the number of the passage that the text lies in."""
-    wanted = {choice.row: at for at, choice in enumerate(choices)}
+    places = {choice.row: at for at, choice in enumerate(choices)}
     scores = shards.column("density" if name == "swa" else "complexity")
     records: list[dict[str, Any]] = [{} for _ in choices]
-    row = passage = 0
+    row = passage_number = 0
     for number in range(len(shards)):
-        for found in shards.read(number):
-            for text in found.windows if name == "swa" else (found.text,):
-                if row in wanted:
-                    choice, text = choices[wanted[row]], text.strip()
-                    records[wanted[row]] = {
+        for passage in shards.read(number):
+            for text in passage.windows if name == "swa" else (passage.text,):
+                if row in places:
+                    choice, text = choices[places[row]], text.strip()
+                    records[places[row]] = {
                         "text": text,
                         "tokens": len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
-                        "source": found.source,
-                        "document": found.document,
+                        "source": passage.source,
+                        "document": passage.document,
                         "set": name,
                         "cluster": choice.cluster,
                         "distance": round(choice.distance, DIGITS),
                         "kind": choice.kind,
                         "score": round(float(scores[row]), DIGITS),
-                        "passage": passage,
+                        "passage": passage_number,
                     }
                 row += 1
-            passage += 1
+            passage_number += 1
     return records
 
 
@@ -198,8 +201,9 @@ def _measures(config: CalibrateConfig, embed: embedder.Embedder) -> dict[str, st
         "windows": f"slices of a document of at most {config.window} characters, cut where a paragraph, line, sentence "
         f"or word ends; of less than {config.window * LEAST:g} characters, none is chosen",
         "passages": f"{config.passage} consecutive windows of one document, or the whole of a shorter one",
-        "embeddings": f"{config.embedder}, {embed.context} tokens at once: a longer window is embedded by parts, whose "
-        f"mean counts each by its tokens; a passage that fits is embedded whole, of one that does not {longer}",
+        "embeddings": f"{record_name(config.embedder)}, {embed.context} tokens at once: a longer window is embedded by "
+        "parts, whose mean counts each by its tokens; a passage that fits is embedded whole, of one that does not "
+        f"{longer}",
         "clusters": f"mini-batch k-means, {config.clusters} of windows and {max(1, config.clusters // config.passage)} "
         f"of passages, seed {config.seed}; distances are Euclidean, of vectors of length one",
         "dense (swa)": "bytes after zlib (level 9) by bytes before; of each cluster only the denser half counts",
@@ -211,3 +215,6 @@ def _measures(config: CalibrateConfig, embed: embedder.Embedder) -> dict[str, st
         "mixed": "both sets in turn, half of the tokens each, until one is used up, windows within a chosen passage "
         "left out",
     }
+
+
+calibrate = by_keywords(run, CalibrateConfig)

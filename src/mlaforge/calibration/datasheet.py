@@ -1,4 +1,4 @@
-"""The datasheet of golden sets: what is in them, from where, under which licence, and what was left out.
+"""The datasheet of calibration sets: what is in them, from where, under which licence, and what was left out.
 
 One dictionary, as JSON, as Markdown and as a picture; the same sets give the same bytes.
 """
@@ -6,8 +6,11 @@ One dictionary, as JSON, as Markdown and as a picture; the same sets give the sa
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
+
+from mlaforge.rendering.table import markdown_table
 
 JSON, MARKDOWN, PICTURE = "datasheet.json", "datasheet.md", "token_histograms.png"
 COLOURS = {"typical": "#31688e", "hard": "#e07b39"}
@@ -22,7 +25,7 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "typical": sum(record["kind"] == "typical" for record in records),
         "hard": sum(record["kind"] == "hard" for record in records),
         "clusters": len({(record["set"], record["cluster"]) for record in records}),
-        "tokens_least_median_most": [tokens[0], tokens[len(tokens) // 2], tokens[-1]] if tokens else [0, 0, 0],
+        "tokens_least_median_most": [tokens[0], statistics.median_high(tokens), tokens[-1]] if tokens else [0, 0, 0],
         "tokens_by_source": {
             source: sum(r["tokens"] for r in records if r["source"] == source)
             for source in sorted({record["source"] for record in records})
@@ -39,13 +42,6 @@ def write(folder: Path, facts: dict[str, Any], sets: dict[str, list[dict[str, An
     _picture(folder / PICTURE, sets)
 
 
-def _table(*rows: tuple[Any, ...]) -> str:
-    """A Markdown table; the first row is its head."""
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
 def _markdown(sheet: dict[str, Any]) -> str:
     sets = [("file", "texts", "typical", "hard", "clusters", "tokens", "tokens of a text: least, median, most")]
     for name, own in sheet["sets"].items():
@@ -53,26 +49,26 @@ def _markdown(sheet: dict[str, Any]) -> str:
         counts = (own[key] for key in ("texts", "typical", "hard", "clusters", "tokens"))
         sets.append((f"`{sheet['files'][name]}`", *counts, spans))
     sources = [("source", "licence", "hash or revision", *(f"tokens in {name}" for name in sheet["sets"]))]
-    for given, own in sheet["sources"].items():
-        shares = (counts["tokens_by_source"].get(given, 0) for counts in sheet["sets"].values())
-        sources.append((given, own["licence"], own.get("sha256") or own.get("revision"), *shares))
+    for source, own in sheet["sources"].items():
+        shares = (counts["tokens_by_source"].get(source, 0) for counts in sheet["sets"].values())
+        sources.append((source, own["licence"], own.get("sha256") or own.get("revision"), *shares))
     notes = [("what", "how often", "for example")]
     notes += [(what, own["count"], ", ".join(own["examples"])) for what, own in sheet["notes"].items()]
-    unknown = [given for given, own in sheet["sources"].items() if own["licence"] == "unknown"]
+    unknown = [source for source, own in sheet["sources"].items() if own["licence"] == "unknown"]
     warning = f"\nNobody said under which licence {', '.join(unknown)} may be used: find out.\n" if unknown else ""
     return "\n".join([
         "# Golden calibration sets\n",
         "Made by `mlaforge calibrate`; each line of a file is a JSON object with text, tokens (counted by "
         f"{sheet['tokenizer']['name']}), source, document, set, cluster, distance, kind and score.\n",
-        _table(*sets),
+        markdown_table(sets),
         f"\n![Tokens of the texts]({PICTURE})\n",
         "## Sources\n",
-        _table(*sources),
+        markdown_table(sources),
         warning,
         "## How they were chosen\n",
         *(f"- **{what}**: {how}" for what, how in sheet["measures"].items()),
         "\n## What was found on the way\n",
-        _table(*notes) if len(notes) > 1 else "Nothing.",
+        markdown_table(notes) if len(notes) > 1 else "Nothing.",
         "",
     ])  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Sentences to vectors: a sentence-transformers model, and what it does with text that is longer than its context."""
+"""Sentence embeddings: a sentence-transformers model, and pooling of text that is longer than its context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of IETF RFCs: what the pages add is taken away, what the sections are is kept."""
+"""The text of IETF RFCs by section, without the headers and footers of their pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = 200
 
 def unpaged(text: str) -> str:
     """`text` without the headers and footers of its pages; a paragraph that a page broke is whole again."""
-    kept: list[str] = []
+    lines: list[str] = []
     # A break was seen, and no text after it.
     broken = False
     for line in text.replace("\r\n", "\n").replace("\f", "\n\f\n").split("\n"):
@@ -26,18 +26,18 @@ def unpaged(text: str) -> str:
             continue
         if not line.strip():
             if not broken:
-                kept.append("")
+                lines.append("")
             continue
         if broken:
-            while kept and not kept[-1]:
-                kept.pop()
+            while lines and not lines[-1]:
+                lines.pop()
             # The sentence goes on after the break where it did not end before it.
-            goes_on = kept and not re.search(r"[.:;!?>)]\s*$", kept[-1]) and _indent(kept[-1]) == _indent(line)
-            if kept and not goes_on:
-                kept.append("")
+            goes_on = lines and not re.search(r"[.:;!?>)]\s*$", lines[-1]) and _indent(lines[-1]) == _indent(line)
+            if lines and not goes_on:
+                lines.append("")
             broken = False
-        kept.append(line.rstrip())
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip("\n")
+        lines.append(line.rstrip())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
 def _indent(line: str) -> int:
@@ -46,9 +46,9 @@ def _indent(line: str) -> int:
 
 def sections(text: str) -> list[str]:
     """An RFC's text as its sections, each beginning with its heading, pages taken away."""
-    found: list[list[str]] = [[]]
+    section_lines: list[list[str]] = [[]]
     for line in unpaged(text).split("\n"):
-        if HEADING.match(line) and not CONTENTS.search(line) and sum(map(len, found[-1])) >= SHORT:
-            found.append([])
-        found[-1].append(line)
-    return [joined for lines in found if (joined := "\n".join(lines).strip("\n"))]
+        if HEADING.match(line) and not CONTENTS.search(line) and sum(map(len, section_lines[-1])) >= SHORT:
+            section_lines.append([])
+        section_lines[-1].append(line)
+    return [joined for lines in section_lines if (joined := "\n".join(lines).strip("\n"))]

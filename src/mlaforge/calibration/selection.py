@@ -1,4 +1,4 @@
-"""Clusters of embeddings to golden sets: of each cluster the typical and the hard, and nothing twice.
+"""Clusters of embeddings to calibration sets: of each cluster the typical and the hard, and nothing twice.
 
 Legend: N texts, D dimensions, K clusters.
 """
@@ -40,12 +40,12 @@ class Choice:
 
 def _gather(blocks: Blocks, rows: np.ndarray) -> np.ndarray:
     """Some of the embeddings; `rows` rise."""
-    found, start = [], 0
+    parts, start = [], 0
     for block in blocks():
         low, high = np.searchsorted(rows, (start, start + len(block)))
-        found.append(block[rows[low:high] - start])
+        parts.append(block[rows[low:high] - start])
         start += len(block)
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 def assign(blocks: Blocks, usable_N: np.ndarray, clusters: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +91,7 @@ def choose(
     rows = np.sort(np.concatenate([part for both in candidates for part in both]))
     vectors = _gather(blocks, rows)
     taken, count, duplicates = np.empty_like(vectors), 0, 0
-    found: list[list[Choice]] = [[] for _ in candidates]
+    by_cluster: list[list[Choice]] = [[] for _ in candidates]
     for kind, limit in (("typical", neighbours), ("hard", len(rows))):
         for cluster, both in enumerate(candidates):
             left = limit
@@ -103,14 +103,14 @@ def choose(
                     duplicates += 1
                     continue
                 taken[count], count, left = vector, count + 1, left - 1
-                found[cluster].append(Choice(int(row), cluster, float(distance_N[row]), kind))
-    return _in_turn(found), duplicates
+                by_cluster[cluster].append(Choice(int(row), cluster, float(distance_N[row]), kind))
+    return _in_turn(by_cluster), duplicates
 
 
-def _in_turn(found: list[list[Choice]]) -> list[Choice]:
+def _in_turn(by_cluster: list[list[Choice]]) -> list[Choice]:
     """The choices so that any beginning holds every cluster, the typical and the hard, in about their shares."""
     ranked = []
-    for own in found:
+    for own in by_cluster:
         for kind in ("typical", "hard"):
             part = [choice for choice in own if choice.kind == kind]
             ranked += [((i + 0.5) / len(part), choice.cluster, choice) for i, choice in enumerate(part)]

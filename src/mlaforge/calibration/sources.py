@@ -9,13 +9,12 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import sha256
+from mlaforge.artifact import record_name, sha256
 from mlaforge.calibration import rfc
 from mlaforge.config import nearest
 from mlaforge.data import corpus
@@ -69,28 +68,29 @@ class Notes:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where text comes from: `given` as the user wrote it, `kind` embedded, rfc, hub or local, `place` without it."""
+    """Where text comes from: `argument` as the user wrote it, `kind` embedded, rfc, hub or local, `place` without the
+    kind."""
 
-    given: str
+    argument: str
     kind: str
     place: str
 
     @classmethod
-    def of(cls, given: str) -> Source:
+    def of(cls, argument: str) -> Source:
         """Raises UserError where there is no such source."""
-        if given == corpus.EMBEDDED:
-            return cls(given, "embedded", given)
-        if given.startswith("hf:"):
-            return cls(given, "hub", given.removeprefix("hf:"))
-        kind = "rfc" if given.startswith("rfc:") else "local"
-        path = Path(given.removeprefix("rfc:")).expanduser()
+        if argument == corpus.EMBEDDED:
+            return cls(argument, "embedded", argument)
+        if argument.startswith("hf:"):
+            return cls(argument, "hub", argument.removeprefix("hf:"))
+        kind = "rfc" if argument.startswith("rfc:") else "local"
+        path = Path(argument.removeprefix("rfc:")).expanduser()
         if not path.exists():
-            hub = given.count("/") == 1 and given[0] not in "./~"
-            hint = f", or hf:{given} for the data set of the hub" if hub else ""
-            raise UserError(f"source {given!r} does not exist; give a file, a folder or {corpus.EMBEDDED!r}{hint}")
+            hub = argument.count("/") == 1 and argument[0] not in "./~"
+            hint = f", or hf:{argument} for the data set of the hub" if hub else ""
+            raise UserError(f"source {argument!r} does not exist; give a file, a folder or {corpus.EMBEDDED!r}{hint}")
         if kind == "rfc" and not path.is_dir():
-            raise UserError(f"source {given!r} is no folder; give rfc:FOLDER with RFCs as .txt files")
-        return cls(given, kind, str(path))
+            raise UserError(f"source {argument!r} is no folder; give rfc:FOLDER with RFCs as .txt files")
+        return cls(argument, kind, str(path))
 
     @property
     def files(self) -> list[Path]:
@@ -98,15 +98,22 @@ class Source:
         path, suffixes = Path(self.place), (".txt",) if self.kind == "rfc" else SUFFIXES
         if not path.is_dir():
             return [path]
-        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
-        if not found:
-            raise UserError(f"source {self.given!r} holds no text file ({', '.join(suffixes)})")
-        return found
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
+        if not files:
+            raise UserError(f"source {self.argument!r} holds no text file ({', '.join(suffixes)})")
+        return files
 
     def name(self, file: Path) -> str:
         """A file of the source as records call it."""
         path = Path(self.place)
         return str(file.relative_to(path)) if path.is_dir() else path.name
+
+    @property
+    def recorded(self) -> str:
+        """The source as records call it: without the folders that it lies in."""
+        if self.kind in ("embedded", "hub"):
+            return self.argument
+        return "rfc:" * (self.kind == "rfc") + record_name(self.place)
 
     def describe(self, licence: str | None) -> dict[str, str]:
         """Hash and licence; `licence` is what the user said it is."""
@@ -136,13 +143,13 @@ class Source:
 
     def documents(self, notes: Notes) -> Iterator[Document]:
         """Every document with text in it; raises UserError where there is none."""
-        found = False
+        has_text = False
         for document in self._documents(notes):
             if any(part.strip() for part in document.parts):
-                found = True
+                has_text = True
                 yield document
-        if not found:
-            raise UserError(f"source {self.given!r} holds no text; give another, or {corpus.EMBEDDED!r}")
+        if not has_text:
+            raise UserError(f"source {self.argument!r} holds no text; give another, or {corpus.EMBEDDED!r}")
 
     def _documents(self, notes: Notes) -> Iterator[Document]:
         if self.kind == "embedded":
@@ -161,7 +168,7 @@ class Source:
         encoding = _encoding(file)
         if encoding is None:
             if file == Path(self.place):
-                raise UserError(f"source {self.given!r} is a binary file; give text")
+                raise UserError(f"source {self.argument!r} is a binary file; give text")
             notes.add("binary, left out", name)
             return
         if encoding not in ("utf-8-sig", "utf-16", "utf-32"):
@@ -179,18 +186,27 @@ class Source:
                     yield Document(name, (piece + text.readline(PIECE),))
 
 
-def licences(given: tuple[str, ...], sources: list[Source]) -> dict[str, str]:
+def names(sources: list[Source]) -> dict[str, str]:
+    """A source's argument -> its name in records, no two alike."""
+    called: dict[str, str] = {}
+    for source in sources:
+        alike = sum(other.recorded == source.recorded for other in sources[: len(called)])
+        called[source.argument] = f"{source.recorded} ({alike + 1})" if alike else source.recorded
+    return called
+
+
+def licences(options: tuple[str, ...], sources: list[Source]) -> dict[str, str]:
     """SOURCE -> LICENCE of the --license options; UserError for one that fits no source."""
-    names = [source.given for source in sources]
-    found = {}
-    for option in given:
+    names = [source.argument for source in sources]
+    by_source = {}
+    for option in options:
         source, equals, licence = option.rpartition("=")
         if not equals or not licence.strip():
             raise UserError(f"license {option!r} must be SOURCE=LICENCE, such as {names[0]}=CC-BY-4.0")
         if source not in names:
             raise UserError(f"license {option!r} names no source{nearest(source, names)}; there is {', '.join(names)}")
-        found[source] = licence.strip()
-    return found
+        by_source[source] = licence.strip()
+    return by_source
 
 
 def _embedded() -> Iterator[Document]:
@@ -225,24 +241,18 @@ def _encoding(path: Path) -> str | None:
 
 def _jsonl(path: Path, name: str, encoding: str, notes: Notes) -> Iterator[Document]:
     bad = 0
-    # Not universal newlines: a JSON string may hold the other characters that end a line.
     with path.open(encoding=encoding, errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
+        for number, text in corpus.json_lines(lines, corpus.text_field):
+            if text is not None:
+                yield Document(f"{name}:{number}", (text,))
                 continue
-            try:
-                text = json.loads(line)["text"]
-                text.encode()  # fails for what is no text, or holds half a character
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                notes.add("no JSON object with a 'text' field, skipped", f"{name} line {number}")
-                bad += 1
-                if bad > BAD_LINES:
-                    raise UserError(
-                        f"{path}: more than {BAD_LINES} lines up to line {number} are not JSON objects with a 'text' "
-                        "field; give a .jsonl file that has one object a line"
-                    ) from error
-                continue
-            yield Document(f"{name}:{number}", (text,))
+            notes.add("no JSON object with a 'text' field, skipped", f"{name} line {number}")
+            bad += 1
+            if bad > BAD_LINES:
+                raise UserError(
+                    f"{path}: more than {BAD_LINES} lines up to line {number} are not JSON objects with a 'text' "
+                    "field; give a .jsonl file that has one object a line"
+                )
 
 
 def _parquet(path: Path, name: str) -> Iterator[Document]:
@@ -275,17 +285,17 @@ def _hub_facts(source: Source, licence: str | None) -> dict[str, str]:
     try:
         info = HfApi().dataset_info(name, timeout=HUB_SECONDS)
     except HFValidationError as error:
-        raise UserError(f"{source.given!r} names no data set; give hf:owner/name") from error
+        raise UserError(f"{source.argument!r} names no data set; give hf:owner/name") from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
         raise UserError(f"the hub does not give the data set {name!r} (status {status}); check its name") from error
     except (HTTPError, OSError, RuntimeError) as error:
         raise UserError(
-            f"the hub cannot be reached for {source.given!r}; give files of it as --source instead"
+            f"the hub cannot be reached for {source.argument!r}; give files of it as --source instead"
         ) from error
-    told = info.card_data.get("license") if info.card_data else None
-    told = ", ".join(told) if isinstance(told, list) else told
-    return {"revision": str(info.sha), "licence": licence or told or UNKNOWN}
+    card_licence = info.card_data.get("license") if info.card_data else None
+    card_licence = ", ".join(card_licence) if isinstance(card_licence, list) else card_licence
+    return {"revision": str(info.sha), "licence": licence or card_licence or UNKNOWN}
 
 
 def _hub_documents(source: Source) -> Iterator[Document]:
@@ -293,16 +303,18 @@ def _hub_documents(source: Source) -> Iterator[Document]:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UserError(f"{source.given!r} needs datasets: pip install 'mlaforge[datasets]'") from error
+        raise UserError(f"{source.argument!r} needs datasets: pip install 'mlaforge[datasets]'") from error
     name, config, split = (*source.place.split(":"), "", "")[:3]
     revision = _hub_facts(source, None)["revision"]
     try:
         rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True, revision=revision)
         for number, row in enumerate(rows, 1):
             if not isinstance(row.get("text"), str):
-                raise UserError(f"{source.given!r} has no column 'text' (but {', '.join(row)}); give another data set")
+                raise UserError(
+                    f"{source.argument!r} has no column 'text' (but {', '.join(row)}); give another data set"
+                )
             yield Document(f"{name}:{number}", (row["text"],))
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{source.given!r} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"{source.argument!r} cannot be read: {' '.join(str(error).split())[:200]}") from error

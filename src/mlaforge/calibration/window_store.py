@@ -92,23 +92,23 @@ class Shards:
     def __len__(self) -> int:
         return len(list(self.folder.glob("text-*.jsonl")))
 
-    def write(self, found: Iterable[Passage]) -> None:
+    def write(self, all_passages: Iterable[Passage]) -> None:
         """Every passage, in shards of at least SHARD windows (the last may have fewer)."""
-        number, held, windows = 0, [], 0
-        for passage in found:
-            held.append(passage)
+        number, shard, windows = 0, [], 0
+        for passage in all_passages:
+            shard.append(passage)
             windows += len(passage.windows)
             if windows >= SHARD:
-                self._write(number, held)
-                number, held, windows = number + 1, [], 0
-        if held:
-            self._write(number, held)
+                self._write(number, shard)
+                number, shard, windows = number + 1, [], 0
+        if shard:
+            self._write(number, shard)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"text-{number:05d}.jsonl"
 
-    def _write(self, number: int, held: list[Passage]) -> None:
-        lines = (json.dumps(dataclasses.asdict(passage), ensure_ascii=False) + "\n" for passage in held)
+    def _write(self, number: int, shard: list[Passage]) -> None:
+        lines = (json.dumps(dataclasses.asdict(passage), ensure_ascii=False) + "\n" for passage in shard)
         unfinished = self._path(number).with_suffix(".unfinished")
         # Half a character may stand in a string, but not in a file.
         unfinished.write_text("".join(lines), encoding="utf-8", errors="replace")
@@ -124,25 +124,25 @@ class Shards:
 
         A passage that is longer than the embedder's context is the mean of its windows, weighted by length.
         """
-        found = self.read(number)
-        texts = [window for passage in found for window in passage.windows]
+        shard = self.read(number)
+        texts = [window for passage in shard for window in passage.windows]
         windows_ND = embedder(texts)
-        passages_ND, complexity = np.empty((len(found), windows_ND.shape[1]), np.float32), np.empty(len(found))
-        ends = np.cumsum([len(passage.windows) for passage in found])
-        for i, (passage, own) in enumerate(zip(found, np.split(windows_ND, ends[:-1]), strict=True)):
+        passages_ND, complexity = np.empty((len(shard), windows_ND.shape[1]), np.float32), np.empty(len(shard))
+        ends = np.cumsum([len(passage.windows) for passage in shard])
+        for i, (passage, own) in enumerate(zip(shard, np.split(windows_ND, ends[:-1]), strict=True)):
             weights = np.array([[len(window)] for window in passage.windows], np.float32)
             passages_ND[i] = unit((own * weights).sum(0))
             complexity[i] = len(passage.text) * spread(own)
-        whole = [i for i, passage in enumerate(found) if len(passage.windows) > 1 and embedder.holds(passage.text)]
+        whole = [i for i, passage in enumerate(shard) if len(passage.windows) > 1 and embedder.holds(passage.text)]
         if whole:
-            passages_ND[whole] = embedder([found[i].text for i in whole])
+            passages_ND[whole] = embedder([shard[i].text for i in whole])
         self.spill[f"vectors-{number:05d}"] = {
             "windows": torch.from_numpy(windows_ND),
             "passages": torch.from_numpy(passages_ND),
             "density": torch.tensor([density(text) for text in texts]),
             "complexity": torch.from_numpy(complexity),
             "windows_usable": torch.tensor([long_enough(text, size) for text in texts]),
-            "passages_usable": torch.tensor([long_enough(passage.text, size) for passage in found]),
+            "passages_usable": torch.tensor([long_enough(passage.text, size) for passage in shard]),
         }
 
     def embedded(self, number: int) -> bool:

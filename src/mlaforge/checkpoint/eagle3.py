@@ -1,12 +1,14 @@
 """EAGLE-3 heads on disk: config.json and safetensors as `LlamaForCausalLMEagle3` checkpoints have them.
 
 Read strictly: a missing, extra or wrongly shaped tensor, and a d2t that leaves the target's vocabulary, is an error
-(`draft import`, drafting/import_head.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`. What is
-captured, `eagle_aux_hidden_state_layer_ids`, is counted as `eagle_aux_hidden_state_convention` says:
+(`draft import`, drafting/import_head.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`.
+What is captured, `eagle_aux_hidden_state_layer_ids`, is counted as `eagle_aux_hidden_state_convention` says:
 
 boundary        j is the input of layer j (vLLM's count: 0 is the embedding); -1 is what the final norm makes
 output          j is the output of layer j
 hidden_states   j is transformers' hidden_states[j]: as boundary, but the last of them comes after the final norm
+
+Legend: V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from mlaforge.checkpoint.reader import SINGLE, Reader, read_config
+from mlaforge.families.spec import capture_boundaries
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 CONVENTIONS = ("boundary", "output", "hidden_states")
+# How a d2t may be meant: what is added to the head's token, or the target's token itself.
+OFFSETS, IDS = "offsets", "ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Of the layer's own config, what is written: all that its shapes and angles follow from.
 LAYER_FIELDS = (
@@ -55,7 +60,7 @@ def head_config(directory: Path, given: dict[str, Any], num_layers: int, own_emb
             **{name: given[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in given}
         )
         layer.mlp_bias = False
-        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or capture_boundaries(num_layers)
         convention = eagle.get("eagle_aux_hidden_state_convention", "boundary")
         if convention not in CONVENTIONS:
             raise UserError(
@@ -109,7 +114,7 @@ def read_head(directory: Path, num_layers: int) -> Eagle3Head:
     head.load_state_dict(state, assign=True)
     head.requires_grad_(False).eval()
     if "d2t" in state:
-        _check_vocabulary(directory, head, state["t2d"])
+        _check_vocabulary(directory, config, state)
     return head
 
 
@@ -117,15 +122,63 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _check_vocabulary(directory: Path, head: Eagle3Head, t2d: Tensor) -> None:
-    ids, vocabulary = head.target_ids, head.config.layer.vocab_size
-    if not bool(((ids >= 0) & (ids < vocabulary)).all()) or not bool((ids.diff() > 0).all()):
+def _check_vocabulary(directory: Path, config: Eagle3Config, state: dict[str, Tensor]) -> None:
+    try:
+        target_ids(state["d2t"], state["t2d"], config.layer.vocab_size, OFFSETS)
+    except UserError as error:
         raise UserError(
-            f"{directory}: d2t must be offsets (target = draft + d2t[draft]) that give rising token ids below "
-            f"{vocabulary}; absolute ids have to be imported first"
-        )
-    if t2d.nonzero()[:, 0].tolist() != ids.tolist():
-        raise UserError(f"{directory}: t2d does not mark the tokens that d2t names")
+            f"{directory}: {error}; d2t must be offsets (target = draft + d2t[draft]) that give rising token ids, "
+            "anything else has to be imported first"
+        ) from error
+
+
+def target_ids(d2t_V: Tensor, t2d: Tensor | None, vocabulary: int, reading: str = "auto") -> tuple[str, Tensor]:
+    """How `d2t_V` is to be read and the target's ids [V] it names, in its own order.
+
+    Offsets (target = draft + d2t[draft]) must give rising ids; ids themselves may come in any order, none twice. Both
+    must stay in the target's vocabulary and name what `t2d` marks. `reading` decides where both are possible. Raises
+    UserError where none is.
+    """
+    if d2t_V.ndim != 1 or d2t_V.is_floating_point() or not len(d2t_V):
+        raise UserError(f"d2t is {d2t_V.dtype} {list(d2t_V.shape)}; it must be a list of whole numbers")
+    d2t_V = d2t_V.to(torch.int64)
+    readings = {OFFSETS: d2t_V + torch.arange(len(d2t_V)), IDS: d2t_V}
+    if reading != "auto":
+        readings = {reading: readings[reading]}
+    wrong = {name: _wrong(name, ids_V, t2d, vocabulary) for name, ids_V in readings.items()}
+    right = [name for name, reason in wrong.items() if reason is None]
+    if len(right) == 1:
+        return right[0], readings[right[0]]
+    if right:
+        raise UserError("d2t can be offsets as well as ids, and no t2d decides: give --d2t offsets or --d2t ids")
+    raise UserError("d2t is wrong: " + "; ".join(f"as {name} it {reason}" for name, reason in wrong.items()))
+
+
+def _wrong(name: str, ids_V: Tensor, t2d: Tensor | None, vocabulary: int) -> str | None:
+    outside = ids_V[(ids_V < 0) | (ids_V >= vocabulary)]
+    if len(outside):
+        return f"names token {int(outside[0])}, the target has {vocabulary}"
+    if name == OFFSETS and bool((ids_V.diff() <= 0).any()):
+        at = int((ids_V.diff() <= 0).nonzero()[0, 0])
+        return f"falls from token {int(ids_V[at])} to {int(ids_V[at + 1])}"
+    rising = ids_V.sort().values
+    if bool((rising.diff() == 0).any()):
+        return f"names token {int(rising[:-1][rising.diff() == 0][0])} twice"
+    if t2d is not None and (len(t2d) != vocabulary or t2d.nonzero()[:, 0].tolist() != rising.tolist()):
+        return "names other tokens than t2d marks"
+    return None
+
+
+def mapping(ids_V: Tensor, vocabulary: int) -> dict[str, Tensor]:
+    """d2t (offsets) and t2d, as files have them, of rising token ids."""
+    t2d = torch.zeros(vocabulary, dtype=torch.bool)
+    t2d[ids_V] = True
+    return {"d2t": ids_V - torch.arange(len(ids_V)), "t2d": t2d}
+
+
+def buffers(config: Eagle3Config, ids_V: Tensor) -> dict[str, Tensor]:
+    """`mapping` for a head that proposes these tokens; nothing for one that has its target's whole vocabulary."""
+    return {} if config.draft_vocab_size == config.layer.vocab_size else mapping(ids_V, config.layer.vocab_size)
 
 
 def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.float16) -> None:

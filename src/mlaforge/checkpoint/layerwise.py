@@ -7,7 +7,7 @@ Legend: B windows, T tokens, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from mlaforge.checkpoint import loading, mxfp4, reader
 from mlaforge.modeling.latent_attention_mla import FUSED
+from mlaforge.runtime import progress
 
 # Rows of logits held at once (each is as long as the vocabulary).
 HEAD_ROWS = 512
@@ -124,19 +125,27 @@ class LayerStream:
         out: Tensor = layer(hidden_BTC, **self.arguments(index, hidden_BTC))
         return out
 
+    @torch.no_grad()
+    def last_states(
+        self, texts: Iterable[Tensor], what: str, see: Callable[[int, int, Tensor], None] | None = None
+    ) -> list[Tensor]:
+        """The last layer's outputs [1, T, C] on each text of token ids [T], each layer loaded once for all of them.
+
+        what: what is done, to who watches. see: is shown every layer's inputs, as the layer's index, the text's and
+        the states [1, T, C].
+        """
+        hidden = [self.embed(ids[None]) for ids in texts]
+        for index in progress(range(self.num_layers), what, self.num_layers):
+            with self.layer(index) as layer:
+                for n, states in enumerate(hidden):
+                    if see is not None:
+                        see(index, n, states)
+                    hidden[n] = self.run(layer, index, states)
+        return hidden
+
     @contextmanager
     def head(self) -> Iterator[tuple[Any, Tensor]]:
         """Context manager: the final norm, and the language model head's weight [vocabulary, C]."""
         name = "lm_head.weight" if "lm_head.weight" in self.reader else "model.embed_tokens.weight"
         with self.loaded(self.decoder.norm, "model.norm.") as norm:
             yield norm, self.tensor(name)
-
-
-@torch.no_grad()
-def losses(norm: Any, head: Tensor, hidden_TC: Tensor, ids_T: Tensor) -> Tensor:
-    """Per-token loss in nats, [T-1] fp32, from the last layer's output on one window."""
-    hidden, targets = norm(hidden_TC[:-1]), ids_T[1:].to(hidden_TC.device)
-    return torch.cat([
-        nn.functional.cross_entropy((rows @ head.T).float(), wanted, reduction="none")
-        for rows, wanted in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
-    ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a config.json describes: the class, the tensors it calls for, the model itself loaded strictly, its tokenizer."""
+"""What a config.json describes: the class, the tensors it calls for, the model loaded strictly, its tokenizer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mlaforge import families
 from mlaforge.checkpoint import mxfp4
 from mlaforge.checkpoint.reader import Reader, read_config
+from mlaforge.checkpoint.resolve import locate
 from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError, resolve_dtype
 
@@ -42,20 +43,22 @@ def model_class(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def load_model(
-    directory: Path, dtype: str = "auto", device: torch.device | str = "cpu", quantization: Any = None
+    model: str | Path, dtype: str = "auto", device: torch.device | str = "cpu", quantization: Any = None
 ) -> Any:
-    """The causal LM of a model directory, original or converted, in evaluation mode, no code from it run.
+    """The causal LM of a model directory, .gguf file or hub id, original or converted, in evaluation mode, no code from
+    it run: transformers' class, or the converted model's own. `dtype`: auto is the stored one.
     `quantization`: transformers' config of a library that packs the weights on loading.
 
     Strict: UserError for an unsupported family or any tensor that is missing, extra, wrongly shaped or not finite.
     """
+    directory = locate(str(model))
     config = read_config(directory)
     families.family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
     config_class, causal_lm = model_class(config)
     with Reader(directory) as reader:
         reader.check_shapes(*expected_tensors(config))
         left_out = set(reader.left_out)
-    model, info = causal_lm.from_pretrained(
+    loaded, info = causal_lm.from_pretrained(
         directory,
         config=config_class.from_dict({**config, "model_type": config_class.model_type}),
         dtype=resolve_dtype(dtype, stored_dtype(config)),
@@ -67,13 +70,13 @@ def load_model(
     unexpected = set(info["unexpected_keys"]) - left_out
     assert not (info["missing_keys"] or unexpected or info["mismatched_keys"]), info
     # Text from NaN looks like the text of a poor model, so that nobody would look for the reason here.
-    for name, tensor in model.state_dict().items():
+    for name, tensor in loaded.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise UserError(
                 f"{directory}: {name!r} holds NaN or infinity in {tensor.dtype}; fetch the model again, or give "
                 "another --dtype"
             )
-    return model.eval() if quantization else model.eval().to(device)
+    return loaded.eval() if quantization else loaded.eval().to(device)
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Model directories: finding and checking the source, reading it lazily, writing shards, loading strictly.
+"""Model directories as they are read: config.json, tensors lazily and checked, what they are identified by.
 
 Only safetensors and GGUF are read, never pickle. The source is never written to.
 """

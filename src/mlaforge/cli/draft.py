@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mlaforge.cli import verb as verbs
-from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, quiet
+from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, judged, quiet
 from mlaforge.drafting.config import (
     DraftCheckConfig,
     DraftCompareConfig,
@@ -105,26 +104,8 @@ def check(head: Head, target: Target, config: DraftCheckConfig, json_output: Jso
     from mlaforge.drafting import check as stage
 
     quiet()
-    found = stage.run(head, target, config)
-    if json_output:
-        print(json.dumps(found, indent=1))
-    else:
-        print(f"{'states':22} {'boundaries':16} agreement")
-        for row in found["rows"]:
-            print(f"{row['states']:22} {row['boundaries']!s:16} {row['agreement']:9.4f}")
-        share = f"{100 * found['coverage']:.1f} %"
-        print(f"{found['positions']} positions; HEAD's vocabulary has {share} of what MODEL says there")
-        print(_verdict(found["right"]))
-    if found["right"] != "as stored":
-        raise typer.Exit(1)
-
-
-def _verdict(right: str | None) -> str:
-    if right is None:
-        return "undecided: no choice of states is surely the best; give more text, or a head of this model"
-    if right == "as stored":
-        return "its states are the right ones"
-    return f"wrong states: {right} is right; import it again with another --convention"
+    agreement = stage.run(head, target, config)
+    judged(agreement, stage.table, agreement["right"] == stage.STORED, json_output)
 
 
 @verb(DraftCompareConfig)
@@ -143,18 +124,5 @@ def compare(
     from mlaforge.drafting import parity as stage
 
     quiet()
-    found = stage.run(head, target, reference, config)
-    if json_output:
-        print(json.dumps(found, indent=1))
-    else:
-        print(f"{'stage':18} {'mean |d|':>9} {'max |d|':>9} {'row':>5} {'size':>9} {'cosine':>8} {'worst':>8} top-k")
-        for row in found["stages"]:
-            overlap = "" if row["overlap"] is None else f" {row['overlap']:.3f}"
-            print(
-                f"{row['stage']:18} {row['mean_difference']:9.2e} {row['max_difference']:9.2e} {row['worst_row']:5} "
-                f"{row['size']:9.2e} {row['cosine']:8.5f} {row['worst_cosine']:8.5f}{overlap}"
-            )
-        print(f"{found['rows']} rows, states of {found['states']}, engine in {found['dtype']}")
-        print("; ".join(found["failed"]) or f"{found['judged']} agrees")
-    if found["failed"]:
-        raise typer.Exit(1)
+    differences = stage.run(head, target, reference, config)
+    judged(differences, stage.table, not differences["failed"], json_output)

@@ -19,13 +19,14 @@ from mlaforge.bench.config import BenchConfig
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.cli import draft
 from mlaforge.cli import verb as verbs
-from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, quiet
+from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, judged, quiet
 from mlaforge.conversion.config import EXPORTS, ConvertConfig, ExportConfig
 from mlaforge.demo.config import DemoConfig, MakeGptOssConfig
 from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
+from mlaforge.rendering.table import text_table
 from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
@@ -42,10 +43,9 @@ OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new dir
 @verb(PlanConfig)
 def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
     """What conversion would save and what is physically possible; needs only a config.json."""
-    from mlaforge.checkpoint import resolve
-    from mlaforge.planning import report as planning_report
+    from mlaforge.planning import report as stage
 
-    report = planning_report.run_plan(resolve.find_config(model), config)
+    report = stage.run(model, config)
     print(json.dumps(report.as_dict(), indent=1) if json_output else report.render())
 
 
@@ -71,12 +71,12 @@ def calibrate(
 ) -> None:
     """Golden calibration sets from text: of every cluster its typical and its hard passages, for `convert`."""
     from mlaforge.calibration import calibrate as stage
-    from mlaforge.data.corpus import GOLDEN
+    from mlaforge.data.corpus import CALIBRATION_SETS
 
     quiet()
     for name, counts in stage.run(out, config, overwrite).metrics["sets"].items():
         row = f"{counts['texts']} texts, {counts['tokens']} tokens, {counts['clusters']} clusters"
-        print(f"{out / GOLDEN[name]}: {row}")
+        print(f"{out / CALIBRATION_SETS[name]}: {row}")
 
 
 @verb(ConvertConfig)
@@ -145,11 +145,12 @@ def eval(
     student may stand for its teacher (exit code 1 where not)."""
     quiet()
     if config.criteria or config.teacher or config.student:
-        from mlaforge.evaluation import student as acceptance
+        from mlaforge.evaluation import student as stage
 
         if model is not None and out is not None:
             raise UserError("--criteria judges --student, not MODEL; give OUT alone")
-        _judged(acceptance.run(config, Path(model) if model else None, overwrite))
+        metrics = stage.run(config, Path(model) if model else None, overwrite).metrics
+        judged(metrics, stage.table, metrics["passed"])
         return
     from mlaforge.evaluation import perplexity
 
@@ -158,21 +159,6 @@ def eval(
     found = perplexity.run(model, out, config, overwrite).metrics
     error = "" if found["nll_stderr"] is None else f" ± {found['ppl'] * found['nll_stderr']:.4f}"
     print(f"ppl {found['ppl']:.4f}{error} (standard error over {found['windows']} windows, {found['tokens']} tokens)")
-
-
-def _judged(manifest: Any) -> None:
-    """One line per criterion; exit code 1 where one fails."""
-    for found in manifest.metrics["criteria"]:
-        spread = "" if found["interval"] is None else " [{:.4g}, {:.4g}]".format(*found["interval"])
-        verdict = "pass" if found["passed"] else "FAIL"
-        print(
-            f"{verdict}  {found['name']}: student {found['student']:.5g}, teacher {found['teacher']:.5g}, worse by "
-            f"{found['worse']:.4g}{spread} ({found['kind']}), at most {found['limit']:g}, {found['documents']} texts"
-        )
-    failed = [found["name"] for found in manifest.metrics["criteria"] if not found["passed"]]
-    print(f"failed: {', '.join(failed)}" if failed else "canonical")
-    if failed:
-        raise typer.Exit(1)
 
 
 @verb(GenerateConfig)
@@ -298,10 +284,8 @@ def gate(
     """Judge measured results by the gates; exit code 1 where one fails."""
     from mlaforge.bench import gate as stage
 
-    found = stage.run(folder, gates)
-    print(stage.table(found))
-    if not found["passed"]:
-        raise typer.Exit(1)
+    verdicts = stage.run(folder, gates)
+    judged(verdicts, stage.table, verdicts["passed"])
 
 
 @verb()
@@ -310,11 +294,12 @@ def list_(
     json_output: Json = False,
 ) -> None:
     """The artifacts in a folder, and which of them passed their criteria."""
-    from mlaforge.artifact import found_below
+    from mlaforge.artifact import artifacts_below
 
     rows = [
         {"name": name, "stage": m.stage, "canonical": m.canonical, "seconds": round(sum(m.seconds.values()), 1)}
-        for name, m in found_below(folder).items()
+        for name, m in artifacts_below(folder).items()
+        if m is not None
     ]
     if json_output:
         print(json.dumps(rows, indent=1))
@@ -367,7 +352,7 @@ def publish(
     from mlaforge.report import publish as stage
 
     shipment = stage.pack(folders, repo)
-    print(json.dumps(shipment.describe(), indent=1) if json_output else shipment_table(shipment))
+    print(json.dumps(shipment.describe(), indent=1) if json_output else stage.table(shipment))
     if push:
         print(stage.push(shipment))
 
@@ -391,18 +376,7 @@ def conversion_table(manifests: list[Any]) -> str:
         layouts = {layer["layout"] for layer in found["layers"]}
         numbers = f"{cache['gqa_per_token']} -> {cache['mla_per_token']}"
         rows.append((" + ".join(sorted(layouts)), *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-
-
-def shipment_table(shipment: Any) -> str:
-    """What would go where, with sizes in bytes and hashes; then what stays here, and why."""
-    lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in shipment.items]
-    lines += [f"left out: {path}: {reason}" for path, reason in shipment.left_out.items()]
-    if not any(item.path == "README.md" for item in shipment.items):
-        lines.append("no model card: `mlaforge card FOLDER --out CARD`, and give CARD too")
-    total = f"{len(shipment.items)} files, {shipment.bytes:,} bytes for {shipment.repo}"
-    return "\n".join([*lines, f"{total}; --push sends them"])
+    return text_table(rows, ">")
 
 
 def talk(metrics: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,15 +61,23 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
+def judged(
+    body: dict[str, Any], table: Callable[[dict[str, Any]], str], holds: bool, json_output: bool = False
+) -> None:
+    """How a verb that judges ends: its table, or all of `body` as JSON; exit code 1 where what it judged does not
+    hold."""
+    print(json.dumps(body, indent=1) if json_output else table(body))
+    if not holds:
+        raise typer.Exit(1)
+
+
 def _option(field: dataclasses.Field[Any], kind: Any, advanced: bool) -> Any:
     """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
     # A field may end in an underscore where its name is a word of Python's.
     words, name, item = field.metadata, field.name.rstrip("_").replace("_", "-"), configuration.item_type(kind)
     flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-    limits = ", ".join(filter(None, (words["unit"], configuration.within(field))))
     default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-    text = words["help"] + (f" [{limits}]" if limits else "")
-    text += "" if default is None else f" (default: {default})"
+    text = configuration.described(field) + ("" if default is None else f" (default: {default})")
     metavar = "|".join(words["choices"]) or (item or kind).__name__.upper().replace("STR", "TEXT")
     # A list with commas is text until the stage's options are made.
     parsed = kind if item is None else list[str] if words["repeat"] else str

@@ -1,8 +1,9 @@
 """`convert`: a grouped-query-attention checkpoint in, a multi-head latent attention checkpoint out, no training.
 
-Moments of the running model (factorization/moments.py) -> latent projections per layer (conversion/solve.py, with factorization/latent.py and the
-closed-form refit of o_proj) -> a Hugging Face directory (conversion/writer.py), read again to be measured. All of it one layer
-at a time (checkpoint/layerwise.py), and what is finished waits on disk (tensor_store.py) for a run that was killed.
+Moments of the running model (factorization/moments.py) -> latent projections per layer (solve.py, with
+factorization/latent.py and the closed-form refit of o_proj) -> a Hugging Face directory (writer.py), read again to be
+measured. All of it one layer at a time (checkpoint/layerwise.py), and what is finished waits on disk
+(tensor_store.py) for a run that was killed.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
+from mlaforge.config import by_keywords
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.conversion.solve import Choices, Rebuild
 from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus, overlap
-from mlaforge.evaluation.perplexity import perplexity, standard_error, window_losses
 from mlaforge.factorization.moments import collect
 from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
@@ -99,10 +101,10 @@ def calibration_windows(
 ) -> dict[tuple[int, ...], corpus.Windows]:
     """Layers -> the windows that they are calibrated on.
 
-    Of golden sets, layers with a sliding window take the one of short texts, all others that of long passages.
+    Of calibration sets, layers with a sliding window take the one of short texts, all others that of long passages.
     """
     texts = {config.calibration: tuple(converted)}
-    if sets := corpus.golden_sets(config.calibration):
+    if sets := corpus.calibration_sets(config.calibration):
         sliding = tuple(i for i in converted if spec.layers[i].window is not None)
         texts = {sets["full"]: tuple(i for i in converted if i not in sliding), sets["swa"]: sliding}
     return {
@@ -152,18 +154,19 @@ def run(
             judged = overlap.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
     loading.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
     left = ("device", "plan", *(PLANNED if planned else ()))
-    # A hub id's local directory is named by a hash.
-    name = source.resolve().name if Path(model).expanduser().exists() else model
     manifest = Manifest(
         "convert",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in left},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in left}
+        | record_names(config, "calibration", "evaluation"),
         inputs={
-            "model": {"path": name, "model_type": spec.model_type, "sha256": reader.fingerprint(source)},
+            "model": {
+                "path": record_name(model), "model_type": spec.model_type, "sha256": reader.fingerprint(source),
+            },
             "calibration": described(tuned),
             "evaluation": judged.describe() if judged else None,
             **({"plan": {"sha256": planned.sha256}} if planned else {}),
         },
-    )
+    )  # fmt: skip
     if done := finished(out, manifest, overwrite):
         log(f"{out} is finished already")
         return done
@@ -248,3 +251,6 @@ def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         "mla_bytes_per_token": plan.cached_per_token * dtype.itemsize,
         "window_choices": window_choices(plan, dtype.itemsize),
     }
+
+
+convert = by_keywords(run, ConvertConfig)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.factorization import latent as factorize
-from mlaforge.factorization.moments import LayerMoments
+from mlaforge.factorization.latent import Latent
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling import configuration_mla, modeling_mla
 from mlaforge.planning.plan import Plan
@@ -24,27 +23,24 @@ class LayerWeights:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(
-        cls, latent: factorize.Latent, own: dict[str, Tensor], moments: LayerMoments, q_lora_rank: int | None
-    ) -> LayerWeights:
-        """`own`: tensors of the layer's GQA module by name; its o_proj, sinks and q/k norms are kept."""
-        tensors: dict[str, Tensor] = {
+    def of(cls, latent: Latent, own: dict[str, Tensor]) -> LayerWeights:
+        """`own`: tensors of the layer's GQA module by name; its o_proj, sinks and q/k norms are kept, and its q_proj
+        where the latent has none."""
+        tensors: dict[str, Tensor | None] = {
             "kv_a_proj_with_mqa.weight": latent.kv_a,
             "kv_a_proj_with_mqa.bias": latent.b_kv_a,
             "kv_b_proj.weight": latent.kv_b,
             "kv_b_proj.bias": latent.b_kv_b,
+            "rope_index": latent.rope_index,
         }
-        if q_lora_rank is None:
-            tensors |= {"q_proj.weight": latent.w_q, "q_proj.bias": latent.b_q}
+        kept = ["o_proj", "sinks", "q_norm", "k_norm"]
+        if latent.w_q is None:
+            kept.append("q_proj")
         else:
-            q_a, q_b, bias = factorize.factor_query(latent.w_q, latent.b_q, moments, q_lora_rank)
-            tensors |= {"q_a_proj.weight": q_a, "q_b_proj.weight": q_b, "q_b_proj.bias": bias}
-        if latent.rope_index is not None:
-            tensors["rope_index"] = latent.rope_index
-        for name, tensor in own.items():
-            if name.split(".")[0] in ("o_proj", "sinks", "q_norm", "k_norm"):
-                tensors[name] = tensor
-        return cls({name: tensor.detach().cpu() for name, tensor in tensors.items()})
+            query = "q_proj" if latent.q_a is None else "q_b_proj"
+            tensors |= {"q_a_proj.weight": latent.q_a, f"{query}.weight": latent.w_q, f"{query}.bias": latent.b_q}
+        tensors |= {name: tensor for name, tensor in own.items() if name.split(".")[0] in kept}
+        return cls({name: tensor.detach().cpu() for name, tensor in tensors.items() if tensor is not None})
 
 
 def mla_config(

@@ -1,6 +1,8 @@
 """Every converted layer from its moments: spectra, ranks, projections, and the refit of o_proj, layer by layer.
 
-What is finished of a layer waits in a spill, so that a killed run goes on with the next one.
+Twice over the layers, because ranks are handed out by all spectra: each layer is decomposed once, and waits in a spill
+at the highest rank until its own is known. What is finished of a layer waits there too, so that a killed run goes on
+with the next one.
 """
 
 from __future__ import annotations
@@ -12,12 +14,11 @@ import torch
 from torch import Tensor
 
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import head_losses, perplexity
 from mlaforge.conversion.layer import LayerWeights, attention_module, mla_config
-from mlaforge.evaluation.perplexity import head_losses, perplexity
-from mlaforge.factorization import latent as factorize
 from mlaforge.factorization import moments
-from mlaforge.factorization.latent import Projections, RopeSplit, Spectrum
-from mlaforge.factorization.ranks import allocate_ranks, at_every_rank, check_moments, projections, spectrum, with_ranks
+from mlaforge.factorization.latent import Latent, factor_query
+from mlaforge.factorization.ranks import allocate_ranks, at_every_rank, at_rank, check_moments, projections, with_ranks
 from mlaforge.factorization.refit import TOKENS, refit_o_proj
 from mlaforge.planning.plan import Plan, rank_limit
 from mlaforge.runtime import progress
@@ -47,40 +48,39 @@ class Rebuild:
     def __init__(self, stream: LayerStream, choices: Choices, calibration: dict[int, Spill], work: Spill):
         self.stream, self.choices = stream, choices
         self.calibration, self.work = calibration, work
-        self.spectra = {i: self._spectrum(i) for i in progress(choices.plan.converted, "spectra")}
-        self.plan = allocate_ranks(choices.plan, self.spectra) if choices.allocated else choices.plan
-        limits = {i: rank_limit(stream.spec, stream.spec.layers[i], self.plan.layers[i].layout) for i in self.spectra}
-        self.full_plan = with_ranks(self.plan, limits)
+        layers, plan = stream.spec.layers, choices.plan
+        self.limits = {i: rank_limit(stream.spec, layers[i], plan.layers[i].layout) for i in plan.converted}
+        self.spectra = {i: self._spectrum(i) for i in progress(plan.converted, "spectra")}
+        self.plan = allocate_ranks(plan, self.spectra) if choices.allocated else plan
+        self.full_plan = with_ranks(self.plan, self.limits)
 
     def _spectrum(self, index: int) -> Tensor:
         name = f"spectrum-{index:03d}"
         if name not in self.work:
-            part = self._part(index, projections(self.stream.attention(index)))
-            self.work[name] = {"values": spectrum(part).values}
+            latent = self._decomposed(index)
+            # Ranks follow from all layers' spectra: until they are known, each layer waits at the highest one.
+            self.work[f"latent-{index:03d}"] = latent.tensors()
+            self.work[name] = {"values": latent.values}
         return self.work[name]["values"]
 
-    def _part(self, index: int, own: Projections) -> Spectrum | RopeSplit:
-        """What is true of a layer at every rank."""
+    def _decomposed(self, index: int) -> Latent:
+        """One layer at the highest rank: all that is ever asked of its moments."""
         m = moments.load(self.calibration[index], index, self.stream.device)
         check_moments(m, index, self.stream.dtype)
-        chosen, c = self.choices.plan.layers[index], self.choices
-        return at_every_rank(own, m, self.stream.spec, index, chosen, c.fold, c.one_per_pair)
+        own, c, spec = projections(self.stream.attention(index)), self.choices, self.stream.spec
+        part = at_every_rank(own, m, spec, index, c.plan.layers[index], c.fold, c.one_per_pair)
+        latent = at_rank(part, spec.layers[index], self.limits[index])
+        if c.q_lora_rank is None:
+            return latent
+        w_q, b_q = (own.w_q, own.b_q) if latent.w_q is None or latent.b_q is None else (latent.w_q, latent.b_q)
+        q_a, w_q, b_q = factor_query(w_q, b_q, m, c.q_lora_rank)
+        return dataclasses.replace(latent, q_a=q_a, w_q=w_q, b_q=b_q)
 
     def _solved(self, index: int, plans: tuple[Plan, ...]) -> list[tuple[LayerWeights, float]]:
         """Weights and predicted loss of one layer at the rank that each plan gives it."""
-        attention = self.stream.attention(index)
-        own, m = projections(attention), moments.load(self.calibration[index], index, self.stream.device)
-        part, layer = self._part(index, own), self.stream.spec.layers[index]
-        solved = []
-        for plan in plans:
-            rank = plan.layers[index].kv_lora_rank
-            latent = (
-                factorize.to_latent(own, part, layer, rank)
-                if isinstance(part, Spectrum)
-                else factorize.to_latent_rope(part, layer, rank)
-            )
-            solved.append((LayerWeights.of(latent, attention, m, self.choices.q_lora_rank), latent.dropped))
-        return solved
+        attention, latent = self.stream.attention(index), Latent(**self.work[f"latent-{index:03d}"])
+        cut = [latent.cut(plan.layers[index].kv_lora_rank) for plan in plans]
+        return [(LayerWeights.of(part, attention), part.dropped) for part in cut]
 
     def settings(self, plan: Plan, raw: dict[str, Any]) -> dict[str, Any]:
         return mla_config(raw, self.stream.spec, plan, self.choices.q_lora_rank, o_bias=self.choices.o_bias)
@@ -128,6 +128,7 @@ class Rebuild:
                 self.work[f"{name}-{index + 1:03d}"] = {f"{n:04d}": h for n, h in enumerate(hidden)}
             done = {**found[0][0].tensors, "dropped": torch.tensor(found[0][1])} if converted else {}
             self.work[f"layer-{index:03d}"] = done
+            self.work.drop(f"latent-{index:03d}")
             for name in carried:
                 self.work.drop(f"{name}-{index:03d}")
         if not partial_rope or judged is None:

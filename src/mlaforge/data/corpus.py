@@ -12,19 +12,22 @@ import hashlib
 import json
 import random
 import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import Manifest, record_name
 from mlaforge.runtime import UserError
+
+T = TypeVar("T")
 
 EMBEDDED = "embedded"
 # The sets of a directory that `calibrate` wrote: for layers with a sliding window, for those without, and both.
-GOLDEN = {name: f"calib_{name}_golden.jsonl" for name in ("swa", "full", "mixed")}
+CALIBRATION_SETS = {name: f"calib_{name}_golden.jsonl" for name in ("swa", "full", "mixed")}
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens", ".py", ".jsonl")
 # Share of the embedded documents that only evaluation sees.
 HELD_OUT = 0.25
@@ -46,7 +49,30 @@ class Windows:
     def describe(self) -> dict[str, Any]:
         """What a manifest records."""
         n, t = self.ids.shape
-        return {"source": self.source, "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
+        return {"source": record_name(self.source), "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
+
+
+def json_lines(lines: Iterable[str], read: Callable[[Any], T]) -> Iterator[tuple[int, T | None]]:
+    """The lines of a .jsonl file, blank ones left out: their numbers from 1, and what `read` makes of their values.
+
+    None for a line that is no JSON, or of whose value `read` makes nothing (it may raise what wrong types, keys and
+    values raise). `lines` are to be split at "\\n" alone: a JSON string may hold the other characters that end a line.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = read(json.loads(line))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            value = None
+        yield number, value
+
+
+def text_field(record: Any) -> str:
+    """The text of a .jsonl file's line, for `json_lines`."""
+    text: str = record["text"]
+    text.encode()  # fails for what is no text, or holds half a character
+    return text
 
 
 def _read(path: Path) -> list[str]:
@@ -60,23 +86,20 @@ def _read(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return [text]
     documents = []
-    # Not splitlines: a JSON string may hold the other characters that end a line.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            documents.append(json.loads(line)["text"])
-            documents[-1].encode()  # fails for what is no text, or holds half a character
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} line {number} is not a JSON object with a 'text' field") from error
+    for number, document in json_lines(text.split("\n"), text_field):
+        if document is None:
+            raise UserError(f"{path} line {number} is not a JSON object with a 'text' field")
+        documents.append(document)
     return documents
 
 
-def golden_sets(source: str) -> dict[str, str]:
-    """Name of GOLDEN -> file, of a directory that `calibrate` wrote; nothing of any other source."""
+def calibration_sets(source: str) -> dict[str, str]:
+    """Name of CALIBRATION_SETS -> file, of a directory that `calibrate` wrote; nothing of any other source."""
     folder = Path(source).expanduser()
-    found = Manifest.load(folder) if source != EMBEDDED and folder.is_dir() else None
-    return {n: str(folder / file) for n, file in GOLDEN.items()} if found and found.stage == "calibrate" else {}
+    manifest = Manifest.load(folder) if source != EMBEDDED and folder.is_dir() else None
+    if manifest is None or manifest.stage != "calibrate":
+        return {}
+    return {name: str(folder / file) for name, file in CALIBRATION_SETS.items()}
 
 
 def read_documents(source: str) -> list[str]:
@@ -84,7 +107,7 @@ def read_documents(source: str) -> list[str]:
 
     A line of a .jsonl file is a document, and so is any other file. Of what `calibrate` wrote it is the mixed set.
     """
-    path = Path(golden_sets(source).get("mixed", source)).expanduser()
+    path = Path(calibration_sets(source).get("mixed", source)).expanduser()
     if not path.exists():
         raise UserError(f"text {source!r} does not exist; give a file, a folder or {EMBEDDED!r}")
     files = [path]

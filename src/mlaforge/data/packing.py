@@ -12,18 +12,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mlaforge.artifact import record_name
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import UserError, log
-from mlaforge.training.kl_loss import NO_LABEL
 
 # At most this share of the text is kept back for validation.
 MOST_HELD = 0.25
+# Label of a token that has no next one.
+NO_LABEL = -100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +176,7 @@ def read(tokenizer: Any, sources: Sequence[str], longest: int, validation: int, 
         kept = _without(kept, passages(train))
         if sum(map(len, kept)) < least:
             raise UserError(f"text {source!r} repeats itself: too little is left to validate on; give more text")
-    where = ",".join(name if name == corpus.EMBEDDED else str(Path(name).expanduser().absolute()) for name in sources)
-    return Text(train, kept, where, passages(fresh))
+    return Text(train, kept, ",".join(map(record_name, sources)), passages(fresh))
 
 
 @dataclasses.dataclass(frozen=True)

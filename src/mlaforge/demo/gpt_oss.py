@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_names, writing
 from mlaforge.checkpoint import loading, mxfp4, resolve
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint import writer as checkpoint_writer
@@ -25,7 +25,8 @@ from mlaforge.demo import first_token, upcycle
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.factorization.refit import steer
-from mlaforge.families import read_rope, read_spec
+from mlaforge.families import read_spec
+from mlaforge.families.family import read_rope
 from mlaforge.families.spec import ModelSpec
 from mlaforge.healing.distillation import Distillation, Loss
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -62,7 +63,7 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
         loading.check_tokens(source, tuned.ids)
     manifest = Manifest(
         "make-gptoss",
-        config=dataclasses.asdict(config),
+        config=dataclasses.asdict(config) | record_names(config, "from_", "text"),
         inputs={
             "model": {
                 "path": source.name,

@@ -1,4 +1,4 @@
-"""Where attention looks, head by head: statistics of softmax weights that are never all held at once.
+"""Attention statistics, head by head: where softmax weights lie, without ever holding all of them at once.
 
 Query rows are taken in chunks, so that the memory does not depend on the length of a window. Every number is over the
 queries of the second half of each window: each sees at least half a window, so that no number is high only because
@@ -104,8 +104,8 @@ class AttentionStats:
         self.entropy -= logs.mul_(a_HRK).sum(-1).double().sum(-1)
         for n, count in enumerate(FIRST):
             self.first[:, n] += a_HRK[..., : max(0, count - begin)].sum((1, 2)).double()
-        found = by_distance(a_HRK).double()
-        self.by_distance[:, : found.shape[1]] += found
+        sums = by_distance(a_HRK).double()
+        self.by_distance[:, : sums.shape[1]] += sums
         for column in range(max(0, RESTING - begin)):
             self.resting.index_add_(1, rows - begin - column, a_HRK[..., column].double())
 

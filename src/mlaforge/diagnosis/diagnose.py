@@ -1,7 +1,7 @@
 """`diagnose`: what a model's attention does on a text, and what converting it would cost, before anything is converted.
 
 The forward and backward pass of calibration (factorization/moments.py) is watched layer by layer: where attention looks
-(diagnosis/attention_stats.py), how experts are routed (diagnosis/routing.py), the shape of keys and values (diagnosis/geometry.py). The moments give
+(attention_stats.py), how experts are routed (routing.py), the shape of keys and values (geometry.py). The moments give
 the predicted loss of every layer by budget and layout, and from it a plan for `convert --plan`. docs/diagnose.md says
 what each number means.
 """
@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge.artifact import WORK, Manifest, finished, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
 from mlaforge.checkpoint import loading, reader, resolve
-from mlaforge.checkpoint.layerwise import LayerStream, losses
+from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import losses
+from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.diagnosis import verdicts
 from mlaforge.diagnosis.attention_stats import AttentionStats
@@ -51,8 +53,8 @@ class Watch:
         self.stream, self.ids, self.spill, self.router, self.stored = stream, ids, spill, router, stored
 
     def head(self, window: int, norm: Any, head: Tensor, hidden_BTC: Tensor) -> None:
-        found = losses(norm, head, hidden_BTC[0], self.ids[window])
-        self.spill[f"losses-{window:04d}"] = {"mean": found.double().mean()}
+        token_losses = losses(norm, head, hidden_BTC[0], self.ids[window])
+        self.spill[f"losses-{window:04d}"] = {"mean": token_losses.double().mean()}
 
     @contextmanager
     def layer(self, index: int, layer: Any) -> Iterator[Callable[[dict[str, Any]], None]]:
@@ -64,11 +66,11 @@ class Watch:
         allocated: list[int] = []
 
         @torch.no_grad()
-        def see(seen: dict[str, Any]) -> None:
-            x = seen["x"][0].float()
-            cos, sin = (pairs(table[0], own.head_dim // 2).float() for table in seen["rope"])
+        def see(activations: dict[str, Any]) -> None:
+            x = activations["x"][0].float()
+            cos, sin = (pairs(table[0], own.head_dim // 2).float() for table in activations["rope"])
             q, k, v = (
-                seen[name][0].detach().float().view(len(x), -1, own.head_dim).transpose(0, 1)
+                activations[name][0].detach().float().view(len(x), -1, own.head_dim).transpose(0, 1)
                 for name in ("q_proj", "k_proj", "v_proj")
             )
             norms = (layer.self_attn.q_norm, layer.self_attn.k_norm) if own.qk_norm else None
@@ -86,11 +88,11 @@ class Watch:
                 hooks.callback(_listen(layer.get_submodule(self.router), routing, own.moe.top_k).remove)
             yield see
         parts = {"attention": attention, "geometry": geometry, **({"routing": routing} if routing else {})}
-        found = {f"{part}.{name}": value for part, stats in parts.items() for name, value in vars(stats).items()}
-        self.spill[_seen(index)] = {**found, "cache.allocated": torch.tensor(allocated[0])}
+        tensors = {f"{part}.{name}": value for part, stats in parts.items() for name, value in vars(stats).items()}
+        self.spill[_stats_key(index)] = {**tensors, "cache.allocated": torch.tensor(allocated[0])}
 
 
-def _seen(index: int) -> str:
+def _stats_key(index: int) -> str:
     return f"seen-{index:03d}"
 
 
@@ -110,8 +112,8 @@ def allocated_bytes(config: Any, index: int, keys: Tensor, values: Tensor) -> in
     for part in (slice(None, -1), slice(-1, None)):
         cache.update(keys[:, :, part], values[:, :, part], index)
     layer = cache.layers[index]
-    held = {s.data_ptr(): s.nbytes() for s in (layer.keys.untyped_storage(), layer.values.untyped_storage())}
-    return sum(held.values())
+    storages = {s.data_ptr(): s.nbytes() for s in (layer.keys.untyped_storage(), layer.values.untyped_storage())}
+    return sum(storages.values())
 
 
 def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = False) -> Manifest:
@@ -130,12 +132,11 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
     tokenizer = loading.load_tokenizer(source)
     text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
     loading.check_tokens(source, text.ids)
-    name = source.resolve().name if Path(model).expanduser().exists() else model
-    told = {"path": name, "model_type": plan.spec.model_type, "sha256": reader.fingerprint(source)}
+    model_input = {"path": record_name(model), "model_type": plan.spec.model_type, "sha256": reader.fingerprint(source)}
     manifest = Manifest(
         "diagnose",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"},
-        inputs={"model": told, "text": text.describe()},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"} | record_names(config, "text"),
+        inputs={"model": model_input, "text": text.describe()},
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
@@ -167,20 +168,20 @@ def _records(
     stream: LayerStream, work: Spill, plan: Plan, stored: torch.dtype, length: int
 ) -> tuple[list[dict[str, Any]], Plan]:
     """Everything about each layer as plain numbers, and `plan` with ranks by predicted loss."""
-    found = {i: _predicted(stream, work, plan, i) for i in progress(range(stream.num_layers), "predict")}
-    suggested = ranks.allocate_ranks(plan, {i: found[i]["values"] for i in plan.converted})
+    predictions = {i: _predicted(stream, work, plan, i) for i in progress(range(stream.num_layers), "predict")}
+    suggested = ranks.allocate_ranks(plan, {i: predictions[i]["values"] for i in plan.converted})
     records = []
     for i, (own, chosen) in enumerate(zip(stream.spec.layers, suggested.layers, strict=True)):
-        seen = work[_seen(i)]
+        tensors = work[_stats_key(i)]
 
-        def stats(kind: Any, part: str, seen: dict[str, Tensor] = seen) -> dict[str, Any]:
-            return kind(**{n.split(".")[1]: t for n, t in seen.items() if n.startswith(f"{part}.")}).describe()
+        def stats(kind: Any, part: str, tensors: dict[str, Tensor] = tensors) -> dict[str, Any]:
+            return kind(**{n.split(".")[1]: t for n, t in tensors.items() if n.startswith(f"{part}.")}).describe()
 
-        values, lost = found[i]["values"], float(found[i]["lost"])
-        eigenvalues = {name.split(".")[1]: v for name, v in found[i].items() if name.startswith("spectrum.")}
+        values, lost = predictions[i]["values"], float(predictions[i]["lost"])
+        eigenvalues = {name.split(".")[1]: v for name, v in predictions[i].items() if name.startswith("spectrum.")}
         rows = torch.zeros(1, 1, length, chosen.cached(own), dtype=stored)
         converted = chosen.layout != "gqa"
-        gqa = int(seen["cache.allocated"])
+        gqa = int(tensors["cache.allocated"])
         records.append({
             "layer": i,
             "window": own.window,
@@ -194,7 +195,7 @@ def _records(
             "effective_rank": {name: effective_rank(v) for name, v in eigenvalues.items()},
             "predicted_loss": {
                 layout: {str(b): None if math.isnan(v) else v for b, v in zip(BUDGETS, row, strict=True)}
-                for layout, row in zip(LATENT_LAYOUTS, found[i]["loss"].tolist(), strict=True)
+                for layout, row in zip(LATENT_LAYOUTS, predictions[i]["loss"].tolist(), strict=True)
             },
             "plan": {
                 **dataclasses.asdict(chosen),
@@ -234,31 +235,34 @@ def _predicted(stream: LayerStream, work: Spill, plan: Plan, index: int) -> dict
             with contextlib.suppress(UserError):
                 chosen = make_plan(spec, budget, layout, str(index)).layers[index]
                 table[row, column] = ranks.loss(part(chosen), chosen.kv_lora_rank)
-    seen = {n.split(".")[1]: t.to(stream.device) for n, t in work[_seen(index)].items() if n.startswith("geometry.")}
-    found = {f"spectrum.{n}": v for n, v in Geometry(**seen).spectra(own, m, spec.layers[index]).items()}
-    found["spectrum.loss"] = ranks.spectrum(part(plan.layers[plan.converted[0]])).values
+    stats = work[_stats_key(index)]
+    geometry = {n.split(".")[1]: t.to(stream.device) for n, t in stats.items() if n.startswith("geometry.")}
+    prediction = {f"spectrum.{n}": v for n, v in Geometry(**geometry).spectra(own, m, spec.layers[index]).items()}
+    prediction["spectrum.loss"] = ranks.spectrum(part(plan.layers[plan.converted[0]])).values
     if index in plan.converted:
         chosen = plan.layers[index]
-        found["values"] = ranks.spectrum(part(chosen)).values.clone()
-        found["lost"] = torch.tensor(ranks.loss(part(chosen), len(found["values"])), dtype=torch.float64)
+        prediction["values"] = ranks.spectrum(part(chosen)).values.clone()
+        prediction["lost"] = torch.tensor(ranks.loss(part(chosen), len(prediction["values"])), dtype=torch.float64)
     else:
-        found["values"], found["lost"] = torch.zeros(0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    work[name] = {**found, "loss": table}
+        prediction["values"] = torch.zeros(0, dtype=torch.float64)
+        prediction["lost"] = torch.zeros((), dtype=torch.float64)
+    work[name] = {**prediction, "loss": table}
     return work[name]
 
 
 def _write(
     folder: Path, manifest: Manifest, records: list[dict[str, Any]], suggested: Plan, passages: list[int], report: bool
 ) -> None:
-    inputs, metrics = manifest.inputs, manifest.metrics
-    told = {"model": inputs["model"], "text": inputs["text"], "summary": metrics, "budgets": BUDGETS, "layers": records}
-    diagnosis = json.loads(json.dumps(told), parse_float=lambda text: float(f"{float(text):.6g}"))
+    inputs = {name: manifest.inputs[name] for name in ("model", "text")}
+    document = {**inputs, "summary": manifest.metrics, "budgets": BUDGETS, "layers": records}
+    diagnosis = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.6g}"))
     (folder / DIAGNOSIS).write_text(json.dumps(diagnosis, allow_nan=False) + "\n", encoding="utf-8")
     predicted = [record["plan"]["predicted_loss"] for record in records]
-    plan_file.write(
-        folder / plan_file.PLAN, suggested, {"model": inputs["model"], "text": inputs["text"]}, predicted, passages
-    )
+    plan_file.write(folder / plan_file.PLAN, suggested, inputs, predicted, passages)
     if report:
         from mlaforge.diagnosis.plots import draw
 
         draw(folder, diagnosis)
+
+
+diagnose = by_keywords(run, DiagnoseConfig)

@@ -66,9 +66,9 @@ class Geometry:
     def describe(self) -> dict[str, Any]:
         """Means over tokens, plain numbers for JSON."""
         norms = ("q_norm", "q_rotated_norm", "k_norm", "k_rotated_norm", "v_norm", "q_pairs", "k_pairs")
-        found: dict[str, Any] = {name: (getattr(self, name) / self.tokens).tolist() for name in norms}
+        means: dict[str, Any] = {name: (getattr(self, name) / self.tokens).tolist() for name in norms}
         squares = {"k": self.k_square, "v": self.v_square, "x": self.x_square[None]}
-        return {**found, "outliers": {name: _outliers(square / self.tokens) for name, square in squares.items()}}
+        return {**means, "outliers": {name: _outliers(square / self.tokens) for name, square in squares.items()}}
 
     def spectra(self, own: Projections, m: LayerMoments, layer: LayerSpec) -> dict[str, Tensor]:
         """Name -> eigenvalues, descending: covariances of K, of V, and of both, each brought to the same trace; and
@@ -77,15 +77,15 @@ class Geometry:
         covariance = self.kv_outer / self.tokens - torch.outer(mean, mean)
         k, v = covariance[:half, :half], covariance[half:, half:]
         scale = torch.cat([part.diagonal().mean().clamp_min(1e-300).rsqrt().expand(half) for part in (k, v)])
-        seen_by = {
+        weighted = {
             "k_weighted": (k, key_weight(m.key_outer, layer, m.rows)),
             "v_weighted": (v, value_weight(m.value_mix, own.w_o, layer, m.rows)),
         }
-        found = {"k": k, "v": v, "joint": scale[:, None] * covariance * scale}
-        for name, (part, weight) in seen_by.items():
+        matrices = {"k": k, "v": v, "joint": scale[:, None] * covariance * scale}
+        for name, (part, weight) in weighted.items():
             root = roots(with_ridge(weight))[0]
-            found[name] = root @ part @ root
-        return {name: torch.linalg.eigvalsh(part).flip(-1).clamp_min(0) for name, part in found.items()}
+            matrices[name] = root @ part @ root
+        return {name: torch.linalg.eigvalsh(part).flip(-1).clamp_min(0) for name, part in matrices.items()}
 
 
 def effective_rank(values: Tensor) -> float:

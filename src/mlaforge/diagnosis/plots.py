@@ -1,4 +1,4 @@
-"""The pictures of a diagnosis: heat maps by layer and head, in one page that needs no other file, and as one PNG.
+"""Plots of a diagnosis: heat maps by layer and head, in one page that needs no other file, and as one PNG.
 
 Everything is drawn from diagnosis.json; nothing is computed here but colours. The page looks as the report's does.
 """
@@ -77,29 +77,30 @@ def _map(
 
 
 def _of_attention(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    seen = [layer["attention"] for layer in layers]
+    attention = [layer["attention"] for layer in layers]
     share: dict[str, Any] = {"low": 0.0, "high": 1.0, "label": "share of attention"}
-    context = [[math.log2(tokens) for tokens in found["effective_context"]] for found in seen]
+    context = [[math.log2(tokens) for tokens in stats["effective_context"]] for stats in attention]
     figures = [
         _map("sinks", "On the first token", "Share of attention that lies on the first token of a window.",
-             [found["first"]["1"] for found in seen], **share),
+             [stats["first"]["1"] for stats in attention], **share),
         _map("sinks", "On the first 16 tokens", "As before, for the first sixteen tokens together.",
-             [found["first"]["16"] for found in seen], **share),
+             [stats["first"]["16"] for stats in attention], **share),
         _map("sinks", "Entropy", "Mean entropy of a query's attention in nats: e to it is how many tokens it spreads "
-             "over. Dark heads look at few.", [found["entropy"] for found in seen], low=0.0, label="nats"),
+             "over. Dark heads look at few.", [stats["entropy"] for stats in attention], low=0.0, label="nats"),
         _map("sinks", "Norm of the first key", "Norm of the first token's key over the mean of the others.",
-             [found["sink_key_norm"] for found in seen], "KV head", label="ratio"),
+             [stats["sink_key_norm"] for stats in attention], "KV head", label="ratio"),
         _map("windows", "Effective context", "Tokens back that hold 90 % of what rests neither on the first four "
              "tokens nor on a learned sink, as a power of two.", context, low=0.0, label="log2 tokens"),
     ]  # fmt: skip
-    if any(max(found["learned_sink"]) > 0 for found in seen):
-        sink = [found["learned_sink"] for found in seen]
+    if any(max(stats["learned_sink"]) > 0 for stats in attention):
+        sink = [stats["learned_sink"] for stats in attention]
         caption = "Share of attention that the learned sink takes, so that no token gets it."
         figures.insert(1, _map("sinks", "On the learned sink", caption, sink, **share))
     for w in ("128", "1024"):
-        if all(found["recent"][w] for found in seen):
+        if all(stats["recent"][w] for stats in attention):
             caption = f"Share of attention on the query's own token and the {int(w) - 1} before it."
-            figures.append(_map("windows", f"Within {w} tokens", caption, [f["recent"][w] for f in seen], **share))
+            recent = [stats["recent"][w] for stats in attention]
+            figures.append(_map("windows", f"Within {w} tokens", caption, recent, **share))
     return figures
 
 
@@ -107,14 +108,14 @@ def _of_experts(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     routed = [layer["routing"] for layer in layers]
     if not any(routed):
         return []
-    load = [found["load"] if found else [] for found in routed]
+    load = [stats["load"] if stats else [] for stats in routed]
     lines = {
-        label: [found[name] if found else math.nan for found in routed]
+        label: [stats[name] if stats else math.nan for stats in routed]
         for label, name in (("variation of the load", "cv"), ("router entropy (nats)", "router_entropy"))
     }
     return [
-        _map("routing", "Load of the experts", "Visits of each expert over its fair share: 1 is even.", load, "expert",
-             low=0.0, label="of a fair share"),
+        _map("routing", "Load of the experts", "Tokens routed to each expert over its fair share: 1 is even.", load,
+             "expert", low=0.0, label="of a fair share"),
         _figure("routing", "Imbalance and router entropy", "Standard deviation of the load over its mean, and the "
                 "entropy of the router's softmax.", _lines, {"lines": lines, "label": ""}),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How a mixture of experts routes tokens: load, imbalance, router entropy, and which experts go together.
+"""Router statistics of a mixture of experts: load, imbalance, router entropy, and which experts co-activate.
 
 Legend: N tokens, E experts.
 """
@@ -46,7 +46,7 @@ class RoutingStats:
         self.tokens += len(logits)
 
     def describe(self) -> dict[str, Any]:
-        """Plain numbers for JSON. `load` is each expert's share of all visits, over the fair share 1/E."""
+        """Plain numbers for JSON. `load` is each expert's share of all routed tokens, over the fair share 1/E."""
         served, E = self.together.diagonal(), len(self.together)
         load = served / served.sum() * E
         # How often two experts meet over how often they would, did they choose tokens on their own.

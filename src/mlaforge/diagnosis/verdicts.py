@@ -1,4 +1,4 @@
-"""What a diagnosis comes to: one verdict for each question, with the threshold that it rests on.
+"""Verdicts of a diagnosis: one for each question, with its threshold.
 
 The thresholds and their reasons are in docs/diagnose.md. `layers` are the records of diagnosis.json.
 """
@@ -15,6 +15,7 @@ import torch
 from mlaforge.diagnosis.attention_stats import RECENT
 from mlaforge.diagnosis.routing import DEAD, HOT
 from mlaforge.planning.plan import Plan, unconverted
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
 # A head rests on a sink if so much of its attention lies on the first token or the learned sink (arXiv:2410.10781).
@@ -59,10 +60,10 @@ def sinks(layers: list[dict[str, Any]]) -> dict[str, Any]:
     """How many heads rest on the first token or a learned sink, and which have collapsed."""
     heads, resting, collapsed = 0, [], []
     for layer in layers:
-        found = layer["attention"]
-        for h, entropy in enumerate(found["entropy"]):
+        attention = layer["attention"]
+        for h, entropy in enumerate(attention["entropy"]):
             heads += 1
-            if max(found["first"]["1"][h], found["learned_sink"][h]) >= SINK:
+            if max(attention["first"]["1"][h], attention["learned_sink"][h]) >= SINK:
                 resting.append([layer["layer"], h])
             if math.exp(entropy) < COLLAPSED:
                 collapsed.append([layer["layer"], h])
@@ -87,25 +88,25 @@ def sinks(layers: list[dict[str, Any]]) -> dict[str, Any]:
 def windows(layers: list[dict[str, Any]]) -> dict[str, Any]:
     """How far heads of layers without a sliding window look."""
     full = [layer["attention"] for layer in layers if layer["window"] is None]
-    contexts = [tokens for found in full for tokens in found["effective_context"]]
+    contexts = [tokens for stats in full for tokens in stats["effective_context"]]
     recent = {}
     for w in map(str, RECENT):
-        known = [mass for found in full if found["recent"][w] is not None for mass in found["recent"][w]]
-        recent[w] = statistics.fmean(known) if known else None
+        masses = [mass for stats in full if stats["recent"][w] is not None for mass in stats["recent"][w]]
+        recent[w] = statistics.fmean(masses) if masses else None
     local = sum(tokens <= LOCAL for tokens in contexts)
-    found = {"threshold": LOCAL, "heads": len(contexts), "local_heads": local, "recent": recent}
+    metrics = {"threshold": LOCAL, "heads": len(contexts), "local_heads": local, "recent": recent}
     if not contexts:
-        return {"verdict": "all layers slide", "text": "every layer has a sliding window", **found}
+        return {"verdict": "all layers slide", "text": "every layer has a sliding window", **metrics}
     middle = statistics.median(contexts)
-    masses = ", ".join(f"{mass:.0%} within {w}" for w, mass in recent.items() if mass is not None)
+    shares = ", ".join(f"{mass:.0%} within {w}" for w, mass in recent.items() if mass is not None)
     text = (
         f"{local} of {len(contexts)} heads of full layers look no further than {LOCAL} tokens, the median {middle:.0f}"
     )
     return {
         "verdict": "mostly local" if local > len(contexts) / 2 else "wide",
-        "text": text + (f"; attention {masses} tokens" if masses else ""),
+        "text": text + (f"; attention {shares} tokens" if shares else ""),
         "effective_context": middle,
-        **found,
+        **metrics,
     }
 
 
@@ -114,8 +115,8 @@ def routing(layers: list[dict[str, Any]]) -> dict[str, Any]:
     routed = [layer["routing"] for layer in layers if layer["routing"]]
     if not routed:
         return {"verdict": "dense", "text": "no experts: the MLP of every layer is dense"}
-    dead, hot = (sum(len(found[kind]) for found in routed) for kind in ("dead", "hot"))
-    worst = max(found["cv"] for found in routed)
+    dead, hot = (sum(len(stats[kind]) for stats in routed) for kind in ("dead", "hot"))
+    worst = max(stats["cv"] for stats in routed)
     experts = len(routed[0]["load"])
     return {
         "verdict": "uneven" if worst > UNEVEN or dead else "even",
@@ -123,10 +124,10 @@ def routing(layers: list[dict[str, Any]]) -> dict[str, Any]:
         f"below {DEAD:.0%} of a fair share, {hot} above {HOT:.0f} times it",
         "threshold": UNEVEN,
         "worst_cv": worst,
-        "worst_max_over_mean": max(found["max_over_mean"] for found in routed),
+        "worst_max_over_mean": max(stats["max_over_mean"] for stats in routed),
         "dead": dead,
         "hot": hot,
-        "router_entropy": statistics.fmean(found["router_entropy"] for found in routed),
+        "router_entropy": statistics.fmean(stats["router_entropy"] for stats in routed),
         "uniform_entropy": math.log(experts),
     }
 
@@ -193,5 +194,4 @@ def table(metrics: dict[str, Any]) -> str:
     ]
     rows += [(name, metrics[name]["verdict"], metrics[name]["text"]) for name in
              ("sinks", "windows", "routing", "geometry", "cache", "plan")]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(f"{name:<{widths[0]}}  {verdict:<{widths[1]}}  {text}" for name, verdict, text in rows)
+    return text_table(rows)

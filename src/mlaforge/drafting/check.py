@@ -4,7 +4,7 @@ Cheap because nothing is drafted step by step: on a given text, the head's likel
 with the target's. That is the acceptance of a first drafted token on that text; later ones are accepted less often.
 What the target itself has written (`draft regenerate`) is what a head was trained on, other text understates it.
 
-Legend: T tokens of a window, C hidden size of the target, V draft vocabulary.
+Legend: T tokens of a window, R = T - 1 rows, C hidden size of the target, S of its captured states side by side.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from mlaforge.data import corpus
 from mlaforge.drafting.config import SHORTEST, DraftCheckConfig
 from mlaforge.drafting.dataset import STAGE, read_answers
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Head
-from mlaforge.runtime import progress, resolve_device, resolve_dtype
+from mlaforge.runtime import resolve_device, resolve_dtype
 
 # One choice of states is better than another where so many standard errors lie between them.
 SURE = 3.0
+# The choice that a head's own config.json makes.
+STORED = "as stored"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ def read_texts(tokenizer: Any, config: DraftCheckConfig) -> list[Tensor]:
 def shifted(boundaries: tuple[int, ...], num_layers: int) -> dict[str, tuple[int, ...]]:
     """Name -> boundaries: the head's own, a layer later, a layer earlier, and the last one on the other side of the
     final norm; those that the target has."""
-    choices = {"as stored": boundaries}
+    choices = {STORED: boundaries}
     for name, by in (("+1", 1), ("-1", -1)):
         moved = tuple(b + by for b in boundaries)
         if AFTER_NORM not in boundaries and all(0 <= b <= num_layers for b in moved):
@@ -124,24 +126,18 @@ def target_states(
     stream: LayerStream, texts: list[Tensor], boundaries: set[int]
 ) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
     """Per text its states [T, C] at every boundary, and the target's likeliest token after every position [T]."""
-    hidden = [stream.embed(ids[None]) for ids in texts]
     captured: list[dict[int, Tensor]] = [{} for _ in texts]
 
-    def keep(boundary: int, states: Tensor, n: int) -> None:
+    def keep(boundary: int, n: int, states: Tensor) -> None:
         if boundary in boundaries:
             captured[n][boundary] = states[0]
 
-    for index in progress(range(stream.num_layers), "target's states", stream.num_layers):
-        with stream.layer(index) as layer:
-            for n, states in enumerate(hidden):
-                keep(index, states, n)
-                hidden[n] = stream.run(layer, index, states)
-    said = []
+    hidden, said = stream.last_states(texts, "target's states", keep), []
     with stream.head() as (norm, weight):
         for n, states in enumerate(hidden):
-            keep(stream.num_layers, states, n)
+            keep(stream.num_layers, n, states)
             normed = norm(states)
-            keep(AFTER_NORM, normed, n)
+            keep(AFTER_NORM, n, normed)
             said.append(torch.cat([(rows @ weight.T).argmax(-1) for rows in normed[0].split(HEAD_ROWS)]).cpu())
     return captured, said
 
@@ -150,10 +146,32 @@ def target_states(
 def predictions(head: Eagle3Head, states_TS: Tensor, embedded_TC: Tensor) -> Tensor:
     """The target's token [T - 1] that the head finds likeliest after each position but the first, from the states
     captured at all positions and the embeddings of their tokens."""
-    hidden = head.fuse(states_TS[:-1].float())
-    T = len(hidden)
-    distance = torch.arange(T, device=hidden.device)[:, None] - torch.arange(T, device=hidden.device)
-    mask = (distance >= 0) & (distance < (head.config.sliding_window or T))
-    out = head(hidden[None], embedded_TC[None, 1:].float(), torch.arange(T, device=hidden.device)[None], mask)
-    likeliest = torch.cat([head.logits(rows).argmax(-1) for rows in out[0].split(HEAD_ROWS)])
+    out_RC = whole_pass(head, states_TS.float(), embedded_TC[1:].float())[0]
+    likeliest = torch.cat([head.logits(rows).argmax(-1) for rows in out_RC.split(HEAD_ROWS)])
     return head.target_ids[likeliest]
+
+
+def whole_pass(head: Eagle3Head, states_TS: Tensor, embedded_RC: Tensor) -> Tensor:
+    """The head's output [1, R, C] before its final norm, all R = T - 1 rows of a text at once: from the states at all
+    its tokens but the last, and the embeddings of all but the first."""
+    hidden_1RC = head.fuse(states_TS[None, :-1])
+    at_R = torch.arange(len(embedded_RC), device=embedded_RC.device)
+    distance = at_R[:, None] - at_R
+    mask = (distance >= 0) & (distance < (head.config.sliding_window or len(at_R)))
+    out: Tensor = head(hidden_1RC, embedded_RC[None], at_R[None], mask)
+    return out
+
+
+def table(agreement: dict[str, Any]) -> str:
+    """What `run` returns, for a terminal."""
+    lines = [f"{'states':22} {'boundaries':16} agreement"]
+    lines += [f"{row['states']:22} {row['boundaries']!s:16} {row['agreement']:9.4f}" for row in agreement["rows"]]
+    share, right = f"{100 * agreement['coverage']:.1f} %", agreement["right"]
+    lines.append(f"{agreement['positions']} positions; HEAD's vocabulary has {share} of what MODEL says there")
+    if right is None:
+        verdict = "undecided: no choice of states is surely the best; give more text, or a head of this model"
+    elif right == STORED:
+        verdict = "its states are the right ones"
+    else:
+        verdict = f"wrong states: {right} is right; import it again with another --convention"
+    return "\n".join([*lines, verdict])

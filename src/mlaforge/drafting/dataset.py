@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import Manifest, record_name
+from mlaforge.data.corpus import json_lines
 from mlaforge.runtime import UserError
 
 STAGE, TEXT = "draft regenerate", "text.jsonl"
@@ -50,17 +51,27 @@ def read_prompts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts {path} cannot be read: {error}") from error
     said = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            said.append(json.loads(line)["turns"][0].strip())
-            said[-1].encode()  # fails for half a character
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise UserError(f'{path} line {number} is not {{"turns": [text, ...]}}') from error
+    for number, turn in json_lines(lines, _first_turn):
+        if turn is None:
+            raise UserError(f'{path} line {number} is not {{"turns": [text, ...]}}')
+        said.append(turn)
     if not said:
         raise UserError(f"{path} holds no prompts")
     return said
+
+
+def _first_turn(record: Any) -> str:
+    turn: str = record["turns"][0].strip()
+    turn.encode()  # fails for half a character
+    return turn
+
+
+def _answer(record: Any) -> Answer:
+    answer = Answer(record["number"], record["prompt"], record["answer"])
+    whole = [*answer.prompt_ids, *answer.answer_ids]
+    if not answer.prompt_ids or not answer.answer_ids or any(type(i) is not int or i < 0 for i in whole):
+        raise TypeError(whole)
+    return answer
 
 
 def read_judged(path: Path) -> list[str]:
@@ -108,14 +119,15 @@ def check_unseen(head: Path, judged: Iterable[Mapping[str, str]]) -> str:
     all of its text is free of all of them. Raises UserError for a file that some of its text may share something with.
     """
     manifest = _trained(head)
+    name = record_name(head)
     if manifest is None:
-        return f"nothing says what {head} was trained on: it may have seen what it is judged on"
+        return f"nothing says what {name} was trained on: it may have seen what it is judged on"
     own, earlier = _texts(head, manifest)
     free = set.intersection(*(set(text["exclude"]) for text in [*own, *(earlier or [])]))
-    unknown = "" if earlier is not None else f"{head} began as another head, of whose text nothing is known"
+    unknown = "" if earlier is not None else f"{name} began as another head, of whose text nothing is known"
     for file in judged:
         if not file["sha256"]:
-            unknown = unknown or f"whether {head} was trained on text like the embedded one is not known"
+            unknown = unknown or f"whether {name} was trained on text like the embedded one is not known"
         elif file["sha256"] not in free:
             raise UserError(
                 f"{head} was trained on text that need not be free of {file['path']}; nothing may be judged on what it "
@@ -154,18 +166,12 @@ def read_answers(directory: Path) -> tuple[Manifest, list[Answer]]:
         raise UserError(f"{directory} is not what `mlaforge draft regenerate` wrote")
     found = []
     try:
-        lines = (directory / TEXT).read_text(encoding="utf-8").splitlines()
+        lines = (directory / TEXT).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{directory / TEXT} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            told = json.loads(line)
-            answer = Answer(told["number"], told["prompt"], told["answer"])
-            whole = [*answer.prompt_ids, *answer.answer_ids]
-            if not answer.prompt_ids or not answer.answer_ids or any(type(i) is not int or i < 0 for i in whole):
-                raise TypeError(whole)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{directory / TEXT} line {number} is damaged; regenerate the text") from error
+    for number, answer in json_lines(lines, _answer):
+        if answer is None:
+            raise UserError(f"{directory / TEXT} line {number} is damaged; regenerate the text")
         found.append(answer)
     if not found:
         raise UserError(f"{directory} holds no answers; give more prompts")

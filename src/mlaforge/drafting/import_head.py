@@ -22,17 +22,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_name, writing
 from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint import reader as checkpoint_reader
-from mlaforge.checkpoint.eagle3 import ARCHITECTURE, CONVENTIONS, check_head, head_config, write_head
+from mlaforge.checkpoint.eagle3 import (
+    ARCHITECTURE,
+    CONVENTIONS,
+    buffers,
+    check_head,
+    head_config,
+    target_ids,
+    write_head,
+)
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.drafting.config import DraftImportConfig
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import UserError, log, timed
 
 EMBEDDING, HEAD, QUERY = "embed_tokens.weight", "lm_head.weight", "midlayer.self_attn.q_proj."
-OFFSETS, IDS = "offsets", "ids"
 
 
 def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: bool = False) -> Manifest:
@@ -45,7 +52,7 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
         "draft import",
         config=dataclasses.asdict(config),
         inputs={
-            name: {"path": given, "sha256": checkpoint_reader.fingerprint(directory)}
+            name: {"path": record_name(given), "sha256": checkpoint_reader.fingerprint(directory)}
             for name, given, directory in (("head", src, source), ("target", target, model))
         },
     )
@@ -171,45 +178,4 @@ class _Import:
         else:
             tied = HEAD not in self.its
             state[HEAD] = self.its[f"model.{EMBEDDING}" if tied else HEAD][ids_V[order]]
-        if head.config.draft_vocab_size != head.config.layer.vocab_size:
-            state["d2t"] = ids_V[order] - torch.arange(len(ids_V))
-            state["t2d"] = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool)
-            state["t2d"][ids_V] = True
-        return state
-
-
-def target_ids(d2t_V: Tensor, t2d: Tensor | None, vocabulary: int, reading: str = "auto") -> tuple[str, Tensor]:
-    """How `d2t_V` is to be read and the target's ids [V] it names, in its own order.
-
-    Offsets (target = draft + d2t[draft]) must give rising ids; ids themselves may come in any order, none twice. Both
-    must stay in the target's vocabulary and name what `t2d` marks. `reading` decides where both are possible. Raises
-    UserError where none is.
-    """
-    if d2t_V.ndim != 1 or d2t_V.is_floating_point() or not len(d2t_V):
-        raise UserError(f"d2t is {d2t_V.dtype} {list(d2t_V.shape)}; it must be a list of whole numbers")
-    d2t_V = d2t_V.to(torch.int64)
-    found = {OFFSETS: d2t_V + torch.arange(len(d2t_V)), IDS: d2t_V}
-    if reading != "auto":
-        found = {reading: found[reading]}
-    wrong = {name: _wrong(name, ids_V, t2d, vocabulary) for name, ids_V in found.items()}
-    right = [name for name, reason in wrong.items() if reason is None]
-    if len(right) == 1:
-        return right[0], found[right[0]]
-    if right:
-        raise UserError("d2t can be offsets as well as ids, and no t2d decides: give --d2t offsets or --d2t ids")
-    raise UserError("d2t is wrong: " + "; ".join(f"as {name} it {reason}" for name, reason in wrong.items()))
-
-
-def _wrong(name: str, ids_V: Tensor, t2d: Tensor | None, vocabulary: int) -> str | None:
-    outside = ids_V[(ids_V < 0) | (ids_V >= vocabulary)]
-    if len(outside):
-        return f"names token {int(outside[0])}, the target has {vocabulary}"
-    if name == OFFSETS and bool((ids_V.diff() <= 0).any()):
-        at = int((ids_V.diff() <= 0).nonzero()[0, 0])
-        return f"falls from token {int(ids_V[at])} to {int(ids_V[at + 1])}"
-    rising = ids_V.sort().values
-    if bool((rising.diff() == 0).any()):
-        return f"names token {int(rising[:-1][rising.diff() == 0][0])} twice"
-    if t2d is not None and (len(t2d) != vocabulary or t2d.nonzero()[:, 0].tolist() != rising.tolist()):
-        return "names other tokens than t2d marks"
-    return None
+        return state | buffers(head.config, ids_V[order])

@@ -1,7 +1,7 @@
 """Where the training of a draft head begins: at a linear map that is solved in closed form, with heads that look up.
 
 The map predicts the target's final state one place on from the captured states of a place, the embedding of the token
-after it, and what followed that token before (drafting/induction.py), all normed, by least squares over the text. The head's
+after it, and what followed that token before (induction.py), all normed, by least squares over the text. The head's
 own parts hold it: `fc` what is of the states, and which tokens they are of; values and output projection of the
 attention what is of embeddings, as near as their rank allows. Queries that are not taught to look up equal their keys,
 so that such a head sees its own row and little else. What the map leaves to the MLP is drawn small.

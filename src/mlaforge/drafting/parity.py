@@ -30,7 +30,7 @@ from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus
-from mlaforge.drafting.check import target_states
+from mlaforge.drafting.check import target_states, whole_pass
 from mlaforge.drafting.config import DraftCompareConfig
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
@@ -119,11 +119,7 @@ def plain_stages(head: Eagle3Head, states_TS: Tensor, embedded_RC: Tensor, ids: 
         module.register_forward_hook(lambda _, given, out, name=name: kept.update({name: out[0]}))
     if head.config.own_embedding:
         embedded_RC = head.embed_tokens(ids[1:].to(embedded_RC.device))
-    at_R = torch.arange(len(embedded_RC), device=embedded_RC.device)
-    distance = at_R[:, None] - at_R
-    mask = (distance >= 0) & (distance < (head.config.sliding_window or len(at_R)))
-    out = head(head.fuse(states_TS[None, :-1]), embedded_RC[None], at_R[None], mask)
-    kept["pre_head_hidden"] = head.norm(out)[0]
+    kept["pre_head_hidden"] = head.norm(whole_pass(head, states_TS, embedded_RC))[0]
     kept["logits"] = head.lm_head(kept["pre_head_hidden"])
     return kept
 
@@ -182,3 +178,16 @@ def failed(row: dict[str, Any], config: DraftCompareConfig) -> list[str]:
     if most is not None and not row["max_difference"] <= most:
         found.append(f"{row['stage']}: largest difference {row['max_difference']:.3g} is above {most:g}")
     return found
+
+
+def table(differences: dict[str, Any]) -> str:
+    """What `run` returns, for a terminal."""
+    lines = [f"{'stage':18} {'mean |d|':>9} {'max |d|':>9} {'row':>5} {'size':>9} {'cosine':>8} {'worst':>8} top-k"]
+    for row in differences["stages"]:
+        overlap = "" if row["overlap"] is None else f" {row['overlap']:.3f}"
+        lines.append(
+            f"{row['stage']:18} {row['mean_difference']:9.2e} {row['max_difference']:9.2e} {row['worst_row']:5} "
+            f"{row['size']:9.2e} {row['cosine']:8.5f} {row['worst_cosine']:8.5f}{overlap}"
+        )
+    lines.append(f"{differences['rows']} rows, states of {differences['states']}, engine in {differences['dtype']}")
+    return "\n".join([*lines, "; ".join(differences["failed"]) or f"{differences['judged']} agrees"])

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_name, sha256, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.drafting.config import RegenerateConfig
 from mlaforge.drafting.dataset import (
@@ -66,7 +66,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         STAGE,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in ignored},
         inputs={
-            "model": {"path": str(model), "sha256": reader.fingerprint(directory)},
+            "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
             **{name: [sha256(path) for path in paths] for name, paths in files.items()},
         },
     )

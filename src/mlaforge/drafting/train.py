@@ -1,7 +1,7 @@
-"""`draft train`: an EAGLE-3 head learns to propose what its target says (drafting/training_time_test.py), on text that the target wrote.
+"""`draft train`: an EAGLE-3 head learns to propose what its target says, on text that the target wrote.
 
-Steps, evaluation, checkpoints and many processes are those of `heal` (training/optimizer.py, training/loop.py, training/distributed.py). What was
-best on answers kept back is written as a head that the engine loads.
+Steps, evaluation, checkpoints and many processes are those of `heal` (training/optimizer.py, training/loop.py,
+training/distributed.py). What was best on answers kept back is written as a head that the engine loads.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, finished, sha256
+from mlaforge.artifact import WORK, Manifest, finished, record_name, sha256
 from mlaforge.checkpoint import loading, reader, resolve
-from mlaforge.checkpoint.eagle3 import read_head, write_head
+from mlaforge.checkpoint.eagle3 import buffers, check_head, read_head, write_head
 from mlaforge.data import packing
 from mlaforge.drafting import initialize, token_map
 from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.dataset import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.drafting.training_time_test import States, Unrolled, Validation, capture, columns
-from mlaforge.families.spec import ModelSpec
+from mlaforge.families.spec import ModelSpec, capture_boundaries
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
-from mlaforge.training.loop import Course, Marks, board, check_shares, running
-from mlaforge.training.optimizer import Pace, Trainer
+from mlaforge.training.loop import check_shares, dtypes, running, train
 from mlaforge.training.teacher_cache import TeacherCache
 
 # Options that do not change the result, or not beyond rounding.
@@ -50,7 +49,7 @@ def boundaries(chosen: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
     """Where the residual stream is captured, by default the usual places. Raises UserError for what is no three places
     of it."""
     if chosen is None:
-        return min(2, num_layers), num_layers // 2, max(0, num_layers - 3)
+        return capture_boundaries(num_layers)
     if len(chosen) != 3 or max(chosen) > num_layers:
         listed = ",".join(map(str, chosen))
         raise UserError(f"boundaries = {listed} must be three places of 0 to {num_layers}, such as 0,1,{num_layers}")
@@ -78,13 +77,6 @@ def new_config(raw: dict[str, Any], spec: ModelSpec, config: DraftTrainConfig, s
         # States of a few tokens are hundreds of times larger than the others.
         fc_norm=True,
     )  # fmt: skip
-
-
-def _mapping(config: Eagle3Config, ids: Tensor) -> dict[str, Tensor]:
-    """The buffers of a head with a vocabulary of its own."""
-    if config.draft_vocab_size == config.layer.vocab_size:
-        return {}
-    return dict(zip(("d2t", "t2d"), token_map.mapping(ids, config.layer.vocab_size), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +138,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         TRAINED,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
         inputs={
-            "model": {"path": str(model), "sha256": reader.fingerprint(directory)},
+            "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
             "init": {"sha256": reader.fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
             if config.init else None,
             "vocabulary": sha256(Path(config.vocabulary) / token_map.FILE) if config.vocabulary else None,
@@ -170,12 +162,10 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
 
 
 def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -> None:
-    for name, own, wanted in (
-        ("target_hidden_size", head.target_hidden_size, spec.hidden_size),
-        ("vocab_size", head.layer.vocab_size, spec.vocab_size),
-    ):
-        if own != wanted:
-            raise UserError(f"{config.init}: the head's {name} is {own}, the model's {wanted}: it is another model's")
+    try:
+        check_head(head, spec.hidden_size, spec.vocab_size)
+    except UserError as error:
+        raise UserError(f"{config.init}: {error}") from error
     if head.own_embedding:
         raise UserError(f"{config.init} has embed_tokens of its own, which is not trained here; give another head")
 
@@ -191,7 +181,7 @@ def _new_head(
         initialize.start(head, text, wanted_head, seed)
         work["start"] = dict(head.named_parameters())
     group.wait()
-    head.load_state_dict({**_mapping(shape, ids), **work["start"]})
+    head.load_state_dict({**buffers(shape, ids), **work["start"]})
     return head
 
 
@@ -211,7 +201,7 @@ def _train(
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
-    dtype = resolve_dtype(config.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype, kept = dtypes(config.dtype, group)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
         target = loading.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
@@ -231,36 +221,23 @@ def _train(
         else:
             states = functools.partial(capture, target, boundaries=shape.boundaries)
         head = old or _new_head(shape, ids, rows, states, embedding, wanted_head, config.seed, work, group)
-    # Shards are kept in fp32; what is not sharded has its masters in the trainer.
-    head = head.to(device, torch.float32 if group.world > 1 else dtype)
+    head = head.to(device, kept)
     parameters = sum(tensor.numel() for tensor in head.parameters())
     lesson = Unrolled(
         head, None if config.cache else target, embedding, wanted_head, config.unroll,
         texts.described["columns"] / len(rows),
     )  # fmt: skip
     del target
-    if group.world > 1:
-        distributed.shard(lesson, group, dtype)
-    pace = Pace(
-        config.learning_rate, config.warm_up, weight_decay=config.weight_decay, micro_tokens=config.micro_tokens
-    )  # fmt: skip
     names = [name for name, _ in head.named_parameters()]
-    trainer = Trainer(
-        lesson, texts.feed, pace, names, device=device, rank=group.rank, world=group.world,
-        targets=cache if config.cache else None,
-    )  # fmt: skip
     judge = Validation(texts.validation, functools.partial(cache, 1), max(1, config.micro_tokens // config.seqlen))
-    marks = Marks(config.evaluate_every, config.checkpoint_every)
-    course = Course(
-        "draft train", trainer, judge, marks, ["head"], lambda _: names, partial / WORK, group,
-        board(config.tensorboard, group),
-    )  # fmt: skip
     with timed(seconds, "train"):
-        course.run()
-    group.wait()
+        course = train(
+            "draft train", lesson, texts.feed, judge, config, partial, group, dtype=dtype, subsets=["head"],
+            trainable=lambda _: names, targets=cache if config.cache else None,
+        )  # fmt: skip
     course.write_last(partial, torch.float16)
     if group.first:
         written = Eagle3Head(shape)
-        written.load_state_dict({**_mapping(shape, ids), **course.trained(best=True)})
+        written.load_state_dict({**buffers(shape, ids), **course.trained(best=True)})
         write_head(written, partial)
     manifest.metrics = {"text": texts.described, "parameters": parameters, **course.metrics()}

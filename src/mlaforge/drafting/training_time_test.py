@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mlaforge.data.packing import Rows
-from mlaforge.healing.distillation import final_states
 from mlaforge.modeling.eagle3 import Eagle3Attention, Eagle3Head
 from mlaforge.modeling.rope_mla import pairs, rotate
+from mlaforge.training.forward import final_states
 from mlaforge.training.kl_loss import Shared, distillation_loss
 
 # The loss of unroll j counts so many times that of unroll j - 1.

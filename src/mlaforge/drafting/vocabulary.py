@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, sha256, writing
 from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.checkpoint.eagle3 import mapping
 from mlaforge.drafting.config import VocabularyConfig
 from mlaforge.drafting.dataset import TEXT, Answer, read_answers, split
-from mlaforge.drafting.token_map import FILE, STAGE, mapping
+from mlaforge.drafting.token_map import FILE, STAGE
 from mlaforge.runtime import UserError, log
 
 
@@ -79,6 +80,5 @@ def run(
     with writing(out, manifest) as partial:
         from safetensors.torch import save_file
 
-        d2t, t2d = mapping(ids, vocab_size)
-        save_file({"d2t": d2t, "t2d": t2d}, partial / FILE)
+        save_file(mapping(ids, vocab_size), partial / FILE)
     return manifest

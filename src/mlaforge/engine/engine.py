@@ -17,26 +17,29 @@ from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.attention import paged
-from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
+from mlaforge.engine.execution.batch import make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.request.output import Completion, RequestOutput
-from mlaforge.engine.request.sequence import Request, Sequence
+from mlaforge.engine.request.sequence import Request, Sequence, check_prompt
 from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.constraint import Constraint
+from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
-from mlaforge.engine.sampling.state import SamplingState, on_device
-from mlaforge.engine.scheduler import Scheduler
-from mlaforge.engine.speculation.controller import Speculation
-from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter, ancestry
+from mlaforge.engine.sampling.sampler import Sampler
+from mlaforge.engine.sampling.state import SamplingState
+from mlaforge.engine.scheduler import Plan, Scheduler
+from mlaforge.engine.speculation.controller import NOTHING, Controller, Decision
+from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter, head_cache
-from mlaforge.engine.speculation.verification import verify
+from mlaforge.engine.speculation.step import Proposal, Speculation
+from mlaforge.engine.speculation.verification import Verified, verify
 from mlaforge.engine.stats import EngineStats
+from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.runtime import UserError, log, resolve_device
+from mlaforge.runtime import UserError, log, on_device, resolve_device
 
 
 class Engine:
@@ -118,16 +121,18 @@ class Engine:
         was computed without it is unknown to it."""
         config = self.config
         self.model.boundaries = drafter.boundaries
-        self.speculation = Speculation(
-            drafter, config.num_speculative_tokens, config.adaptive_speculation, self.max_model_len,
-            config.speculative_tree_tokens,
-        )  # fmt: skip
+        controller = Controller(
+            config.num_speculative_tokens, config.adaptive_speculation, config.speculative_tree_tokens
+        )
+        self.speculation = Speculation(drafter, controller)
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError where it can never run; nothing is kept of it then."""
         if request_id in self._requests:
             raise UserError(f"request id {request_id!r} is in use; give another")
-        self._check_prompt(prompt_ids, params)
+        check_prompt(prompt_ids, self.vocab_size, self.max_model_len, 0 if params.max_tokens == 0 else 1)
+        if params.n > self.config.max_num_seqs:
+            raise UserError(f"n = {params.n} is more than max_num_seqs = {self.config.max_num_seqs}")
         params.check_vocabulary(self.vocab_size)
         request = Request(request_id, list(prompt_ids), params)
         for index in range(params.n):
@@ -145,20 +150,6 @@ class Engine:
             SamplingState(params, prompt, self.vocab_size, self.eos_token_ids, self.device, constraint, index),
             Stopping(self.tokenizer, params, prompt, self.eos_token_ids, self.max_model_len),
         )  # fmt: skip
-
-    def _check_prompt(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        if not prompt_ids:
-            raise UserError("the prompt is empty; it must have at least one token")
-        if (wrong := next((t for t in prompt_ids if not 0 <= t < self.vocab_size), None)) is not None:
-            raise UserError(
-                f"the prompt has token {wrong}, but the model's vocabulary has {self.vocab_size}: it comes from "
-                "another model's tokenizer"
-            )
-        room = self.max_model_len - (0 if params.max_tokens == 0 else 1)
-        if len(prompt_ids) > room:
-            raise UserError(f"the prompt has {len(prompt_ids)} tokens; this model's context leaves room for {room}")
-        if params.n > self.config.max_num_seqs:
-            raise UserError(f"n = {params.n} is more than max_num_seqs = {self.config.max_num_seqs}")
 
     def abort(self, request_id: str) -> None:
         """Stop a request and give its blocks back; an unknown or finished id does nothing."""
@@ -183,145 +174,147 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Computes what fits into one step and returns what is new, per request."""
-        speculation = self.speculation
-        queue = self.scheduler
-        plan = queue.schedule(*([speculation.counts(queue.running, bool(queue.waiting))] if speculation else []))
+        """Computes what fits into one step and returns what is new, per request. engine/step.py has the phases."""
+        speculation, queue = self.speculation, self.scheduler
+        decision = speculation.controller.decide(queue.running, bool(queue.waiting)) if speculation else NOTHING
+        plan = queue.schedule(decision.tokens)
         if not plan.chunks:
             return []
-        self.cache.copy(plan.copies)
-        ran = speculation.propose(plan.chunks) if speculation else plan.chunks
-        decoding = [sequence for sequence, _ in ran if sequence.decoding]
-        chunks = [_chunk(sequence, upto) for sequence, upto in ran]
-        batch = make_batch(chunks, self.tables, self.device)
-        both_NC = self.runner(batch)
-        hidden_NC = both_NC[:, : self.model.spec.hidden_size]
-        self._stats.steps += 1
-        self._stats.computed_tokens += len(hidden_NC)
-        self._prompt_logprobs(ran, hidden_NC)
+        drawn = self._draw(self._compute(self._propose(decision, plan)))
+        return self._hand_out(self._commit(self._settle(drawn)))
 
-        drawing: list[Sequence] = []
-        last_rows: list[int] = []
-        completions: list[tuple[Sequence, Completion]] = []
+    def _propose(self, decision: Decision, plan: Plan) -> Proposal:
+        """Drafts are made in the room that was reserved, so what is shared of it is copied before."""
+        self.cache.copy(plan.copies)
+        if self.speculation is None:
+            return Proposal(plan.chunks)
+        return self.speculation.propose(decision, plan.chunks)
+
+    def _compute(self, proposal: Proposal) -> Computed:
+        """The model on every sequence's chunk, its draft included."""
+        laid_out = parts(proposal)
+        batch = make_batch([part.chunk for part in laid_out], self.tables, self.device)
+        both_NC = self.runner(batch)
+        self._stats.steps += 1
+        self._stats.computed_tokens += len(both_NC)
+        C = self.model.spec.hidden_size
+        return Computed(proposal, laid_out, batch, both_NC[:, :C], both_NC[:, C:])
+
+    def _draw(self, computed: Computed) -> Drawn:
+        """The next tokens of all whose tokens have been computed to the last, appended to them."""
+        self._prompt_logprobs(computed)
+        drawing: list[tuple[Sequence, Part]] = []
+        ended: list[tuple[Sequence, Completion]] = []
         forks: list[tuple[Sequence, Sequence]] = []
-        for last, (sequence, upto) in zip(itertools.accumulate(c.stop - c.start for c in chunks), ran, strict=True):
-            if upto < len(sequence.token_ids):
+        for part in computed.parts:
+            sequence = part.sequence
+            if part.chunk.stop < len(sequence.token_ids):
                 continue
-            others = self._prefilled(sequence)
+            others = [] if part.prefilled else self._prefilled(sequence.request)
             forks += [(sequence, other) for other in others]
             for continuation in (sequence, *others):
                 if sequence.request.params.max_tokens == 0:
-                    completions.append((continuation, Completion(continuation.index, [], "", None, "length")))
+                    ended.append((continuation, Completion(continuation.index, [], "", None, "length")))
                 else:
-                    drawing.append(continuation)
-                    last_rows.append(last - 1)
-        if drawing:
-            completions = self._draw(hidden_NC, last_rows, drawing) + completions
-        for sequence, upto in ran:
-            sequence.computed = len(sequence.token_ids) - 1 if sequence in decoding else upto
-        if speculation is not None:
-            self._observe(speculation, chunks, ran, decoding, dict(completions), both_NC, batch)
-        for sequence, _ in ran:
-            self.tables.commit(sequence.number, sequence.token_ids, sequence.computed)
-            if speculation is not None:
-                # Room that was reserved for drafted tokens, refused or never proposed.
-                self.tables.rewind(sequence.number, sequence.computed)
-        for parent, child in forks:
-            self.scheduler.fork(parent, child)
-        outputs: dict[str, RequestOutput] = {}
-        for sequence, completion in completions:
-            self._hand_out(outputs, sequence, completion)
-        return list(outputs.values())
+                    drawing.append((continuation, part))
+        verified = self._verify(computed.hidden_NC, drawing) if drawing else {}
+        completions = [(sequence, its.completion) for sequence, its in verified.items()]
+        return Drawn(computed, verified, completions + ended, forks, time.perf_counter())
 
-    def _prefilled(self, sequence: Sequence) -> list[Sequence]:
-        """Those of the request's continuations that begin where this one has just computed the prompt."""
-        if sequence.prefilled:
-            return []
-        for each in sequence.request.sequences:
+    def _prefilled(self, request: Request) -> list[Sequence]:
+        """Those of the request's continuations that begin where its first one has just computed the prompt."""
+        for each in request.sequences:
             each.prefilled = True
-        self._stats.cached_prompt_tokens += sequence.request.num_cached_tokens
-        return sequence.request.sequences[1:]
+        self._stats.cached_prompt_tokens += request.num_cached_tokens
+        return request.sequences[1:]
 
-    def _observe(
-        self, speculation: Speculation, chunks: list[Chunk], ran: list[tuple[Sequence, int]],
-        decoding: list[Sequence], completions: dict[Sequence, Completion], both_NC: Tensor, batch: Batch,
-    ) -> None:  # fmt: skip
-        """Counts what became of the drafts, moves the rows of a tree's path together, and shows the drafter the step
-        while all of its blocks are held."""
-        speculation.verified([(sequence, completions[sequence].token_ids) for sequence in decoding])
-        path = None
-        if chunks[0].tree is not None:
-            ((sequence, _),) = ran
-            # The newest token's row, and what was accepted of the draft but its last where that ended the text.
-            path = [0, *(node + 1 for node in sequence.accepted)][: sequence.computed - chunks[0].start]
-            self.cache.move(batch.views, path)
-        for sequence in decoding:
-            sequence.draft = None
-        if speculation.drafter.boundaries:
-            states_NS = both_NC[:, self.model.spec.hidden_size :]
-            parts = states_NS.split([chunk.stop - chunk.start for chunk in chunks])
-            kept = [part[: s.computed - c.start] for part, c, (s, _) in zip(parts, chunks, ran, strict=True)]
-            if path is not None:
-                kept = [states_NS[path]]
-            speculation.drafter.observe([(s, c.start) for c, (s, _) in zip(chunks, ran, strict=True)], torch.cat(kept))
-        alone = len(decoding) == len(ran)
-        speculating = sum(sequence.request.params.speculate for sequence in decoding)
-        speculation.ended(len(decoding), speculating, len(both_NC) if alone else None)
-
-    def _draw(
-        self, hidden_NC: Tensor, last_rows: list[int], sequences: list[Sequence]
-    ) -> list[tuple[Sequence, Completion]]:
-        """The next tokens of each sequence, whose newest token has the row that its drafted ones come after."""
+    def _verify(self, hidden_NC: Tensor, drawing: list[tuple[Sequence, Part]]) -> dict[Sequence, Verified]:
+        """The next tokens of sequences that go on where these parts of the step end."""
         rows: list[int] = []
         firsts: list[int] = []
-        for last, sequence in zip(last_rows, sequences, strict=True):
+        for _, part in drawing:
             firsts.append(len(rows))
-            rows += range(last - len(sequence.drafted), last + 1)
+            # The newest token's row, and those of the draft after it.
+            rows += part.rows[-1 - len(part.draft.token_ids) if part.draft else -1 :]
         # Where every row is one that somebody draws from, they are all there are.
         if rows != list(range(len(hidden_NC))):
             hidden_NC = hidden_NC[on_device(rows, torch.int64, self.device)]
+        sequences = [sequence for sequence, _ in drawing]
         with span("SAMPLE", self.device):
-            found = verify(self.sampler, self.model.logits(hidden_NC), sequences, firsts)
-        self._stats.generated_tokens += sum(len(completion.token_ids) for completion in found)
-        return list(zip(sequences, found, strict=True))
+            logits = self.model.logits(hidden_NC)
+            verified = verify(self.sampler, logits, sequences, [part.draft for _, part in drawing], firsts)
+        self._stats.generated_tokens += sum(len(its.completion.token_ids) for its in verified)
+        return dict(zip(sequences, verified, strict=True))
 
-    def _hand_out(self, outputs: dict[str, RequestOutput], sequence: Sequence, completion: Completion) -> None:
-        request = sequence.request
-        if request.id not in outputs:
-            outputs[request.id] = RequestOutput(
-                request.id, request.prompt_ids, [], prompt_logprobs=request.prompt_logprobs,
-                num_cached_tokens=request.num_cached_tokens, arrived=request.arrived, first_token=request.first_token,
-            )  # fmt: skip
-            request.prompt_logprobs = None
-        output = outputs[request.id]
-        if request.first_token is None:
-            output.first_token = request.first_token = time.perf_counter()
-        output.outputs.append(completion)
-        if completion.finish_reason is not None:
-            self.scheduler.finish(sequence)
-            request.unfinished -= 1
-            if not request.unfinished:
-                output.finished = True
-                del self._requests[request.id]
-                self._stats.finished_requests += 1
+    def _settle(self, drawn: Drawn) -> Settled:
+        """The rows of a tree's path are moved together, and the drafter is shown the step: all of its blocks are held,
+        and nobody else can find them yet."""
+        computed, speculation = drawn.computed, self.speculation
+        for part in computed.parts:
+            part.sequence.computed = drawn.length(part)
+        sequences = [part.sequence for part in computed.parts]
+        if speculation is not None:
+            if drawn.path is not None:
+                self.cache.move(computed.batch.views, drawn.path)
+            if speculation.drafter.boundaries:
+                ran = [(part.sequence, part.chunk.start) for part in computed.parts]
+                speculation.drafter.observe(ran, drawn.states())
+            decoded = [(part.sequence, drawn.verified[part.sequence]) for part in computed.parts if part.decoding]
+            rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
+            speculation.end(computed.proposal, decoded, drawn.at, rows)
+        return Settled(sequences, drawn.completions, drawn.forks)
 
-    def _prompt_logprobs(self, chunks: list[tuple[Sequence, int]], hidden_NC: Tensor) -> None:
+    def _commit(self, settled: Settled) -> list[tuple[Sequence, Completion]]:
+        """What was computed may be found as a prefix from now on; continuations share it."""
+        for sequence in settled.sequences:
+            self.tables.commit(sequence.number, sequence.token_ids, sequence.computed)
+            if self.speculation is not None:
+                # Room that was reserved for drafted tokens, refused or never proposed.
+                self.tables.rewind(sequence.number, sequence.computed)
+        for parent, child in settled.forks:
+            self.scheduler.fork(parent, child)
+        return settled.completions
+
+    def _hand_out(self, completions: list[tuple[Sequence, Completion]]) -> list[RequestOutput]:
+        """What is new per request. Those that have ended leave."""
+        outputs: dict[str, RequestOutput] = {}
+        for sequence, completion in completions:
+            request = sequence.request
+            if request.id not in outputs:
+                outputs[request.id] = RequestOutput(
+                    request.id, request.prompt_ids, [], prompt_logprobs=request.prompt_logprobs,
+                    num_cached_tokens=request.num_cached_tokens, arrived=request.arrived,
+                    first_token=request.first_token,
+                )  # fmt: skip
+                request.prompt_logprobs = None
+            output = outputs[request.id]
+            if request.first_token is None:
+                output.first_token = request.first_token = time.perf_counter()
+            output.outputs.append(completion)
+            if completion.finish_reason is not None:
+                self.scheduler.finish(sequence)
+                request.unfinished -= 1
+                if not request.unfinished:
+                    output.finished = True
+                    del self._requests[request.id]
+                    self._stats.finished_requests += 1
+        return list(outputs.values())
+
+    def _prompt_logprobs(self, computed: Computed) -> None:
         """The prompt's own log probabilities, for those who ask, as its rows go by."""
-        row = 0
-        for sequence, upto in chunks:
-            start, request = sequence.computed, sequence.request
-            hidden = hidden_NC[row : row + upto - start]
-            row += upto - start
+        for part in computed.parts:
+            start, request = part.chunk.start, part.sequence.request
             count = request.params.prompt_logprobs
-            if count is None or sequence.prefilled:
+            if count is None or part.prefilled:
                 continue
             if request.prompt_logprobs is None or start == 0:
                 request.prompt_logprobs = [None]
-            wanted = request.prompt_ids[start + 1 : upto + 1]
+            wanted = request.prompt_ids[start + 1 : part.chunk.stop + 1]
             if not wanted:
                 continue
-            for part, ids in zip(hidden[: len(wanted)].split(LOGIT_ROWS), _parts(wanted, LOGIT_ROWS), strict=True):
-                request.prompt_logprobs += logprobs_of(self.model.logits(part), ids, [count] * len(ids))
+            hidden = computed.hidden_NC[part.row :][: len(wanted)]
+            for some, ids in zip(hidden.split(LOGIT_ROWS), _parts(wanted, LOGIT_ROWS), strict=True):
+                request.prompt_logprobs += logprobs_of(self.model.logits(some), ids, [count] * len(ids))
 
     def stats(self) -> EngineStats:
         """What was done since the start and what is held now."""
@@ -341,17 +334,6 @@ class Engine:
 
 # Rows of a prompt whose logits are held at once.
 LOGIT_ROWS = 128
-
-
-def _chunk(sequence: Sequence, upto: int) -> Chunk:
-    """What a step computes of a sequence: up to position `upto`, its draft included."""
-    draft = sequence.draft
-    if draft is None:
-        return Chunk(sequence.number, sequence.token_ids, sequence.computed, upto)
-    tokens = sequence.token_ids + draft.token_ids
-    # The sequence's newest token is the root.
-    tree = None if draft.parents is None else ancestry([-1, *(parent + 1 for parent in draft.parents)])
-    return Chunk(sequence.number, tokens, sequence.computed, upto, tree)
 
 
 def _parts(items: list[int], size: int) -> list[list[int]]:

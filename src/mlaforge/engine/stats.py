@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.engine.speculation.controller import SpeculationStats
+from mlaforge.engine.speculation.statistics import SpeculationStats
 
 
 @dataclasses.dataclass

@@ -6,45 +6,14 @@ import dataclasses
 import math
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_name, record_names, writing
 from mlaforge.checkpoint import loading, reader, resolve
-from mlaforge.checkpoint.layerwise import LayerStream, losses
+from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
+from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation.config import EvalConfig
-from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
-
-
-@torch.no_grad()
-def window_losses(stream: LayerStream, windows: Tensor, what: str) -> Tensor:
-    """Mean loss of every window of token ids [N, T], in nats per token, fp64 [N]. `what` names it to who watches."""
-    hidden = [stream.embed(ids[None]) for ids in windows]
-    for index in progress(range(stream.num_layers), what, stream.num_layers):
-        with stream.layer(index) as layer:
-            for n, states in enumerate(hidden):
-                hidden[n] = stream.run(layer, index, states)
-    return head_losses(stream, hidden, windows)
-
-
-@torch.no_grad()
-def head_losses(stream: LayerStream, hidden: list[Tensor], windows: Tensor) -> Tensor:
-    """The same from the last layer's outputs [1, T, C]."""
-    with stream.head() as (norm, head):
-        each = [losses(norm, head, h[0], ids).double().mean().cpu() for h, ids in zip(hidden, windows, strict=True)]
-    return torch.stack(each)
-
-
-def perplexity(losses: Tensor) -> float:
-    """exp of the mean over windows of one length; infinity or NaN where the losses are."""
-    mean = float(losses.mean())
-    return math.exp(mean) if not mean > 700.0 else math.inf
-
-
-def standard_error(losses: Tensor) -> float | None:
-    """Of the mean over windows [N], because tokens of one window are not independent; None of a single one."""
-    return float(losses.std() / len(losses) ** 0.5) if len(losses) > 1 else None
+from mlaforge.runtime import UserError, resolve_device, resolve_dtype, timed
 
 
 def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = False) -> Manifest:
@@ -63,8 +32,12 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     loading.check_tokens(directory, text.ids)
     manifest = Manifest(
         "eval",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k in ("text", "windows", "seqlen", "dtype")},
-        inputs={"model": {"path": str(model), "sha256": reader.fingerprint(directory)}, "text": text.describe()},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k in ("windows", "seqlen", "dtype")}
+        | record_names(config, "text"),
+        inputs={
+            "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
+            "text": text.describe(),
+        },
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
@@ -85,3 +58,6 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
         with writing(out, manifest):
             pass
     return manifest
+
+
+evaluate = by_keywords(run, EvalConfig)

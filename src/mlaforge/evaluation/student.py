@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import MANIFEST, Manifest, finished, sha256, writing
+from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, sha256, writing
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.evaluation.criteria import Criterion, Measured, read
-from mlaforge.runtime import UserError, progress, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, resolve_device, resolve_dtype, timed
 from mlaforge.training.kl_loss import compare
 
 # Hay to draw from, in lengths of the longest needle's text.
@@ -69,18 +69,6 @@ def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece
     return found
 
 
-@torch.no_grad()
-def final_states(stream: LayerStream, texts: list[Tensor], what: str) -> list[Tensor]:
-    """A model's final, normed hidden states [T, C] on each text."""
-    hidden = [stream.embed(ids[None]) for ids in texts]
-    for index in progress(range(stream.num_layers), what, stream.num_layers):
-        with stream.layer(index) as layer:
-            for n, states in enumerate(hidden):
-                hidden[n] = stream.run(layer, index, states)
-    with stream.head() as (norm, _):
-        return [norm(h)[0] for h in hidden]
-
-
 class Judgement:
     """Measures criteria on two model directories; what several of them need is computed once."""
 
@@ -90,15 +78,16 @@ class Judgement:
         self.tuned = overlap.read_passages(student / overlap.PASSAGES)
         self._compared: dict[tuple[str, int, int], tuple[np.ndarray, ...]] = {}
 
+    @torch.no_grad()
     def _states(self, texts: list[Tensor], what: str) -> list[tuple[list[Tensor], Tensor]]:
         """Student's and teacher's final states on every text, and their heads."""
         loading.check_tokens(self.paths[1], *texts)
         found = []
         for who, path in zip(("student", "teacher"), self.paths, strict=True):
             with LayerStream(path, self.dtype, self.device) as stream:
-                states = final_states(stream, texts, f"{who} on {what}")
-                with stream.head() as (_, head):
-                    found.append((states, head))
+                hidden = stream.last_states(texts, f"{who} on {what}")
+                with stream.head() as (norm, head):
+                    found.append(([norm(h)[0] for h in hidden], head))
         return found
 
     @torch.no_grad()
@@ -168,8 +157,8 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     teacher, student = resolve.locate(config.teacher), resolve.locate(config.student)
     if Manifest.load(student) is None or not (student / overlap.PASSAGES).is_file():
         raise UserError(
-            f"{student} has no {MANIFEST} and {overlap.PASSAGES}: only what mlaforge made can be judged, because nobody "
-            "else says what it was tuned on"
+            f"{student} has no {MANIFEST} and {overlap.PASSAGES}: only what mlaforge made can be judged, because "
+            "nobody else says what it was tuned on"
         )
     device = resolve_device(config.device)
     raw, theirs = reader.read_config(student), reader.read_config(teacher)
@@ -180,9 +169,9 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
         "acceptance",
         config={"dtype": str(dtype), "criteria": [dataclasses.asdict(c) for c in criteria], "seed": seed},
         inputs={
-            "teacher": {"path": str(config.teacher), "sha256": reader.fingerprint(teacher)},
-            "student": {"path": str(config.student), "sha256": reader.fingerprint(student)},
-            "criteria": {"path": str(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
+            "teacher": {"path": record_name(config.teacher), "sha256": reader.fingerprint(teacher)},
+            "student": {"path": record_name(config.student), "sha256": reader.fingerprint(student)},
+            "criteria": {"path": record_name(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
         },
     )
     done = finished(out, manifest, overwrite) if out is not None else None
@@ -212,3 +201,17 @@ def mark(student: Path, judged: Manifest) -> None:
     own.save(unfinished)
     os.replace(unfinished / MANIFEST, student / MANIFEST)
     unfinished.rmdir()
+
+
+def table(metrics: dict[str, Any]) -> str:
+    """A manifest's metrics for a terminal: one line per criterion, then what became of the student."""
+    lines = []
+    for verdict in metrics["criteria"]:
+        spread = "" if verdict["interval"] is None else " [{:.4g}, {:.4g}]".format(*verdict["interval"])
+        lines.append(
+            f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: student {verdict['student']:.5g}, teacher "
+            f"{verdict['teacher']:.5g}, worse by {verdict['worse']:.4g}{spread} ({verdict['kind']}), at most "
+            f"{verdict['limit']:g}, {verdict['documents']} texts"
+        )
+    failed = [verdict["name"] for verdict in metrics["criteria"] if not verdict["passed"]]
+    return "\n".join([*lines, f"failed: {', '.join(failed)}" if failed else "canonical"])

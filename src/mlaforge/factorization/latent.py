@@ -40,17 +40,49 @@ class Projections:
 
 @dataclasses.dataclass
 class Latent:
-    """A layer's latent projections under LatentAttention's parameter names; biases of zeros are for the caller
-    to drop. `rope_index` [E/2] is None in the `latent` layout. `dropped` is the predicted loss, nats per token."""
+    """A layer's latent projections of rank R, fp64, and by `cut` those of every lower rank; n = 2·G·D.
 
-    w_q: Tensor
-    b_q: Tensor
+    kv_a [R+E, C] and b_kv_a; kv_b [n, R], and the outputs at the mean input, `at_mean` [n], whose latent is `centre`
+    [R]. rope_index [E/2]: None in the `latent` layout. w_q and b_q: None where they are the source's own; behind q_a
+    where the query is factored. values: the whole spectrum; lost: gain of the channels that lose RoPE.
+    """
+
     kv_a: Tensor
     b_kv_a: Tensor
     kv_b: Tensor
-    b_kv_b: Tensor
-    rope_index: Tensor | None
-    dropped: float
+    at_mean: Tensor
+    centre: Tensor
+    values: Tensor
+    lost: Tensor
+    rope_index: Tensor | None = None
+    w_q: Tensor | None = None
+    b_q: Tensor | None = None
+    q_a: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.kv_b.shape[1]
+
+    @property
+    def b_kv_b(self) -> Tensor:
+        """What makes the outputs exact at the mean input; biases of zeros are for the caller to drop."""
+        return self.at_mean - self.kv_b @ self.centre
+
+    @property
+    def dropped(self) -> float:
+        """The predicted loss, nats per token."""
+        return float(self.values[self.rank :].sum()) / 2 + float(self.lost) / 2
+
+    def cut(self, rank: int) -> Latent:
+        """The best of a lower rank: the first `rank` directions."""
+        kept = [*range(rank), *range(self.rank, len(self.kv_a))]
+        return dataclasses.replace(
+            self, kv_a=self.kv_a[kept], b_kv_a=self.b_kv_a[kept], kv_b=self.kv_b[:, :rank], centre=self.centre[:rank]
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As safetensors can hold it; `Latent(**tensors)` is the same again."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,11 +146,15 @@ class Spectrum:
         vectors, values, _ = torch.linalg.svd(root @ w @ roots(covariance)[0], full_matrices=False)
         return cls(values.square(), vectors, root, inverse, w, bias, mean)
 
-    def truncate(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """down [r, C], up [n, r] and bias [n] with y ≈ up (down x) + bias, exact at the mean of x."""
+    def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
+        """down [r, C] and up [n, r] with y ≈ up (down x), but for a bias that makes it exact at the mean of x."""
         basis = self.vectors[:, :rank]
-        down, up = basis.T @ self.root @ self.w, self.inverse @ basis
-        return down, up, self.bias + (self.w - up @ down) @ self.mean
+        return basis.T @ self.root @ self.w, self.inverse @ basis
+
+    @property
+    def at_mean(self) -> Tensor:
+        """[n]: y at the mean of x."""
+        return self.w @ self.mean + self.bias
 
     def loss(self, rank: int) -> float:
         return float(self.values[rank:].sum()) / 2
@@ -140,12 +176,12 @@ def latent_spectrum(p: Projections, m: LayerMoments, layer: LayerSpec) -> Spectr
     return Spectrum.of(w, torch.cat((p.b_k, p.b_v)), m.mean, m.covariance, weight)
 
 
-def to_latent(p: Projections, spectrum: Spectrum, layer: LayerSpec, rank: int) -> Latent:
+def to_latent(spectrum: Spectrum, layer: LayerSpec, rank: int) -> Latent:
     """Layout `latent`: keys keep all of RoPE, queries stay as they are."""
-    down, up, bias = spectrum.truncate(rank)
+    down, up = spectrum.truncate(rank)
     return Latent(
-        w_q=p.w_q, b_q=p.b_q, kv_a=down, b_kv_a=down.new_zeros(rank), kv_b=by_head(up, layer),
-        b_kv_b=by_head(bias, layer), rope_index=None, dropped=spectrum.loss(rank),
+        kv_a=down, b_kv_a=down.new_zeros(rank), kv_b=by_head(up, layer), at_mean=by_head(spectrum.at_mean, layer),
+        centre=down @ spectrum.mean, values=spectrum.values, lost=down.new_zeros(()),
     )  # fmt: skip
 
 
@@ -283,18 +319,18 @@ def split_rope(
 
 def to_latent_rope(split: RopeSplit, layer: LayerSpec, rank: int) -> Latent:
     """Layout `latent_rope`: the rotary key as it is, the rest of K and V through one latent of `rank`."""
-    down, up, bias = split.spectrum.truncate(rank)
-    return Latent(
-        w_q=split.query[:, :-1], b_q=split.query[:, -1], kv_a=torch.cat((down, split.rope[:, :-1])),
-        b_kv_a=torch.cat((down.new_zeros(rank), split.rope[:, -1])), kv_b=by_head(up, layer),
-        b_kv_b=by_head(bias, layer), rope_index=split.index, dropped=split.spectrum.loss(rank) + split.lost / 2,
+    rest = to_latent(split.spectrum, layer, rank)
+    return dataclasses.replace(
+        rest, kv_a=torch.cat((rest.kv_a, split.rope[:, :-1])), b_kv_a=torch.cat((rest.b_kv_a, split.rope[:, -1])),
+        w_q=split.query[:, :-1], b_q=split.query[:, -1], rope_index=split.index, lost=rest.lost + split.lost,
     )  # fmt: skip
 
 
 def factor_query(w_q: Tensor, b_q: Tensor, m: LayerMoments, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """q_a [rank, C], q_b [n, rank] and the bias of q_b: the best `rank` for the inputs that calibration saw."""
     spectrum = Spectrum.of(w_q, b_q, m.mean, m.covariance, torch.eye(len(w_q), dtype=w_q.dtype, device=w_q.device))
-    return spectrum.truncate(rank)
+    q_a, q_b = spectrum.truncate(rank)
+    return q_a, q_b, spectrum.at_mean - q_b @ (q_a @ m.mean)
 
 
 def allocate(spectra: dict[int, Tensor], total: int, minimum: int, block: int = 8) -> dict[int, int]:

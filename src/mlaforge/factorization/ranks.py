@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mlaforge.factorization import latent
-from mlaforge.factorization.latent import Projections, RopeSplit, Spectrum
+from mlaforge.factorization.latent import Latent, Projections, RopeSplit, Spectrum
 from mlaforge.factorization.moments import LayerMoments
-from mlaforge.families.spec import ModelSpec
+from mlaforge.families.spec import LayerSpec, ModelSpec
 from mlaforge.planning.plan import LayerPlan, Plan, rank_limit
 from mlaforge.runtime import UserError
 
@@ -59,6 +59,13 @@ def at_every_rank(
     pairs = chosen.qk_rope_head_dim // 2
     kept = found.one_per_pair(pairs) if one_per_pair else found.best(pairs)
     return latent.split_rope(own, m, layer, found, kept, spec.rope.attention_scaling, centred=not one_per_pair)
+
+
+def at_rank(part: Spectrum | RopeSplit, layer: LayerSpec, rank: int) -> Latent:
+    """The layer's projections at a rank, and at every lower one (`Latent.cut`)."""
+    if isinstance(part, Spectrum):
+        return latent.to_latent(part, layer, rank)
+    return latent.to_latent_rope(part, layer, rank)
 
 
 def spectrum(part: Spectrum | RopeSplit) -> Spectrum:

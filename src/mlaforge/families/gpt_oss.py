@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlaforge.families import Config, Family, read_rope, require, weight_bits
+from mlaforge.families.family import Config, Family, read_rope, require, weight_bits
 from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.families import Config, Family, read_rope, require, weight_bits
+from mlaforge.families.family import Config, Family, read_rope, require, weight_bits
 from mlaforge.families.spec import LayerSpec, ModelSpec
 from mlaforge.runtime import UserError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlaforge.families import Config, Family, require
+from mlaforge.families.family import Config, Family, require
 from mlaforge.families.llama import dense_spec
 from mlaforge.families.spec import ModelSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.families import Config, Family, require
+from mlaforge.families.family import Config, Family, require
 from mlaforge.families.llama import dense_spec
 from mlaforge.families.qwen2 import with_windows
 from mlaforge.families.spec import ModelSpec

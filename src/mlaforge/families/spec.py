@@ -92,3 +92,11 @@ class ModelSpec:
         embed = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         experts = sum(layer.mlp_params * (layer.moe.num_experts if layer.moe else 1) for layer in self.layers)
         return embed + experts + sum(self.layer_params(layer) for layer in self.layers)
+
+
+def capture_boundaries(num_layers: int) -> tuple[int, int, int]:
+    """Where an EAGLE-3 head takes its target's hidden states unless it says otherwise: low, middle and high.
+
+    Boundary j is the input of layer j. The numbers are vLLM's and SGLang's.
+    """
+    return min(2, num_layers), num_layers // 2, max(0, num_layers - 3)

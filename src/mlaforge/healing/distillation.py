@@ -1,7 +1,4 @@
-"""Teacher and student side by side: one forward pass over both that gives the distillation loss of a batch.
-
-Legend: B rows, T tokens, C hidden size.
-"""
+"""Teacher and student side by side: one forward pass over both that gives the distillation loss of a batch."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mlaforge.data.packing import Rows
-from mlaforge.training.kl_loss import NO_LABEL, Hidden, Targets, compare, distillation_loss
+from mlaforge.data.packing import NO_LABEL, Rows
+from mlaforge.training.forward import final_states
+from mlaforge.training.kl_loss import Hidden, Targets, compare, distillation_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,31 +111,6 @@ class Distillation(nn.Module):
                 size = theirs.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
                 parts.append(((ours.float() - theirs).square().sum(-1) / size).mean())
         return torch.stack(parts).mean()
-
-
-def masks(config: Any, rows: Rows) -> Any:
-    """transformers' block-diagonal masks of rows, in the form in which the decoders of `config` take them; None where
-    every row is one document: kernels need no mask then, and RoPE sees only differences."""
-    whole = torch.arange(rows.ids.shape[1], device=rows.ids.device)
-    if bool((rows.positions == whole).all()):
-        return None
-    given = {
-        "config": config, "inputs_embeds": rows.ids[..., None].float(), "attention_mask": None, "past_key_values": None,
-        "position_ids": rows.positions,
-    }  # fmt: skip
-    makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    if kinds := getattr(config, "layer_types", None):
-        return {kind: makers[kind](**given) for kind in set(kinds)}
-    return makers["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"](**given)
-
-
-def final_states(model: Any, rows: Rows) -> Tensor:
-    """A causal LM's final, normed hidden states on rows, [B·T, C]."""
-    mask = masks(model.config, rows)
-    positions = None if mask is None else rows.positions
-    out = model.model(input_ids=rows.ids, attention_mask=mask, position_ids=positions, use_cache=False)
-    states: Tensor = out.last_hidden_state
-    return states.flatten(0, 1)
 
 
 def trainable(student: Any, subset: str) -> list[str]:

@@ -1,8 +1,9 @@
 """`heal`: a converted model distilled from its original until as little as possible is left of the difference.
 
-Closed-form refits layer by layer (factorization/refit.py), then gradient steps on the KL divergence from the original (training/kl_loss.py,
-healing/distillation.py, training/optimizer.py, training/loop.py) over packed text (data/packing.py); what was best on text kept back is written as an
-ordinary converted checkpoint. The same command under torchrun shards it over processes (training/distributed.py).
+Closed-form refits layer by layer (factorization/refit.py), then gradient steps on the KL divergence from the original
+(training/kl_loss.py, distillation.py, training/optimizer.py, training/loop.py) over packed text (data/packing.py);
+what was best on text kept back is written as an ordinary converted checkpoint. The same command under torchrun shards
+it over processes (training/distributed.py).
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, finished
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names
 from mlaforge.checkpoint import loading, resolve
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.config import by_keywords
 from mlaforge.data import overlap, packing
 from mlaforge.factorization.refit import TOKENS, steer
 from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
-from mlaforge.training.loop import Course, Marks, board, check_shares, running
-from mlaforge.training.optimizer import Pace, Trainer
+from mlaforge.training.loop import check_shares, dtypes, running, train
 from mlaforge.training.teacher_cache import final_states_cache, top_k_cache
 
 # Options that do not change the result, or not beyond rounding.
@@ -115,10 +116,11 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     check_shares(texts.feed, group.world)
     manifest = Manifest(
         "heal",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED}
+        | record_names(config, "text", "swa_text", "full_text"),
         inputs={
-            "teacher": {"path": str(teacher), "sha256": checkpoint_reader.fingerprint(original)},
-            "student": {"path": str(student), "sha256": checkpoint_reader.fingerprint(converted)},
+            "teacher": {"path": record_name(teacher), "sha256": checkpoint_reader.fingerprint(original)},
+            "student": {"path": record_name(student), "sha256": checkpoint_reader.fingerprint(converted)},
             **texts.described,
         },
     )
@@ -157,11 +159,10 @@ def _heal(
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
-    dtype = resolve_dtype(config.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype, kept = dtypes(config.dtype, group)
     frozen = str(dtype).removeprefix("torch.") if config.teacher_dtype == "auto" else config.teacher_dtype
     with timed(seconds, "load"):
-        # Shards are kept in fp32; what is not sharded has its masters in the trainer.
-        student = load(converted, "float32" if group.world > 1 else str(dtype).removeprefix("torch."), device)
+        student = load(converted, str(kept).removeprefix("torch."), device)
         teacher = load(original, frozen, device)
     at_once = max(1, config.micro_tokens // texts.validation.ids.shape[1])
     with timed(seconds, "teacher"):
@@ -188,22 +189,12 @@ def _heal(
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
         student.train()
-    if group.world > 1:
-        distributed.shard(model, group, dtype)
-    pace = Pace(
-        config.learning_rate, config.warm_up, weight_decay=config.weight_decay, micro_tokens=config.micro_tokens
-    )  # fmt: skip
-    trainer = Trainer(
-        model, texts.feed, pace, trainable(student, config.subset[0]), device=device, rank=group.rank, world=group.world,
-        targets=targets, windowed=windowed(checkpoint_reader.read_config(converted)),
-    )  # fmt: skip
-    course = Course(
-        "heal", trainer, validation, Marks(config.evaluate_every, config.checkpoint_every, config.patience), config.subset,
-        functools.partial(trainable, student), partial / WORK, group, board(config.tensorboard, group),
-    )  # fmt: skip
     with timed(seconds, "train"):
-        course.run()
-    group.wait()
+        course = train(
+            "heal", model, texts.feed, validation, config, partial, group, dtype=dtype, subsets=config.subset,
+            trainable=functools.partial(trainable, student), patience=config.patience, targets=targets,
+            windowed=windowed(checkpoint_reader.read_config(converted)),
+        )  # fmt: skip
     course.write_last(partial, torch.float32)
     if group.first:
         write(converted, partial, {**solved, **course.trained(best=True)})
@@ -267,3 +258,6 @@ def write(converted: Path, partial: Path, trained: dict[str, Tensor]) -> None:
         writer.finish()
     for path in (converted / "config.json", *checkpoint_reader.companions(converted), *converted.glob("*_mla.py")):
         shutil.copyfile(path, partial / path.name)
+
+
+heal = by_keywords(run, HealConfig)

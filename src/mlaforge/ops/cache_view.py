@@ -1,4 +1,5 @@
-"""What the queries of one step may see of the paged cache. Built by engine/execution/batch.py alone, read by attention ops.
+"""What the queries of one step may see of the paged cache: engine/execution/batch.py alone builds it, attention ops
+read it.
 
 Every layer keeps one tensor of cached rows, [num_blocks * block_size, width]: slot = block * block_size + offset.
 Keys are rotated when they are written (or where they are read, in the `latent` layout), so gaps in a view are legal.
@@ -117,10 +118,10 @@ class CacheView:
 
     def _slots_and_mask(self, index: int) -> tuple[slice | Tensor, Tensor | None]:
         T, device = self.queries[index], self.slots_N.device
-        seen = sum(length for _, length in self.runs[index])
-        L = seen if self.window is None else min(seen, self.own(T) - 1 + self.window)
+        total = sum(length for _, length in self.runs[index])
+        L = total if self.window is None else min(total, self.own(T) - 1 + self.window)
         mask = self.visible(T, L)[None, None] if T > 1 or self.tree_Tn is not None else None
-        runs, before = [], seen - L
+        runs, before = [], total - L
         for start, length in self.runs[index]:
             if length > before:
                 runs.append((start + before, length - before))

@@ -45,7 +45,7 @@ class Op:
         self.name = name
         self.reference = reference
         self.implementations: dict[str, Implementation] = {}
-        # Who counts calls: told what ran, and on what.
+        # Called before each run with the implementation's name and its inputs, for who counts calls.
         self.watch: Callable[[str, Sequence[Any]], None] | None = None
         assert name not in OPS, name
         OPS[name] = self

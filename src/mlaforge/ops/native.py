@@ -88,19 +88,19 @@ def _compile(library: Path) -> str | None:
     openmp = next(iter(sorted(libraries.glob("libgomp*"))), None)
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        made, unit = Path(scratch) / "native.so", Path(scratch) / "native.o"
+        shared_object, unit = Path(scratch) / "native.so", Path(scratch) / "native.o"
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
         includes = [f"-I{path}" for path in include_paths()]
         flags = [flag for flag in FLAGS if flag != "-shared"]
         runs = [
             [compiler(), *flags, "-fopenmp", abi, *includes, "-c", str(SOURCE), "-o", str(unit)],
-            [compiler(), "-shared", str(unit), "-o", str(made), f"-L{libraries}", "-ltorch_cpu", "-lc10"]
+            [compiler(), "-shared", str(unit), "-o", str(shared_object), f"-L{libraries}", "-ltorch_cpu", "-lc10"]
             + ([str(openmp)] if openmp else ["-fopenmp"]),
         ]
         for command in runs:
             done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
             if done.returncode:
-                told = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-                return f"the compiler failed: {told}"
-        os.replace(made, library)
+                complaint = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+                return f"the compiler failed: {complaint}"
+        os.replace(shared_object, library)
     return None

@@ -76,14 +76,14 @@ def _sequence(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: Ca
 
 def _tail(runs: Runs, tokens: int) -> Runs:
     """The stretches that hold the last `tokens` tokens."""
-    kept: list[tuple[int, int]] = []
+    tail: list[tuple[int, int]] = []
     for start, length in reversed(runs):
         take = min(length, tokens)
-        kept.append((start + length - take, take))
+        tail.append((start + length - take, take))
         tokens -= take
         if not tokens:
             break
-    return tuple(reversed(kept))
+    return tuple(reversed(tail))
 
 
 def _decode(q_1GJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, scale: float) -> Part:
@@ -153,14 +153,14 @@ def _windowed_chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, vi
 
 def _head(runs: Runs, tokens: int) -> Runs:
     """The stretches that hold the first `tokens` tokens."""
-    kept: list[tuple[int, int]] = []
+    head: list[tuple[int, int]] = []
     for start, length in runs:
         take = min(length, tokens)
-        kept.append((start, take))
+        head.append((start, take))
         tokens -= take
         if not tokens:
             break
-    return tuple(kept)
+    return tuple(head)
 
 
 def _gather(rows_LGD: Tensor, runs: Runs) -> Tensor:

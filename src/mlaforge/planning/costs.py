@@ -1,4 +1,10 @@
-"""What a plan costs in FLOPs and bytes, and the machines that it is computed for."""
+"""What a plan costs in FLOPs and bytes, and the machines that it is computed for.
+
+FLOPs count a multiply-add as two. Left out as noise: biases, norms, routers, softmax and rotation.
+
+Legend: H query heads, G KV heads, d head_dim, r kv_lora_rank, d_r qk_rope_head_dim, T query tokens of one request in
+one step.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The plan: what each layer becomes, what that costs in numbers cached, bytes and FLOPs, and the machines.
+"""The plan: what each layer becomes, and how many numbers and bytes it then caches (costs.py has FLOPs and machines).
 
 Ratios count K and V: the base of every fraction is 2 · n_kv_heads · head_dim numbers per token and layer.
-FLOPs count a multiply-add as two. Left out as noise: biases, norms, routers, softmax and rotation.
 
-Legend: H query heads, G KV heads, d head_dim, r kv_lora_rank, d_r qk_rope_head_dim, T query
-tokens of one request in one step.
+Legend: d_r qk_rope_head_dim.
 """
 
 from __future__ import annotations
@@ -214,17 +212,17 @@ def _layer_plan(
     return LayerPlan(layout, rank, rope)
 
 
-def _rope_dim(layer: LayerSpec, index: int, default: int, given: int | None) -> int:
+def _rope_dim(layer: LayerSpec, index: int, default: int, qk_rope_head_dim: int | None) -> int:
     """d_r, at most what the layer's keys have: n_kv_heads · head_dim dimensions, in pairs."""
     most = layer.cached // 2
-    if given is None:
+    if qk_rope_head_dim is None:
         return min(default, most) // 2 * 2
-    if given % 2 or not 2 <= given <= most:
+    if qk_rope_head_dim % 2 or not 2 <= qk_rope_head_dim <= most:
         raise UserError(
-            f"qk_rope_head_dim {given} must be even, positive and at most {most} for layer {index} "
+            f"qk_rope_head_dim {qk_rope_head_dim} must be even, positive and at most {most} for layer {index} "
             f"({layer.num_kv_heads} KV heads · {layer.head_dim})"
         )
-    return given
+    return qk_rope_head_dim
 
 
 CONTEXTS = (8192, 32768, 131072)

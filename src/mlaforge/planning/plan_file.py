@@ -20,13 +20,11 @@ KEYS = ("kv_lora_rank", "qk_rope_head_dim")
 
 @dataclasses.dataclass(frozen=True)
 class PlanFile:
-    """A plan that was read. `passages` are those of the text it was made from: nothing may be judged on it.
-    `model_sha256` is the model that was diagnosed, None where the file does not say."""
+    """A plan that was read. `passages` are those of the text it was made from: nothing may be judged on it."""
 
     plan: Plan
     sha256: str
     passages: list[int]
-    model_sha256: str | None
 
 
 def shape(spec: ModelSpec) -> dict[str, Any]:
@@ -35,9 +33,9 @@ def shape(spec: ModelSpec) -> dict[str, Any]:
     return {**numbers, "cached": [layer.cached for layer in spec.layers]}
 
 
-def write(path: Path, plan: Plan, told: dict[str, Any], losses: list[float | None], passages: list[int]) -> None:
-    """One line per layer. told: what else to say, `model` among it; losses: predicted, nats per token."""
-    body = {**told, "model": {**told.get("model", {}), **shape(plan.spec)}}
+def write(path: Path, plan: Plan, provenance: dict[str, Any], losses: list[float | None], passages: list[int]) -> None:
+    """One line per layer. provenance: what the plan comes from, `model` among it; losses: predicted, nats per token."""
+    body = {**provenance, "model": {**provenance.get("model", {}), **shape(plan.spec)}}
     lines = [f' "{key}": {json.dumps(value)},' for key, value in body.items()]
     layers = [
         json.dumps({"layer": i, **dataclasses.asdict(chosen), "predicted_loss": loss})
@@ -48,12 +46,12 @@ def write(path: Path, plan: Plan, told: dict[str, Any], losses: list[float | Non
     path.write_text(text, encoding="utf-8")
 
 
-def read(given: str, spec: ModelSpec) -> PlanFile:
+def read(source: str, spec: ModelSpec) -> PlanFile:
     """The plan of a file, or of a directory that `diagnose` wrote, for the model of `spec`.
 
     Raises UserError, one line, where it is none, is for another model, or asks for what a layer cannot hold.
     """
-    path = Path(given).expanduser()
+    path = Path(source).expanduser()
     path = path / PLAN if path.is_dir() else path
     try:
         raw = path.read_bytes()
@@ -81,24 +79,24 @@ def read(given: str, spec: ModelSpec) -> PlanFile:
         plan = Plan(spec, tuple(_layer(spec, i, layer) for i, layer in enumerate(layers)))
     except UserError as error:
         raise UserError(f"plan {path}: {error}") from error
-    kept = {(layer.layout, layer.qk_rope_head_dim) for layer in plan.layers if layer.layout != "gqa"}
-    if len(kept) != 1:
-        what = "several layouts or rotary key sizes; all converted layers need the same" if kept else "no layer"
+    layouts = {(layer.layout, layer.qk_rope_head_dim) for layer in plan.layers if layer.layout != "gqa"}
+    if len(layouts) != 1:
+        what = "several layouts or rotary key sizes; all converted layers need the same" if layouts else "no layer"
         raise UserError(f"plan {path} converts {what}")
     digest = hashlib.sha256(json.dumps([[vars(layer) for layer in plan.layers], passages]).encode()).hexdigest()
-    return PlanFile(plan, digest, passages, model.get("sha256"))
+    return PlanFile(plan, digest, passages)
 
 
-def _layer(spec: ModelSpec, index: int, given: Any) -> LayerPlan:
+def _layer(spec: ModelSpec, index: int, entry: Any) -> LayerPlan:
     """One entry, checked as an option of `convert` would be."""
-    if not isinstance(given, dict) or given.get("layer", index) != index:
+    if not isinstance(entry, dict) or entry.get("layer", index) != index:
         raise UserError(f"entry {index} of 'layers' must be an object whose 'layer' is {index}")
-    layout, known = given.get("layout"), ("gqa", *LATENT_LAYOUTS)
+    layout, known = entry.get("layout"), ("gqa", *LATENT_LAYOUTS)
     if layout not in known:
         raise UserError(
             f"layer {index}: layout {layout!r} must be one of {', '.join(known)}{nearest(str(layout), known)}"
         )
-    rank, rope = (given.get(key, 0) for key in KEYS)
+    rank, rope = (entry.get(key, 0) for key in KEYS)
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (rank, rope)):
         raise UserError(f"layer {index}: kv_lora_rank and qk_rope_head_dim must be whole numbers")
     if layout == "gqa":

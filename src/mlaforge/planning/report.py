@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mlaforge.config import whole_number
+from mlaforge.config import by_keywords, whole_number
 from mlaforge.families import read_spec
-from mlaforge.families.spec import LayerSpec
+from mlaforge.families.spec import LayerSpec, capture_boundaries
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import GPUS, weight_bytes
 from mlaforge.planning.plan import CONTEXTS, make_plan, window_choices
 from mlaforge.planning.roofline import PARTS, Row, analyse, compare, in_bytes, in_digits, recommend
+from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
 BUDGETS = (0.75, 0.5, 0.4375, 0.25)
@@ -26,6 +27,17 @@ def parse_context(text: str) -> int:
         if (tokens := whole_number(text)) > 0:
             return tokens
     raise UserError(f"context {text!r} must be a number of tokens above 0 such as 4096, 32k or 1m")
+
+
+def run(model: str, config: PlanConfig) -> PlanReport:
+    """What converting MODEL would save and what is physically possible; of MODEL only its config.json is read.
+
+    The report's `rows` hold the numbers, `render()` is the tables as text. Raises UserError for the user's mistakes.
+    """
+    # Apart from what the rest of this file needs, because it loads torch.
+    from mlaforge.checkpoint.resolve import find_config
+
+    return run_plan(find_config(model), config)
 
 
 def run_plan(config_json: Mapping[str, Any], options: PlanConfig) -> PlanReport:
@@ -76,13 +88,6 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str
 }
 
 
-def _table(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
-    return ["  ".join(line).rstrip() for line in aligned]
-
-
 @dataclass(frozen=True)
 class PlanReport:
     """What `plan` answers: `rows[0]` is the unconverted model, `asked` the user's own configuration."""
@@ -112,8 +117,7 @@ class PlanReport:
             "RoPE": f"{spec.rope.kind}, theta {spec.rope.theta:g}, cos and sin x "
             + ", ".join([f"{spec.rope.attention_scaling:.4g}", *(f"{key} {rope[key]}" for key in rope)]),
             "experts": each(lambda la: f"{la.moe.num_experts}, {la.moe.top_k} a token" if la.moe else "none"),
-            # Where EAGLE-3 heads take the target's hidden states: low, middle, high (vLLM's and SGLang's convention).
-            "EAGLE-3": f"captures at layers 2, {spec.num_layers // 2}, {spec.num_layers - 3}"
+            "EAGLE-3": f"captures at layers {', '.join(map(str, capture_boundaries(spec.num_layers)))}"
             if spec.num_layers > 5
             else "too few layers to capture from",
             "machine": f"{gpu.name}: {gpu.bf16_tflops:g} dense TFLOP/s x {gpu.achievable:g} achievable, "
@@ -132,7 +136,7 @@ class PlanReport:
             for row in self.rows:
                 mark = "> " * (row is self.asked) + "* " * (row is self.best)
                 table.append([mark + row.label, *(show(value(row)) for _, value, show in shown)])
-            lines += ["", title, *_table(table)]
+            lines += ["", title, text_table(table, "<>")]
         table = [["", *["read", "GFLOP", "ms"] * 2], ["", *["1 query"] * 3, *["T queries"] * 3]]
         for part in PARTS:
             for label, row in {r.label: r for r in (self.rows[0], self.best, self.asked) if r}.items():
@@ -140,12 +144,11 @@ class PlanReport:
                 for step in (row.plain, row.verify):
                     cost, ms = step.costs[part], step.seconds[part] * 1e3
                     table[-1] += [in_bytes(cost.bytes), in_digits(cost.flops / 1e9), in_digits(ms)]
-        parts = _table(table if drafts else [line[:4] for line in table])
-        lines += ["", "Parts of a step", *parts]
+        lines += ["", "Parts of a step", text_table(table if drafts else [line[:4] for line in table], "<>")]
         if choices := window_choices(self.best.plan) if self.best.plan.converted else {}:
             heads = [f"{tokens // 1024}K" for tokens in CONTEXTS]
             table = [["layers converted", *heads], *([name, *map(in_bytes, b.values())] for name, b in choices.items())]
-            lines += ["", f"Cache of one request, {self.best.label}", *_table(table)]
+            lines += ["", f"Cache of one request, {self.best.label}", text_table(table, "<>")]
         lines += ["", f"Recommended (*): {self.reason}"]
         if self.asked and self.asked is not self.best:
             lines += [f"Yours (>): {self.asked.label}: {analyse(self.asked, self.rows[0])}"]
@@ -165,3 +168,6 @@ class PlanReport:
             rows.append(cells)
         return {"record": self.record(), "rows": rows, "reason": self.reason, "notes": self.notes,
                 "window_choices": window_choices(self.best.plan) if self.best.plan.converted else {}}  # fmt: skip
+
+
+plan = by_keywords(run, PlanConfig)

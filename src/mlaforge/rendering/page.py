@@ -50,10 +50,10 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 def shown(value: Any, form: str) -> str:
     """A number as the page shows it: `form` names one of FORMATS; bytes are in units of 1024."""
-    found = number(value)
-    if found is None:
+    finite = number(value)
+    if finite is None:
         return NOT_FINITE if value == NOT_FINITE else NOT_MEASURED
-    return FORMATS[form](found)
+    return FORMATS[form](finite)
 
 
 def at(record: Any, *keys: str) -> Any:
@@ -75,6 +75,7 @@ def interval(mean: float, stderr: float, n: int) -> tuple[float, float] | None:
 
     The quantile is its expansion around the normal one (Abramowitz and Stegun 26.7.5), to 1 % from n = 4 on.
     """
+    # scipy has it, for 110 MB that a report needs nothing else of; manifests hold no values by window to resample.
     if n < 4:
         return None
     z, v = 1.959964, n - 1

@@ -30,8 +30,6 @@ def run(folder: Path, out: Path, config: CardConfig, overwrite: bool = False) ->
 
     Raises UserError where the folder holds no converted model, or several and none is named or canonical.
     """
-    if not folder.is_dir():
-        raise UserError(f"folder {str(folder)!r} does not exist; give the folder that holds the artifacts")
     report = summarise(folder)
     record = choose(report, config.model)
     numbers = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import MANIFEST, Manifest, sha256
+from mlaforge.artifact import ABSOLUTE, MANIFEST, Manifest, sha256
+from mlaforge.checkpoint.reader import COMPANIONS
 from mlaforge.runtime import UserError, progress, version
 
 # Stage -> the folder of the repository that its files go to.
@@ -35,6 +36,8 @@ BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 # A token of the hub, as it would stand in a file by mistake.
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{30,}")
 WEIGHTS = (".safetensors", ".gguf")
+# What mlaforge itself writes to be read. Calibration text (.jsonl) may speak of any path.
+WRITTEN = (".json", ".yaml", ".yml", ".md", ".txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ def pack(folders: list[Path], repo: str) -> Shipment:
     to calibration/.
 
     Raises UserError for a folder that is no finished artifact of such a kind, for weights that are not safetensors,
-    for two files of one place, and for a file that holds a token of the hub.
+    for two files of one place, and for a file that holds a token of the hub or a path of this machine.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -153,7 +156,8 @@ def _reason(file: Path, known: bool, whole: list[str]) -> str:
 
 
 def _check(file: Path) -> None:
-    """Raises UserError for weights that are not what their name says, and for a file that holds a token."""
+    """Raises UserError for weights that are not what their name says, and for a file that holds a token or that says
+    where on this machine something lies. A tokenizer's vocabulary and the original's texts may hold anything."""
     from huggingface_hub import get_token
 
     if file.suffix == ".safetensors":
@@ -172,6 +176,10 @@ def _check(file: Path) -> None:
     text, own = file.read_bytes(), (get_token() or "").encode()
     if TOKEN.search(text) or (own and own in text):
         raise UserError(f"{file} holds a token of the hub: take it out, and revoke it if anybody else could see it")
+    if file.suffix not in WRITTEN or any(file.match(pattern) for pattern in COMPANIONS):
+        return
+    if place := ABSOLUTE.search(text.decode(errors="replace")):
+        raise UserError(f"{file} names {place[0]}, a path of this machine: make it again, or put its last part there")
 
 
 def push(shipment: Shipment) -> str:
@@ -201,3 +209,13 @@ def push(shipment: Shipment) -> str:
 def hidden(text: str, token: str) -> str:
     """`text` without the token, nor anything that looks like one."""
     return TOKEN.sub(b"***", text.replace(token, "***").encode()).decode()
+
+
+def table(shipment: Shipment) -> str:
+    """What would go where, with sizes in bytes and hashes; then what stays here, and why."""
+    lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in shipment.items]
+    lines += [f"left out: {path}: {reason}" for path, reason in shipment.left_out.items()]
+    if not any(item.path == "README.md" for item in shipment.items):
+        lines.append("no model card: `mlaforge card FOLDER --out CARD`, and give CARD too")
+    total = f"{len(shipment.items)} files, {shipment.bytes:,} bytes for {shipment.repo}"
+    return "\n".join([*lines, f"{total}; --push sends them"])

@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import MANIFEST, Manifest
+from mlaforge.artifact import Manifest, artifacts_below, record_name
 from mlaforge.rendering.page import NOT_FINITE, NOT_MEASURED, PAINT, at, interval, jinja_page, number, shown
 from mlaforge.report.bench_results import dicts, latest, read_results
 from mlaforge.report.deviations import WATCHED, deviations
@@ -52,8 +52,6 @@ def write_report(folder: Path, out: Path) -> dict[str, Any]:
     Returns the numbers. Raises UserError where `folder` is no directory, and where `out` cannot be written or
     is a file that no earlier report wrote.
     """
-    if not folder.is_dir():
-        raise UserError(f"folder {str(folder)!r} does not exist; give the folder that holds the artifacts")
     beside = out.with_suffix(".json")
     if beside == out:
         raise UserError(f"{out} would be both the page and its numbers; give a name that ends in .html")
@@ -86,17 +84,17 @@ def _is_report(path: Path) -> bool:
 
 
 def summarise(folder: Path) -> dict[str, Any]:
-    """What artifacts and results below `folder` say, as plain JSON types. Floats that are not finite become text."""
-    records, unreadable = [], []
-    for path in sorted(folder.rglob(MANIFEST)):
-        name = path.parent.relative_to(folder).as_posix()
-        if ".partial/" in f"{name}/":  # a stage at work, or what a killed one left: not an artifact yet
-            continue
-        manifest = Manifest.load(path.parent)
-        if manifest is None:
-            unreadable.append(name)
-        else:
-            records.append(_record(folder.resolve().name if name == "." else name, manifest))
+    """What artifacts and results below `folder` say, as plain JSON types. Floats that are not finite become text.
+
+    Raises UserError where `folder` is no directory.
+    """
+    artifacts = artifacts_below(folder)
+    unreadable = [name for name, manifest in artifacts.items() if manifest is None]
+    records = [
+        _record(folder.resolve().name if name == "." else name, manifest)
+        for name, manifest in artifacts.items()
+        if manifest is not None
+    ]
     results, lost = read_results(folder)
     of = {stage: [record for record in records if record["stage"] == stage] for stage in PARTS}
     conversions = [_conversion(record) for record in of["convert"]]
@@ -108,7 +106,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     found = {**of, **results, "acceptance": accepted or [r for r in records if r["acceptance"]]}
     report: dict[str, Any] = {
         "generator": GENERATOR,
-        "folder": str(folder),
+        "folder": record_name(folder),
         "models": list(dict.fromkeys(c["model"] for c in conversions)),
         "verdict": "; ".join(verdicts) or "Nothing has been converted in this folder yet.",
         "missing": {part: {"what": w, "command": c} for part, (w, c) in PARTS.items() if not found[part]},

@@ -1,4 +1,4 @@
-"""Who may come in, how many, how large, how slowly."""
+"""Admission control: API keys, concurrent requests and their queue, sizes of bodies, timeouts of clients."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ApiKey:
         if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
+        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = authorization.partition(b" ")
         if hmac.compare_digest(key, self._expected) and scheme.lower() == b"bearer":
             await self._app(scope, receive, send)
             return
@@ -44,59 +44,62 @@ class ApiKey:
 async def send_json(send: Send, status: int, value: Any, headers: dict[str, str]) -> None:
     """A whole JSON response."""
     body = dumps(value)
-    told = {"content-type": "application/json", "content-length": str(len(body)), **headers}
-    raw = [(name.lower().encode("latin-1"), text.encode("latin-1")) for name, text in told.items()]
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    raw = [(name.lower().encode("latin-1"), text.encode("latin-1")) for name, text in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
 
-class Doorkeeper:
-    """Lets `seats` requests work at once and `queue` more wait, first come first served; refuses the rest."""
+class AdmissionControl:
+    """Lets `slots` requests run at once and `queue` more wait, first come first served; refuses the rest.
 
-    def __init__(self, seats: int, queue: int) -> None:
-        self._room = seats + queue
-        self._seats = asyncio.Semaphore(seats)
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self.inside = 0
-        self.working = 0
+    `admitted` counts those that run or wait, `running` those that hold a slot.
+    """
+
+    def __init__(self, slots: int, queue: int) -> None:
+        self._capacity = slots + queue
+        self._slots = asyncio.Semaphore(slots)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.admitted = 0
+        self.running = 0
         self.draining = False
 
     @asynccontextmanager
-    async def visit(self) -> AsyncIterator[None]:
-        """A request's whole stay. Raises ApiError: 503 while draining, 429 where the queue is full."""
+    async def admit(self) -> AsyncIterator[None]:
+        """A request from its arrival to its end. Raises ApiError: 503 while draining, 429 where the queue is full."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10", "Connection": "close"})
-        if self.inside >= self._room:
+        if self.admitted >= self._capacity:
             raise ApiError(
-                429, f"{self.inside} requests are running or waiting; try again later", code="queue_full",
+                429, f"{self.admitted} requests are running or waiting; try again later", code="queue_full",
                 headers={"Retry-After": "1"},
             )  # fmt: skip
-        self.inside += 1
-        self._empty.clear()
+        self.admitted += 1
+        self._idle.clear()
         try:
             yield
         finally:
-            self.inside -= 1
-            if not self.inside:
-                self._empty.set()
+            self.admitted -= 1
+            if not self.admitted:
+                self._idle.set()
 
     @asynccontextmanager
-    async def seat(self) -> AsyncIterator[None]:
-        """A place at the engine; waits for one."""
-        async with self._seats:
-            self.working += 1
+    async def slot(self) -> AsyncIterator[None]:
+        """One of the slots at the engine; waits until one is free."""
+        async with self._slots:
+            self.running += 1
             try:
                 yield
             finally:
-                self.working -= 1
+                self.running -= 1
 
     async def drain(self, timeout: float) -> bool:
-        """Lets nobody in any more and waits, `timeout` seconds at most; whether everybody had left by then."""
+        """Admits no more requests and waits, `timeout` seconds at most; whether all had ended by then."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout):
-                await self._empty.wait()
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True
@@ -148,7 +151,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def patient(send: Send, timeout: float) -> Send:
+def with_write_timeout(send: Send, timeout: float) -> Send:
     """`send` that raises Disconnected where the client has read nothing for `timeout` seconds."""
 
     async def sending(message: Message) -> None:

@@ -15,19 +15,20 @@ from starlette.exceptions import HTTPException
 
 from mlaforge import runtime
 from mlaforge.engine.request import harmony
+from mlaforge.engine.request.sequence import PromptTooLong, check_prompt
 from mlaforge.runtime import UserError
 from mlaforge.serving import wire
 from mlaforge.serving.admission import (
+    AdmissionControl,
     ApiKey,
     Disconnected,
-    Doorkeeper,
     Receive,
     Scope,
     Send,
-    patient,
     read_body,
     send_json,
     while_connected,
+    with_write_timeout,
 )
 from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, Stream
 from mlaforge.serving.chat import Chat
@@ -38,8 +39,8 @@ from mlaforge.serving.responses import ChatForm, Form, Prompt, Reply, TextForm
 from mlaforge.serving.token_text import TokenText
 from mlaforge.serving.wire import ApiError
 
-# A client that went before its answer; nobody reads it, it is for the metrics (nginx's number).
-CLIENT_WENT = 499
+# The client closed the connection before its answer: for the metrics alone (nginx's number).
+CLIENT_CLOSED_REQUEST = 499
 
 
 class Service:
@@ -50,8 +51,8 @@ class Service:
         self.engine, self.config = engine, config
         self.model = config.served_model_name or inner.model_name
         self.created = int(time.time())
-        self.door = Doorkeeper(config.max_concurrent, config.max_queue)
-        self.metrics = Metrics(engine, self.door)
+        self.admission = AdmissionControl(config.max_concurrent, config.max_queue)
+        self.metrics = Metrics(engine, self.admission)
         self.tokens = TokenText(inner.tokenizer)
         self.chat = Chat(inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony))
         # Tokenizing a long prompt must not hold up everybody's tokens; one thread, because tokenizers want no two.
@@ -60,28 +61,31 @@ class Service:
     async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, work, *arguments)
 
-    def text_form(self, given: dict[str, Any]) -> tuple[CompletionRequest, Form]:
+    def text_form(self, payload: dict[str, Any]) -> tuple[CompletionRequest, Form]:
         """A completion request, tokenized. Raises ApiError."""
-        inner, request = self.engine.engine, CompletionRequest.read(given)
+        inner, request = self.engine.engine, CompletionRequest.read(payload)
         self._check(request)
         if request.max_tokens == 0 and not request.echo:
             raise ApiError(400, "max_tokens must be at least 1, or echo true", "max_tokens")
         prompts = []
-        for prompt in request.prompts(self.config.max_prompts, inner.vocab_size):
+        for prompt in request.prompts(self.config.max_prompts):
             if isinstance(prompt, str):
                 special = request.add_special_tokens is not False
                 ids = list(inner.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+                self._check_prompt(ids, request.max_tokens)
                 prompts.append(Prompt(ids, prompt))
             else:
-                told = request.echo and inner.tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens)
-                prompts.append(Prompt(prompt, told or ""))
+                self._check_prompt(prompt, request.max_tokens)
+                echoed = request.echo and inner.tokenizer.decode(
+                    prompt, skip_special_tokens=request.skip_special_tokens
+                )
+                prompts.append(Prompt(prompt, echoed or ""))
         scoring_only = request.max_tokens == 0
         most = 16 if request.max_tokens is None else max(request.max_tokens, 1)
         changes: dict[str, Any] = {"max_tokens": most, "logprobs": request.logprobs}
         if request.echo and request.prompt_logprobs is None:
             changes["prompt_logprobs"] = request.logprobs
         params = request.params(inner.vocab_size, **changes)
-        self._check_lengths(prompts, request.max_tokens)
         wants = request.prompt_logprobs is not None
         form = TextForm(
             self.model, prompts, params, self.tokens, request.logprobs, wants,
@@ -89,17 +93,17 @@ class Service:
         )  # fmt: skip
         return request, form
 
-    def chat_form(self, given: dict[str, Any]) -> tuple[ChatRequest, Form]:
+    def chat_form(self, payload: dict[str, Any]) -> tuple[ChatRequest, Form]:
         """A chat request, tokenized. Raises ApiError."""
-        request = ChatRequest.read(given)
+        request = ChatRequest.read(payload)
         self._check(request)
         limit, alternatives = request.limit(), request.alternatives()
         changes = {"max_tokens": limit, "logprobs": alternatives, **self.chat.sampling(request)}
         params = request.params(self.engine.engine.vocab_size, **changes)
-        prompts = [Prompt(self.chat.prompt(request))]
-        self._check_lengths(prompts, limit)
+        ids = self.chat.prompt(request)
+        self._check_prompt(ids, limit)
         wants = request.prompt_logprobs is not None
-        return request, ChatForm(self.model, prompts, params, self.tokens, alternatives, wants, chat=self.chat)
+        return request, ChatForm(self.model, [Prompt(ids)], params, self.tokens, alternatives, wants, chat=self.chat)
 
     def _check(self, request: Generation) -> None:
         if request.model is not None and request.model != self.model:
@@ -108,21 +112,18 @@ class Service:
         if request.n > self.config.max_n:
             raise ApiError(400, f"n = {request.n} is too large; at most {self.config.max_n}", "n")
 
-    def _check_lengths(self, prompts: list[Prompt], max_tokens: int | None) -> None:
-        most = self.engine.engine.max_model_len
-        for prompt in prompts:
-            length = len(prompt.token_ids)
-            if not length:
-                raise ApiError(400, "the prompt is empty", "prompt")
-            if length + (max_tokens or 1) > most:
-                asked = f" and max_tokens = {max_tokens}" if max_tokens else ""
-                message = f"the prompt's {length} tokens{asked} do not fit the context of {most} tokens"
-                raise ApiError(400, message, "prompt", "context_length_exceeded")
+    def _check_prompt(self, token_ids: list[int], max_tokens: int | None) -> None:
+        inner = self.engine.engine
+        try:
+            check_prompt(token_ids, inner.vocab_size, inner.max_model_len, max_tokens or 1)
+        except UserError as error:
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            raise ApiError(400, str(error), "prompt", code) from error
 
     async def drain(self) -> None:
         """New requests get 503; waits for the running ones as long as the configuration says, then ends them."""
         start = time.perf_counter()
-        await self.door.drain(self.config.drain_timeout)
+        await self.admission.drain(self.config.drain_timeout)
         await self.engine.drain(max(self.config.drain_timeout - (time.perf_counter() - start), 0))
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class Service:
 
 
 class Answer(Response):
-    """One request from its body to the last byte of its answer; whatever ends it, its blocks and seat come back."""
+    """One request from its body to the last byte of its answer; whatever ends it, its blocks and slot are released."""
 
     def __init__(
         self, service: Service, endpoint: str, read: Callable[[dict[str, Any]], tuple[Generation, Form]]
@@ -144,11 +145,11 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 500
         try:
-            async with self._service.door.visit():
-                await self._visit(scope, receive, patient(send, self._service.config.client_timeout))
+            async with self._service.admission.admit():
+                await self._handle(scope, receive, with_write_timeout(send, self._service.config.client_timeout))
             status = 200
         except Disconnected:
-            status = CLIENT_WENT
+            status = CLIENT_CLOSED_REQUEST
         except ApiError as error:
             status = error.status
             await send_json(send, status, error.body(), error.headers)
@@ -157,7 +158,7 @@ class Answer(Response):
             ids, n = (list(reply.request_ids), reply.form.params.n) if reply else ([], 0)
             self._service.metrics.ended(self._endpoint, status, self._arrived, ids, n)
 
-    async def _visit(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         media = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
         # Also keeps web pages out: a browser asks first before it sends this type to another origin.
@@ -173,12 +174,12 @@ class Answer(Response):
         service = self._service
         request, form = await service.in_thread(self._parse, body)
         reply = self._reply = Reply(form)
-        given = {
+        requests = {
             request_id: (form.prompts[i].token_ids, form.params) for request_id, i in reply.request_ids.items()
         }  # fmt: skip
-        async with service.door.seat():
+        async with service.admission.slot():
             try:
-                async with service.engine.open(given, self._arrived) as stream:
+                async with service.engine.open(requests, self._arrived) as stream:
                     await stream.accepted()
                     if request.stream:
                         await _stream(reply, request, stream, send)
@@ -259,7 +260,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        if service.door.draining or engine.unavailable is not None:
+        if service.admission.draining or engine.unavailable is not None:
             why = str(engine.unavailable or "the server is shutting down")
             return JSONResponse(ApiError(503, why).body(), 503)
         return JSONResponse({"status": "ok"})
@@ -284,8 +285,8 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    return JSONResponse(told.body(), told.status, headers=error.headers)
+    api_error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    return JSONResponse(api_error.body(), api_error.status, headers=error.headers)
 
 
 async def _our_error(request: Request, error: Exception) -> Response:

@@ -79,8 +79,8 @@ class Chat:
         if self.harmony is None:
             return {}
         for name in ("response_format", "regex", "guided_regex", "guided_json", "stop"):
-            given = getattr(request, name)
-            if given and getattr(given, "type", "") != "text":
+            value = getattr(request, name)
+            if value and getattr(value, "type", "") != "text":
                 why = f"{name} would bind harmony's channels too; use --no-harmony, or say it in a message"
                 raise ApiError(400, why, name, "unsupported_parameter")
         stops = () if request.ignore_eos else self.harmony.stop_token_ids
@@ -103,8 +103,8 @@ class Chat:
     def _by_template(self, request: ChatRequest) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
-        if taken := sorted(_RESERVED & request.chat_template_kwargs.keys()):
-            raise ApiError(400, f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
+        if reserved := sorted(_RESERVED & request.chat_template_kwargs.keys()):
+            raise ApiError(400, f"chat_template_kwargs may not set {reserved[0]}", "chat_template_kwargs")
         if request.continue_final_message and request.add_generation_prompt:
             raise ApiError(400, "continue_final_message needs add_generation_prompt = false", "continue_final_message")
         variables = {
@@ -130,12 +130,12 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]]:
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
     """A message as templates take it: text content, calls' arguments as objects."""
-    made: dict[str, Any] = {"role": message.role, "content": message.text}
+    plain: dict[str, Any] = {"role": message.role, "content": message.text}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
-            made[name] = value
+            plain[name] = value
     if message.tool_calls:
-        made["tool_calls"] = [
+        plain["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -143,7 +143,7 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
-    return made
+    return plain
 
 
 def _arguments(text: str, where: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.artifact import Manifest, finished, record_names, writing
 from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request.output import Completion, RequestOutput
@@ -61,16 +61,21 @@ def _params(config: GenerateConfig | ChatConfig) -> SamplingParams:
 
 def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = False) -> Manifest:
     """Continues the prompt with MODEL, and with `against` where given; writes an artifact if `out` is given."""
+    head = Path(config.speculative)
     directories = {name: resolve.locate(name) for name in (model, config.against) if name}
     manifest = Manifest(
         "generate",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "against")},
-        inputs={"models": [reader.fingerprint(directory) for directory in directories.values()]},
+        config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "against")}
+        | record_names(config, "speculative"),
+        inputs={
+            "models": [reader.fingerprint(directory) for directory in directories.values()],
+            "head": reader.fingerprint(head) if (head / "config.json").is_file() else None,
+        },
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
     with timed(manifest.seconds, "generate"):
-        runs = [{"model": found.name, **continue_prompt(found, config)} for found in directories.values()]
+        runs = [{"model": directory.name, **continue_prompt(directory, config)} for directory in directories.values()]
     manifest.metrics = {"prompt": config.prompt, "runs": runs}
     if out is not None:
         with writing(out, manifest):
@@ -96,12 +101,12 @@ class Conversation:
         """Begin anew."""
         self.messages = list(self._first)
 
-    def answer(self, said: str) -> Generator[Completion]:
+    def answer(self, text: str) -> Generator[Completion]:
         """The model's answer to the user's turn, piece by piece. A turn whose answer is broken off is not kept, nor is
         what was thought before an answer."""
-        asked = [*self.messages, {"role": "user", "content": said}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         pieces = []
-        for output in self.llm.stream_chat(asked, self.params):
+        for output in self.llm.stream_chat(messages, self.params):
             pieces.append(output.outputs[0].text)
             yield output.outputs[0]
-        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]

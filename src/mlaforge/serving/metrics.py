@@ -1,4 +1,4 @@
-"""What /metrics tells Prometheus. Every app has a registry of its own, so that several live in one process."""
+"""Prometheus metrics, as /metrics exposes them. Every app has its own registry: several live in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mlaforge.engine.request.output import RequestOutput
-from mlaforge.serving.admission import Doorkeeper
+from mlaforge.serving.admission import AdmissionControl
 from mlaforge.serving.async_engine import AsyncEngine
 
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
@@ -45,18 +45,18 @@ GAUGES = {
 
 
 class _Gauges:
-    """Reads the engine and the door when it is asked, so that steps pay nothing."""
+    """Reads the engine and its admission control when Prometheus asks, so that steps pay nothing."""
 
-    def __init__(self, engine: AsyncEngine, door: Doorkeeper) -> None:
-        self._engine, self._door = engine, door
+    def __init__(self, engine: AsyncEngine, admission: AdmissionControl) -> None:
+        self._engine, self._admission = engine, admission
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
-        for name, (field, told) in COUNTERS.items():
-            yield CounterMetricFamily(name, told, getattr(stats, field))
+        for name, (field, description) in COUNTERS.items():
+            yield CounterMetricFamily(name, description, getattr(stats, field))
         if stats.speculation is not None:
-            for name, (field, told) in SPECULATION.items():
-                yield CounterMetricFamily(name, told, getattr(stats.speculation, field))
+            for name, (field, description) in SPECULATION.items():
+                yield CounterMetricFamily(name, description, getattr(stats.speculation, field))
             positions = CounterMetricFamily(
                 "mlaforge_speculation_accepted_tokens_per_position",
                 "accepted by place in the draft",
@@ -65,11 +65,11 @@ class _Gauges:
             for position, count in enumerate(stats.speculation.accepted_at):
                 positions.add_metric((str(position),), count)
             yield positions
-        for name, (field, told) in GAUGES.items():
-            yield GaugeMetricFamily(name, told, getattr(stats, field))
+        for name, (field, description) in GAUGES.items():
+            yield GaugeMetricFamily(name, description, getattr(stats, field))
         usage = stats.cache_blocks_used / stats.cache_blocks if stats.cache_blocks else 0.0
         yield GaugeMetricFamily("mlaforge_cache_usage_ratio", "share of the blocks that requests hold", usage)
-        queued = self._door.inside - self._door.working
+        queued = self._admission.admitted - self._admission.running
         yield GaugeMetricFamily("mlaforge_http_requests_queued", "requests that wait for a place", queued)
         up = self._engine.unavailable is None
         yield GaugeMetricFamily("mlaforge_engine_up", "1 while the engine takes requests", float(up))
@@ -78,9 +78,9 @@ class _Gauges:
 class Metrics:
     """Counters and histograms of one app."""
 
-    def __init__(self, engine: AsyncEngine, door: Doorkeeper) -> None:
+    def __init__(self, engine: AsyncEngine, admission: AdmissionControl) -> None:
         self._registry = registry = CollectorRegistry()
-        registry.register(_Gauges(engine, door))
+        registry.register(_Gauges(engine, admission))
         self._requests = Counter("mlaforge_requests", "HTTP requests", ("endpoint", "status"), registry=registry)
         self._whole = Histogram(
             "mlaforge_request_seconds", "arrival to end of an answer", buckets=_REQUEST, registry=registry

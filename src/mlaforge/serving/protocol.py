@@ -7,6 +7,7 @@ null is the same as leaving a field out.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,14 +17,12 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 from mlaforge.serving.wire import ApiError
 
+# What a server bounds beyond SamplingParams, which has the ranges of everything else.
 MAX_LOGPROBS = 20
 MAX_BIASES = 10_000
-_HUGE = 2**31 - 1
-Count = Annotated[int, Field(ge=0, le=_HUGE)]
-TokenId = Annotated[int, Field(ge=0, le=_HUGE)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+StopString = Annotated[str, Field(max_length=1000)]
 
 HARMLESS = frozenset({
     "user", "store", "metadata", "service_tier", "parallel_tool_calls", "prediction", "prompt_cache_key",
@@ -64,11 +63,11 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_crowded(cls, given: Any) -> Any:
+    def _not_crowded(cls, value: Any) -> Any:
         # pydantic writes down every single mistake: a million of them would take gigabytes.
-        if isinstance(given, dict) and len(given) > 100:
+        if isinstance(value, dict) and len(value) > 100:
             raise ValueError("an object with more fields than there are")
-        return given
+        return value
 
 
 class StreamOptions(Strict):
@@ -98,27 +97,28 @@ class Generation(Strict):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=_HUGE)] = 1
+    n: int = 1
     best_of: int | None = None
     max_tokens: Count | None = None
-    min_tokens: Count = 0
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=_HUGE)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    # Signed, as OpenAI's and vLLM's.
+    seed: Annotated[int, Field(le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     speculate: bool = True
     spaces_between_special_tokens: Literal[True] = True
     add_special_tokens: bool | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[str, float] = {}
     prompt_logprobs: Logprobs | None = None
     response_format: ResponseFormat | None = None
     regex: str | None = None
@@ -126,11 +126,11 @@ class Generation(Strict):
     guided_json: dict[str, Any] | str | None = None
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> Self:
+    def read(cls, payload: dict[str, Any]) -> Self:
         """The request in a JSON object. Raises ApiError (400) that names the field."""
         refused = {**REFUSED, **cls.own_refused}
         values: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in payload.items():
             if value is None or name in HARMLESS:
                 continue
             if name in refused:
@@ -157,44 +157,43 @@ class Generation(Strict):
 
     def constraint(self) -> dict[str, Any]:
         """The json_schema or regex that binds the answer, as SamplingParams takes it."""
-        found: list[tuple[str, str, Any]] = []
+        constraints: list[tuple[str, str, Any]] = []
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             if self.response_format.type == "json_object":
-                found.append(("response_format", "json_schema", {"type": "object"}))
+                constraints.append(("response_format", "json_schema", {"type": "object"}))
             elif schema is None:
                 raise ApiError(400, "response_format json_schema needs its json_schema", "response_format")
             else:
-                found.append(("response_format", "json_schema", schema.schema_))
+                constraints.append(("response_format", "json_schema", schema.schema_))
         for name in ("regex", "guided_regex"):
             if (pattern := getattr(self, name)) is not None:
-                found.append((name, "regex", pattern))
+                constraints.append((name, "regex", pattern))
         if self.guided_json is not None:
-            found.append(("guided_json", "json_schema", self.guided_json))
-        if len(found) > 1:
-            names = " and ".join(name for name, _, _ in found)
-            raise ApiError(400, f"{names} exclude each other", found[1][0])
-        return {kind: value for _, kind, value in found}
+            constraints.append(("guided_json", "json_schema", self.guided_json))
+        if len(constraints) > 1:
+            names = " and ".join(name for name, _, _ in constraints)
+            raise ApiError(400, f"{names} exclude each other", constraints[1][0])
+        return {kind: value for _, kind, value in constraints}
 
     def params(self, vocab_size: int, **changes: Any) -> SamplingParams:
         """For the engine. Raises ApiError (400)."""
         values = {
             name: getattr(self, name)
             for name in (
-                "n", "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-                "repetition_penalty", "seed", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-                "prompt_logprobs", "speculate",
+                "n", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+                "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+                "skip_special_tokens", "prompt_logprobs", "speculate",
             )
         }  # fmt: skip
-        values["top_k"] = max(self.top_k, 0)
-        values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        values["stop_token_ids"] = tuple(self.stop_token_ids)
-        values["logit_bias"] = {_token_id(key, vocab_size): bias for key, bias in self.logit_bias.items()}
+        values["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         values |= self.constraint() | changes
         try:
-            return SamplingParams(**values)
+            params = SamplingParams(**values)
+            params.check_vocabulary(vocab_size)
         except UserError as error:
             raise refusal(error) from error
+        return params
 
 
 class CompletionRequest(Generation):
@@ -209,25 +208,22 @@ class CompletionRequest(Generation):
     echo: bool = False
     logprobs: Logprobs | None = None
 
-    def prompts(self, most: int, vocab_size: int) -> list[str | list[int]]:
+    def prompts(self, most: int) -> list[str | list[int]]:
         """The prompts, each text or token ids; at most `most`. Raises ApiError (400)."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if not isinstance(given, list) or not given:
+        value = self.prompt
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
             kinds = "a string, a list of strings, a list of token ids or a list of such lists"
             raise ApiError(400, f"prompt is needed: {kinds}, not empty", "prompt")
-        prompts = [given] if type(given[0]) is int else given
+        prompts = [value] if type(value[0]) is int else value
         if len(prompts) > most:
             raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most}", "prompt")
         for prompt in prompts:
             if type(prompt) is not type(prompts[0]) or not isinstance(prompt, str | list):
                 raise ApiError(400, "prompt must hold strings only, token ids only, or lists of token ids", "prompt")
-            if isinstance(prompt, list):
-                if not prompt:
-                    raise ApiError(400, "prompt holds an empty list of token ids", "prompt")
-                if not all(type(token) is int and 0 <= token < vocab_size for token in prompt):
-                    raise ApiError(400, f"prompt: token ids are whole numbers from 0 to {vocab_size - 1}", "prompt")
+            if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
+                raise ApiError(400, "prompt: token ids are whole numbers", "prompt")
         return prompts
 
 
@@ -303,10 +299,10 @@ class ChatRequest(Generation):
 
     def limit(self) -> int | None:
         """max_completion_tokens, by whichever name. Raises ApiError (400) where the two differ or are 0."""
-        given = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(given) > 1:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ", "max_completion_tokens")
-        most = next(iter(given), None)
+        most = next(iter(limits), None)
         if most == 0:
             raise ApiError(400, "max_completion_tokens must be at least 1", "max_completion_tokens")
         return most
@@ -318,37 +314,39 @@ class ChatRequest(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def _token_id(key: str, vocab_size: int) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-        raise ApiError(400, f"logit_bias: {key[:20]!r} is no token id from 0 to {vocab_size - 1}", "logit_bias")
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise ApiError(400, f"logit_bias: {key[:20]!r} is no token id", "logit_bias")
     return int(key)
 
 
 def refusal(error: UserError) -> ApiError:
-    """The engine's refusal as a client sees it; `param` is the field that its text begins with, if it does."""
-    first = str(error).split(" ", 1)[0].strip(":,'\"")
-    known = first in CompletionRequest.model_fields or first in ChatRequest.model_fields
-    return ApiError(400, str(error), first if known else None)
+    """The engine's refusal as a client sees it; `param` is the field that its text begins with, if it does, with the
+    place in it."""
+    begin = re.match(r"(\w+)(?:\[(\w+)\])?", str(error))
+    field, place = begin.groups() if begin else ("", None)
+    known = field in CompletionRequest.model_fields or field in ChatRequest.model_fields
+    return ApiError(400, str(error), (f"{field}.{place}" if place else field) if known else None)
 
 
-def _explained(error: ValidationError, given: Any) -> ApiError:
+def _explained(error: ValidationError, payload: Any) -> ApiError:
     """One of pydantic's complaints, with the path to what it complains about as the client wrote it: the deepest path,
     because where alternatives were tried, the one that came furthest is the one that was meant."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[:100]
-    paths = [_path(each["loc"], each["type"] == "missing", given) for each in found]
-    path, told = max(zip(paths, found, strict=True), key=lambda pair: len(pair[0]))
+    details = error.errors(include_url=False, include_context=False, include_input=False)[:100]
+    paths = [_path(each["loc"], each["type"] == "missing", payload) for each in details]
+    path, detail = max(zip(paths, details, strict=True), key=lambda pair: len(pair[0]))
     param = ".".join(path) or None
-    return ApiError(400, f"{param}: {told['msg']}" if param else told["msg"], param)
+    return ApiError(400, f"{param}: {detail['msg']}" if param else detail["msg"], param)
 
 
-def _path(location: tuple[int | str, ...], missing: bool, given: Any) -> list[str]:
+def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> list[str]:
     """The steps of an error's location that exist in the request: names of a union's arms stand in it too."""
     path: list[str] = []
     for step in location:
-        if isinstance(given, dict) and (step in given or missing):
+        if isinstance(value, dict) and (step in value or missing):
             path.append(str(step)[:100])
-            given = given.get(step)
-        elif isinstance(given, list) and isinstance(step, int) and step < len(given):
+            value = value.get(step)
+        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
             path.append(str(step))
-            given = given[step]
+            value = value[step]
     return path

@@ -10,7 +10,8 @@ import time
 import uuid
 from typing import Any, Protocol
 
-from mlaforge.engine.request.output import Completion, Logprobs, RequestOutput
+from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.serving.chat import AnswerParser, Chat
 from mlaforge.serving.token_text import Offsets, TokenText
@@ -84,7 +85,7 @@ class TextChoice:
         form, prompt = self._form, self._prompt
         text = "" if form.scoring_only else new.text
         logprobs = [] if form.scoring_only else list(new.logprobs or ())
-        said: dict[str, Any] = {}
+        choice: dict[str, Any] = {}
         positions: list[tuple[int, Logprobs | None]] = [(at.token_id, at) for at in logprobs]
         if not self._begun:
             self._begun = True
@@ -95,12 +96,12 @@ class TextChoice:
             elif form.logprobs is not None:
                 self._skip_prompt()
             if form.wants_prompt_logprobs and prompt.logprobs is not None:
-                said["prompt_logprobs"] = vllm_prompt_logprobs(prompt.logprobs, form.tokens)
-        said["text"] = text
-        said["logprobs"] = None if form.logprobs is None else self._legacy(positions)
+                choice["prompt_logprobs"] = vllm_prompt_logprobs(prompt.logprobs, form.tokens)
+        choice["text"] = text
+        choice["logprobs"] = None if form.logprobs is None else self._legacy(positions)
         if new.stop_reason is not None:
-            said["stop_reason"] = new.stop_reason
-        return said
+            choice["stop_reason"] = new.stop_reason
+        return choice
 
     def finish_reason(self, new: Completion) -> str | None:
         return "length" if self._form.scoring_only and new.finish_reason else new.finish_reason
@@ -138,21 +139,21 @@ class ChatChoice:
 
     def chunk(self, new: Completion) -> dict[str, Any]:
         delta = self._parser.read(new)
-        said: dict[str, Any] = {}
+        choice: dict[str, Any] = {}
         if not self._begun:
             self._begun = True
             delta = {"role": "assistant", "content": "", **delta}
             if self._form.wants_prompt_logprobs and self._prompt.logprobs is not None:
-                said["prompt_logprobs"] = vllm_prompt_logprobs(self._prompt.logprobs, self._form.tokens)
-        said["delta"] = delta
-        said["logprobs"] = None
+                choice["prompt_logprobs"] = vllm_prompt_logprobs(self._prompt.logprobs, self._form.tokens)
+        choice["delta"] = delta
+        choice["logprobs"] = None
         if self._form.logprobs is not None:
-            said["logprobs"] = {"content": [self._entry(at) for at in new.logprobs or ()], "refusal": None}
+            choice["logprobs"] = {"content": [self._entry(at) for at in new.logprobs or ()], "refusal": None}
         if new.stop_reason is not None:
-            said["stop_reason"] = new.stop_reason
+            choice["stop_reason"] = new.stop_reason
         if self._parser.failed:
-            said["harmony_parse_error"] = True
-        return said
+            choice["harmony_parse_error"] = True
+        return choice
 
     def finish_reason(self, new: Completion) -> str | None:
         called = self._parser.calls and not self._parser.failed
@@ -189,7 +190,7 @@ class Form(abc.ABC):
         """A new continuation of `prompt`."""
 
     @abc.abstractmethod
-    def whole(self, said: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk's choice that holds everything, as the choice of a whole answer."""
 
 
@@ -206,8 +207,8 @@ class TextForm(Form):
     def choice(self, prompt: Prompt) -> Choice:
         return TextChoice(self, prompt)
 
-    def whole(self, said: dict[str, Any]) -> dict[str, Any]:
-        return said
+    def whole(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return choice
 
 
 @dataclasses.dataclass
@@ -223,12 +224,12 @@ class ChatForm(Form):
     def choice(self, prompt: Prompt) -> Choice:
         return ChatChoice(self, prompt)
 
-    def whole(self, said: dict[str, Any]) -> dict[str, Any]:
-        message = said.pop("delta")
+    def whole(self, choice: dict[str, Any]) -> dict[str, Any]:
+        message = choice.pop("delta")
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
             message["content"] = message["content"] or None
-        return {"message": message, **said}
+        return {"message": message, **choice}
 
 
 class Reply:
@@ -242,30 +243,30 @@ class Reply:
         self._choices: dict[int, Choice] = {}
         self._head = {"id": self.id, "created": int(time.time()), "model": form.model}
 
-    def _said(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def _chunk_choices(self, output: RequestOutput) -> list[dict[str, Any]]:
         """Each choice that has news, as a chunk's choice."""
         which = self.request_ids[output.request_id]
         prompt = self.form.prompts[which]
         if output.prompt_logprobs is not None:
             prompt.logprobs = output.prompt_logprobs
         self.usage.cached[output.request_id] = output.num_cached_tokens
-        said = []
+        choices = []
         for new in output.outputs:
             index = which * self.form.params.n + new.index
             choice = self._choices.get(index) or self._choices.setdefault(index, self.form.choice(prompt))
             if not getattr(self.form, "scoring_only", False):
                 self.usage.completion_tokens += len(new.token_ids)
             news = choice.chunk(new)
-            said.append({"index": index, **news, "finish_reason": choice.finish_reason(new)})
-        return said
+            choices.append({"index": index, **news, "finish_reason": choice.finish_reason(new)})
+        return choices
 
     def chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
         """The streamed chunks of an output; what a client would not notice is left out."""
-        told = ("text", "delta", "prompt_logprobs", "finish_reason")
+        fields = ("text", "delta", "prompt_logprobs", "finish_reason")
         return [
-            {"object": self.form.chunk_object, **self._head, "choices": [said]}
-            for said in self._said(output)
-            if any(said.get(name) for name in told) or _has_tokens(said["logprobs"])
+            {"object": self.form.chunk_object, **self._head, "choices": [choice]}
+            for choice in self._chunk_choices(output)
+            if any(choice.get(name) for name in fields) or _has_tokens(choice["logprobs"])
         ]
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -275,7 +276,9 @@ class Reply:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
         choices = [
-            {"index": said.pop("index"), **self.form.whole(said)} for output in outputs for said in self._said(output)
+            {"index": choice.pop("index"), **self.form.whole(choice)}
+            for output in outputs
+            for choice in self._chunk_choices(output)
         ]
         return {
             "object": self.form.whole_object, **self._head, "choices": choices, "usage": self.usage.as_dict(),

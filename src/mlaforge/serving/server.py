@@ -42,7 +42,7 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        runtime.log(f"draining: {self._service.door.inside} requests")
+        runtime.log(f"draining: {self._service.admission.admitted} requests")
         self._draining = asyncio.create_task(self._service.drain())
         self._draining.add_done_callback(lambda _: setattr(self, "should_exit", True))
 

@@ -7,14 +7,9 @@ import json
 import re
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: character -> byte."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenText:
@@ -27,7 +22,9 @@ class TokenText:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = (json.loads(backend.to_str()).get("decoder") or {}) if backend is not None else {}
         kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ())) if "type" in part}
-        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        # Printable stand-ins for bytes: character -> byte.
+        stands_for = {character: byte for byte, character in bytes_to_unicode().items()}
+        self._alphabet = stands_for if "ByteLevel" in kinds else None
         self._cache: dict[int, bytes] = {}
 
     def is_special(self, token_id: int) -> bool:
@@ -35,10 +32,10 @@ class TokenText:
 
     def raw(self, token_id: int) -> bytes:
         """The token's share of the text, in UTF-8 where it is not a part of a character."""
-        found = self._cache.get(token_id)
-        if found is None:
-            found = self._cache[token_id] = self._find(token_id)
-        return found
+        raw = self._cache.get(token_id)
+        if raw is None:
+            raw = self._cache[token_id] = self._find(token_id)
+        return raw
 
     def _find(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)

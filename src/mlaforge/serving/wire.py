@@ -1,4 +1,4 @@
-"""Bytes in, bytes out: JSON as requests carry it, and errors as OpenAI's clients expect them."""
+"""Bodies of requests and responses as bytes: JSON, server-sent events, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 

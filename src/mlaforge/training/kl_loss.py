@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mlaforge.data.packing import NO_LABEL
+
 # Rows of logits held at once.
 ROWS = 128
-# Label of a row that has no next token.
-NO_LABEL = -100
 
 
 class Targets(Protocol):

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, writing
-from mlaforge.data.packing import Feed
-from mlaforge.runtime import Resumable, UserError, log
+from mlaforge.data.packing import Feed, Rows
+from mlaforge.runtime import Resumable, UserError, log, resolve_dtype
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
-from mlaforge.training.optimizer import NotFinite, Trainer
+from mlaforge.training.optimizer import NotFinite, Pace, Trainer
 
 # The goal has to fall by this share to count as falling.
 GAIN = 0.01
@@ -51,6 +51,31 @@ class Marks:
     evaluate_every: int
     checkpoint_every: int
     patience: int = 1
+
+
+class Options(Protocol):
+    """What the options of every stage that trains have in common (options.py says what each is)."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def warm_up(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    @property
+    def micro_tokens(self) -> int: ...
+
+    @property
+    def evaluate_every(self) -> int: ...
+
+    @property
+    def checkpoint_every(self) -> int: ...
+
+    @property
+    def tensorboard(self) -> str | None: ...
 
 
 class Course:
@@ -212,6 +237,39 @@ class Course:
             "curve": memory["curve"],
             "losses": memory["losses"],
         }
+
+
+def dtypes(asked: str, group: distributed.Group) -> tuple[torch.dtype, torch.dtype]:
+    """What a student computes in, by the option --dtype, and what its parameters are loaded in.
+
+    Shards are kept in fp32; what is not sharded has its masters in the trainer.
+    """
+    computed = resolve_dtype(asked, torch.float32 if group.device.type == "cpu" else torch.bfloat16)
+    return computed, torch.float32 if group.world > 1 else computed
+
+
+def train(
+    what: str, lesson: Any, feed: Feed, judge: Judge, options: Options, partial: Path, group: distributed.Group, *,
+    dtype: torch.dtype, subsets: Sequence[str], trainable: Callable[[str], list[str]], patience: int = 1,
+    targets: Callable[[int, Rows], Any] | None = None, windowed: Collection[int] = (),
+) -> Course:  # fmt: skip
+    """Trains a Lesson from where a killed run stopped to its last step, sharded where there are several processes.
+
+    partial: the artifact under way; dtype: what is computed in; the rest is as Course and Trainer have it.
+    """
+    if group.world > 1:
+        distributed.shard(lesson, group, dtype)
+    pace = Pace(options.learning_rate, options.warm_up, options.weight_decay, options.micro_tokens)
+    trainer = Trainer(
+        lesson, feed, pace, trainable(subsets[0]), device=group.device, rank=group.rank, world=group.world,
+        targets=targets, windowed=windowed,
+    )  # fmt: skip
+    marks = Marks(options.evaluate_every, options.checkpoint_every, patience)
+    logs = board(options.tensorboard, group)
+    course = Course(what, trainer, judge, marks, subsets, trainable, partial / WORK, group, logs)
+    course.run()
+    group.wait()
+    return course
 
 
 @contextmanager

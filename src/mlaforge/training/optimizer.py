@@ -28,12 +28,11 @@ CLIP = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How fast: the learning rate after `warm_up` (a share of all steps), a cosine down to `floor` of it, and the
+    """How fast: the learning rate after `warm_up` (a share of all steps), from there a cosine down to 0, and the
     tokens at once. A matrix's rate is in units of each row's own size, a vector's is absolute."""
 
     learning_rate: float = 1e-3
     warm_up: float = 0.05
-    floor: float = 0.0
     weight_decay: float = 0.0
     micro_tokens: int = 2048
 
@@ -42,7 +41,7 @@ class Pace:
         warm = max(1, int(self.warm_up * steps))
         if step < warm:
             return (step + 1) / warm
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+        return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
 def unit(parameter: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mlaforge.data.packing import Phase, Rows
-from mlaforge.healing.distillation import final_states
 from mlaforge.runtime import progress
 from mlaforge.tensor_store import Spill
+from mlaforge.training.forward import final_states
 from mlaforge.training.kl_loss import Hidden, TopK, top_k
 
 # Rows of one shard.

@@ -51,11 +51,11 @@ class Attentions:
 
     def _make_caches(self, spec: Any, config: Any, prefix: str) -> list[RowCache]:
         """`spec` and `config` are of the rank's heads."""
-        kept, windows = layer_caches(spec, config)
-        self.kinds = [layer.kind for layer in kept]
+        layers, windows = layer_caches(spec, config)
+        self.kinds = [layer.kind for layer in layers]
         caches = []
         for group, window in enumerate(windows):
-            widths = {index: layer.width for index, layer in enumerate(kept) if layer.group == group}
+            widths = {index: layer.width for index, layer in enumerate(layers) if layer.group == group}
             # vLLM orders caches by the one number in their name.
             name = f"{prefix}.layers.{min(widths)}.rows"
             caches.append(RowCache(name, window, widths, self.dtype, self))
@@ -87,9 +87,9 @@ class Attentions:
 
     def on(self, index: int, rows_LW: Tensor) -> PagedAttention:
         """Attention of a layer on its columns of a cache."""
-        kept = LayerCache(self.kinds[index], rows_LW.shape[1], 0)
+        cache = LayerCache(self.kinds[index], rows_LW.shape[1], 0)
         format = str(self.dtype).removeprefix("torch.")
-        return paged(self.modules[index], kept, rows_LW, self.spec.layers[index].sinks, format)
+        return paged(self.modules[index], cache, rows_LW, self.spec.layers[index].sinks, format)
 
     def step(self, batch: Batch) -> Step:
         """A step's tokens with their rotations."""

@@ -39,9 +39,9 @@ def refuse(vllm_config: Any) -> None:
         raise UserError(f"{heads} query and {kv_heads} KV heads are not divisible among {size} tensor parallel ranks")
     family = families.family_of({"model_type": config.model_type.removesuffix("_mla")})
     for name, value in family.fixed.items():
-        given = getattr(config, name, None)
-        if given is not None and not math.isclose(given, value, rel_tol=1e-6):
-            raise UserError(f"{name} = {given}: vLLM computes this family with {value}, whatever config.json says")
+        configured = getattr(config, name, None)
+        if configured is not None and not math.isclose(configured, value, rel_tol=1e-6):
+            raise UserError(f"{name} = {configured}: vLLM computes this family with {value}, whatever config.json says")
 
 
 @contextmanager
@@ -86,10 +86,10 @@ def _make(name: str) -> type:
         self.attentions.finish()
         return loaded
 
-    said = f"vLLM's {original.__name__} with latent attention."
+    doc = f"vLLM's {original.__name__} with latent attention."
     # An adapter would want vLLM's own projections; the cache is one for all layers.
     flags = {"supports_lora": False, "supports_pp": False}
-    body = {"__module__": __name__, "__doc__": said, "__init__": __init__, "load_weights": load_weights, **flags}
+    body = {"__module__": __name__, "__doc__": doc, "__init__": __init__, "load_weights": load_weights, **flags}
     return type(name, (original,), body)
 
 

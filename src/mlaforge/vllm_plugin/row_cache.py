@@ -54,16 +54,16 @@ class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
         self.window: int | None = getattr(kv_cache_spec, "sliding_window", None)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
-        given = common_attn_metadata
-        starts = given.query_start_loc_cpu[: given.num_reqs + 1].tolist()
-        lengths = given.seq_lens[: given.num_reqs].tolist()
+        metadata = common_attn_metadata
+        starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1].tolist()
+        lengths = metadata.seq_lens[: metadata.num_reqs].tolist()
         chunks = [
             Chunk(seq, (), length - (stop - start), length)
             for seq, ((start, stop), length) in enumerate(zip(pairwise(starts), lengths, strict=True))
             # Rows that fill up a batch have no tokens.
             if stop > start
         ]
-        tables = _Tables(given.block_table_tensor, chunks, self.kv_cache_spec.block_size, self.window)
+        tables = _Tables(metadata.block_table_tensor, chunks, self.kv_cache_spec.block_size, self.window)
         return make_batch(chunks, tables, self.device)
 
 
@@ -122,13 +122,13 @@ class RowCache(AttentionLayerBase):
             drafted_width(vllm_config),
         )
         at = self.siblings.index(self)
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "block_size": block_sizes[at], "num_kv_heads": 1, "head_size": widths[at], "head_size_v": 0,
             "dtype": self.dtype,
         }  # fmt: skip
         if self.window is None:
-            return FullAttentionSpec(**told)
-        return SlidingWindowSpec(**told, sliding_window=self.window)
+            return FullAttentionSpec(**fields)
+        return SlidingWindowSpec(**fields, sliding_window=self.window)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """`kv_cache`: [blocks, 1, block_size, W]. vLLM may bind a small one first, to measure."""

@@ -1,4 +1,4 @@
-"""What a query sees of the cache, as engine/execution/batch.py lays it out, against a dictionary from position to slot."""
+"""What a query sees of the cache, as batch.py lays it out, against a dictionary from position to slot."""
 
 import dataclasses
 

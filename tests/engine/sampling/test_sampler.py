@@ -13,8 +13,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.sampling.sampler import LIKELIEST, Sampler, logprobs_of
+from mlaforge.engine.sampling.sampler import LIKELIEST, Sampler
 from mlaforge.engine.sampling.state import SamplingState, derived_seed
 from mlaforge.runtime import UserError
 
@@ -283,7 +284,7 @@ def test_the_chosen_one_of_equals_is_among_the_likeliest():
 
 
 def test_prompt_logprobs_in_parts(monkeypatch):
-    monkeypatch.setattr("mlaforge.engine.sampling.sampler.LOGPROBS_AT_ONCE", 2 * V)
+    monkeypatch.setattr("mlaforge.engine.sampling.logprobs.LOGPROBS_AT_ONCE", 2 * V)
     logits, ids = logits_of(9), list(range(9))
     counts = [2, None, 1, 0, 2, 2, None, 3, 1]
     found = logprobs_of(logits, ids, counts)
@@ -296,24 +297,19 @@ def test_prompt_logprobs_in_parts(monkeypatch):
 # --- the state
 
 
-@given(st.lists(st.one_of(st.lists(st.integers(0, V - 1), max_size=5), st.integers(0, 6)), max_size=12))
-def test_append_and_rewind_round_trips(moves):
-    """After any appends and rewinds the state is one that saw only what is left."""
+@given(st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=12))
+def test_however_the_tokens_came(parts):
+    """The state is one that saw them all at once."""
     asked = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2, "min_tokens": 4}
-    moved, left = state([1, 2], **asked, eos=[0]), []
-    for move in moves:
-        if isinstance(move, list):
-            moved.append(move)
-            left += move
-        else:
-            count = min(move, len(left))
-            moved.rewind(count)
-            left = left[: len(left) - count]
-    fresh = state([1, 2], left, **asked, eos=[0])
-    assert moved.token_ids == fresh.token_ids == left and moved.generated == len(left)
-    assert torch.equal(moved.seen.counts_V, fresh.seen.counts_V) and moved.too_short == fresh.too_short
+    grown, whole = state([1, 2], **asked, eos=[0]), [token for part in parts for token in part]
+    for part in parts:
+        grown.append(part)
+    fresh = state([1, 2], whole, **asked, eos=[0])
+    assert grown.token_ids == fresh.token_ids == whole and grown.generated == len(whole)
+    assert grown.seen.counts_V.tolist() == [whole.count(token) for token in range(V)]
+    assert torch.equal(grown.seen.counts_V, fresh.seen.counts_V) and grown.too_short == (len(whole) < 4)
     logits = logits_of(1)
-    assert torch.equal(SAMPLER.adjust(logits, [moved]), SAMPLER.adjust(logits, [fresh]))
+    assert torch.equal(SAMPLER.adjust(logits, [grown]), SAMPLER.adjust(logits, [fresh]))
 
 
 def test_no_memory_for_what_is_not_asked():

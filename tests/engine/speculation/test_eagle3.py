@@ -216,7 +216,7 @@ def damage(folder, what):
 
 DAMAGES = {
     "missing": "lacks the tensor 'midlayer.mlp.up_proj.weight'", "extra": "q_proj.scale", "shape": "'fc.weight'",
-    "absolute ids": "d2t must be offsets", "t2d": "t2d does not mark", "nan": "holds NaN",
+    "absolute ids": "d2t must be offsets", "t2d": "other tokens than t2d marks", "nan": "holds NaN",
     "architecture": "no EAGLE-3 head",
     "layers": "num_hidden_layers = 2", "boundary": "captures boundary 4; the target has 3 layers",
     "convention": "'after'", "another model": "shape", "number": "config.json",

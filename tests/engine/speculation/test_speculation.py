@@ -283,8 +283,8 @@ def test_a_request_can_do_without(plain, fast):
 
 def test_it_is_an_option(llama, refused):
     engine = watched(llama, speculative="ngram", num_speculative_tokens=5).engine
-    assert isinstance(engine.speculation.drafter, NgramDrafter) and engine.speculation.most == 5
-    assert engine.speculation.pace is not None
+    assert isinstance(engine.speculation.drafter, NgramDrafter) and engine.speculation.controller.most == 5
+    assert engine.speculation.controller.pace is not None
     assert watched(llama).engine.stats().speculation is None
     refused(("num_speculative_tokens = 9", "1 and 8"), "generate", llama, "--num-speculative-tokens", 9)
 

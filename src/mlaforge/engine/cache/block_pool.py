@@ -15,15 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 DIGEST_BYTES = 16
 
 
-def block_digests(
-    token_ids: Sequence[int], block_size: int, salt: bytes = b"", parent: bytes | None = None
-) -> list[bytes]:
+def block_digests(token_ids: Sequence[int], block_size: int, parent: bytes | None = None) -> list[bytes]:
     """Digests of the whole blocks of `token_ids`; a partial last block has none.
 
-    `parent` is the digest of the block before them; without it the chain begins here, at `salt`: sequences of
-    different salt share nothing.
+    `parent` is the digest of the block before them; without it the chain begins here.
     """
-    digest = hashlib.blake2b(salt, digest_size=DIGEST_BYTES).digest() if parent is None else parent
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES).digest() if parent is None else parent
     digests = []
     data = memoryview(array("q", token_ids)).cast("B")
     step = 8 * block_size

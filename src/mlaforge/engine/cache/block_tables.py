@@ -47,7 +47,6 @@ class _Sequence:
     """`computed` tokens are in the cache; `digests` are those of the whole blocks among them (none without caching).
     Blocks beyond them are reserved and hold nothing that counts."""
 
-    salt: bytes
     computed: int
     digests: list[bytes]
     tables: list[_Table]
@@ -60,7 +59,6 @@ class BlockTables:
     the forward pass, and `commit`. Methods raise KeyError for a sequence that was not started or forked.
 
     `lookback`: tokens that `rewind` can always take back from the longest length a sequence had, window or not.
-    `asked_tokens` and `hit_tokens` count the tokens given to `start` with reuse and those of them that it found.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, caching: bool = True, lookback: int = 0) -> None:
@@ -71,7 +69,6 @@ class BlockTables:
         self.block_size = block_size
         self.caching = caching
         self.lookback = lookback
-        self.asked_tokens = self.hit_tokens = 0
         self._sequences: dict[int, _Sequence] = {}
         self.forget()
 
@@ -102,18 +99,7 @@ class BlockTables:
         """The sequences that were started or forked and not freed."""
         return set(self._sequences)
 
-    def most_blocks(self, group: int, length: int, chunk: int) -> int:
-        """The most blocks that one sequence of up to `length` tokens holds in this group when every `reserve` asks for
-        at most `chunk` tokens beyond the computed ones."""
-        whole = -(-length // self.block_size)
-        window = self.groups[group].window
-        if window is None:
-            return whole
-        # So many neighbouring positions, at the worst alignment.
-        span = window - 1 + self.lookback + chunk
-        return min(whole, (span + 2 * self.block_size - 2) // self.block_size)
-
-    def start(self, seq: int, token_ids: Sequence[int], reuse: bool = True, salt: bytes = b"") -> int:
+    def start(self, seq: int, token_ids: Sequence[int], reuse: bool = True) -> int:
         """Begin a sequence, or one that was rewound to nothing, with what the cache holds of its tokens.
 
         Returns the number of tokens found: whole blocks, and at least one token is left to compute.
@@ -123,18 +109,16 @@ class BlockTables:
         digests: list[bytes] = []
         if self.caching and reuse:
             whole = max(0, len(token_ids) - 1) // self.block_size
-            digests = block_digests(token_ids[: whole * self.block_size], self.block_size, salt)
+            digests = block_digests(token_ids[: whole * self.block_size], self.block_size)
             del digests[self._longest_hit(digests) :]
-            self.asked_tokens += len(token_ids)
         found = len(digests) * self.block_size
-        self.hit_tokens += found
         tables = []
         for group, pool in enumerate(self._pools):
             first = self._first_seen(group, found)
             blocks = pool.match(digests[first:])
             pool.acquire(blocks)
             tables.append(_Table(first, blocks))
-        self._sequences[seq] = _Sequence(salt, found, digests, tables)
+        self._sequences[seq] = _Sequence(found, digests, tables)
         return found
 
     def reserve(self, seq: int, upto: int) -> list[Copy] | None:
@@ -187,7 +171,7 @@ class BlockTables:
         if self.caching and now_full > full:
             new = token_ids[full * self.block_size : now_full * self.block_size]
             parent = state.digests[-1] if full else None
-            state.digests += block_digests(new, self.block_size, state.salt, parent)
+            state.digests += block_digests(new, self.block_size, parent)
             for pool, table in zip(self._pools, state.tables, strict=True):
                 for index in range(full, now_full):
                     pool.publish(table.blocks[index - table.first], state.digests[index])
@@ -229,7 +213,7 @@ class BlockTables:
             blocks = table.blocks[: end - table.first]
             pool.acquire(blocks)
             tables.append(_Table(table.first, blocks))
-        self._sequences[child] = _Sequence(state.salt, state.computed, state.digests.copy(), tables)
+        self._sequences[child] = _Sequence(state.computed, state.digests.copy(), tables)
 
     def free(self, seq: int) -> None:
         """The sequence ends; its full blocks stay known until they are evicted."""

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 
 from mlaforge.engine.cache.block_tables import CacheGroup, Copy
@@ -58,7 +59,7 @@ def size_groups(
         sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(windows))
     ]
     most = max_num_seqs * -(-max_model_len // block_size) + 1
-    # What one sequence holds while a step is computed (BlockTables.most_blocks).
+    # What one sequence holds while a step is computed.
     leasts = [
         min(-(-max_model_len // block_size), 2 if window is None else (window + max_step) // block_size + 2)
         for window in windows
@@ -142,6 +143,4 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free on the device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(psutil.virtual_memory().available)

@@ -1,4 +1,4 @@
-"""One step's tokens of all its sequences, laid out for the model: the only place where views of the cache are made.
+"""One step's tokens of all its sequences, laid out for the model.
 
 Legend: N tokens of the step one after another, S sequences.
 """
@@ -7,26 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mlaforge.engine.cache.block_tables import CacheGroup
+from mlaforge.engine.cache.view import Tables, make_views
 from mlaforge.ops.cache_view import CacheView
-
-
-class Tables(Protocol):
-    """Which blocks hold what of which sequence; the engine's are BlockTables."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def groups(self) -> Sequence[CacheGroup]: ...
-
-    def table(self, seq: int, group: int) -> tuple[int, Sequence[int]]:
-        """The first cached position of a sequence and the blocks from there on."""
+from mlaforge.runtime import on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,75 +54,15 @@ def make_batch(
     """The chunks' tokens, positions, and what they see of every cache group, or of those named only."""
     token_ids: list[int] = []
     positions: list[int] = []
-    starts = [0]
+    lasts: list[int] = []
     for chunk in chunks:
         token_ids += chunk.token_ids[chunk.start : chunk.stop]
         positions += chunk.positions
-        starts.append(len(positions))
-    lengths = [chunk.stop for chunk in chunks]
+        lasts.append(len(positions) - 1)
     tree = next((chunk.tree for chunk in chunks if chunk.tree is not None), None)
-    assert tree is None or len(chunks) == 1
-    shared = {
-        "seq_lens_S": _tensor(lengths, torch.int32, device),
-        "query_start_S1": _tensor(starts, torch.int32, device),
-        "block_size": tables.block_size,
-        "max_query": max(chunk.stop - chunk.start for chunk in chunks),
-        "max_seq_len": max(lengths),
-        "queries": tuple(chunk.stop - chunk.start for chunk in chunks),
-        "tree_Tn": None if tree is None else _tensor(tree, torch.int32, device),
-    }
-    views = tuple(_view(group, chunks, tables, shared, device) for group in groups or range(len(tables.groups)))
     return Batch(
-        _tensor(token_ids, torch.int64, device),
-        _tensor(positions, torch.int64, device),
-        _tensor([row - 1 for row in starts[1:]], torch.int64, device),
-        views,
+        on_device(token_ids, torch.int64, device),
+        on_device(positions, torch.int64, device),
+        on_device(lasts, torch.int64, device),
+        make_views([(chunk.seq, chunk.start, chunk.stop) for chunk in chunks], tables, device, groups, tree),
     )
-
-
-def _tensor(numbers: Sequence[int] | Sequence[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On its way to the device without waiting for it: the copy is made from pinned memory."""
-    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
-
-
-def _view(
-    group: int, chunks: Sequence[Chunk], tables: Tables, shared: dict[str, Any], device: torch.device
-) -> CacheView:  # fmt: skip
-    size = tables.block_size
-    found = [tables.table(chunk.seq, group) for chunk in chunks]
-    widest = max(len(blocks) for _, blocks in found)
-    slots: list[int] = []
-    for chunk, (first, blocks) in zip(chunks, found, strict=True):
-        for position in range(chunk.start - first, chunk.stop - first):
-            block, offset = divmod(position, size)
-            slots.append(blocks[block] * size + offset)
-    stretches = [_runs(b, c.stop - first, size) for c, (first, b) in zip(chunks, found, strict=True)]
-    return CacheView(
-        block_table_SB=_tensor([[*b, *[0] * (widest - len(b))] for _, b in found], torch.int32, device),
-        first_S=_tensor([first for first, _ in found], torch.int32, device),
-        slots_N=_tensor(slots, torch.int64, device),
-        window=tables.groups[group].window,
-        runs=tuple(stretches),
-        **shared,
-    )
-
-
-def _runs(blocks: Sequence[int], rows: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Stretches of consecutive slots (start, length) that hold the first `rows` rows of `blocks`."""
-    runs: list[tuple[int, int]] = []
-    begin, previous = blocks[0], blocks[0] - 1
-    for block in blocks:
-        if block != previous + 1:
-            runs.append((begin * size, (previous + 1 - begin) * size))
-            begin = block
-        previous = block
-    runs.append((begin * size, (previous + 1 - begin) * size))
-    # The last blocks may be empty or partly filled.
-    kept, left = [], rows
-    for start, length in runs:
-        if left <= 0:
-            break
-        kept.append((start, min(length, left)))
-        left -= length
-    return tuple(kept)

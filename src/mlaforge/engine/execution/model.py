@@ -106,16 +106,16 @@ class EngineModel:
                 self._fill(layer, f"model.layers.{index}.")
                 self.layers.append(
                     Layer(
-                        self._norm(layer.input_layernorm),
+                        self.rewritten_norm(layer.input_layernorm),
                         paged_attention(index, layer.self_attn),
-                        self._norm(layer.post_attention_layernorm),
+                        self.rewritten_norm(layer.post_attention_layernorm),
                         rewritten(layer.mlp, self.format, self.device),
                     )
                 )
                 # What was packed anew is not kept a second time.
                 stream.decoder.layers[index] = nn.Identity()
             self._fill(stream.decoder.norm, "model.norm.")
-            self.norm = self._norm(stream.decoder.norm)
+            self.norm = self.rewritten_norm(stream.decoder.norm)
             self.embedding = stream.tensor("model.embed_tokens.weight")
             tied = "lm_head.weight" not in stream.reader
             head = self.embedding if tied else stream.tensor("lm_head.weight")
@@ -128,7 +128,8 @@ class EngineModel:
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False).eval()
 
-    def _norm(self, norm: Any) -> Any:
+    def rewritten_norm(self, norm: Any) -> Any:
+        """A norm of the model, or of what drafts for it, as the engine runs it on this device."""
         return RmsNorm(norm) if self.device.type == "cpu" else norm
 
     def hidden(self, token_ids_N: Tensor, step: Step) -> Tensor:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-
-@dataclasses.dataclass(frozen=True)
-class Logprobs:
-    """One position: the token that stands there, its natural log probability, and the likeliest alternatives."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+from mlaforge.engine.sampling.logprobs import Logprobs
 
 
 @dataclasses.dataclass

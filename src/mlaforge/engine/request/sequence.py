@@ -5,11 +5,33 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from mlaforge.engine.request.output import Logprobs
 from mlaforge.engine.request.stopping import Stopping
+from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.state import SamplingState
-from mlaforge.engine.speculation.drafter import Draft
+from mlaforge.runtime import UserError
+
+
+class PromptTooLong(UserError):
+    """The model's context has no room for a prompt and what is to come after it."""
+
+
+def check_prompt(prompt_ids: list[int], vocab_size: int, max_model_len: int, new_tokens: int) -> None:
+    """UserError for a prompt that is empty or of another vocabulary, PromptTooLong where `new_tokens` do not fit beside
+    it into the context."""
+    if not prompt_ids:
+        raise UserError("the prompt is empty; it must have at least one token")
+    if (wrong := next((t for t in prompt_ids if not 0 <= t < vocab_size), None)) is not None:
+        raise UserError(
+            f"the prompt has token {wrong}, but the model's vocabulary has {vocab_size}: it comes from another model's "
+            "tokenizer"
+        )
+    room = max(0, max_model_len - new_tokens)
+    if len(prompt_ids) > room:
+        beside = f" beside {new_tokens} new ones" if new_tokens > 1 else ""
+        raise PromptTooLong(
+            f"the prompt has {len(prompt_ids)} tokens; this model's context leaves room for {room}{beside}"
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,10 +62,6 @@ class Sequence:
     computed: int = 0
     # Whether a full prompt pass was ever finished: what comes after it is recomputation.
     prefilled: bool = False
-    # What the step under way verifies beyond `token_ids`.
-    draft: Draft | None = None
-    # Places in the draft of what the target agreed to.
-    accepted: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def reuse(self) -> bool:
@@ -54,7 +72,3 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether all but the newest token is in the cache."""
         return self.prefilled and self.computed == len(self.token_ids) - 1
-
-    @property
-    def drafted(self) -> list[int]:
-        return self.draft.token_ids if self.draft is not None else []

@@ -70,11 +70,18 @@ class Stopping:
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt_ids)
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
-        self._room = max_model_len - len(prompt_ids)
+        self._most = max_model_len - len(prompt_ids)
+        if params.max_tokens is not None:
+            self._most = min(self._most, params.max_tokens)
         # Text that may become a stop string.
         self._held = ""
         self.generated = 0
         self.finished = False
+
+    @property
+    def room(self) -> int:
+        """The most tokens that may still come."""
+        return self._most - self.generated
 
     def append(self, token_ids: Sequence[int]) -> Progress:
         """Takes tokens up to the one that ends the text. Nothing may be appended after the end."""
@@ -95,7 +102,7 @@ class Stopping:
             shown = self._params.include_stop_str_in_output
             text = self._detokenizer.append(token) if shown else ""
             return self._held + text + self._detokenizer.flush(), "stop", None if ends else token
-        at_limit = self.generated == self._params.max_tokens or self.generated >= self._room
+        at_limit = self.room <= 0
         text = self._detokenizer.append(token)
         if at_limit:
             text += self._detokenizer.flush()
@@ -110,9 +117,3 @@ class Stopping:
         certain = len(text) - held_back(text, stops)
         self._held = text[certain:]
         return text[:certain], None, None
-
-    def flush(self) -> str:
-        """The text that was held back, for a continuation that ends from outside (aborted)."""
-        self.finished = True
-        held, self._held = self._held, ""
-        return held + self._detokenizer.flush()

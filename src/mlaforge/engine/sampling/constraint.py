@@ -46,17 +46,15 @@ def _wrapped(tokenizer: Any, eos_token_ids: Sequence[int]) -> Any:
 class Constraint:
     """Where one continuation stands in its grammar.
 
-    The end of text is allowed only where the grammar may end; after it nothing else is. `advance` and `rollback`
-    are exact inverses.
+    The end of text is allowed only where the grammar may end; after it nothing else is.
     """
 
     def __init__(self, matcher: Any, eos_token_ids: Sequence[int], vocab_size: int):
         self._matcher = matcher
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        # Tokens from the end of text on. The matcher never sees them: it does not count an end that it had foreseen,
-        # so that taking it back would take back the token before.
-        self._after_end = 0
+        # Whether an end of text was taken. The matcher never sees one.
+        self._ended = False
 
     @classmethod
     def for_params(cls, params: SamplingParams, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> Constraint | None:
@@ -83,22 +81,16 @@ class Constraint:
             raise UserError(f"{name} cannot be followed: {' '.join(reason.split())[:400]}")
         return cls(matcher, view.eos_tokens, view.vocab_size)
 
-    def copy(self) -> Constraint:
-        """An independent constraint at the same place (cheaper than for_params)."""
-        other = Constraint(self._matcher.deep_copy(), tuple(self._eos), self._vocab_size)
-        other._after_end = self._after_end
-        return other
-
     @property
     def finished(self) -> bool:
         """Nothing but the end of text is allowed."""
-        return self._after_end > 0 or self._matcher.is_stopped()
+        return self._ended or self._matcher.is_stopped()
 
     def mask(self, vocab_size: int | None = None) -> Tensor:
         """bool [vocab_size] on the host: the tokens allowed next. Logits beyond the tokenizer's tokens never are."""
         size = self._vocab_size if vocab_size is None else vocab_size
         allowed = np.zeros(size, dtype=bool)
-        if self._after_end:
+        if self._ended:
             allowed[[token for token in self._eos if token < size]] = True
         else:
             packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -114,17 +106,9 @@ class Constraint:
         for taken, token in enumerate(token_ids):
             if token in self._eos:
                 # A matcher that gave up (a grammar too costly to follow) has stopped too: the text may only end.
-                if not (self._after_end or self._matcher.is_accepting() or self._matcher.is_stopped()):
+                if not (self._ended or self._matcher.is_accepting() or self._matcher.is_stopped()):
                     return taken
-                self._after_end += 1
-            elif self._after_end or self._matcher.try_consume_tokens([token]) != 1:
+                self._ended = True
+            elif self._ended or self._matcher.try_consume_tokens([token]) != 1:
                 return taken
         return len(token_ids)
-
-    def rollback(self, count: int) -> None:
-        """Takes the last `count` tokens back."""
-        after_end = min(count, self._after_end)
-        self._after_end -= after_end
-        if count > after_end:
-            done = self._matcher.rollback(count - after_end)
-            assert done or self._matcher.is_error(), f"{count} tokens cannot be taken back"

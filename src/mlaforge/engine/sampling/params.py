@@ -131,13 +131,13 @@ class SamplingParams:
     def _check_stops(self) -> None:
         one = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = _items("stop", one, "a text or a list of texts")
-        for text in stop:
+        for index, text in enumerate(stop):
             if not isinstance(text, str) or not text:
-                raise _wrong("stop", text, "a text that is not empty")
+                raise _wrong("stop" if one is not self.stop else f"stop[{index}]", text, "a text that is not empty")
         self._set("stop", stop)
         ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        for token in ids:
-            _whole("stop_token_ids", token, 0, "token ids: whole numbers of at least 0")
+        for index, token in enumerate(ids):
+            _whole(f"stop_token_ids[{index}]", token, 0, "a whole number of at least 0")
         self._set("stop_token_ids", ids)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate"):
             if not isinstance(getattr(self, name), bool):

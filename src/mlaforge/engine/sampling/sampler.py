@@ -17,11 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mlaforge.engine.request.output import Logprobs
-from mlaforge.engine.sampling.state import SamplingState, on_device
+from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
+from mlaforge.engine.sampling.state import SamplingState
+from mlaforge.runtime import on_device
 
-# fp32 numbers that log probabilities of a long prompt may take at once (256 MiB).
-LOGPROBS_AT_ONCE = 2**26
 # On a CPU top-p looks among so many of the likeliest tokens first: sorting all of them takes ten times as long.
 LIKELIEST = (128, 2048)
 
@@ -37,41 +36,6 @@ class Sampled:
     def logprobs(self) -> list[Logprobs | None]:
         """Per row what its parameters ask for; None where they ask for nothing. Waits for the device if any does."""
         return logprobs_of(self._logits_NV, self.token_ids, self._counts)
-
-
-def logprobs_of(
-    logits_NV: Tensor, token_ids: Tensor | Sequence[int], counts: Sequence[int | None]
-) -> list[Logprobs | None]:
-    """Natural log probabilities of the raw logits, in fp32, of one token per row and of its counts[n] likeliest.
-
-    None for a row whose count is None. Also right for a prompt: row n are the logits that precede token_ids[n].
-    """
-    found: list[Logprobs | None] = [None] * len(counts)
-    rows = [n for n, count in enumerate(counts) if count is not None]
-    if not rows:
-        return found
-    device, vocabulary = logits_NV.device, logits_NV.shape[1]
-    ids_N = token_ids if isinstance(token_ids, Tensor) else on_device(list(token_ids), torch.int64, device)
-    most = min(max(counts[n] or 0 for n in rows), vocabulary)
-    step = max(1, LOGPROBS_AT_ONCE // vocabulary)
-    for start in range(0, len(rows), step):
-        some = rows[start : start + step]
-        index = on_device(some, torch.int64, device)
-        some_NV = logits_NV.index_select(0, index).float()
-        # torch's log_softmax in fp32 is off by 1e-5 per token at 49,152 entries, always upwards: texts add that up.
-        logprobs_NV = some_NV - some_NV.logsumexp(-1, keepdim=True)
-        own_N = ids_N.index_select(0, index)
-        top = logprobs_NV.topk(most, dim=-1)
-        own_logprobs = logprobs_NV.gather(1, own_N[:, None])[:, 0].tolist()
-        columns = zip(some, own_N.tolist(), own_logprobs, top.indices.tolist(), top.values.tolist(), strict=True)
-        for n, token, logprob, ids, values in columns:
-            likeliest = list(zip(ids, values, strict=True))[: counts[n]]
-            # Among equals topk picks any; the one that was chosen belongs among them.
-            if likeliest and logprob >= likeliest[-1][1] and token not in dict(likeliest):
-                likeliest[-1] = (token, logprob)
-            likeliest.sort(key=lambda pair: (-pair[1], pair[0]))
-            found[n] = Logprobs(token, logprob, tuple(likeliest))
-    return found
 
 
 def _penalise(logits_NV: Tensor, states: Sequence[SamplingState]) -> None:

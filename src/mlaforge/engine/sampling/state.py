@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mlaforge.engine.sampling.constraint import Constraint
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.runtime import on_device
 
 
 def derived_seed(seed: int | None, index: int) -> int:
@@ -24,13 +25,6 @@ def derived_seed(seed: int | None, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest())
 
 
-def on_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor from host numbers; the host does not wait for the copy."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
 class Seen(NamedTuple):
     """int32 [V], how often each token was generated; bool [V], whether it was in the prompt."""
 
@@ -41,9 +35,8 @@ class Seen(NamedTuple):
 class SamplingState:
     """One continuation's penalties, bias, random numbers, length and grammar.
 
-    `append` after every token that was kept, `rewind` to take tokens back (speculative decoding): counts, length and
-    constraint go back exactly; random numbers that were drawn stay drawn. Raises UserError where the parameters name
-    a token id that the vocabulary lacks.
+    `append` after every token that was kept. Raises UserError where the parameters name a token id that the vocabulary
+    lacks.
 
     prompt_ids      counted by the repetition penalty
     vocab_size      width of the logits
@@ -89,7 +82,7 @@ class SamplingState:
 
     @property
     def generated(self) -> int:
-        """Number of tokens generated and not taken back."""
+        """Number of tokens generated."""
         return len(self.token_ids)
 
     @property
@@ -107,25 +100,11 @@ class SamplingState:
         if self.constraint is not None:
             taken = self.constraint.advance(token_ids)
             assert taken == len(token_ids), f"token {token_ids[taken]} is not what the grammar allows"
-        self._count(token_ids, 1)
+        if self.seen is not None and token_ids:
+            counts_V = self.seen.counts_V
+            ids = on_device(token_ids, torch.int64, counts_V.device)
+            counts_V.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         self.token_ids.extend(token_ids)
-
-    def rewind(self, count: int) -> None:
-        """The last `count` tokens are taken back."""
-        assert 0 <= count <= len(self.token_ids), (count, len(self.token_ids))
-        if count == 0:
-            return
-        if self.constraint is not None:
-            self.constraint.rollback(count)
-        self._count(self.token_ids[-count:], -1)
-        del self.token_ids[-count:]
-
-    def _count(self, token_ids: Sequence[int], sign: int) -> None:
-        if self.seen is None or not token_ids:
-            return
-        counts_V = self.seen.counts_V
-        ids = on_device(token_ids, torch.int64, counts_V.device)
-        counts_V.index_add_(0, ids, torch.full_like(ids, sign, dtype=torch.int32))
 
     def allowed(self) -> Tensor | None:
         """bool [V] on the host: what the constraint allows now; None without one.

@@ -1,4 +1,4 @@
-"""Speculation's bookkeeping: how many tokens are drafted for whom, what became of them, and what that cost in time."""
+"""How many tokens a step drafts: as many as were asked for, or as many as measured times and acceptance say pay."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Several
-from typing import Any
 
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
 
 # Weight of a new measurement in a running mean: of times, and of drafts, which are right or not, and so need many.
 RECENT, RECENT_DRAFT = 0.1, 0.02
@@ -21,107 +18,6 @@ TRY_AGAIN = 64
 # A drafted token is believed to be accepted so often before anything was measured, as if that had been measured on so
 # many.
 PRIOR, PRIOR_DRAFTS = 0.7, 4
-
-DEFINITIONS = {
-    "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
-    "drafted": "drafted tokens; of a tree those of its longest path",
-    "tree_tokens": "drafted tokens in trees, all branches",
-    "mean_acceptance_rate": "accepted drafts / drafted",
-    "mean_acceptance_length": "tokens per step, the target's own (bonus) included: total_accepted_tokens / steps",
-    "acceptance_per_position": "of the drafts that had a token j, the share whose first j tokens were all accepted",
-    "share_of_length_2_or_more": "share of the steps that made at least 2 tokens",
-    "total_accepted_tokens": "tokens that these steps made: accepted drafts and the target's own",
-    "time_shares": "of the steps with a decoding sequence: drafting, target forward and verification, everything else",
-    "active_slots": "decoding sequences per step of the engine, over the steps with any",
-}
-
-
-@dataclasses.dataclass
-class SpeculationStats:
-    """Counters since the start; `block` derives the rest. `drafted_at[j]` drafts had a token j, `accepted_at[j]` of
-    them were accepted that far."""
-
-    num_speculative_tokens: int
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    tokens: int = 0
-    long_steps: int = 0
-    tree_tokens: int = 0
-    drafted_at: list[int] = dataclasses.field(default_factory=list)
-    accepted_at: list[int] = dataclasses.field(default_factory=list)
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    seconds: float = 0.0
-    engine_steps: int = 0
-    active_min: int = 0
-    active_max: int = 0
-
-    def __post_init__(self) -> None:
-        self.drafted_at = self.drafted_at or [0] * self.num_speculative_tokens
-        self.accepted_at = self.accepted_at or [0] * self.num_speculative_tokens
-
-    def copy(self) -> SpeculationStats:
-        return dataclasses.replace(self, drafted_at=self.drafted_at.copy(), accepted_at=self.accepted_at.copy())
-
-    def since(self, before: SpeculationStats) -> SpeculationStats:
-        """What was counted after `before` was copied; the least and most active slots are of the whole time."""
-        changes: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            now, then = getattr(self, field.name), getattr(before, field.name)
-            if field.name not in ("num_speculative_tokens", "active_min", "active_max"):
-                changes[field.name] = (
-                    [a - b for a, b in zip(now, then, strict=True)] if type(now) is list else now - then
-                )
-        return dataclasses.replace(self, **changes)
-
-    def block(self) -> dict[str, Any]:
-        """`eagle_speculation`, as it is written into results; its `definitions` say what the numbers are."""
-        other = self.seconds - self.draft_seconds - self.verify_seconds
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "steps": self.steps,
-            "drafted": self.drafted,
-            "tree_tokens": self.tree_tokens,
-            "accepted_drafts": self.accepted,
-            "total_accepted_tokens": self.tokens,
-            "mean_acceptance_rate": _share(self.accepted, self.drafted),
-            "mean_acceptance_length": _share(self.tokens, self.steps),
-            "acceptance_per_position": list(map(_share, self.accepted_at, self.drafted_at)),
-            "share_of_length_2_or_more": _share(self.long_steps, self.steps),
-            "time_shares": {
-                "draft": _share(self.draft_seconds, self.seconds),
-                "verify": _share(self.verify_seconds, self.seconds),
-                "other": _share(other, self.seconds),
-            },
-            "active_slots": {
-                "average": _share(self.steps, self.engine_steps), "min": self.active_min, "max": self.active_max,
-            },
-            "definitions": DEFINITIONS,
-        }  # fmt: skip
-
-    def count(self, drafted: int, accepted: int, tokens: int) -> None:
-        """One sequence's step."""
-        self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.tokens += tokens
-        self.long_steps += tokens >= 2
-        for position in range(drafted):
-            self.drafted_at[position] += 1
-            self.accepted_at[position] += position < accepted
-
-    def count_engine_step(self, active: int, seconds: float, draft_seconds: float, verify_seconds: float) -> None:
-        self.active_min = min(self.active_min, active) if self.engine_steps else active
-        self.active_max = max(self.active_max, active)
-        self.engine_steps += 1
-        self.seconds += seconds
-        self.draft_seconds += draft_seconds
-        self.verify_seconds += verify_seconds
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
 
 
 class Pace:
@@ -197,100 +93,53 @@ class Pace:
             self.acceptance[position] += weight * ((position < accepted) - self.acceptance[position])
 
 
-class Speculation:
-    """An engine's drafter and how it is used: `counts` and `propose` before a step, `verified` after it.
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a step drafts for each decoding sequence that wants it: `count` tokens in a row, ended before a path less
+    likely than `least`; where `tree` is not 0 a tree of so many tokens, `count` deep, for the only sequence there is.
+    `pace` is what it was decided by, and what is to learn from it; None where nothing is measured. `began` is when the
+    step did (time.perf_counter())."""
 
-    `most` tokens are drafted per sequence and step, fewer where `adaptive` measurement says so, by what drafts cost and
-    how likely the drafter thinks them; where one sequence runs alone a tree of `tree` tokens that is so deep, if that
-    is not 0.
-    """
+    count: int
+    least: float = 0.0
+    tree: int = 0
+    pace: Pace | None = None
+    began: float = 0.0
 
-    def __init__(self, drafter: Drafter, most: int, adaptive: bool, max_model_len: int, tree: int = 0):
-        self.drafter, self.most, self.max_model_len, self.tree = drafter, most, max_model_len, tree
-        assert not tree or isinstance(drafter, TreeDrafter)
+    def depth(self, sequence: Sequence) -> int:
+        """How many drafted tokens in a row the sequence has use for."""
+        if not sequence.request.params.speculate:
+            return 0
+        # The target's own token comes on top.
+        return max(0, min(self.count, sequence.stopping.room - 1))
+
+    def tokens(self, sequence: Sequence) -> int:
+        """How many drafted tokens the sequence is to have room for."""
+        depth = self.depth(sequence)
+        return self.tree if depth and self.tree else depth
+
+
+# What a step without a drafter drafts.
+NOTHING = Decision(0)
+
+
+class Controller:
+    """Decides step by step: `most` tokens per sequence, fewer where `adaptive` measurement says so; where one sequence
+    runs alone a tree of `tree` tokens that is so deep, if that is not 0."""
+
+    def __init__(self, most: int, adaptive: bool, tree: int = 0):
+        self.most, self.tree = most, tree
         self.pace = Pace(most) if adaptive else None
         # Of trees acceptance and times are others.
         self.tree_pace = Pace(most, tree) if adaptive and tree else None
-        self.stats = SpeculationStats(most)
-        # When the step under way began, had its drafts, and had its tokens; whether it may have a tree.
-        self._times: list[float] = []
-        self._branching = False
-        self._count, self._least = 0, 0.0
-        # How many tokens were asked for, for whom there was a draft.
-        self._asked: dict[Sequence, int] = {}
 
-    def counts(self, running: Several[Sequence], waiting: bool = False) -> Callable[[Sequence], int]:
-        """How many tokens to draft for each decoding sequence in the step that begins now; `waiting`: others may join
-        it."""
-        self._times = [time.perf_counter()]
+    def decide(self, running: Several[Sequence], waiting: bool) -> Decision:
+        """For the step that begins now with these sequences; `waiting`: others may join it."""
+        began = time.perf_counter()
         active = sum(sequence.decoding for sequence in running)
-        self._branching = bool(self.tree) and active == len(running) == 1 and not waiting
-        pace = self._pace()
-        self._count = self.most if pace is None or not active else pace.choose(active)
-        self._least = pace.least(active, self._count) if pace is not None and active and self._count else 0.0
-
-        def of(sequence: Sequence) -> int:
-            depth = self._depth(sequence)
-            return self.tree if depth and self._branching else depth
-
-        return of
-
-    def _pace(self) -> Pace | None:
-        return self.tree_pace if self._branching else self.pace
-
-    def _depth(self, sequence: Sequence) -> int:
-        """How many drafted tokens in a row the sequence has use for."""
-        params, length = sequence.request.params, len(sequence.token_ids)
-        if not params.speculate:
-            return 0
-        # The target's own token comes on top.
-        room = self.max_model_len - length - 1
-        if params.max_tokens is not None:
-            room = min(room, params.max_tokens - sequence.state.generated - 1)
-        return max(0, min(self._count, room))
-
-    def propose(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Fills the positions that were reserved beyond the sequences' tokens; returns the chunks cut to what came."""
-        self._asked = {}
-        asked = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
-        if asked:
-            for (sequence, count), draft in zip(asked, self._drafts(asked), strict=True):
-                sequence.draft = draft if draft is not None and draft.token_ids else None
-                assert len(sequence.drafted) <= count
-                if draft is not None:
-                    self._asked[sequence] = draft.length if self._branching else count
-        self._times.append(time.perf_counter())
-        return [(s, min(upto, len(s.token_ids) + len(s.drafted))) for s, upto in chunks]
-
-    def _drafts(self, asked: list[tuple[Sequence, int]]) -> list[Draft | None]:
-        if not self._branching:
-            return self.drafter.propose(asked, self._least)
-        assert isinstance(self.drafter, TreeDrafter)
-        ((sequence, count),) = asked
-        return [self.drafter.propose_tree(sequence, count, min(count, self._depth(sequence)))]
-
-    def verified(self, decoded: Several[tuple[Sequence, list[int]]]) -> None:
-        """The decoding sequences of the step and the tokens that it made of them."""
-        self._times.append(time.perf_counter())
-        pace = self._pace()
-        for sequence, tokens in decoded:
-            if sequence.request.params.speculate:
-                draft, accepted = sequence.draft, len(sequence.accepted)
-                drafted = 0 if draft is None else draft.length
-                self.stats.count(drafted, accepted, len(tokens))
-                if draft is not None and draft.parents is not None:
-                    self.stats.tree_tokens += len(draft.token_ids)
-                # Where the text ended among the drafted tokens, the rest was not judged.
-                if pace is not None and (accepted == drafted or accepted < len(tokens)):
-                    pace.saw(self._asked.get(sequence, 0), accepted)
-
-    def ended(self, decoding: int, speculating: int, rows: int | None) -> None:
-        """The step is over. `speculating` of the `decoding` sequences may be drafted for; `rows` are those computed,
-        None where the step computed anything but decoding sequences."""
-        began, drafted, verified = self._times
-        seconds = time.perf_counter() - began
-        if speculating:
-            self.stats.count_engine_step(speculating, seconds, drafted - began, verified - drafted)
-        pace = self._pace()
-        if pace is not None and rows is not None and decoding == speculating:
-            pace.took(rows if self._branching else decoding + sum(self._asked.values()), seconds)
+        tree = self.tree if active == len(running) == 1 and not waiting else 0
+        pace = self.tree_pace if tree else self.pace
+        if pace is None or not active:
+            return Decision(self.most, 0.0, tree, pace, began)
+        count = pace.choose(active)
+        return Decision(count, pace.least(active, count) if count else 0.0, tree, pace, began)

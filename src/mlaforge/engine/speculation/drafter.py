@@ -1,6 +1,6 @@
 """Who proposes tokens for the next step to verify: the interface, and prompt lookup, which needs no training.
 
-Whatever a drafter proposes, the tokens that come out are the target's own (engine/speculation/verification.py): a bad one costs
+Whatever a drafter proposes, the tokens that come out are the target's own (verification.py): a bad one costs
 time only.
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Sequence as Several
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mlaforge.engine.request.sequence import Sequence
+from mlaforge.engine.request.sequence import Sequence
 
 # Prompt lookup: lengths of the token runs that are looked for, the longest first.
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2

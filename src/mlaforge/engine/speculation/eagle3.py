@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +26,12 @@ from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk
 from mlaforge.engine.execution.linear import PackedLinear, fused
 from mlaforge.engine.execution.mlp import GatedMlp
-from mlaforge.engine.execution.model import EngineModel, RmsNorm
+from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.sampling.state import on_device
 from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.runtime import on_device
 
 # Children of a node in a tree, and nodes of a level that get any, at most.
 BRANCHES = 8
@@ -85,11 +84,7 @@ class EagleDrafter:
         self.config, self.boundaries, self.model, self._make_batch = config, config.boundaries, model, make_batch
         self.target_ids = head.target_ids.to(model.device)
         head = head.to(model.device, model.dtype)
-        layer, on_cpu = head.midlayer, model.device.type == "cpu"
-
-        def norm(module: Any) -> Any:
-            return RmsNorm(module) if on_cpu else module
-
+        layer, norm = head.midlayer, model.rewritten_norm
         self.embedding = head.embed_tokens.weight if config.own_embedding else model.embedding
         self.state_norms = [norm(each) for each in head.fc_norm] if config.fc_norm else None
         self.states_norm = norm(head.input_norm) if config.norm_before_fc else None

@@ -13,33 +13,44 @@ Legend: R rows of logits, N of them at once, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from mlaforge.engine.request.output import Completion, Logprobs
+from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.sampling.sampler import Sampler, logprobs_of
-from mlaforge.engine.sampling.state import on_device
+from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
+from mlaforge.engine.sampling.sampler import Sampler
+from mlaforge.engine.speculation.drafter import Draft
+from mlaforge.runtime import on_device
 
 
-def verify(sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], first_rows: list[int]) -> list[Completion]:
+@dataclasses.dataclass
+class Verified:
+    """What a step made of a sequence: `completion` is what is new of it, `accepted` are the places in its draft of what
+    the target agreed to."""
+
+    completion: Completion
+    accepted: list[int] = dataclasses.field(default_factory=list)
+
+
+def verify(
+    sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], drafts: list[Draft | None], first_rows: list[int]
+) -> list[Verified]:
     """What is new of each sequence, already appended to it: drafted tokens up to the first that the target does not
     draw, then the target's own; fewer where the text ends before.
 
-    Sequence i has the row first_rows[i] after its newest token, and one after each of its drafted tokens. Which of them
-    were accepted is noted on the sequence.
+    Sequence i has the row first_rows[i] after its newest token, and one after each of its drafted tokens.
     """
-    draw = _Draw(sampler, logits_RV, sequences)
-    found = [Completion(sequence.index, [], "", None) for sequence in sequences]
+    draw = _Draw(sampler, logits_RV, sequences, drafts)
+    verified = [Verified(Completion(sequence.index, [], "", None)) for sequence in sequences]
     going, nodes = list(range(len(sequences))), [-1] * len(sequences)
-    for sequence in sequences:
-        sequence.accepted = []
     while going:
-        rows = [first_rows[i] + 1 + nodes[i] for i in going]
-        tokens, logprobs = draw(rows, [sequences[i] for i in going], [nodes[i] for i in going])
+        tokens, logprobs = draw(going, [first_rows[i] + 1 + nodes[i] for i in going], [nodes[i] for i in going])
         still = []
         for i, token, logprob in zip(going, tokens, logprobs, strict=True):
-            sequence, completion = sequences[i], found[i]
+            sequence, completion, draft = sequences[i], verified[i].completion, drafts[i]
             text, _, completion.finish_reason, completion.stop_reason = sequence.stopping.append([token])
             completion.text += text
             completion.token_ids.append(token)
@@ -47,36 +58,38 @@ def verify(sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], first
                 completion.logprobs = [*(completion.logprobs or ()), logprob]
             sequence.token_ids.append(token)
             sequence.state.append([token])
-            node = None if sequence.draft is None else sequence.draft.after(nodes[i], token)
+            node = None if draft is None else draft.after(nodes[i], token)
             if node is not None:
                 nodes[i] = node
-                sequence.accepted.append(node)
+                verified[i].accepted.append(node)
                 if completion.finish_reason is None:
                     still.append(i)
         going = still
-    return found
+    return verified
 
 
 class _Draw:
     """Tokens of some rows and their log probabilities where they are asked for."""
 
-    def __init__(self, sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence]):
-        self.sampler, self.logits_RV = sampler, logits_RV
+    def __init__(self, sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], drafts: list[Draft | None]):
+        self.sampler, self.logits_RV, self.sequences, self.drafts = sampler, logits_RV, sequences, drafts
         self.likeliest: list[int] | None = None
         if all(sequence.state.plain for sequence in sequences):
             # Nothing of it depends on the tokens before: all rows at once, and the host waits once.
             self.likeliest = logits_RV.argmax(-1).tolist()
 
     def __call__(
-        self, rows: list[int], sequences: list[Sequence], nodes: list[int]
-    ) -> tuple[list[int], list[Logprobs | None]]:
-        counts = [sequence.request.params.logprobs for sequence in sequences]
+        self, going: list[int], rows: list[int], nodes: list[int]
+    ) -> tuple[list[int], list[Logprobs | None]]:  # fmt: skip
+        """For those sequences whose numbers are `going`, which have come to these rows and places in their drafts."""
+        sequences = [self.sequences[i] for i in going]
         if self.likeliest is not None:
             tokens = [self.likeliest[row] for row in rows]
+            counts = [sequence.request.params.logprobs for sequence in sequences]
             if all(count is None for count in counts):
                 return tokens, [None] * len(rows)
             return tokens, logprobs_of(self._of(rows), tokens, counts)
-        drafts = zip((sequence.draft for sequence in sequences), nodes, strict=True)
+        drafts = zip((self.drafts[i] for i in going), nodes, strict=True)
         sampled = self.sampler(
             self._of(rows), [sequence.state for sequence in sequences],
             [None if draft is None or draft.q_KV is None or node + 1 == len(draft.token_ids)

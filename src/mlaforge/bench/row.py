@@ -1,0 +1,21 @@
+"""A case of a scenario in the making."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.bench.invariants import Finding
+from mlaforge.bench.ours import Peer, Taken, Variant
+
+
+@dataclasses.dataclass
+class Row:
+    """A case in the making: one peer decoding in one way."""
+
+    peer: Peer
+    variant: Variant
+    takens: list[Taken] = dataclasses.field(default_factory=list)
+    status: str = "ok"
+    limit: dict[str, str] | None = None
+    activations: int | None = None
+    findings: list[Finding] = dataclasses.field(default_factory=list)

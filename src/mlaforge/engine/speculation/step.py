@@ -1,0 +1,85 @@
+"""A drafter in use: what is decided before a step, what is proposed for it, and what became of that."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence as Several
+
+from mlaforge.engine.request.sequence import Sequence
+from mlaforge.engine.speculation.controller import NOTHING, Controller, Decision
+from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
+from mlaforge.engine.speculation.statistics import SpeculationStats
+from mlaforge.engine.speculation.verification import Verified
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A step with its drafts: `chunks` are its sequences, each with the position up to which it is computed, its draft
+    included. `asked`: of those for whom there was a draft, and be it an empty one, how many tokens were asked for.
+    `at` is when the drafts were there (time.perf_counter())."""
+
+    chunks: list[tuple[Sequence, int]]
+    decision: Decision = NOTHING
+    drafts: dict[Sequence, Draft] = dataclasses.field(default_factory=dict)
+    asked: dict[Sequence, int] = dataclasses.field(default_factory=dict)
+    at: float = 0.0
+
+
+class Speculation:
+    """An engine's drafter, the controller of how much it drafts, and the statistics of what became of it.
+
+    A step is what `controller` decides, `propose` of that, and `end` of what was proposed.
+    """
+
+    def __init__(self, drafter: Drafter, controller: Controller):
+        assert not controller.tree or isinstance(drafter, TreeDrafter)
+        self.drafter, self.controller = drafter, controller
+        self.stats = SpeculationStats(controller.most)
+
+    def propose(self, decision: Decision, chunks: list[tuple[Sequence, int]]) -> Proposal:
+        """Drafts for the positions that were reserved beyond the sequences' tokens; the chunks are cut to what came."""
+        asked = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
+        drafts: dict[Sequence, Draft] = {}
+        counts: dict[Sequence, int] = {}
+        for (sequence, count), draft in zip(asked, self._drafts(decision, asked) if asked else [], strict=True):
+            if draft is not None:
+                assert len(draft.token_ids) <= count
+                counts[sequence] = draft.length if decision.tree else count
+                if draft.token_ids:
+                    drafts[sequence] = draft
+        lengths = {sequence: len(draft.token_ids) for sequence, draft in drafts.items()}
+        cut = [(s, min(upto, len(s.token_ids) + lengths.get(s, 0))) for s, upto in chunks]
+        return Proposal(cut, decision, drafts, counts, time.perf_counter())
+
+    def _drafts(self, decision: Decision, asked: list[tuple[Sequence, int]]) -> list[Draft | None]:
+        if not decision.tree:
+            return self.drafter.propose(asked, decision.least)
+        assert isinstance(self.drafter, TreeDrafter)
+        ((sequence, count),) = asked
+        return [self.drafter.propose_tree(sequence, count, min(count, decision.depth(sequence)))]
+
+    def end(
+        self, proposal: Proposal, decoded: Several[tuple[Sequence, Verified]], verified_at: float, rows: int | None
+    ) -> None:  # fmt: skip
+        """The step is over. `decoded` are its decoding sequences, verified at time `verified_at`; `rows` are those that
+        were computed, None where anything but decoding sequences was."""
+        decision, pace = proposal.decision, proposal.decision.pace
+        speculating = 0
+        for sequence, verified in decoded:
+            if sequence.request.params.speculate:
+                speculating += 1
+                draft, accepted = proposal.drafts.get(sequence), len(verified.accepted)
+                drafted, new = 0 if draft is None else draft.length, len(verified.completion.token_ids)
+                self.stats.count(drafted, accepted, new)
+                if draft is not None and draft.parents is not None:
+                    self.stats.tree_tokens += len(draft.token_ids)
+                # Where the text ended among the drafted tokens, the rest was not judged.
+                if pace is not None and (accepted == drafted or accepted < new):
+                    pace.saw(proposal.asked.get(sequence, 0), accepted)
+        seconds = time.perf_counter() - decision.began
+        if speculating:
+            drafting, verifying = proposal.at - decision.began, verified_at - proposal.at
+            self.stats.count_engine_step(speculating, seconds, drafting, verifying)
+        if pace is not None and rows is not None and len(decoded) == speculating:
+            pace.took(rows if decision.tree else len(decoded) + sum(proposal.asked.values()), seconds)

@@ -1,0 +1,17 @@
+"""docs/architecture.md is what the docstrings say today."""
+
+import importlib.util
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_is_the_code():
+    spec = importlib.util.spec_from_file_location("architecture", DOCS / "architecture.py")
+    architecture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(architecture)
+    page = architecture.page()
+    assert (DOCS / "architecture.md").read_text(encoding="utf-8") == page, "run `make architecture`"
+    for path in architecture.PACKAGE.rglob("*.py"):
+        if not path.stem.startswith("__"):
+            assert f"`{path.name}`" in page, path
