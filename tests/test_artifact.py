@@ -199,6 +199,15 @@ def test_another_result_is_refused_unless_it_may_be_overwritten(wanted, words, o
     assert finished(out, wanted, overwrite=True) is None
 
 
+def test_a_list_that_stayed_is_no_difference(tmp_path):
+    """JSON has no tuples."""
+    with writing(tmp_path / "out", manifest(config={"seqlen": (512, 2048), "steps": 1})):
+        pass
+    assert finished(tmp_path / "out", manifest(config={"seqlen": (512, 2048), "steps": 1})) is not None
+    with pytest.raises(UserError, match=r"result \(steps was 1, now 2\)"):
+        finished(tmp_path / "out", manifest(config={"seqlen": (512, 2048), "steps": 2}))
+
+
 # writing
 
 

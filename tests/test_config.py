@@ -8,21 +8,28 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlaforge.config import MANY, field_types, resolve
+from mlaforge.config import Options, field_types, item_type, option, resolve
 from mlaforge.conversion.config import ConvertConfig
+from mlaforge.engine.config import EngineConfig
+from mlaforge.healing.config import HealConfig
 from mlaforge.runtime import UserError
 from support.option_classes import option_classes
 
 CLASSES = option_classes()
-PLAIN = {
-    int: st.integers(-(10**9), 10**9),
-    float: st.floats(allow_nan=False, allow_infinity=False),
-    bool: st.booleans(),
-    # Control characters and halves of characters cannot stand in YAML at all.
-    str: st.text(string.printable[:95] + "äöü→\u3000🙂\n\t"),
-    # An option that was not given is an empty list.
-    MANY: st.lists(st.text(string.ascii_letters + "/:=", min_size=1), min_size=1).map(tuple),
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class Example(Options):
+    """One field of each kind that has a text form."""
+
+    share: float = option(0.5, "", least=0, below=1)
+    above: float | None = option(None, "", above=0)
+    few: int = option(1, "", least=1, most=8)
+    lengths: tuple[int, ...] = option((512,), "", least=48)
+    depths: tuple[float, ...] | None = option(None, "", least=0, most=1)
+    kinds: tuple[str, ...] = option(("a",), "", choices=("a", "b"))
+    names: tuple[str, ...] = option(("x",), "")
+    paths: tuple[str, ...] | None = option(None, "", repeat=True)
 
 
 @pytest.fixture
@@ -35,14 +42,31 @@ def recipe(tmp_path):
     return write
 
 
+def legal(kind, bounds, listed):
+    """Values of a type within bounds, as options have them."""
+    low, high = (bounds.get(a, bounds.get(b)) for a, b in (("at least", "above"), ("at most", "below")))
+    if kind is int:
+        return st.integers(-(10**9) if low is None else low, 10**9 if high is None else high)
+    if kind is float:
+        ends = {"exclude_min": "above" in bounds, "exclude_max": "below" in bounds}
+        return st.floats(low, high, allow_nan=False, allow_infinity=False, **ends)
+    if kind is bool:
+        return st.booleans()
+    if listed:
+        return st.text(string.ascii_letters + "/:=", min_size=1)
+    # Control characters and halves of characters cannot stand in YAML at all.
+    return st.text(string.printable[:95] + "äöü→\u3000🙂\n\t")
+
+
 @st.composite
 def valid_settings(draw):
     """A stage's dataclass and legal values for some of its fields."""
     cls = draw(st.sampled_from(CLASSES))
     kinds, values = field_types(cls), {}
     for field in draw(st.lists(st.sampled_from(dataclasses.fields(cls)), unique_by=lambda f: f.name)):
-        choices = field.metadata["choices"]
-        values[field.name] = draw(st.sampled_from(choices) if choices else PLAIN[kinds[field.name]])
+        choices, item = field.metadata["choices"], item_type(kinds[field.name])
+        one = st.sampled_from(choices) if choices else legal(item or kinds[field.name], field.metadata["bounds"], item)
+        values[field.name] = draw(st.lists(one, min_size=1).map(tuple) if item else one)
     return cls, values
 
 
@@ -124,10 +148,90 @@ def test_bad_recipes(text, words, recipe):
     assert words in line
 
 
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("lengths: 512,2048", "lengths", (512, 2048)),
+        ("lengths: 8k, 1m", "lengths", (8192, 1048576)),
+        ("lengths: 512", "lengths", (512,)),
+        ("lengths: [512, 8k]", "lengths", (512, 8192)),
+        ("depths: 0,0.5, 1", "depths", (0.0, 0.5, 1.0)),
+        ("depths: [0, 5e-1]", "depths", (0.0, 0.5)),
+        ("kinds: b,a,b", "kinds", ("b", "a", "b")),
+        ("names: a b, 5", "names", ("a b", "5")),
+        ("names: 5", "names", ("5",)),
+        ("paths: a,b", "paths", ("a,b",)),
+        ("paths: [a, 'b,c']", "paths", ("a", "b,c")),
+    ],
+)
+def test_lists_are_written_with_commas_or_as_yamls_own(text, field, value, recipe):
+    found = resolve(Example, recipe(text))
+    assert found == Example(**{field: value})
+    assert list(map(type, getattr(found, field))) == list(map(type, value))
+    # In Python the text form is as good.
+    assert Example(**yaml.safe_load(text)) == found
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"few": 0}, "few = 0 must be at least 1 and at most 8"),
+        ({"few": 9}, "few = 9 must be at least 1 and at most 8"),
+        ({"few": True}, "few = True must be a whole number"),
+        ({"share": 1.0}, "share = 1.0 must be at least 0 and below 1"),
+        ({"share": float("nan")}, "share = nan must be at least 0 and below 1"),
+        ({"share": 10**400}, "must be a number"),
+        ({"above": 0.0}, "above = 0.0 must be above 0"),
+        ({"lengths": "512,47"}, "lengths = 47 must be at least 48"),
+        ({"lengths": "512,"}, "lengths = '512,' must be whole numbers with commas between"),
+        ({"lengths": "512,2.5"}, "lengths = '512,2.5' must be whole numbers with commas between"),
+        ({"lengths": (512, 2.5)}, r"lengths = \(512, 2.5\) must be whole numbers with commas between"),
+        ({"lengths": ()}, r"lengths = \(\) must be whole numbers with commas between"),
+        ({"lengths": None}, "lengths needs whole numbers with commas between, not nothing"),
+        ({"depths": "0,2"}, "depths = 2.0 must be at least 0 and at most 1"),
+        ({"depths": "0,x"}, "depths = '0,x' must be numbers with commas between"),
+        ({"kinds": "a,c"}, "kinds = 'c' must be one of a, b"),
+        ({"names": "a,,b"}, "names = 'a,,b' must be words with commas between"),
+        ({"paths": {"a": 1}}, "paths = {'a': 1} must be text, or a list of it"),
+    ],
+)
+def test_a_wrong_value_is_refused_whoever_gives_it(values, words, recipe):
+    for make in (lambda: Example(**values), lambda: dataclasses.replace(Example(), **values)):
+        with pytest.raises(UserError, match=f"^.{{0,500}}{words}$") as told:
+            make()
+        assert "\n" not in str(told.value)
+    path = recipe(yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}))
+    with pytest.raises(UserError, match=f"^recipe {path}: "):
+        resolve(Example, path)
+
+
+def test_stages_refuse_wrong_values_from_python():
+    """Not the machinery but its use: bounds stand where stages need them."""
+    for make, words in (
+        (lambda: EngineConfig(block_size=0), "block_size = 0 must be at least 1"),
+        (lambda: EngineConfig(num_speculative_tokens=9), "num_speculative_tokens = 9 must be at least 1 and at most 8"),
+        (lambda: HealConfig(steps=-1), "steps = -1 must be at least 0"),
+        (lambda: HealConfig(seqlen="512,47"), "seqlen = 47 must be at least 48"),
+        (lambda: ConvertConfig(budget=1.5), "budget = 1.5 must be above 0 and at most 1"),
+        (lambda: ConvertConfig(layout="laten"), "layout = 'laten' must be one of latent, latent_rope"),
+    ):
+        with pytest.raises(UserError, match=f"^{words}"):
+            make()
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_what_people_need_first(cls):
+    """Of more than five options, five, each of them one of the class's own or inherited fields."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    assert set(cls.first) <= set(names) and len(set(cls.first)) == len(cls.first)
+    # EngineConfig is a part of several verbs' options, not a verb's own.
+    assert len(cls.first) == (5 if len(names) > 5 and cls is not EngineConfig else 0)
+
+
 def test_an_option_is_checked_like_a_recipes_key():
-    with pytest.raises(UserError, match="option: layout = 'laten' must be one of latent, latent_rope"):
+    with pytest.raises(UserError, match=r"^layout = 'laten' must be one of latent, latent_rope"):
         resolve(ConvertConfig, layout="laten")
-    with pytest.raises(UserError, match="option: unknown key 'bugdet'; did you mean 'budget'"):
+    with pytest.raises(UserError, match=r"^unknown key 'bugdet'; did you mean 'budget'"):
         resolve(ConvertConfig, bugdet=0.5)
 
 

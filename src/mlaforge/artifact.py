@@ -100,18 +100,19 @@ def sha256(path: Path) -> str:
 
 def record_name(place: str | Path) -> str:
     """How a manifest calls a file or folder: by its name. Where it lies is nobody's affair and must not matter to the
-    fingerprint; a hash of what it holds stands beside the name. Several with commas between are named one by one, and
-    what is not on this disk (a hub id, `embedded`) is called as it is."""
-    path, parts = Path(place).expanduser(), str(place).split(",")
-    if path.exists():
-        return Path(os.path.abspath(path)).name
-    return ",".join(record_name(part.strip()) for part in parts) if len(parts) > 1 else str(place)
+    fingerprint; a hash of what it holds stands beside the name. What is not on this disk (a hub id, `embedded`) is
+    called as it is."""
+    path = Path(place).expanduser()
+    return Path(os.path.abspath(path)).name if path.exists() else str(place)
 
 
-def record_names(config: DataclassInstance, *options: str) -> dict[str, str | None]:
-    """Those options of a stage that may be files or folders, as its manifest calls them."""
+def record_names(config: DataclassInstance, *options: str) -> dict[str, str | list[str] | None]:
+    """Those options of a stage that may be files or folders, or lists of them, as its manifest calls them."""
     places = {name: getattr(config, name) for name in options}
-    return {name: place and record_name(place) for name, place in places.items()}
+    return {
+        name: [*map(record_name, place)] if isinstance(place, tuple) else place and record_name(place)
+        for name, place in places.items()
+    }
 
 
 def record_place(path: str | Path) -> str:
@@ -166,7 +167,9 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"model": {"path": "x"}} -> {"model path": "x"}, as a person would name it."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key} ") if isinstance(value, dict) else {prefix + key: value}
+        # As JSON has it.
+        plain = list(value) if isinstance(value, tuple) else value
+        flat |= _flat(plain, f"{prefix}{key} ") if isinstance(plain, dict) else {prefix + key: plain}
     return flat
 
 

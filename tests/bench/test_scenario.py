@@ -255,8 +255,11 @@ def test_shipped_scenarios_hold(name, scope):
         ("did you mean 'single'?", ["sinle", "MODEL"]),
         ("MODEL is missing", ["single"]),
         ("context = '3x'", ["single", "MODEL", "--context", "3x"]),
-        ("num_speculative_tokens = '9'", ["single", "MODEL", "--num-speculative-tokens", "9"]),
-        ("cache_fraction = '2'", ["single", "MODEL", "--cache-fraction", "2"]),
+        (
+            "num_speculative_tokens = 9 must be at least 0 and at most 8",
+            ["single", "MODEL", "--num-speculative-tokens", "9"],
+        ),
+        ("cache_fraction = 2.0 must be above 0 and at most 1", ["single", "MODEL", "--cache-fraction", "2"]),
         ("dtype = 'int9'", ["single", "MODEL", "--dtype", "int9"]),
         ("draft 'nobody'", ["single", "MODEL", "--draft", "nobody"]),
         ("add 0 to num_speculative_tokens", ["single", "MODEL", "--draft", "replay", "--num-speculative-tokens", "3"]),

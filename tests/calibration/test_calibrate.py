@@ -201,7 +201,7 @@ def test_sources_that_cannot_be_used(name, content, words, offline_embedder, cli
 
 def test_numbers_and_embedders_that_cannot_be(sourced, cli, tree, tmp_path, offline_embedder):
     for options, words in (
-        (("--window", 3), "window = 3 is too small"),
+        (("--window", 3), "window = 3 must be at least 50"),
         (("--clusters", 0), "clusters = 0"),
         (("--embedder", tmp_path / "none"), "does not exist"),
         (("--tokenizer", tmp_path), "has no tokenizer"),

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from mlaforge import __version__
 from mlaforge.cli.main import app
+from mlaforge.cli.verb import ADVANCED
+from mlaforge.config import within
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.engine.config import EngineConfig
 from support.eagle3_heads import saved
@@ -80,11 +82,27 @@ def test_help_explains_every_option(verb):
     for field in dataclasses.fields(VERBS[verb]):
         told, section = field.metadata, sections["--" + field.name.rstrip("_").replace("_", "-")]
         assert len(told["help"]) > 10 and told["help"] in section
-        assert f"[{told['unit']}]" in section or not told["unit"]
-        assert f"(default: {field.default})" in section or field.default is None
+        limits = [limit for limit in (told["unit"], within(field)) if limit]
+        assert f"[{', '.join(limits)}]" in section or not limits
+        default = field.default if isinstance(field.default, tuple) else (field.default,)
+        assert f"(default: {','.join(map(str, default))})" in section or field.default is None
         assert all(choice in section for choice in told["choices"])
-        assert field.default in told["choices"] or field.default is None or not told["choices"]
+        assert set(default) <= {*told["choices"]} or field.default is None or not told["choices"]
     assert "--recipe" in sections
+
+
+@pytest.mark.parametrize("verb", [verb for verb, config in VERBS.items() if config])
+def test_help_begins_with_what_people_need_first(verb):
+    text = printed(CliRunner().invoke(app, [*verb.split(), "--help"], terminal_width=80))
+    before, _, advanced = text.partition(f"\n{ADVANCED}:\n")
+    shown, hidden = ([*re.findall(r"^  --([a-z0-9-]+)", part, re.MULTILINE)] for part in (before, advanced))
+    flags = {field.name: field.name.rstrip("_").replace("_", "-") for field in dataclasses.fields(VERBS[verb])}
+    first = [flags[name] for name in VERBS[verb].first]
+    assert set(hidden) == (set(flags.values()) - set(first) if first else set())
+    # What the verb itself asks for stands before them, the recipe behind them.
+    assert shown[-2:] == ["recipe", "help"] and "recipe" not in hidden
+    assert not first or shown[-7:-2] == first
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_misspelt_verb_names_the_nearest(cli):

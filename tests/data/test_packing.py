@@ -69,11 +69,11 @@ def tokenizer(tiny_models):
 
 
 def test_training_validation_and_calibration_share_no_passage(tokenizer, calibration_file):
-    whole = packing.read(tokenizer, str(calibration_file), 128, 1000, [])
+    whole = packing.read(tokenizer, [str(calibration_file)], 128, 1000, [])
     assert packing.passages(whole.validation) and packing.passages(whole.train)
     assert not overlap.sharing(whole.validation, packing.passages(whole.train))
     tuned = corpus.windows(tokenizer, str(calibration_file), 10, 128, seed=3)
-    fresh = packing.read(tokenizer, str(calibration_file), 128, 1000, overlap.passages(tuned))
+    fresh = packing.read(tokenizer, [str(calibration_file)], 128, 1000, overlap.passages(tuned))
     assert sum(map(len, fresh.train)) < sum(map(len, whole.train))
     assert not overlap.sharing([*fresh.train, *fresh.validation], overlap.passages(tuned))
 
@@ -81,7 +81,7 @@ def test_training_validation_and_calibration_share_no_passage(tokenizer, calibra
 def test_documents_of_several_texts(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("ab" * 40, "cd" * 50)))
     (tmp_path / "b.txt").write_text("ef" * 60)
-    found = packing.read(tokenizer, f"{tmp_path / 'a.jsonl'}, {tmp_path / 'b.txt'}", 90, 0, [])
+    found = packing.read(tokenizer, [str(tmp_path / name) for name in ("a.jsonl", "b.txt")], 90, 0, [])
     assert [len(piece) for piece in found.train] == [80, 90, 10, 90, 30]
     assert found.validation == [] and found.describe()["tokens"] == {"train": 300, "validation": 0}
 
@@ -89,10 +89,10 @@ def test_documents_of_several_texts(tokenizer, tmp_path):
 def test_too_little_text_is_refused(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("Too little.")
     with pytest.raises(UserError, match="too few for rows of 64"):
-        packing.read(tokenizer, str(tmp_path / "a.txt"), 64, 100, [])
+        packing.read(tokenizer, [str(tmp_path / "a.txt")], 64, 100, [])
     (tmp_path / "b.txt").write_text("again and again and again, all the same words " * 200)
     with pytest.raises(UserError, match="repeats itself"):
-        packing.read(tokenizer, str(tmp_path / "b.txt"), 64, 100, [])
+        packing.read(tokenizer, [str(tmp_path / "b.txt")], 64, 100, [])
 
 
 def test_rows_can_be_taken():

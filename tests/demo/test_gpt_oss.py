@@ -241,8 +241,8 @@ def test_the_verb(cli, tiny_models, tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"experts": 2, "top_k": 3}, "top_k = 3 must lie between 1 and experts = 2"),
-        ({"experts": 0, "top_k": 0}, "top_k = 0 must lie between 1 and experts = 0"),
+        ({"experts": 2, "top_k": 3}, "top_k = 3 must be at most experts = 2"),
+        ({"experts": 0, "top_k": 0}, "experts = 0 must be at least 1"),
         ({"differ": -1.0}, "differ = -1.0"),
         ({"heal": -1}, "heal = -1"),
         ({"yarn": 0.5}, "yarn = 0.5 must be at least 1"),

@@ -184,8 +184,8 @@ def test_without_out_only_the_table(cli, tiny_models, calibration_file, tmp_path
 
 def test_what_cannot_be_diagnosed(refused, tiny_models, converted, tmp_path):
     refused("is already converted", "diagnose", converted("llama", "latent"), tmp_path / "out")
-    refused("at least 1 and 48", "diagnose", tiny_models["llama"], "--windows", 0)
-    refused("budget 2.0", "diagnose", tiny_models["llama"], "--budget", 2)
+    refused("windows = 0 must be at least 1", "diagnose", tiny_models["llama"], "--windows", 0)
+    refused("budget = 2.0 must be above 0 and at most 1", "diagnose", tiny_models["llama"], "--budget", 2)
     refused("does not exist", "diagnose", tiny_models["llama"], tmp_path / "out", "--text", "nothing")
 
 

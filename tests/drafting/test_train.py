@@ -188,13 +188,13 @@ def test_another_head_is_a_start(trained, converted, tmp_path):
     (tmp_path / "old").mkdir()
     write_head(make(layer=layer, boundaries=(1, 2, 3), sliding_window=9), tmp_path / "old", torch.float32)
     student = converted("llama", "latent", budget=0.25)
-    out, manifest = trained(model=student, init=str(tmp_path / "old"), boundaries="auto", steps=2, learning_rate=1e-9)
+    out, manifest = trained(model=student, init=str(tmp_path / "old"), boundaries=None, steps=2, learning_rate=1e-9)
     old, new = read_head(tmp_path / "old", 3), read_head(out, 3)
     assert new.config.sliding_window == 9 and new.config.boundaries == (1, 2, 3)
     for name, tensor in old.state_dict().items():
         torch.testing.assert_close(new.state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
     assert manifest.inputs["init"] == {"sha256": reader.fingerprint(tmp_path / "old"), "text": None}
-    for option in ({"boundaries": "0,1,2"}, {"boundaries": "auto", "kv_heads": 2}):
+    for option in ({"boundaries": "0,1,2"}, {"boundaries": None, "kv_heads": 2}):
         with pytest.raises(UserError, match="of its own"):
             trained("other", init=str(tmp_path / "old"), **option)
     (tmp_path / "others").mkdir()
@@ -238,14 +238,14 @@ def test_the_verb(cli, target, text, tmp_path):
         ({"text": None}, "--text is missing"),
         ({"text": ("/nowhere",)}, "not what `mlaforge draft regenerate` wrote"),
         ({"unroll": 0}, "unroll = 0"),
-        ({"seqlen": 300}, "from 4 to batch_tokens = 128"),
+        ({"seqlen": 300}, "seqlen = 300 must be at most batch_tokens = 128"),
         ({"learning_rate": 0.0}, "above 0"),
         ({"boundaries": "1,2"}, "three places of 0 to 3"),
         ({"boundaries": "1,2,4"}, "three places of 0 to 3"),
         ({"vocabulary": "/nowhere"}, "not what `mlaforge draft vocab` wrote"),
         ({"seqlen": 6}, "no answer has two tokens"),
         ({"kv_heads": 3}, "kv_heads = 3 must divide the model's 4 heads"),
-        ({"kv_heads": -1}, "kv_heads = -1 must divide"),
+        ({"kv_heads": -1}, "kv_heads = -1 must be at least 0"),
     ],
 )
 def test_options_that_train_nothing_are_refused(trained, tmp_path, options, words):
@@ -292,6 +292,6 @@ def test_the_recipe_is_that_of_the_shipped_head():
     config = resolve(DraftTrainConfig, Path(__file__).parents[2] / "recipes" / "smollm2-draft.yaml")
     train.check_options(dataclasses.replace(config, text=("TEXT",)))
     told = Manifest.load(demo_model.head("original"))
-    assert told.config == {
-        key: value for key, value in dataclasses.asdict(config).items() if key not in train.NOT_HASHED
-    }
+    # Recorded when a list was text still, which means the same.
+    hashed = {key: value for key, value in dataclasses.asdict(config).items() if key not in train.NOT_HASHED}
+    assert told.config.keys() == hashed.keys() and DraftTrainConfig(**told.config) == DraftTrainConfig(**hashed)

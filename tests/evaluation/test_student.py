@@ -159,9 +159,9 @@ def test_needles_are_judged(judge, tmp_path):
         ({"measure": "ppl", "delta": 1}, "measure"),
         ({"measure": "kl", "delta": 1, "txt": "a"}, "unknown key 'txt'"),
         ({"measure": "task", "delta": 1}, "go together"),
-        ({"measure": "needle", "delta": 1, "depths": "0,2"}, "between 0 and 1"),
+        ({"measure": "needle", "delta": 1, "depths": "0,2"}, "number 1: depths = 2.0 must be at least 0 and at most 1"),
         ({"measure": "kl", "delta": 1, "text": "/nowhere"}, "does not exist"),
-        ({"measure": "kl", "delta": 1, "seqlen": 8}, "too short to tell"),
+        ({"measure": "kl", "delta": 1, "seqlen": 8}, "seqlen = 8 must be at least 48"),
     ],
 )
 def test_criteria_that_cannot_be_judged(judge, given, words):

@@ -295,11 +295,11 @@ def test_the_verb(cli, tiny_models, student, healing_file, tmp_path):
     ("options", "words"),
     [
         ({"subset": "everything"}, "projections, attention, all"),
-        ({"seqlen": "long"}, "such as 512,2048"),
+        ({"seqlen": "long"}, "whole numbers with commas between"),
         ({"batch_tokens": 32}, "holds no row of 64"),
         ({"temperature": 0.0}, "above 0"),
-        ({"targeted": 1.0}, "shares"),
-        ({"steps": -1}, "0 or more"),
+        ({"targeted": 1.0}, "targeted = 1.0 must be at least 0 and below 1"),
+        ({"steps": -1}, "steps = -1 must be at least 0"),
         ({"teacher_cache": "topk", "top_k": 1000}, "more than the vocabulary's"),
         ({"teacher_cache": "hidden", "hidden_weight": 1.0}, "no layer's output"),
         ({"text": "/nowhere.txt"}, "does not exist"),
@@ -376,4 +376,5 @@ def test_two_processes_lose_what_one_does(healed, tiny_models, student, healing_
 
 def test_the_recipe_is_one():
     config = resolve(HealConfig, Path(__file__).parents[2] / "recipes" / "smollm2-heal.yaml")
-    assert heal.check_options(config) == ["attention", "all"] and heal.lengths(config) == [512, 512, 512, 2048]
+    heal.check_options(config)
+    assert config.subset == ("attention", "all") and config.seqlen == (512, 512, 512, 2048)

@@ -297,14 +297,14 @@ def test_64_streaming_clients(tokenizer):
 ])  # fmt: skip
 def test_impossible_options(options, word):
     with pytest.raises(UserError, match=word):
-        server.check(ServeConfig(**options))
+        ServeConfig(**options)
 
 
 def test_the_key_of_the_environment(monkeypatch):
     monkeypatch.setenv("MLAFORGE_API_KEY", "k")
-    assert server.check(ServeConfig()).api_key == "k" and server.check(ServeConfig(api_key="o")).api_key == "o"
+    assert server.with_key(ServeConfig()).api_key == "k" and server.with_key(ServeConfig(api_key="o")).api_key == "o"
     monkeypatch.setenv("MLAFORGE_API_KEY", "")
-    assert server.check(ServeConfig()).api_key is None
+    assert server.with_key(ServeConfig()).api_key is None
 
 
 def test_an_address_that_is_taken():

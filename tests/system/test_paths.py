@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mlaforge.artifact import ABSOLUTE, Manifest, record_name, record_place, record_text, writing
+from mlaforge.artifact import ABSOLUTE, Manifest, record_name, record_names, record_place, record_text, writing
 from mlaforge.calibration.sources import Source, names
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
+from mlaforge.healing.config import HealConfig
 from mlaforge.report import publish
 from mlaforge.runtime import UserError
 from support.recorded import MACHINE
@@ -59,7 +60,8 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = (tmp_path / "models" / "tiny", "models/tiny", "./models/tiny/", f"../{tmp_path.name}/models/tiny")
     assert {record_name(place) for place in every} == {"tiny"}
     assert record_name(".") == tmp_path.name
-    assert record_name(f"a.txt, {tmp_path}/models/a.txt,embedded") == "a.txt,a.txt,embedded"
+    config = HealConfig(text=f"a.txt, {tmp_path}/models/a.txt,embedded")
+    assert record_names(config, "text", "swa_text") == {"text": ["a.txt", "a.txt", "embedded"], "swa_text": None}
     # What is not here is no place.
     assert record_name("org/name") == "org/name" and record_name("embedded") == "embedded"
     assert record_place(tmp_path / "models" / "tiny") == "models/tiny" and record_place("../other/x") == "x"

@@ -4,40 +4,51 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.config import option
+from mlaforge.config import DTYPES, Options, option
+from mlaforge.engine.config import ENGINE_DTYPES, MOST_DRAFTED
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(Options):
     """Options of `bench`. What is not given is as the scenario's file says (bench/scenarios)."""
+
+    first = ("scope", "context", "batch", "num_speculative_tokens", "draft")
 
     scope: str = option(
         "auto", "how much: full, micro (the cases that gates ask for) or cpu (scaled-down twins); auto: cpu without a "
         "GPU, else micro", choices=("auto", "cpu", "micro", "full"),
     )  # fmt: skip
-    context: str | None = option(None, "prompt of each request; k is 1024; several with commas", "tokens")
-    batch: str | None = option(None, "requests that decode together; several with commas", "requests")
-    num_speculative_tokens: str | None = option(
-        None, "drafted tokens per step, 0 for plain decoding; several with commas", "tokens"
+    context: tuple[int, ...] | None = option(None, "prompt of each request; k is 1024", "tokens", least=2)
+    batch: tuple[int, ...] | None = option(None, "requests that decode together", "requests", least=1)
+    num_speculative_tokens: tuple[int, ...] | None = option(
+        None, "drafted tokens per step, 0 for plain decoding", "tokens", least=0, most=MOST_DRAFTED
     )
-    draft: str | None = option(
+    draft: tuple[str, ...] | None = option(
         None, "who drafts: ngram, replay (what plain decoding gave: the ceiling of any drafter), or the directory of "
-        "an EAGLE-3 head; several with commas",
+        "an EAGLE-3 head",
     )  # fmt: skip
-    tokens: int | None = option(None, "decoded tokens of each request that are timed", "tokens")
-    rounds: int | None = option(None, "measured repetitions", "repetitions")
-    warm_up: int | None = option(None, "repetitions before them that do not count", "repetitions")
-    cache_fraction: str | None = option(
-        None, "share of the free memory for caches, all models together; several with commas", "fraction"
+    tokens: int | None = option(None, "decoded tokens of each request that are timed", "tokens", least=1)
+    rounds: int | None = option(None, "measured repetitions", "repetitions", least=1)
+    warm_up: int | None = option(None, "repetitions before them that do not count", "repetitions", least=0)
+    cache_fraction: tuple[float, ...] | None = option(
+        None, "share of the free memory for caches, all models together", "fraction", above=0, most=1
     )
     prefix_caching: bool | None = option(None, "keep what was computed of a prompt")
-    dtype: str | None = option(None, "dtype of the engine's weights, as in `generate`; several with commas")
-    transformers: str | None = option(None, "dtype of transformers beside it, auto: the engine's; several with commas")
-    text: tuple[str, ...] | None = option(
-        None, "text that prompts are cut from: a file, a folder, or embedded, which is the default"
+    dtype: tuple[str, ...] | None = option(
+        None, "dtype of the engine's weights, as in `generate`", choices=ENGINE_DTYPES
     )
-    peer: tuple[str, ...] | None = option(None, "YAML file of another engine with an OpenAI endpoint (docs/bench.md)")
-    import_: tuple[str, ...] | None = option(None, "results of another run, to stand beside these and be marked so")
+    transformers: tuple[str, ...] | None = option(
+        None, "dtype of transformers beside it, auto: the engine's", choices=DTYPES
+    )
+    text: tuple[str, ...] | None = option(
+        None, "text that prompts are cut from: a file, a folder, or embedded, which is the default", repeat=True
+    )
+    peer: tuple[str, ...] | None = option(
+        None, "YAML file of another engine with an OpenAI endpoint (docs/bench.md)", repeat=True
+    )
+    import_: tuple[str, ...] | None = option(
+        None, "results of another run, to stand beside these and be marked so", repeat=True
+    )
     perf: bool = option(False, "check the invariants of PERF_MODE first; a broken one ends the run")
     force: bool = option(False, "begin the full scope though the micro gates were not green; this is recorded")
     roof: str = option("auto", "machine whose roof counts, as in `plan`; auto: this one")

@@ -38,7 +38,10 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
     device = resolve_device(config.device)
     directories = {model: resolve.locate(model) for model in models}
     first = directories[models[0]]
-    seqlen, count = int(config.context or SEQLEN), config.rounds or WINDOWS
+    seqlen, *others = config.context or (SEQLEN,)
+    if others:
+        raise UserError(f"context = {','.join(map(str, config.context or ()))} must be one length for conversion")
+    count = config.rounds or WINDOWS
     tokenizer = loading.load_tokenizer(first)
     sources = config.text or (corpus.EMBEDDED,)
     judged = {Path(source).name: corpus.windows(tokenizer, source, count, seqlen, judged=True) for source in sources}

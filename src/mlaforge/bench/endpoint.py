@@ -30,12 +30,12 @@ from typing import Any
 
 from mlaforge.artifact import record_text
 from mlaforge.bench.ours import Taken, Variant
-from mlaforge.config import option, resolve
+from mlaforge.config import Options, option, resolve
 from mlaforge.runtime import UserError, log
 
 
 @dataclasses.dataclass(frozen=True)
-class EndpointConfig:
+class EndpointConfig(Options):
     """A peer's file; `environment` and `body` are mappings beside these keys."""
 
     name: str = option("endpoint", "how results call it")
@@ -43,7 +43,7 @@ class EndpointConfig:
     url: str = option("http://127.0.0.1:{port}/v1", "where it answers")
     model: str = option("{model}", "its name in the API")
     dtype: str = option("bfloat16", "of its weights, for the roof")
-    start_seconds: int = option(600, "how long starting may take", "seconds")
+    start_seconds: int = option(600, "how long starting may take", "seconds", least=1)
 
 
 class PeerFailed(Exception):

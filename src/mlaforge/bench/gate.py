@@ -14,9 +14,8 @@ from typing import Any
 
 from mlaforge.artifact import record_place
 from mlaforge.bench import machine
-from mlaforge.bench.recipe import whole
 from mlaforge.bench.summary import spread
-from mlaforge.config import nearest, read_recipe
+from mlaforge.config import nearest, read_recipe, whole_number
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
@@ -89,7 +88,10 @@ def _gate(path: Path, number: int, entry: Any) -> Gate:
         raise UserError(f"{where} needs at_least or at_most, a number")
     case, over = dict(entry.get("case") or {}), entry.get("over")
     if "context" in case:
-        case["context"] = whole("context", str(case["context"]), 1)[0]
+        try:
+            case["context"] = whole_number(str(case["context"]))
+        except ValueError as error:
+            raise UserError(f"{where}: context {case['context']!r} must be a whole number such as 512 or 8k") from error
     if over is not None and (not isinstance(over, dict) or entry["quantity"] not in SPREADS):
         raise UserError(f"{where}: over names fields of a case, for a quantity out of {', '.join(SPREADS)}")
     against = dict(over) if over is not None else None

@@ -23,7 +23,7 @@ import torch
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import describe, roof
-from mlaforge.config import nearest
+from mlaforge.config import DTYPES, nearest
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import check
 from mlaforge.ops.paged_attention import OP, reference
@@ -181,8 +181,11 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
             f"op {config.op!r} has no benchmark; use {', '.join(OPERATIONS)}{nearest(config.op, OPERATIONS)}"
         )
     device = resolve_device(config.device)
+    name, *others = config.dtype or ("auto",)
+    if others or name not in DTYPES:
+        raise UserError(f"dtype = {','.join(config.dtype or ())} must be one of {', '.join(DTYPES)} for kernels")
     # Half the processors' products are no faster in bf16, and none is slower to read.
-    dtype = torch.bfloat16 if config.dtype in (None, "auto") else getattr(torch, str(config.dtype))
+    dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
     gpu = roof(config.roof, device)
     if gpu is None:
         raise UserError("this machine's roof is not known; name the nearest with --roof")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mlaforge.bench.config import BenchConfig
-from mlaforge.config import DTYPES, nearest, read_recipe, resolve
+from mlaforge.config import nearest, read_recipe, resolve
 from mlaforge.runtime import UserError
 
 FOLDER = Path(__file__).with_name("scenarios")
@@ -18,10 +19,9 @@ OTHERS = ("engine", "draft")
 SCOPES = ("micro", "cpu")
 # What a scenario's file need not say.
 DEFAULTS = {
-    "warm_up": 1, "cache_fraction": "0.75", "prefix_caching": True, "draft": "ngram", "dtype": "auto",
+    "warm_up": 1, "cache_fraction": 0.75, "prefix_caching": True, "draft": "ngram", "dtype": "auto",
     "transformers": "auto", "text": ["embedded"],
 }  # fmt: skip
-ENGINE_DTYPES = (*DTYPES, "int8", "int4")
 DRAFTERS = ("ngram", "replay")
 
 
@@ -65,67 +65,29 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
     shipped = resolve(BenchConfig, None, **{**DEFAULTS, **file, **scopes.get(scope, {})})
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     chosen = {name: getattr(shipped, name) if value is None else value for name, value in options.items()}
-    drafts, head = _drafts(str(chosen["draft"]))
+    drafts, head = _drafts(chosen["draft"])
     recipe = Recipe(
-        scenario, scope, description, whole("context", chosen["context"], 2), whole("batch", chosen["batch"], 1),
-        tuple(sorted(whole("num_speculative_tokens", chosen["num_speculative_tokens"], 0, 8))), drafts, head,
-        _least("tokens", chosen["tokens"]), _least("rounds", chosen["rounds"]), chosen["warm_up"],
-        _fractions(chosen["cache_fraction"]), chosen["prefix_caching"], _words("dtype", chosen["dtype"], ENGINE_DTYPES),
-        _words("transformers", chosen["transformers"], DTYPES), tuple(chosen["text"]),
+        scenario, scope, description, _distinct(chosen["context"]), _distinct(chosen["batch"]),
+        tuple(sorted(set(chosen["num_speculative_tokens"]))), drafts, head, chosen["tokens"], chosen["rounds"],
+        chosen["warm_up"], chosen["cache_fraction"], chosen["prefix_caching"], chosen["dtype"], chosen["transformers"],
+        chosen["text"],
     )  # fmt: skip
     if "replay" in recipe.drafts and max(recipe.counts) and 0 not in recipe.counts:
         raise UserError("draft replay needs plain decoding beside it; add 0 to num_speculative_tokens")
     return recipe
 
 
-def _items(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
+def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """None of them twice."""
+    return tuple(dict.fromkeys(items))
 
 
-def whole(name: str, text: str, low: int, high: int | None = None) -> tuple[int, ...]:
-    """`8k,512` -> (8192, 512), each of low..high, none twice. Raises UserError."""
-    numbers = []
-    for item in _items(text):
-        digits, unit = item.removesuffix("k"), 1024 if item.endswith("k") else 1
-        if not digits.isascii() or not digits.isdigit() or int(digits) * unit < low or (high and int(digits) > high):
-            most = f" to {high}" if high else " or more"
-            raise UserError(f"{name} = {text!r}: {item!r} must be a whole number, {low}{most}, such as 3 or 8k")
-        numbers.append(int(digits) * unit)
-    if not numbers:
-        raise UserError(f"{name} = {text!r} names nothing; give whole numbers with commas between")
-    return tuple(dict.fromkeys(numbers))
-
-
-def _least(name: str, value: int) -> int:
-    if value < 1:
-        raise UserError(f"{name} = {value} must be at least 1")
-    return value
-
-
-def _fractions(text: str) -> tuple[float, ...]:
-    try:
-        fractions = tuple(float(item) for item in _items(text))
-    except ValueError:
-        fractions = ()
-    if not fractions or not all(0 < share <= 1 for share in fractions):
-        raise UserError(f"cache_fraction = {text!r} must be numbers above 0 and at most 1, with commas between")
-    return fractions
-
-
-def _words(name: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    for word in _items(text):
-        if word not in known:
-            raise UserError(f"{name} = {word!r} must be one of {', '.join(known)}{nearest(word, known)}")
-    return tuple(_items(text)) or ("auto",)
-
-
-def _drafts(text: str) -> tuple[tuple[str, ...], Path | None]:
+def _drafts(words: tuple[str, ...]) -> tuple[tuple[str, ...], Path | None]:
     """Drafters by kind, and the head's directory."""
-    heads = [word for word in _items(text) if word not in DRAFTERS]
+    heads = [word for word in words if word not in DRAFTERS]
     for head in heads:
         if not Path(head).is_dir():
             raise UserError(f"draft {head!r} must be {', '.join(DRAFTERS)} or the directory of an EAGLE-3 head")
     if len(heads) > 1:
-        raise UserError(f"draft {text!r} names {len(heads)} heads; give one, an engine holds no more")
-    kinds = ["head" if word in heads else word for word in _items(text)]
-    return tuple(dict.fromkeys(kinds)), Path(heads[0]) if heads else None
+        raise UserError(f"draft {','.join(words)} names {len(heads)} heads; give one, an engine holds no more")
+    return _distinct(tuple("head" if word in heads else word for word in words)), Path(heads[0]) if heads else None

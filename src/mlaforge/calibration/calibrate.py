@@ -31,13 +31,6 @@ CUT = "notes.json"
 DIGITS = 5
 
 
-def check_options(config: CalibrateConfig) -> None:
-    """Raises UserError for numbers that no text could make right."""
-    for name, least in (("window", 50), ("passage", 2), ("clusters", 1), ("neighbours", 1), ("seed", 0)):
-        if (value := getattr(config, name)) < least:
-            raise UserError(f"{name} = {value} is too small; give at least {least}")
-
-
 def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: Path | None = None) -> Manifest:
     """Writes the calibration sets of the sources into the new directory `out` and returns its manifest.
 
@@ -45,7 +38,6 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
     The same sources, embedder and options again return the finished result, or go on where a killed run stopped.
     Raises UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
     """
-    check_options(config)
     device = resolve_device(config.device)
     sources = [Source.of(argument) for argument in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
     known = licences(config.license or (), sources)

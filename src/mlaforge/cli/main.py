@@ -224,7 +224,6 @@ def serve(model: Model, config: ServeConfig) -> None:
     from mlaforge.engine.engine import Engine
 
     quiet()
-    config = server.check(config)
     server.run(Engine(model, config), config)
 
 

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from mlaforge import config as configuration
+from mlaforge.config import Options
 from mlaforge.runtime import Interrupted, UserError
+
+# Where help shows the options that are not among the first.
+ADVANCED = "Advanced options"
 
 Recipe = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE", help="YAML file with the same keys; options override it")
@@ -40,6 +45,22 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
+class Command(TyperCommand):
+    """Help with the advanced options in a section of their own. Typer has that in boxes, which cut the names of
+    options off on a terminal of 80 columns; this is plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], ADVANCED: []}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections[getattr(parameter, "rich_help_panel", None) or kind].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 def judged(
     body: dict[str, Any], table: Callable[[dict[str, Any]], str], holds: bool, json_output: bool = False
 ) -> None:
@@ -50,21 +71,26 @@ def judged(
         raise typer.Exit(1)
 
 
-def _option(field: dataclasses.Field[Any], kind: type) -> Any:
+def _option(field: dataclasses.Field[Any], kind: Any, advanced: bool) -> Any:
     """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
     # A field may end in an underscore where its name is a word of Python's.
-    told, name = field.metadata, field.name.rstrip("_").replace("_", "-")
-    unit = f" [{told['unit']}]" if told["unit"] else ""
-    shown = "" if field.default is None else f" (default: {field.default})"
+    words, name, item = field.metadata, field.name.rstrip("_").replace("_", "-"), configuration.item_type(kind)
     flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-    if kind == configuration.MANY:
-        told_once = f"{told['help']}{unit} (may be given several times)"
-        return Annotated[list[str] | None, typer.Option(flag, metavar="TEXT", help=told_once)]
-    metavar = None if kind is bool else "|".join(told["choices"]) or kind.__name__.upper().replace("STR", "TEXT")
-    return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=told["help"] + unit + shown)]
+    default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    text = configuration.described(field) + ("" if default is None else f" (default: {default})")
+    metavar = "|".join(words["choices"]) or (item or kind).__name__.upper().replace("STR", "TEXT")
+    # A list with commas is text until the stage's options are made.
+    parsed = kind if item is None else list[str] if words["repeat"] else str
+    if words["repeat"]:
+        text += " (may be given several times)"
+    elif item is not None:
+        metavar, text = f"{metavar},...", f"{text} (several with commas)"
+    panel = ADVANCED if advanced else None
+    shown = typer.Option(flag, metavar=None if kind is bool else metavar, help=text, rich_help_panel=panel)
+    return Annotated[parsed | None, shown]
 
 
-def verb(on: typer.Typer, options: type | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a command with the group `on`. `options` is its stage's dataclass: each field becomes an option, and
     the command is called with the resolved `config`. The user's mistakes end in one line and exit code 2."""
 
@@ -72,11 +98,14 @@ def verb(on: typer.Typer, options: type | None = None) -> Callable[[Callable[...
         keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
         own = inspect.signature(command, eval_str=True)
         parameters = [p for p in own.parameters.values() if p.name != "config"]
-        fields = dataclasses.fields(options) if options else ()
-        kinds = configuration.field_types(options) if options else {}
-        for field in fields:
-            parameters.append(keyword(field.name, default=None, annotation=_option(field, kinds[field.name])))
+        names: list[str] = []
         if options:
+            kinds, fields = configuration.field_types(options), {f.name: f for f in dataclasses.fields(options)}
+            first = options.first or tuple(fields)
+            names = [*first, *(name for name in fields if name not in first)]
+            for name in names:
+                annotation = _option(fields[name], kinds[name], advanced=name not in first)
+                parameters.append(keyword(name, default=None, annotation=annotation))
             parameters.append(keyword("recipe", default=None, annotation=Recipe))
 
         @functools.wraps(command)
@@ -84,7 +113,7 @@ def verb(on: typer.Typer, options: type | None = None) -> Callable[[Callable[...
             try:
                 if options:
                     recipe = given.pop("recipe")
-                    values = {field.name: given.pop(field.name) for field in fields}
+                    values = {name: given.pop(name) for name in names}
                     given["config"] = configuration.resolve(options, recipe, **values)
                 command(**given)
             except UserError as error:
@@ -99,6 +128,6 @@ def verb(on: typer.Typer, options: type | None = None) -> Callable[[Callable[...
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
         # A verb may end in an underscore where its name is a word of Python's.
         wrapped.__name__ = command.__name__.rstrip("_")
-        return on.command()(wrapped)
+        return on.command(cls=Command)(wrapped)
 
     return register

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.config import DTYPES, option
+from mlaforge.config import DTYPES, SHORTEST_WINDOW, Options, option
 
 # What a converted model can be rewritten as.
 EXPORTS = ("deepseek",)
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvertConfig:
+class ConvertConfig(Options):
     """Options of `convert`. Names of TransMLA's converter are accepted with their meaning."""
 
-    budget: float = option(0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction")
+    first = ("budget", "layout", "layers", "plan", "calibration")
+
+    budget: float = option(
+        0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction", above=0, most=1
+    )
     layout: str = option("latent", "what a token caches", choices=("latent", "latent_rope"))
     kv_lora_rank: int | None = option(None, "latent rank of every converted layer, instead of --budget", "numbers")
     qk_rope_head_dim: int | None = option(None, "shared rotary key of latent_rope (64, or half the budget)", "numbers")
-    q_lora_rank: int | None = option(None, "factor the query projection to this rank", "numbers")
+    q_lora_rank: int | None = option(None, "factor the query projection to this rank", "numbers", least=1)
     layers: str = option(
         "auto", "layers to convert: all, full (those without a sliding window), a list such as 0,2,5-9, or auto: full "
         "where a model has both kinds, else all",
@@ -33,11 +37,11 @@ class ConvertConfig:
     calibration: str = option(
         "embedded", "calibration text: a file, a folder, what `calibrate` wrote, or embedded (English and Python)"
     )
-    nsamples: int = option(16, "calibration windows", "windows")
-    seqlen: int = option(2048, "length of calibration and evaluation windows", "tokens")
-    batch_size: int = option(1, "calibration windows at once", "windows")
+    nsamples: int = option(16, "calibration windows", "windows", least=1)
+    seqlen: int = option(2048, "length of calibration and evaluation windows", "tokens", least=SHORTEST_WINDOW)
+    batch_size: int = option(1, "calibration windows at once", "windows", least=1)
     evaluation: str = option("embedded", "text of the perplexities; may not overlap the calibration text")
-    eval_windows: int = option(8, "evaluation windows, 0 to measure nothing", "windows")
+    eval_windows: int = option(8, "evaluation windows, 0 to measure nothing", "windows", least=0)
     refit: str = option("auto", "closed-form refit of o_proj; auto: for latent_rope", choices=("auto", "on", "off"))
     dtype: str = option("auto", "dtype of the converted weights", choices=DTYPES)
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
@@ -53,7 +57,7 @@ class ConvertConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(Options):
     """Options of `export`."""
 
     kv_lora_rank: int | None = option(

@@ -96,18 +96,6 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
     )  # fmt: skip
 
 
-def check_options(config: ConvertConfig) -> None:
-    """Raises UserError for numbers that no model could make right."""
-    # Shorter windows could not be told from text that they were tuned on.
-    for name, least in (("nsamples", 1), ("seqlen", overlap.SHINGLE), ("batch_size", 1)):
-        if (given := getattr(config, name)) < least:
-            raise UserError(f"{name} = {given} is too small; give at least {least}")
-    if config.eval_windows < 0:
-        raise UserError(f"eval_windows = {config.eval_windows} must be 0 or more")
-    if config.q_lora_rank is not None and config.q_lora_rank < 1:
-        raise UserError(f"q_lora_rank = {config.q_lora_rank} must be at least 1")
-
-
 def calibration_windows(
     tokenizer: Any, spec: ModelSpec, converted: Sequence[int], config: ConvertConfig
 ) -> dict[tuple[int, ...], corpus.Windows]:
@@ -145,7 +133,6 @@ def run(
     The same model, text and options again return the finished result, or go on where a killed run stopped. Raises
     UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
     """
-    check_options(config)
     source = resolve.locate(model)
     raw = reader.read_config(source)
     if loading.is_converted(raw):

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mlaforge.config import SHORTEST_WINDOW
 from mlaforge.data.corpus import EMBEDDED, Windows
 from mlaforge.runtime import UserError
 
 # The file of a converted model that holds the `passages` of its calibration text.
 PASSAGES = "calibration_passages.json"
 # Two texts overlap where they share this many tokens in a row (a shorter run may be a common phrase) ...
-SHINGLE = 48
+SHINGLE = SHORTEST_WINDOW
 # ... with at least this much variety: blank lines and rulers are no evidence.
 DISTINCT = 16
 # One in so many runs is remembered of windows that hold more than LONG tokens: of two texts that share 150 tokens in

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -140,17 +141,16 @@ def _without(pieces: list[Tensor], known: list[int]) -> list[Tensor]:
     return [piece for n, piece in enumerate(pieces) if n not in shared]
 
 
-def read(tokenizer: Any, source: str, longest: int, validation: int, tuned: list[int]) -> Text:
-    """Reads the texts named in `source` (files, folders, `embedded`; separated by commas), in pieces of at most
-    `longest` tokens.
+def read(tokenizer: Any, sources: Sequence[str], longest: int, validation: int, tuned: list[int]) -> Text:
+    """Reads texts (files, folders, `embedded`), in pieces of at most `longest` tokens.
 
     `validation` tokens of them (0: none) are kept back, chosen by hash. tuned: passages of the text that the model
     was converted on; pieces that repeat them are left out, so that no document serves two purposes. Raises UserError
     where too little is left.
     """
-    pieces = []
-    for name in source.split(","):
-        for document in corpus.documents(name.strip()):
+    pieces, source = [], ",".join(sources)
+    for name in sources:
+        for document in corpus.documents(name):
             ids = corpus.tokens(tokenizer, document)
             pieces += [piece for piece in ids.split(longest) if len(piece) > 1]
     fresh = _without(pieces, tuned)
@@ -176,7 +176,7 @@ def read(tokenizer: Any, source: str, longest: int, validation: int, tuned: list
         kept = _without(kept, passages(train))
         if sum(map(len, kept)) < least:
             raise UserError(f"text {source!r} repeats itself: too little is left to validate on; give more text")
-    return Text(train, kept, record_name(source), passages(fresh))
+    return Text(train, kept, ",".join(map(record_name, sources)), passages(fresh))
 
 
 @dataclasses.dataclass(frozen=True)

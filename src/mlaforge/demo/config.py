@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.config import DTYPES, option
+from mlaforge.config import DTYPES, Options, option
 
 
 @dataclasses.dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(Options):
     """Options of `demo`."""
 
-    nsamples: int = option(8, "calibration windows of the embedded text", "windows")
-    eval_windows: int = option(4, "held-out evaluation windows", "windows")
+    nsamples: int = option(8, "calibration windows of the embedded text", "windows", least=1)
+    eval_windows: int = option(4, "held-out evaluation windows", "windows", least=0)
     prompt: str = option("Explain in two sentences why the sky is blue.", "the user's turn that both models answer")
 
 
 @dataclasses.dataclass(frozen=True)
-class MakeGptOssConfig:
+class MakeGptOssConfig(Options):
     """Options of `make-gptoss`. The defaults change nothing that the source computes."""
 
+    first = ("from_", "windows", "yarn", "sinks", "mxfp4")
+
     from_: str = option("smollm2", "what to rewrite: smollm2, or a dense checkpoint of its architecture")
-    experts: int = option(4, "experts of every layer, with permuted hidden units", "experts")
-    top_k: int = option(2, "experts that a token visits", "experts")
-    differ: float = option(0.0, "noise that makes the experts differ, beside their weights' size", "fraction")
+    experts: int = option(4, "experts of every layer, with permuted hidden units", "experts", least=1)
+    top_k: int = option(2, "experts that a token visits", "experts", least=1)
+    differ: float = option(0.0, "noise that makes the experts differ, beside their weights' size", "fraction", least=0)
     windows: bool = option(False, "even layers see 128 tokens")
-    yarn: float | None = option(None, "scale RoPE by YaRN, as if the context had grown by this", "factor")
+    yarn: float | None = option(None, "scale RoPE by YaRN, as if the context had grown by this", "factor", least=1)
     sinks: bool = option(False, "sinks and biases that are not zero, measured on the text")
     mxfp4: bool = option(False, "store the experts as MXFP4")
-    heal: int = option(0, "distil the source into the attention, sinks and biases too, a window a step", "steps")
+    heal: int = option(
+        0, "distil the source into the attention, sinks and biases too, a window a step", "steps", least=0
+    )
     text: str = option("embedded", "text for sinks and healing: a file, a folder, or embedded; never judge on it")
     dtype: str = option("auto", "dtype of the result", choices=DTYPES)
     seed: int = option(0, "seed of every random choice")

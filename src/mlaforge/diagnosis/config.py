@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.config import option
+from mlaforge.config import SHORTEST_WINDOW, Options, option
 
 
 @dataclasses.dataclass(frozen=True)
-class DiagnoseConfig:
+class DiagnoseConfig(Options):
     """Options of `diagnose`. Budget, layout and layers are those of the plan that it suggests."""
 
+    first = ("text", "windows", "budget", "layout", "layers")
+
     text: str = option("embedded", "text to look at: a file, a folder, or embedded (English and Python)")
-    windows: int = option(16, "windows, a random choice of the text", "windows")
-    seqlen: int = option(2048, "length of a window", "tokens")
-    budget: float = option(0.5, "cache that the suggested plan keeps, as a share of the converted layers'", "fraction")
+    windows: int = option(16, "windows, a random choice of the text", "windows", least=1)
+    seqlen: int = option(2048, "length of a window", "tokens", least=SHORTEST_WINDOW)
+    budget: float = option(
+        0.5, "cache that the suggested plan keeps, as a share of the converted layers'", "fraction", above=0, most=1
+    )
     layout: str = option("latent", "what a token caches in the suggested plan", choices=("latent", "latent_rope"))
     layers: str = option("auto", "layers that the suggested plan converts, as in `convert`")
     report: bool = option(True, "draw the heat maps and the page, if OUT is given")

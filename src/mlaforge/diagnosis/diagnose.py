@@ -116,20 +116,12 @@ def allocated_bytes(config: Any, index: int, keys: Tensor, values: Tensor) -> in
     return sum(storages.values())
 
 
-def check_options(config: DiagnoseConfig) -> None:
-    """Raises UserError for numbers that no model could make right."""
-    if config.windows < 1 or config.seqlen < overlap.SHINGLE:
-        least = f"1 and {overlap.SHINGLE}"
-        raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
-
-
 def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = False) -> Manifest:
     """Diagnoses a model; writes an artifact (numbers, plan, drawings) if `out` is given.
 
     The metrics are a summary with verdicts. The same again returns the finished result, or goes on where a killed run
     stopped. Raises UserError for the user's mistakes; `out` is either complete or untouched.
     """
-    check_options(config)
     source = resolve.locate(model)
     raw = reader.read_config(source)
     if loading.is_converted(raw):

@@ -21,15 +21,13 @@ from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
 from mlaforge.data import corpus
-from mlaforge.drafting.config import DraftCheckConfig
+from mlaforge.drafting.config import SHORTEST, DraftCheckConfig
 from mlaforge.drafting.dataset import STAGE, read_answers
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Head
-from mlaforge.runtime import UserError, resolve_device, resolve_dtype
+from mlaforge.runtime import resolve_device, resolve_dtype
 
 # One choice of states is better than another where so many standard errors lie between them.
 SURE = 3.0
-# Shortest text of which anything is measured: a head's row needs two tokens.
-SHORTEST = 3
 # The choice that a head's own config.json makes.
 STORED = "as stored"
 
@@ -53,9 +51,6 @@ def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any
     `right` names the choice that is better than all others by SURE standard errors, None where none is. Raises
     UserError for a head of another model and a text that is too short.
     """
-    for name, least in (("windows", 1), ("seqlen", SHORTEST)):
-        if getattr(config, name) < least:
-            raise UserError(f"{name} = {getattr(config, name)} must be at least {least}")
     model, device = resolve.locate(target), resolve_device(config.device)
     described = reader.read_config(model)
     dtype = resolve_dtype(config.dtype, loading.stored_dtype(described))

@@ -49,8 +49,6 @@ def run(directory: Path, target: str, reference: Path | None, config: DraftCompa
 
     Raises UserError for a head of another model and a reference that is not as described above.
     """
-    if config.tokens < 2 or config.top_k < 1:
-        raise UserError(f"tokens = {config.tokens} must be at least 2, top_k = {config.top_k} at least 1")
     model = resolve.locate(target)
     spec = loading.read_spec(reader.read_config(model))
     head = read_head(directory, spec.num_layers)

@@ -50,9 +50,6 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
     The same again returns the finished result, or goes on where a killed run stopped. Raises UserError for the user's
     mistakes; prompts that are in `exclude` are left out.
     """
-    for name, least in (("synthesize", 0), ("max_new_tokens", 1)):
-        if (given := getattr(config, name)) < least:
-            raise UserError(f"{name} = {given} must be at least {least}")
     if not config.prompts and not config.synthesize:
         raise UserError("there is nothing to answer; give --prompts FILE, or --synthesize N")
     if config.openings and not config.synthesize:

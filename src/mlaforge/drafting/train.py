@@ -38,29 +38,22 @@ NOT_HASHED = ("device", "tensorboard", "text", "vocabulary", "init")
 
 
 def check_options(config: DraftTrainConfig) -> None:
-    """Raises UserError for numbers that no model could make right."""
-    for name in ("batch_tokens", "micro_tokens", "evaluate_every", "checkpoint_every", "unroll"):
-        if (given := getattr(config, name)) < 1:
-            raise UserError(f"{name} = {given} is too small; give at least 1")
-    for name in ("steps", "sliding_window", "weight_decay", "warm_up"):
-        if (given := getattr(config, name)) < 0:
-            raise UserError(f"{name} = {given} must be 0 or more")
-    if not config.learning_rate > 0 or config.warm_up >= 1:
-        raise UserError(f"learning_rate = {config.learning_rate} must be above 0, warm_up = {config.warm_up} below 1")
-    if not 4 <= config.seqlen <= config.batch_tokens:
-        raise UserError(f"seqlen = {config.seqlen} must be from 4 to batch_tokens = {config.batch_tokens}")
+    """Raises UserError for options that contradict each other whatever the model."""
+    if config.seqlen > config.batch_tokens:
+        raise UserError(f"seqlen = {config.seqlen} must be at most batch_tokens = {config.batch_tokens}")
     if not config.text:
         raise UserError("--text is missing: what `mlaforge draft regenerate MODEL` wrote")
 
 
-def boundaries(told: str, num_layers: int) -> tuple[int, ...]:
-    """Where the residual stream is captured. Raises UserError for what is no three places of it."""
-    if told == "auto":
+def boundaries(chosen: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """Where the residual stream is captured, by default the usual places. Raises UserError for what is no three places
+    of it."""
+    if chosen is None:
         return capture_boundaries(num_layers)
-    parts = [part.strip() for part in told.split(",")]
-    if len(parts) != 3 or not all(part.isdigit() and int(part) <= num_layers for part in parts):
-        raise UserError(f"boundaries = {told!r} must be three places of 0 to {num_layers}, such as 0,1,{num_layers}")
-    return tuple(map(int, parts))
+    if len(chosen) != 3 or max(chosen) > num_layers:
+        listed = ",".join(map(str, chosen))
+        raise UserError(f"boundaries = {listed} must be three places of 0 to {num_layers}, such as 0,1,{num_layers}")
+    return chosen
 
 
 def new_config(raw: dict[str, Any], spec: ModelSpec, config: DraftTrainConfig, size: int) -> Eagle3Config:
@@ -69,7 +62,7 @@ def new_config(raw: dict[str, Any], spec: ModelSpec, config: DraftTrainConfig, s
     from transformers import LlamaConfig
 
     first = spec.layers[0]
-    if config.kv_heads < 0 or (config.kv_heads and first.num_heads % config.kv_heads):
+    if config.kv_heads and first.num_heads % config.kv_heads:
         raise UserError(f"kv_heads = {config.kv_heads} must divide the model's {first.num_heads} heads, or be 0")
     layer = LlamaConfig(
         vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_hidden_layers=1,
@@ -135,7 +128,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         ids = token_map.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else every
         shape = new_config(raw, spec, config, len(ids))
     else:
-        if config.vocabulary or config.boundaries != "auto" or config.kv_heads:
+        if config.vocabulary or config.boundaries or config.kv_heads:
             raise UserError("--init brings vocabulary, boundaries and key-value heads of its own; give none of them")
         _check_init(old.config, spec, config)
         ids, shape = old.target_ids, old.config

@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.config import DTYPES, option
+from mlaforge.config import DTYPES, Options, option
+
+# What the engine can hold weights as.
+ENGINE_DTYPES = (*DTYPES, "int8", "int4")
+# Of tokens drafted in a row, and of tokens in a tree of them.
+MOST_DRAFTED, LARGEST_TREE = 8, 64
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Options):
     """Options of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
 
     dtype: str = option(
         "auto", "weights; auto: the checkpoint's dtype on a GPU, on a CPU the faster of float32 and bfloat16; int8 and "
-        "int4 (CPU) round them, which costs quality", choices=(*DTYPES, "int8", "int4"),
+        "int4 (CPU) round them, which costs quality", choices=ENGINE_DTYPES,
     )  # fmt: skip
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
-    cache_fraction: float = option(0.5, "share of the free memory that the KV cache may take", "fraction")
-    cache_bytes: int | None = option(None, "size of the KV cache, instead of --cache-fraction", "bytes")
-    block_size: int = option(16, "tokens per cache block", "tokens")
-    max_num_seqs: int = option(64, "sequences that decode together", "sequences")
-    max_num_batched_tokens: int = option(512, "tokens per step; longer prompts are computed in chunks", "tokens")
-    max_model_len: int | None = option(None, "longest prompt and answer together (the model's own limit)", "tokens")
+    cache_fraction: float = option(
+        0.5, "share of the free memory that the KV cache may take", "fraction", above=0, most=1
+    )
+    cache_bytes: int | None = option(None, "size of the KV cache, instead of --cache-fraction", "bytes", least=1)
+    block_size: int = option(16, "tokens per cache block", "tokens", least=1)
+    max_num_seqs: int = option(64, "sequences that decode together", "sequences", least=1)
+    max_num_batched_tokens: int = option(
+        512, "tokens per step; longer prompts are computed in chunks", "tokens", least=1
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt and answer together (the model's own limit)", "tokens", least=1
+    )
     prefix_caching: bool = option(True, "keep what was computed of a prompt for later prompts that begin alike")
     speculative: str = option(
         "none", "who drafts tokens that one step then verifies: none, ngram (what followed the same words earlier in "
         "the text), or the directory of an EAGLE-3 head",
     )  # fmt: skip
-    num_speculative_tokens: int = option(3, "drafted tokens per step and sequence, 1 to 8", "tokens")
+    num_speculative_tokens: int = option(
+        3, "drafted tokens per step and sequence", "tokens", least=1, most=MOST_DRAFTED
+    )
     speculative_tree_tokens: int = option(
         0, "where one sequence runs alone, verify a tree of so many of a head's likeliest tokens, no deeper than "
-        "num-speculative-tokens; 0 for a chain", "tokens",
+        "num-speculative-tokens; 0 for a chain", "tokens", least=0, most=LARGEST_TREE,
     )  # fmt: skip
     adaptive_speculation: bool = option(
         True, "draft fewer tokens, or none, where measurement says that it does not pay"

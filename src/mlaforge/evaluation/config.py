@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.config import DTYPES, option
+from mlaforge.config import DTYPES, SHORTEST_WINDOW, Options, option
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Options):
     """Options of `eval`."""
 
+    first = ("text", "windows", "teacher", "student", "criteria")
+
     text: str = option("embedded", "text to judge on: a file, a folder, or embedded (its held-out part)")
-    windows: int = option(8, "windows from the start of the text", "windows")
-    seqlen: int = option(2048, "length of a window", "tokens")
+    windows: int = option(8, "windows from the start of the text", "windows", least=1)
+    seqlen: int = option(2048, "length of a window", "tokens", least=SHORTEST_WINDOW)
     dtype: str = option("auto", "dtype to compute in", choices=DTYPES)
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     teacher: str | None = option(None, "with --criteria: the original")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mlaforge import config as configuration
-from mlaforge.config import option
+from mlaforge.config import SHORTEST_WINDOW, Options, option
 from mlaforge.runtime import UserError
 
 MEASURES = ("perplexity", "kl", "top1", "needle", "task")
@@ -22,34 +22,30 @@ INTERVAL = (2.5, 97.5)
 
 
 @dataclasses.dataclass(frozen=True)
-class Criterion:
+class Criterion(Options):
     """One line of a criteria file. Exactly one of `delta` and `relative` says how much worse the student may be."""
 
     measure: str = option("perplexity", "what is measured", choices=MEASURES)
     delta: float | None = option(None, "the student may be worse by this much: perplexity, nats, or share")
     relative: float | None = option(None, "the student may be worse by this share of the teacher's value", "fraction")
     text: str = option("embedded", "text of perplexity, kl and top1: a file, a folder, or embedded (its held-out part)")
-    windows: int = option(16, "windows from the start of the text", "windows")
-    seqlen: int = option(2048, "longest window", "tokens")
-    lengths: str = option("1024", "lengths of needle's texts, with commas between", "tokens")
-    depths: str = option("0,0.25,0.5,0.75,1", "where in them the needle is, with commas between", "fraction")
-    repeats: int = option(2, "needles of every length and depth")
+    windows: int = option(16, "windows from the start of the text", "windows", least=1)
+    seqlen: int = option(2048, "longest window", "tokens", least=SHORTEST_WINDOW)
+    lengths: tuple[int, ...] = option((1024,), "lengths of needle's texts", "tokens", least=1)
+    depths: tuple[float, ...] = option(
+        (0.0, 0.25, 0.5, 0.75, 1.0), "where in them the needle is", "fraction", least=0, most=1
+    )
+    repeats: int = option(2, "needles of every length and depth", least=1)
     task: str | None = option(None, "lm-eval's task: a local YAML file, or the name of one that it has")
     metric: str = option("acc", "the task's metric")
-    limit: int | None = option(None, "the task's first questions only", "questions")
+    limit: int | None = option(None, "the task's first questions only", "questions", least=1)
 
     @property
     def name(self) -> str:
         """For people: the measure and what it is measured on."""
-        what = {"needle": f"{self.lengths} tokens", "task": f"{self.task} {self.metric}"}.get(self.measure, self.text)
+        lengths = ",".join(map(str, self.lengths))
+        what = {"needle": f"{lengths} tokens", "task": f"{self.task} {self.metric}"}.get(self.measure, self.text)
         return f"{self.measure} ({what})"
-
-    def numbers(self, field: str) -> list[float]:
-        """A list option. Raises UserError where it is none."""
-        try:
-            return [float(part) for part in str(getattr(self, field)).split(",")]
-        except ValueError as error:
-            raise UserError(f"{field} = {getattr(self, field)!r} must be numbers with commas between") from error
 
 
 def read(path: Path) -> tuple[list[Criterion], int]:
@@ -64,12 +60,10 @@ def read(path: Path) -> tuple[list[Criterion], int]:
         raise UserError(f"criteria {path}: seed = {seed!r} must be a whole number")
     found = []
     for number, item in enumerate(given, 1):
-        # A list of numbers may be written as YAML's own.
-        item = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in item.items()}
         try:
             criterion = configuration.resolve(Criterion, None, **item)
         except UserError as error:
-            raise UserError(f"criteria {path}, number {number}: {str(error).removeprefix('option: ')}") from error
+            raise UserError(f"criteria {path}, number {number}: {error}") from error
         check(criterion, f"criteria {path}, number {number}")
         found.append(criterion)
     return found, seed
@@ -83,10 +77,6 @@ def check(criterion: Criterion, where: str) -> None:
         raise UserError(f"{where}: the teacher's KL from itself is 0, so that kl needs delta")
     if (criterion.measure == "task") != (criterion.task is not None):
         raise UserError(f"{where}: measure task and a task go together")
-    if min(criterion.windows, criterion.repeats, 1 if criterion.limit is None else criterion.limit) < 1:
-        raise UserError(f"{where}: windows, repeats and limit must be at least 1")
-    if criterion.measure == "needle" and not all(0 <= depth <= 1 for depth in criterion.numbers("depths")):
-        raise UserError(f"{where}: depths = {criterion.depths} must lie between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Case:
 
 
 def cases(
-    tokenizer: Any, haystack: list[str], lengths: list[int], depths: list[float], repeats: int, seed: int
+    tokenizer: Any, haystack: list[str], lengths: Sequence[int], depths: Sequence[float], repeats: int, seed: int
 ) -> list[Case]:
     """`repeats` cases of every length (tokens, the question included) and depth, from documents. UserError where a
     length is too short for the question or longer than the documents."""

@@ -21,9 +21,6 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
 
     Raises UserError where a converted model was calibrated on this very text.
     """
-    if config.windows < 1 or config.seqlen < overlap.SHINGLE:
-        least = f"1 and {overlap.SHINGLE}"
-        raise UserError(f"windows = {config.windows} and seqlen = {config.seqlen} must be at least {least}")
     directory = resolve.locate(model)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, loading.stored_dtype(reader.read_config(directory)))

@@ -42,8 +42,6 @@ def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece
     """The windows that a criterion judges on, each within one document; a text that is one document is cut into
     windows of which each counts as a document. Raises UserError where they share passages with `tuned`."""
     source, length = criterion.text, criterion.seqlen
-    if length < overlap.SHINGLE:
-        raise UserError(f"seqlen = {length} is too short to tell whether the text was tuned on; give {overlap.SHINGLE}")
     documents = corpus.documents(source, judged=True)
     if source == corpus.EMBEDDED:
         random.Random(0).shuffle(documents)  # of all its kinds
@@ -123,11 +121,10 @@ class Judgement:
 
     @torch.no_grad()
     def _needle(self, criterion: Criterion) -> Measured:
-        lengths = [int(n) for n in criterion.numbers("lengths")]
-        enough = dataclasses.replace(criterion, windows=HAY * -(-max(lengths) // criterion.seqlen))
+        enough = dataclasses.replace(criterion, windows=HAY * -(-max(criterion.lengths) // criterion.seqlen))
         hay = pieces(self.tokenizer, enough, self.tuned)
         texts = [self.tokenizer.decode(piece.ids) for piece in hay]
-        made = needle.cases(self.tokenizer, texts, lengths, criterion.numbers("depths"), criterion.repeats, self.seed)
+        made = needle.cases(self.tokenizer, texts, criterion.lengths, criterion.depths, criterion.repeats, self.seed)
         found = []
         for states, head in self._states([case.ids for case in made], "needles"):
             hits = [needle.is_found(h, head, case) for h, case in zip(states, made, strict=True)]

@@ -35,43 +35,16 @@ from mlaforge.training import distributed
 from mlaforge.training.loop import check_shares, dtypes, running, train
 from mlaforge.training.teacher_cache import final_states_cache, top_k_cache
 
-SUBSETS = ("projections", "attention", "all")
 # Options that do not change the result, or not beyond rounding.
 NOT_HASHED = ("device", "tensorboard")
 
 
-def lengths(config: HealConfig) -> list[int]:
-    """The row lengths of the first phase. Raises UserError for what is no list of them."""
-    given = [part.strip() for part in config.seqlen.split(",")]
-    if not all(part.isdigit() and int(part) >= overlap.SHINGLE for part in given):
-        raise UserError(f"seqlen = {config.seqlen!r} must be lengths of at least {overlap.SHINGLE}, such as 512,2048")
-    return [int(part) for part in given]
-
-
-def check_options(config: HealConfig) -> list[str]:
-    """The subsets in turn. Raises UserError for numbers that no model could make right."""
-    for name in ("batch_tokens", "micro_tokens", "evaluate_every", "checkpoint_every", "patience", "top_k"):
-        if (given := getattr(config, name)) < 1:
-            raise UserError(f"{name} = {given} is too small; give at least 1")
-    for name in ("steps", "kl_weight", "lm_weight", "hidden_weight", "attention_weight", "weight_decay", "warm_up"):
-        if (given := getattr(config, name)) < 0:
-            raise UserError(f"{name} = {given} must be 0 or more")
-    if not config.temperature > 0 or not config.learning_rate > 0:
-        raise UserError(
-            f"temperature = {config.temperature} and learning_rate = {config.learning_rate} must be above 0"
-        )
-    if not 0 <= config.targeted < 1 or config.warm_up >= 1:
-        raise UserError(f"targeted = {config.targeted} and warm_up = {config.warm_up} are shares, from 0 to below 1")
-    if config.validation_tokens < overlap.SHINGLE:
-        raise UserError(f"validation_tokens = {config.validation_tokens} is too small; give at least {overlap.SHINGLE}")
+def check_options(config: HealConfig) -> None:
+    """Raises UserError for options that contradict each other whatever the model."""
     if config.teacher_cache != "off" and (config.hidden_weight or config.attention_weight):
         raise UserError(f"teacher_cache {config.teacher_cache} keeps no layer's output to match; give one of them up")
-    if (longest := max(lengths(config))) > config.batch_tokens:
+    if (longest := max(config.seqlen)) > config.batch_tokens:
         raise UserError(f"batch_tokens = {config.batch_tokens} holds no row of {longest}; give at least that")
-    subsets = [part.strip() for part in config.subset.split(",")]
-    if any(part not in SUBSETS for part in subsets):
-        raise UserError(f"subset = {config.subset!r} must be of {', '.join(SUBSETS)}, or a list of them")
-    return subsets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,20 +60,18 @@ class Texts:
 
 def read_texts(tokenizer: Any, config: HealConfig, tuned: list[int]) -> Texts:
     """Reads, splits and packs all texts. tuned: passages of the calibration text, which are left out of all."""
-    sizes = lengths(config)
+    sizes = config.seqlen
     main = packing.read(tokenizer, config.text, max(sizes), config.validation_tokens, tuned)
-    targeted = {False: config.full_text, True: config.swa_text}
-    kinds = [windowed for windowed, name in targeted.items() if name]
-    second = round(config.steps * config.targeted) if kinds else 0
+    targeted = {windowed: names for windowed, names in ((False, config.full_text), (True, config.swa_text)) if names}
+    second = round(config.steps * config.targeted) if targeted else 0
     phases, described, passages = [], {"text": main.describe()}, set(main.passages)
     for n, size in enumerate(sizes):
         share = (config.steps - second) * (n + 1) // len(sizes) - (config.steps - second) * n // len(sizes)
         phases.append(packing.Phase(packing.pack(main.train, size), share))
-    for n, windowed in enumerate(kinds):
-        name = str(targeted[windowed])
+    for n, (windowed, names) in enumerate(targeted.items()):
         kept_back = packing.passages(main.validation)
-        text = packing.read(tokenizer, name, max(sizes), 0, sorted({*tuned, *kept_back}))
-        share = second * (n + 1) // len(kinds) - second * n // len(kinds)
+        text = packing.read(tokenizer, names, max(sizes), 0, sorted({*tuned, *kept_back}))
+        share = second * (n + 1) // len(targeted) - second * n // len(targeted)
         phases.append(packing.Phase(packing.pack(text.train, max(sizes)), share, windowed))
         described["swa_text" if windowed else "full_text"] = text.describe()
         passages |= set(text.passages)
@@ -122,7 +93,7 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     same result to the bit on one machine. Raises UserError for the user's mistakes, and where the loss stops being a
     number: then the batch is kept beside `out`, and the checkpoints stay.
     """
-    subsets = check_options(config)
+    check_options(config)
     original, converted = resolve.locate(teacher), resolve.locate(student)
     raw, theirs = checkpoint_reader.read_config(converted), checkpoint_reader.read_config(original)
     if not loading.is_converted(raw):
@@ -131,7 +102,7 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
         raise UserError(f"teacher {teacher} is converted itself; give the original")
     if raw.get("vocab_size") != theirs.get("vocab_size"):
         raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
-    if "all" in subsets and raw.get("quantization_config"):
+    if "all" in config.subset and raw.get("quantization_config"):
         raise UserError("subset all would train packed experts; give projections or attention")
     slides = len(windowed(raw))
     if (config.swa_text and not slides) or (config.full_text and slides == raw["num_hidden_layers"]):
@@ -158,7 +129,7 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
             log(f"{out} is finished already")
         return done
     with running(out, manifest, group) as partial:
-        _heal(original, converted, subsets, config, texts, manifest, partial, group)
+        _heal(original, converted, config, texts, manifest, partial, group)
     return manifest
 
 
@@ -183,7 +154,7 @@ def _nf4() -> Any:
 
 
 def _heal(
-    original: Path, converted: Path, subsets: list[str], config: HealConfig, texts: Texts, manifest: Manifest,
+    original: Path, converted: Path, config: HealConfig, texts: Texts, manifest: Manifest,
     partial: Path, group: distributed.Group,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
@@ -220,7 +191,7 @@ def _heal(
         student.train()
     with timed(seconds, "train"):
         course = train(
-            "heal", model, texts.feed, validation, config, partial, group, dtype=dtype, subsets=subsets,
+            "heal", model, texts.feed, validation, config, partial, group, dtype=dtype, subsets=config.subset,
             trainable=functools.partial(trainable, student), patience=config.patience, targets=targets,
             windowed=windowed(checkpoint_reader.read_config(converted)),
         )  # fmt: skip

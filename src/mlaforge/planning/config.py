@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 
-from mlaforge.config import option
+from mlaforge.config import Options, option
 from mlaforge.planning.costs import GPUS
 from mlaforge.planning.plan import LATENT_LAYOUTS
 
 
-@dataclass
-class PlanConfig:
+@dataclasses.dataclass(frozen=True)
+class PlanConfig(Options):
     """Options of `plan`: the workload and the machine; budget, layout and ranks add a row of your own."""
 
+    first = ("context", "batch", "gpu", "budget", "layout")
+
     context: str = option("32k", "tokens in the cache of each request; k is 1024, m is 1024²", "tokens")
-    batch: int = option(4, "requests decoded together", "requests")
+    batch: int = option(4, "requests decoded together", "requests", least=1)
     gpu: str = option("h200", "machine to compute for", choices=tuple(GPUS))
-    drafts: int = option(3, "draft tokens that a speculative step verifies", "tokens")
-    budget: float | None = option(None, "share of the converted layers' GQA cache to keep", "0 to 1")
+    drafts: int = option(3, "draft tokens that a speculative step verifies", "tokens", least=0)
+    budget: float | None = option(None, "share of the converted layers' GQA cache to keep", "fraction", above=0, most=1)
     layout: str | None = option(None, "cache layout of the converted layers", choices=LATENT_LAYOUTS)
     kv_lora_rank: int | None = option(None, "latent numbers per token, in place of a budget", "numbers")
     qk_rope_head_dim: int | None = option(None, "rotary key numbers per token (latent_rope)", "numbers")

@@ -116,14 +116,9 @@ def make_plan(
     rounded down to a multiple of 8, and at 1.0 nothing is removed. `kv_lora_rank` takes the budget's place.
     `layers` is `all`, `full` (those without a sliding window), `auto` (full where a model has both kinds, else all)
     or a list such as `0,2,5-9`.
-    Raises UserError for a value that is out of range or that a layer cannot hold.
+    Raises UserError for ranks that a layer cannot hold; the range of `budget` and `layout` is the options' to check.
     """
-    if not 0.0 < budget <= 1.0:
-        raise UserError(f"budget {budget} must be above 0 and at most 1 (a fraction of the GQA cache)")
-    if layout not in LATENT_LAYOUTS:
-        raise UserError(
-            f"layout {layout!r} must be one of {', '.join(LATENT_LAYOUTS)}{nearest(layout, LATENT_LAYOUTS)}"
-        )
+    assert 0.0 < budget <= 1.0 and layout in LATENT_LAYOUTS, (budget, layout)
     if layout == "latent" and qk_rope_head_dim:
         raise UserError(
             f"qk_rope_head_dim {qk_rope_head_dim} does not fit layout latent, which caches no rotary key; "

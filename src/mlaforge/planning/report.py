@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mlaforge.config import by_keywords, nearest
+from mlaforge.config import by_keywords, whole_number
 from mlaforge.families import read_spec
 from mlaforge.families.spec import LayerSpec, capture_boundaries
 from mlaforge.planning.config import PlanConfig
@@ -23,10 +23,10 @@ BUDGETS = (0.75, 0.5, 0.4375, 0.25)
 
 def parse_context(text: str) -> int:
     """`32k` -> 32768, `1m` -> 1048576, `4096` -> 4096. Raises UserError."""
-    match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower(), re.ASCII)
-    if not match or not int(match[1]):
-        raise UserError(f"context {text!r} must be a number of tokens above 0 such as 4096, 32k or 1m")
-    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2]]
+    with suppress(ValueError):
+        if (tokens := whole_number(text)) > 0:
+            return tokens
+    raise UserError(f"context {text!r} must be a number of tokens above 0 such as 4096, 32k or 1m")
 
 
 def run(model: str, config: PlanConfig) -> PlanReport:
@@ -43,10 +43,6 @@ def run(model: str, config: PlanConfig) -> PlanReport:
 def run_plan(config_json: Mapping[str, Any], options: PlanConfig) -> PlanReport:
     """All that `plan` knows of a model from its config.json. Raises UserError for options out of range."""
     spec, context = read_spec(config_json), parse_context(options.context)
-    if options.gpu not in GPUS:
-        raise UserError(f"gpu {options.gpu!r} must be one of {', '.join(GPUS)}{nearest(options.gpu, GPUS)}")
-    if options.batch < 1 or options.drafts < 0:
-        raise UserError(f"batch {options.batch} must be at least 1, drafts {options.drafts} at least 0")
     if options.budget is not None and options.kv_lora_rank is not None:
         raise UserError(f"budget {options.budget}, kv_lora_rank {options.kv_lora_rank}: give one of the two")
     gpu, asked = GPUS[options.gpu], None

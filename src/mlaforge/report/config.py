@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from mlaforge.config import option
+from mlaforge.config import Options, option
 
 
 @dataclasses.dataclass(frozen=True)
-class CardConfig:
+class CardConfig(Options):
     """Options of `card`."""
 
     model: str | None = option(

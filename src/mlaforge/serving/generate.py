@@ -13,7 +13,7 @@ from mlaforge.checkpoint import reader, resolve
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.runtime import UserError, timed
+from mlaforge.runtime import timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
 
 
@@ -61,8 +61,6 @@ def _params(config: GenerateConfig | ChatConfig) -> SamplingParams:
 
 def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = False) -> Manifest:
     """Continues the prompt with MODEL, and with `against` where given; writes an artifact if `out` is given."""
-    if config.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens = {config.max_new_tokens} must be at least 1")
     head = Path(config.speculative)
     directories = {name: resolve.locate(name) for name in (model, config.against) if name}
     manifest = Manifest(

@@ -47,24 +47,14 @@ class DrainingServer(uvicorn.Server):
         self._draining.add_done_callback(lambda _: setattr(self, "should_exit", True))
 
 
-def check(config: ServeConfig) -> ServeConfig:
-    """The configuration with the environment's API key. Raises UserError."""
-    for name in ("max_concurrent", "max_body", "max_n", "max_prompts"):
-        if (value := getattr(config, name)) < 1:
-            raise UserError(f"{name} = {value} must be at least 1")
-    for name in ("max_queue", "drain_timeout"):
-        if (value := getattr(config, name)) < 0:
-            raise UserError(f"{name} = {value} must not be negative")
-    if not 0 <= config.port <= 65535:
-        raise UserError(f"port = {config.port} must be from 0 to 65535")
-    if config.client_timeout <= 0:
-        raise UserError(f"client_timeout = {config.client_timeout} must be above 0")
+def with_key(config: ServeConfig) -> ServeConfig:
+    """The configuration with the environment's API key where it has none."""
     return dataclasses.replace(config, api_key=config.api_key or runtime.api_key())
 
 
 def run(engine: SyncEngine, config: ServeConfig) -> None:
     """Serves until a signal ends it. Raises UserError, also where the address cannot be had."""
-    config = check(config)
+    config = with_key(config)
     app = create_app(AsyncEngine(engine), config)
     service: Service = app.state.service
     settings = uvicorn.Config(

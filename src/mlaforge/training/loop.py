@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,7 +83,7 @@ class Course:
     names that `trainable` gives of each."""
 
     def __init__(
-        self, what: str, trainer: Trainer, judge: Judge, marks: Marks, subsets: list[str],
+        self, what: str, trainer: Trainer, judge: Judge, marks: Marks, subsets: Sequence[str],
         trainable: Callable[[str], list[str]], work: Path, group: distributed.Group, board: Any = None,
     ):  # fmt: skip
         self.what, self.trainer, self.judge, self.marks = what, trainer, judge, marks
@@ -250,7 +250,7 @@ def dtypes(asked: str, group: distributed.Group) -> tuple[torch.dtype, torch.dty
 
 def train(
     what: str, lesson: Any, feed: Feed, judge: Judge, options: Options, partial: Path, group: distributed.Group, *,
-    dtype: torch.dtype, subsets: list[str], trainable: Callable[[str], list[str]], patience: int = 1,
+    dtype: torch.dtype, subsets: Sequence[str], trainable: Callable[[str], list[str]], patience: int = 1,
     targets: Callable[[int, Rows], Any] | None = None, windowed: Collection[int] = (),
 ) -> Course:  # fmt: skip
     """Trains a Lesson from where a killed run stopped to its last step, sharded where there are several processes.

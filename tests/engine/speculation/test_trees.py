@@ -323,7 +323,13 @@ def test_the_pace_of_trees_is_never_slower_than_plain_decoding(accepts, dear):
 def test_it_is_an_option(refused, tiny_models, tmp_path):
     folder = saved(tmp_path / "head")
     asked = ("generate", tiny_models["llama"], "--speculative-tree-tokens")
-    refused(("speculative_tree_tokens = 2", "3 and 64"), *asked, 2, "--speculative", folder)
+    refused(
+        "speculative_tree_tokens = 2 must be 0 (no trees) or at least num_speculative_tokens = 3",
+        *asked,
+        2,
+        "--speculative",
+        folder,
+    )
     refused("= 65", *asked, 65, "--speculative", folder)
     refused("drafts no trees", *asked, 8, "--speculative", "ngram")
     refused("needs a head", *asked, 8)
