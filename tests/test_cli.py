@@ -173,7 +173,7 @@ def test_eval_measures_what_convert_measured(halved, tiny_models, cli, evaluatio
         line = printed(cli("eval", model, tmp_path / name, *more))
         assert re.match(r"ppl ([\d.]+) ± [\d.]+ \(standard error over 2 windows, 126 tokens\)$", line)
         stored = json.loads((tmp_path / name / "manifest.json").read_text())
-        assert stored["metrics"]["ppl"] == pytest.approx(metrics[name], rel=1e-6)
+        assert stored["metrics"]["ppl"] == pytest.approx(metrics[name], rel=1e-5)
         assert line.startswith(f"ppl {stored['metrics']['ppl']:.4f} ")
         # A second time it is read, not measured.
         assert printed(cli("eval", model, tmp_path / name, *more)) == line

@@ -204,8 +204,8 @@ def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evalu
     tokenizer = checkpoint.load_tokenizer(directory)
     text = corpus.windows(tokenizer, str(evaluation_file), 4, 64)
     assert made["inputs"]["evaluation"]["sha256"] == text.sha256
-    assert found["mla_ppl"] == pytest.approx(perplexity(checkpoint.load_model(directory), text.ids), rel=1e-6)
-    assert found["original_ppl"] == pytest.approx(perplexity(original(tiny_models, "llama"), text.ids), rel=1e-6)
+    assert found["mla_ppl"] == pytest.approx(perplexity(checkpoint.load_model(directory), text.ids), rel=1e-5)
+    assert found["original_ppl"] == pytest.approx(perplexity(original(tiny_models, "llama"), text.ids), rel=1e-5)
     assert found["ratio"] == found["mla_ppl"] / found["original_ppl"]
     # Rotation alone removes something, the low rank removes more of it.
     assert found["partial_rope_ppl"] != found["original_ppl"]
@@ -340,7 +340,9 @@ def test_drafting_layers_are_left_out(converted, tiny_models, capsys):
     source = tiny_models["mimo"]
     with torch.no_grad():
         expected = original(tiny_models, "mimo")(tokens()).logits
-        assert torch.equal(checkpoint.load_model(source, "float32")(tokens()).logits, expected)
+        # The same weights at another place in memory, by which products may be cut otherwise.
+        found = checkpoint.load_model(source, "float32")(tokens()).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     directory = converted("mimo", "latent", budget=0.75)
     config = checkpoint.read_config(directory)
     assert (config["model_type"], config["architectures"]) == ("qwen2_mla", ["Qwen2MlaForCausalLM"])
