@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tiny models on one thread: threads that wait for each other on a busy machine make the tests ten times slower."""
     if config.option.markexpr == "not slow":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test does not seed is the same alone, after other tests and in another process."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -166,13 +174,17 @@ def biased_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's real model; skips where it cannot be had."""
+    from filelock import FileLock
+
     from mlaforge.demo import model as demo_model
     from mlaforge.runtime import UserError
 
     try:
-        return demo_model.fetch()
+        # Fetched and dequantised once on a machine, into one folder: not by two processes at a time.
+        with FileLock(tmp_path_factory.getbasetemp().parent / "smollm2.lock"):
+            return demo_model.fetch()
     except UserError as error:
         pytest.skip(f"the demo's model cannot be had here: {error}")
 

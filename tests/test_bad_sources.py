@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+# With what takes seconds to import, and is not what is timed below.
 from mlaforge.checkpoint import resolve
+from mlaforge.conversion import convert
+from mlaforge.planning import report
 
 
 @pytest.mark.parametrize(

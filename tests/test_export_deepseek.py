@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 
 from mlaforge.checkpoint import reader as checkpoint
 from mlaforge.conversion import convert, deepseek
-from mlaforge.demo import model as demo_model
 from mlaforge.families import read_spec
 from mlaforge.options import ConvertConfig, ExportConfig
 from mlaforge.runtime import UserError
@@ -272,14 +271,10 @@ def test_what_vllm_would_do_wrongly_is_said(converted, tmp_path, cli):
 
 
 @pytest.mark.slow
-def test_real_model(calibration_file, tmp_path):
+def test_real_model(smollm2, calibration_file, tmp_path):
     """SmolLM2-135M: real weights, epsilon 1e-5, tied embeddings."""
-    try:
-        source = demo_model.fetch()
-    except UserError as error:
-        pytest.skip(f"the demo's model cannot be had here: {error}")
     options = {"deepseek_style": True, "budget": 0.75, "nsamples": 2, "seqlen": 128, "eval_windows": 0}
-    convert.run(str(source), tmp_path / "mla", ConvertConfig(**options, calibration=str(calibration_file)))
+    convert.run(str(smollm2), tmp_path / "mla", ConvertConfig(**options, calibration=str(calibration_file)))
     deepseek.run(tmp_path / "mla", tmp_path / "out", ExportConfig())
     ours, theirs = checkpoint.load_model(tmp_path / "mla", "float32"), stock(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import httpx
 import openai
 import pytest
 from scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
-from serving import free_port, serving, until
+from serving import serving, until
 
 from mlaforge.options import ServeConfig
 from mlaforge.runtime import UserError
@@ -197,15 +198,17 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer):
 
 
 def _start(delay, drain):
-    """A server in a process of its own; (process, url) once it answers."""
-    port = free_port()
+    """A server in a process of its own, on a port that it took and told; (process, url) once it answers."""
     script = Path(__file__).with_name("scripted_engine.py")
     paths = os.pathsep.join([str(script.parent), str(script.parent.parent / "src")])
     process = subprocess.Popen(
-        [sys.executable, str(script), str(delay), str(port), str(drain)],
+        [sys.executable, str(script), str(delay), "0", str(drain)],
         env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
+    said = process.stderr.readline()
+    address = re.search(r"on (http://[\d.]+:\d+)/v1$", said)
+    assert address, said + process.stderr.read()
+    url = address[1]
 
     def answers():
         assert process.poll() is None, process.stderr.read()
