@@ -26,8 +26,9 @@ from mlaforge.options import BenchConfig, EvalConfig
 from mlaforge.runtime import UserError
 
 STUB = Path(__file__).with_name("endpoint_stub.py")
+# A dtype, since finding the faster one takes a second.
 SHORT = ["--context", "48", "--tokens", "8", "--rounds", "2", "--warm-up", "0", "--device", "cpu", "--cache-fraction",
-         "0.001"]  # fmt: skip
+         "0.001", "--dtype", "float32"]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("known_roof")
 
 
@@ -50,7 +51,7 @@ def bench(cli, evaluation_file, tmp_path_factory):
 @pytest.fixture(scope="module")
 def twins(bench, tiny_models, converted, known_roof):
     """The CPU's twins of `single` and `batch`, original and converted, with the invariants."""
-    options = ("--perf", "--num-speculative-tokens", "0,3", "--scope", "cpu", "--dtype", "float32")
+    options = ("--perf", "--num-speculative-tokens", "0,3", "--scope", "cpu")
     return bench("single,batch", tiny_models["llama"], converted("llama", "latent_rope"), *options)
 
 

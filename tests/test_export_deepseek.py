@@ -54,7 +54,7 @@ def converted(calibration_file, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("converted")
             source = save_model(folder / "source", family, 5, **changes)
-            settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 0, "device": "cpu", "deepseek_style": True}
+            settings = {"seqlen": 64, "nsamples": 4, "eval_windows": 0, "device": "cpu", "deepseek_style": True}
             settings |= {"budget": 0.75, "qk_rope_head_dim": 8, "calibration": str(calibration_file), **options}
             convert.run(str(source), folder / "mla", ConvertConfig(**settings))
             made[key] = folder / "mla"

@@ -221,9 +221,9 @@ def _start(delay, drain):
     return process, url
 
 
-@pytest.mark.parametrize(("drain", "finished"), [(60, True), (0.5, False)])
-def test_sigterm_drains_and_exits_with_0(drain, finished):
-    process, url = _start(0.02, drain)
+@pytest.mark.parametrize(("delay", "drain", "finished"), [(0.005, 60, True), (0.02, 0.5, False)])
+def test_sigterm_drains_and_exits_with_0(delay, drain, finished):
+    process, url = _start(delay, drain)
     try:
         lines = []
         started = threading.Event()
