@@ -26,8 +26,9 @@ lint: $(VENV)/.ready
 architecture: $(VENV)/.ready
 	$(BIN)/python docs/architecture.py
 
+# Two processes, each with fixtures and models of its own; one takes from the other's tests when it has none left.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow

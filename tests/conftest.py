@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test does not seed is the same alone, after other tests and in another process."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nameless_places() -> Iterator[None]:
     """No manifest that any test makes in this process says where on this machine its inputs lie."""
@@ -79,13 +87,17 @@ def biased_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's real model; skips where it cannot be had."""
+    from filelock import FileLock
+
     from mlaforge.demo import model as demo_model
     from mlaforge.runtime import UserError
 
     try:
-        return demo_model.fetch()
+        # Fetched and dequantised once on a machine, into one folder: not by two processes at a time.
+        with FileLock(tmp_path_factory.getbasetemp().parent / "smollm2.lock"):
+            return demo_model.fetch()
     except UserError as error:
         pytest.skip(f"the demo's model cannot be had here: {error}")
 

@@ -303,6 +303,7 @@ def test_a_broken_invariant_ends_the_run(cli, tiny_models, monkeypatch, tmp_path
     monkeypatch.setenv("MLAFORGE_OPS", "reference")
     monkeypatch.setattr(roof, "measured", lambda: Gpu("cpu", 0.05, 0.01, 8.0, "made up"))
     words = ["--context", 32, "--tokens", 4, "--rounds", 1, "--device", "cpu", "--perf", "--text", evaluation_file]
+    words += ["--dtype", "float32"]
     done = cli("bench", "single", tiny_models["llama"], *words, "--cache-fraction", 0.001, "--out", tmp_path)
     assert done.exit_code == 1 and "an invariant is broken: tuned_kernels" in done.stderr
     assert "Traceback" not in done.stderr

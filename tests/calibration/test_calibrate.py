@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
 import sys
 from pydoc_data.topics import topics
 
@@ -20,6 +20,7 @@ from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import UserError
 from mlaforge.tensor_store import Spill
+from support.killed import command, started
 
 FEW = {"window": 120, "passage": 4, "clusters": 6, "neighbours": 3, "device": "cpu"}
 OPTIONS = [part for name, value in FEW.items() for part in (f"--{name}", str(value))]
@@ -136,30 +137,30 @@ def test_the_same_again(golden, sourced, cli, tmp_path):
     assert other.exit_code == 2 and "seed was 0, now 1" in other.stderr
 
 
-KILLED = """
-import os, signal, sys
-from mlaforge.calibration import window_store as shards
-from mlaforge.cli.main import main
-shards.SHARD, embed, done = 20, shards.Shards.embed, []
-def dying(self, number, *rest):
-    if number == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    embed(self, number, *rest)
-shards.Shards.embed = dying
-main()
-"""
+def dies_before_the_third_shard(*words):
+    """The command in a process of its own."""
+    embed = Shards.embed
+
+    def dying(self, number, *rest):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        embed(self, number, *rest)
+
+    window_store.SHARD, Shards.embed = 20, dying
+    command(*words)
 
 
 def test_a_killed_run_goes_on_with_the_shards_that_it_had(golden, sourced, cli, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    command = [str(part) for part in ("calibrate", *sourced, "--out", out)]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *command], capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    words = ("calibrate", *sourced, "--out", out)
+    killed = started(dies_before_the_third_shard, *words)
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL
     assert not out.exists() and len(list((tmp_path / ".out.partial" / "work").rglob("vectors-*.safetensors"))) == 2
     embedded, embed = [], Shards.embed
     monkeypatch.setattr(Shards, "embed", lambda self, n, *rest: (embedded.append(n), embed(self, n, *rest)))
     monkeypatch.setattr(calibrate, "passages", None)  # nothing is cut again
-    assert cli(*command).exit_code == 0
+    assert cli(*words).exit_code == 0
     assert embedded == list(range(2, max(embedded) + 1)) and len(embedded) > 2
     assert_the_same(out, golden)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

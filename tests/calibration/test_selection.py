@@ -109,8 +109,19 @@ def test_what_a_cluster_gives(blobs):
 def test_blocks_and_runs_do_not_matter(blobs):
     vectors, score, _ = blobs
     usable = np.ones(300, bool)
+    # Of texts that are the same to the bit any may be taken.
+    same = np.unique(vectors, axis=0, return_inverse=True)[1].ravel()
+
+    def without_distances(chosen):
+        choices, duplicates = chosen
+        return [(same[c.row], c.cluster, c.kind) for c in choices], duplicates
+
     first = selection.choose(in_blocks(vectors), score, usable, 5, 4, seed=1)
-    assert selection.choose(in_blocks(vectors, 300), score, usable, 5, 4, seed=1) == first
+    assert selection.choose(in_blocks(vectors), score, usable, 5, 4, seed=1) == first
+    whole = selection.choose(in_blocks(vectors, 300), score, usable, 5, 4, seed=1)
+    assert without_distances(whole) == without_distances(first)
+    # A product of other rows may sum in another order.
+    assert [c.distance for c in whole[0]] == pytest.approx([c.distance for c in first[0]], abs=1e-5)
     assert selection.choose(in_blocks(vectors), score, usable, 5, 4, seed=2) != first
 
 

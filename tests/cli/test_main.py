@@ -194,7 +194,7 @@ def test_eval_measures_what_convert_measured(halved, tiny_models, cli, evaluatio
         line = printed(cli("eval", model, tmp_path / name, *more))
         assert re.match(r"ppl ([\d.]+) ± [\d.]+ \(standard error over 2 windows, 126 tokens\)$", line)
         stored = json.loads((tmp_path / name / "manifest.json").read_text())
-        assert stored["metrics"]["ppl"] == pytest.approx(metrics[name], rel=1e-6)
+        assert stored["metrics"]["ppl"] == pytest.approx(metrics[name], rel=1e-5)
         assert line.startswith(f"ppl {stored['metrics']['ppl']:.4f} ")
         # A second time it is read, not measured.
         assert printed(cli("eval", model, tmp_path / name, *more)) == line
@@ -214,7 +214,7 @@ def test_generate_puts_two_models_side_by_side(halved, tiny_models, cli):
 
 def test_the_model_in_this_folder_has_a_name(halved, cli, monkeypatch):
     monkeypatch.chdir(halved)
-    assert "\n[out: " in printed(cli("generate", ".", "--max-new-tokens", 1, "--device", "cpu"))
+    assert "\n[out: " in printed(cli("generate", ".", "--max-new-tokens", 1, "--dtype", "float32"))
 
 
 def test_report_prints_where_it_is(halved, cli, refused, tmp_path):
@@ -233,6 +233,9 @@ def test_env_prints_json(cli):
 def test_demo_is_the_whole_chain_and_reuses_what_is_finished(tiny_models, cli, tree, monkeypatch, tmp_path):
     monkeypatch.setattr("mlaforge.demo.model.fetch", lambda: tiny_models["llama"])
     monkeypatch.setattr("mlaforge.demo.model.head", lambda form: saved(tmp_path / form))
+    # Each of its engines would look for the faster one for a second.
+    seconds = {"float32": 1e-3, "bfloat16": 2e-3}
+    monkeypatch.setattr("mlaforge.engine.execution.model.fastest_format", lambda shapes: ("float32", seconds))
     more = ("--nsamples", 1, "--eval-windows", 1, "--prompt", "Hello")
     first = cli("demo", tmp_path / "demo", *more)
     assert printed(first).count("latent") >= 2 and first.stdout.count("> Hello") == 3

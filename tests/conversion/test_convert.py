@@ -238,8 +238,8 @@ def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evalu
     tokenizer = loading.load_tokenizer(directory)
     text = corpus.windows(tokenizer, str(evaluation_file), 4, 64)
     assert made["inputs"]["evaluation"]["sha256"] == text.sha256
-    assert found["mla_ppl"] == pytest.approx(perplexity(loading.load_model(directory), text.ids), rel=1e-6)
-    assert found["original_ppl"] == pytest.approx(perplexity(original(tiny_models, "llama"), text.ids), rel=1e-6)
+    assert found["mla_ppl"] == pytest.approx(perplexity(loading.load_model(directory), text.ids), rel=1e-5)
+    assert found["original_ppl"] == pytest.approx(perplexity(original(tiny_models, "llama"), text.ids), rel=1e-5)
     assert found["ratio"] == found["mla_ppl"] / found["original_ppl"]
     # Rotation alone removes something, the low rank removes more of it.
     assert found["partial_rope_ppl"] != found["original_ppl"]
@@ -256,64 +256,85 @@ def test_half_precision_checkpoints(dtype, converted, tiny_models):
         assert torch.cosine_similarity(model(tokens()).logits.float(), expected, dim=-1).min() > 0.99
 
 
+# A process for each model, all of them forked from one that has imported what takes seconds.
 CLEAN = """
-import importlib.util, json, sys
-sys.path[:0] = {paths!r}
+import importlib.util, json, os, sys
+ids, paths, directories = json.loads(sys.argv[1])
+sys.path[:0] = paths
 assert importlib.util.find_spec("mlaforge") is None, "mlaforge must not be importable here"
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-directory = {directory!r}
-tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
-x = torch.tensor({ids!r})
-out = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False,
-                     pad_token_id=0, return_dict_in_generate=True)
-held = sum(t.untyped_storage().nbytes() for layer in out.past_key_values.layers for t in (layer.keys, layer.values))
-with torch.no_grad():
-    logits = model(x).logits
-model.save_pretrained({again!r})
-again = AutoModelForCausalLM.from_pretrained({again!r}, trust_remote_code=True, dtype=torch.float32)
-with torch.no_grad():
-    assert torch.equal(again(x).logits, logits)
-print(json.dumps({{"class": type(model).__name__, "new": out.sequences[0, x.shape[1]:].tolist(), "bytes": held,
-                   "cached": out.past_key_values.get_seq_length(), "logits": logits[0, -1, :5].tolist(),
-                   "decoded": tokenizer.decode(tokenizer("hello", add_special_tokens=False)["input_ids"])}}))
+
+def tell(directory, out):
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
+    x = torch.tensor(ids)
+    done = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False,
+                          pad_token_id=0, return_dict_in_generate=True)
+    layers = done.past_key_values.layers
+    with torch.no_grad():
+        logits = model(x).logits
+    model.save_pretrained(out)
+    again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(again(x).logits, logits, rtol=0, atol=1e-4)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    return {"class": type(model).__name__, "new": done.sequences[0, x.shape[1]:].tolist(),
+            "bytes": sum(t.untyped_storage().nbytes() for layer in layers for t in (layer.keys, layer.values)),
+            "cached": done.past_key_values.get_seq_length(), "logits": logits[0, -1, :5].tolist(),
+            "decoded": tokenizer.decode(tokenizer("hello", add_special_tokens=False)["input_ids"])}
+
+for directory, out in directories:
+    if not (child := os.fork()):
+        print(json.dumps([directory, tell(directory, out)]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
+CLEAN_CASES = [
+    ("llama", "latent"),
+    ("mistral", "latent_rope"),
+    ("qwen2", "latent_rope"),
+    ("qwen3", "latent"),
+    ("mimo", "latent"),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("llama", "latent"),
-        ("mistral", "latent_rope"),
-        ("qwen2", "latent_rope"),
-        ("qwen3", "latent"),
-        ("mimo", "latent"),
-    ],
-)
-def test_loads_where_mlaforge_is_not_installed(family, layout, converted, tmp_path):
-    """A fresh interpreter without site-packages' .pth files, so that an editable install is not seen either."""
-    directory, x = converted(family, layout, budget=0.5 if layout == "latent" else 0.75), tokens(1, 12)
-    paths = [p for p in sys.path if "site-packages" in p]
-    code = CLEAN.format(paths=paths, directory=str(directory), ids=x.tolist(), again=str(tmp_path / "again"))
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+@pytest.fixture(scope="module")
+def loaded_elsewhere(converted, tmp_path_factory):
+    """(family, layout) -> the converted directory, and what a fresh interpreter without site-packages' .pth files, so
+    that an editable install is not seen either, tells of it."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    directories = {
+        (family, layout): converted(family, layout, budget=0.5 if layout == "latent" else 0.75)
+        for family, layout in CLEAN_CASES
+    }
+    asked = [(str(directory), str(folder / f"{n}")) for n, directory in enumerate(directories.values())]
+    words = json.dumps([tokens(1, 12).tolist(), [p for p in sys.path if "site-packages" in p], asked])
+    environment = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
-        [sys.executable, "-S", "-I", "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path
+        [sys.executable, "-S", "-I", "-c", CLEAN, words], capture_output=True, text=True, env=environment, cwd=folder
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    model = loading.load_model(directory)
+    answers = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
+    return {case: (path, answers.get(str(path)), done.stderr[-3000:]) for case, path in directories.items()}
+
+
+@pytest.mark.parametrize(("family", "layout"), CLEAN_CASES)
+def test_loads_where_mlaforge_is_not_installed(family, layout, loaded_elsewhere):
+    directory, answer, stderr = loaded_elsewhere[family, layout]
+    assert answer is not None, stderr
+    model, x = loading.load_model(directory), tokens(1, 12)
     with torch.no_grad():
-        torch.testing.assert_close(torch.tensor(told["logits"]), model(x).logits[0, -1, :5], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(answer["logits"]), model(x).logits[0, -1, :5], rtol=1e-5, atol=1e-5)
     expected = model.generate(
         x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
     )
-    assert told["new"] == expected[0, 12:].tolist()
-    assert told["class"].endswith("MlaForCausalLM")
-    assert told["decoded"] == "hello"
+    assert answer["new"] == expected[0, 12:].tolist()
+    assert answer["class"].endswith("MlaForCausalLM")
+    assert answer["decoded"] == "hello"
     cache = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
-    assert told["bytes"] == told["cached"] * cache["mla_bytes_per_token"]
+    assert answer["bytes"] == answer["cached"] * cache["mla_bytes_per_token"]
 
 
 def test_sinks_scale_what_the_tokens_get(converted):
@@ -374,7 +395,9 @@ def test_drafting_layers_are_left_out(converted, tiny_models, capsys):
     source = tiny_models["mimo"]
     with torch.no_grad():
         expected = original(tiny_models, "mimo")(tokens()).logits
-        assert torch.equal(loading.load_model(source, "float32")(tokens()).logits, expected)
+        # The same weights at another place in memory, by which products may be cut otherwise.
+        found = loading.load_model(source, "float32")(tokens()).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     directory = converted("mimo", "latent", budget=0.75)
     config = checkpoint_reader.read_config(directory)
     assert (config["model_type"], config["architectures"]) == ("qwen2_mla", ["Qwen2MlaForCausalLM"])

@@ -14,7 +14,6 @@ from mlaforge.checkpoint import loading
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.conversion import convert, deepseek
 from mlaforge.conversion.config import ConvertConfig, ExportConfig
-from mlaforge.demo import model as demo_model
 from mlaforge.families import read_spec
 from mlaforge.runtime import UserError
 from support.tiny_models import save_model
@@ -56,7 +55,7 @@ def converted(calibration_file, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("converted")
             source = save_model(folder / "source", family, 5, **changes)
-            settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 0, "device": "cpu", "deepseek_style": True}
+            settings = {"seqlen": 64, "nsamples": 4, "eval_windows": 0, "device": "cpu", "deepseek_style": True}
             settings |= {"budget": 0.75, "qk_rope_head_dim": 8, "calibration": str(calibration_file), **options}
             convert.run(str(source), folder / "mla", ConvertConfig(**settings))
             made[key] = folder / "mla"
@@ -273,14 +272,10 @@ def test_what_vllm_would_do_wrongly_is_said(converted, tmp_path, cli):
 
 
 @pytest.mark.slow
-def test_real_model(calibration_file, tmp_path):
+def test_real_model(smollm2, calibration_file, tmp_path):
     """SmolLM2-135M: real weights, epsilon 1e-5, tied embeddings."""
-    try:
-        source = demo_model.fetch()
-    except UserError as error:
-        pytest.skip(f"the demo's model cannot be had here: {error}")
     options = {"deepseek_style": True, "budget": 0.75, "nsamples": 2, "seqlen": 128, "eval_windows": 0}
-    convert.run(str(source), tmp_path / "mla", ConvertConfig(**options, calibration=str(calibration_file)))
+    convert.run(str(smollm2), tmp_path / "mla", ConvertConfig(**options, calibration=str(calibration_file)))
     deepseek.run(tmp_path / "mla", tmp_path / "out", ExportConfig())
     ours, theirs = loading.load_model(tmp_path / "mla", "float32"), stock(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

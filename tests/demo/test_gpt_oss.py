@@ -8,7 +8,6 @@ import torch
 from mlaforge.checkpoint import loading, mxfp4
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.data import corpus, overlap
-from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.demo.gpt_oss import TOKENS, WINDOW, run
 from mlaforge.runtime import UserError
@@ -270,14 +269,6 @@ def test_other_sources_are_refused(make, tiny_models, model):
         (damaged / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=line):
             make(damaged, yarn=2.0, mxfp4=True, sinks=True)
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    try:
-        return demo_model.fetch()
-    except UserError as error:
-        pytest.skip(f"the demo's model cannot be had here: {error}")
 
 
 def test_smollm2_keeps_its_logits(smollm2, make):

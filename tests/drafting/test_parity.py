@@ -85,7 +85,8 @@ def test_plain_pytorch_agrees(family, layout, dtype, compared, tiny_models, conv
     exact = dtype == "float32"
     for row in rows.values():
         assert 1 - row["worst_cosine"] < (1e-5 if exact else 0.02), row
-        assert row["max_difference"] > 0
+    # Two computations and not one compared with itself: somewhere they round otherwise.
+    assert max(row["max_difference"] for row in rows.values()) > 0
 
 
 def test_it_says_where_the_difference_begins(compared, tiny_models, tmp_path):

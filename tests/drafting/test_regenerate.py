@@ -150,8 +150,11 @@ def test_nothing_left_to_answer(asked, tiny_models, tmp_path):
         (["--synthesize", "1", "--openings", "/nowhere.txt"], "cannot be read"),
         (["--synthesize", "1", "--openings", "BLANK"], "no openings"),
         (["--prompts", "/nowhere.jsonl", "--openings", "LINES"], "begin questions"),
-        (["--synthesize", "1", "--openings", "SPECIAL", "--device", "cpu"], "holds a special token"),
-        (["--synthesize", "1", "--openings", "LONG", "--max-model-len", "64", "--device", "cpu"], "leaves room for 63"),
+        (["--synthesize", "1", "--openings", "SPECIAL", "--dtype", "float32"], "holds a special token"),
+        (
+            ["--synthesize", "1", "--openings", "LONG", "--max-model-len", "64", "--dtype", "float32"],
+            "leaves room for 63",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused(options, words, refused, tiny_models, tmp_path):

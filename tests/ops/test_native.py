@@ -16,7 +16,7 @@ ROUNDED = 2**-8
 
 @pytest.fixture(scope="module")
 def compiled():
-    if (reason := native._why_not()) is not None:
+    if (reason := native.why_not()) is not None:
         pytest.skip(reason)
     found = kernels()
     assert found is not None, "the compiler failed"

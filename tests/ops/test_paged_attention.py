@@ -21,6 +21,7 @@ from torch import Tensor
 from mlaforge import runtime
 from mlaforge.modeling.attention_mla import attend
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.native import why_not
 from mlaforge.ops.paged_attention import OP, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,7 +141,7 @@ def attention(step: Step, implementation: str) -> tuple[Tensor, Tensor]:
     if implementation in ("native", "runs"):
         reason = OP.implementations[implementation].supports(*step.inputs)
         if reason is not True:
-            pytest.skip(reason)
+            pytest.skip(f"{reason}: {why}" if implementation == "native" and (why := why_not()) else reason)
     return paged_attention(*step.inputs, implementation=implementation)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from mlaforge.runtime import UserError
 from mlaforge.serving import server
 from mlaforge.serving.config import ServeConfig
 from support.scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
-from support.serving import free_port, serving, until
+from support.serving import serving, until
 
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
@@ -197,15 +198,17 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer):
 
 
 def _start(delay, drain):
-    """A server in a process of its own; (process, url) once it answers."""
-    port = free_port()
+    """A server in a process of its own, on a port that it took and told; (process, url) once it answers."""
     script = Path(__file__).parents[1] / "support" / "scripted_engine.py"
     paths = os.pathsep.join([str(script.parents[1]), str(script.parents[2] / "src")])
     process = subprocess.Popen(
-        [sys.executable, str(script), str(delay), str(port), str(drain)],
+        [sys.executable, str(script), str(delay), "0", str(drain)],
         env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
+    said = process.stderr.readline()
+    address = re.search(r"on (http://[\d.]+:\d+)/v1$", said)
+    assert address, said + process.stderr.read()
+    url = address[1]
 
     def answers():
         assert process.poll() is None, process.stderr.read()
@@ -218,9 +221,9 @@ def _start(delay, drain):
     return process, url
 
 
-@pytest.mark.parametrize(("drain", "finished"), [(60, True), (0.5, False)])
-def test_sigterm_drains_and_exits_with_0(drain, finished):
-    process, url = _start(0.02, drain)
+@pytest.mark.parametrize(("delay", "drain", "finished"), [(0.005, 60, True), (0.02, 0.5, False)])
+def test_sigterm_drains_and_exits_with_0(delay, drain, finished):
+    process, url = _start(delay, drain)
     try:
         lines = []
         started = threading.Event()

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from mlaforge.checkpoint import loading
-from mlaforge.demo import model as demo_model
-from mlaforge.runtime import UserError
 from support.serving import free_port, name_vllm, until
 from support.tiny_models import load_original
 
@@ -26,12 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
 def served(request, tiny_models, tmp_path_factory):
     """(model's directory, url) of `mlaforge serve` in a process of its own, in fp32."""
-    directory = tiny_models["llama"]
-    if request.param == "smollm2":
-        try:
-            directory = demo_model.fetch()
-        except UserError as error:
-            pytest.skip(f"the demo's model cannot be had here: {error}")
+    directory = tiny_models["llama"] if request.param == "tiny" else request.getfixturevalue("smollm2")
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "mlaforge", "serve", str(directory), "--port", str(port), "--dtype", "float32"]
     command += ["--cache-bytes", str(2**28)]

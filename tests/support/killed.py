@@ -1,47 +1,63 @@
-"""A training (training/loop.py) in a process of its own, which is killed as soon as a checkpoint is whole."""
+"""Commands and trainings in processes of their own, to be killed.
 
-import dataclasses
-import json
-import os
-import signal
-import subprocess
-import sys
+They are forked from one process that has imported what takes seconds to import, and done nothing else.
+"""
+
+import importlib
+import multiprocessing
 
 import torch
 from safetensors.torch import load_file
 
-# It waits for a line after every checkpoint.
-SLOW = """
-import importlib, json, sys
-from pathlib import Path
-from mlaforge.training import loop
-whole = loop.Course._save
-def slow(self):
-    whole(self)
-    print("saved", self.trainer.step, flush=True)
-    sys.stdin.readline()
-loop.Course._save = slow
-stage, options, kind, *models, out, given = sys.argv[1:]
-config = getattr(importlib.import_module(options), kind)(**json.loads(given))
-importlib.import_module(stage).run(*models, Path(out), config)
-"""
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["mlaforge.conversion.convert", "mlaforge.healing.heal", "mlaforge.drafting.train"]
+    + [f"transformers.models.{family}.modeling_{family}" for family in ("llama", "gpt_oss")]
+)
+
+
+def started(function, *arguments):
+    """function(*arguments), which can be imported by its name, in a process of its own."""
+    process = PROCESSES.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def command(*arguments):
+    """The command line, which ends the process."""
+    from mlaforge.cli.main import app
+
+    app([str(argument) for argument in arguments])
+
+
+def _train(stage, models, out, config, threads, test):
+    """It waits for the test after every checkpoint (training/loop.py)."""
+    from mlaforge.training import loop
+
+    whole = loop.Course._save
+
+    def slow(self):
+        whole(self)
+        test.send(self.trainer.step)
+        test.recv()
+
+    loop.Course._save = slow
+    torch.set_num_threads(threads)
+    importlib.import_module(stage).run(*map(str, models), out, config)
 
 
 def killed_after(steps, stage, models, out, config):
     """Runs stage.run(*models, out, config), whose checkpoints come after `steps`, and kills it after the last one."""
-    given = json.dumps(dataclasses.asdict(config))
-    kind = type(config)
-    command = [sys.executable, "-c", SLOW, stage.__name__, kind.__module__, kind.__name__, *map(str, models), str(out)]
-    command.append(given)
+    ours, theirs = PROCESSES.Pipe()
     # The same bits are promised for the same number of threads.
-    own = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    with subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        for step in steps:
-            assert process.stdout.readline() == f"saved {step}\n"
-            if step != steps[-1]:
-                process.stdin.write("\n")
-                process.stdin.flush()
-        os.kill(process.pid, signal.SIGKILL)
+    process = started(_train, stage.__name__, models, out, config, torch.get_num_threads(), theirs)
+    theirs.close()
+    for step in steps:
+        assert ours.poll(120) and ours.recv() == step
+        if step != steps[-1]:
+            ours.send("go on")
+    process.kill()
+    process.join()
     assert not out.exists()
 
 

@@ -74,6 +74,8 @@ def serving(engine: Any, **options: Any) -> Iterator[Served]:
     wrapped = AsyncEngine(engine)
     app = create_app(wrapped, ServeConfig(**options))
     listener = socket.socket()
+    # Or a short answer's body waits 40 ms for the client to acknowledge the head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # Inherited by connections: a slow reader is noticed after kilobytes, not megabytes.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
     listener.bind(("127.0.0.1", 0))

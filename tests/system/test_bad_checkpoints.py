@@ -129,7 +129,7 @@ def test_damaged_tensors_are_not_judged_either(verb, how, model, refused, evalua
     edit_weights(directory, TENSORS[how][0])
     name = {"extra tensor": "ghost", "missing tensor": NORM}.get(how, DOWN)
     more = ("--text", evaluation_file, "--seqlen", 64) if verb == "eval" else ()
-    refused(name, verb, directory, tmp_path / "out", *more)
+    refused(name, verb, directory, tmp_path / "out", "--dtype", "float32", *more)
 
 
 @given(share=st.floats(0, 1, exclude_max=True))
@@ -274,7 +274,7 @@ def test_another_models_tokenizer(model, refused, short, evaluation_file, tmp_pa
     edit_config(directory, vocab_size=90, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     refused(("tokenizer", "has 90"), "convert", directory, tmp_path / "out", *short)
     refused(("tokenizer", "has 90"), "eval", directory, "--text", evaluation_file, "--seqlen", 64)
-    refused(("tokenizer", "has 90"), "generate", directory)
+    refused(("tokenizer", "has 90"), "generate", directory, "--dtype", "float32")
 
 
 @pytest.mark.parametrize("judged", [2, 0])

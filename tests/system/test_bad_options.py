@@ -87,7 +87,7 @@ def test_what_the_parser_refuses(wrong, tiny_models, cli, tree, tmp_path):
         ("eval", ["--windows", 0], "windows = 0"),
         ("eval", ["--seqlen", 47], "seqlen = 47"),
         ("generate", ["--max-new-tokens", 0], "max_new_tokens = 0"),
-        ("generate", ["--prompt", ""], "the prompt is empty"),
+        ("generate", ["--prompt", "", "--dtype", "float32"], "the prompt is empty"),
         ("generate", ["--against", "nothing"], "nothing does not exist"),
         ("plan", ["--gpu", "h300"], "h200"),
     ],
@@ -99,7 +99,7 @@ def test_options_of_the_other_verbs(verb, more, word, tiny_models, refused, tmp_
 def test_chat_without_a_template(model, refused):
     directory = model("llama")
     (directory / "chat_template.jinja").unlink()
-    refused("has no chat template", "generate", directory, "--chat")
+    refused("has no chat template", "generate", directory, "--chat", "--dtype", "float32")
 
 
 # OUT

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+# With what takes seconds to import, and is not what is timed below.
 from mlaforge.checkpoint import resolve
 
 

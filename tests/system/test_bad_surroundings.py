@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
+from support.killed import command, started
+
 
 def fail_on_last_replace(error: BaseException) -> Callable[..., None]:
     """os.replace, but for the rename that would make the result appear."""
@@ -134,30 +136,32 @@ def test_a_disk_that_may_not_be_written(where, tiny_models, refused, short, smal
     refused("Read-only file system", "convert", tiny_models["llama"], small_disk(2**20, ",ro") / where, *short)
 
 
-def started(source: Path, out: Path, options: list[str]) -> subprocess.Popen[str]:
-    """A conversion in a process of its own that has begun; Ctrl-C reaches it as from a terminal, also where the tests
-    run in the background of a shell, whose children ignore it."""
-    command = [sys.executable, "-m", "mlaforge", "convert", str(source), str(out), *options]
-    pipe, heed = subprocess.PIPE, partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    child = subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, preexec_fn=heed)
-    deadline = time.monotonic() + 60
-    while not (out.parent / f".{out.name}.partial" / "work" / "begun").is_file() and child.poll() is None:
+def wait_for(name: str, out: Path, runs: Callable[[], bool]) -> None:
+    """Until the conversion into `out` keeps such a file among its work, or runs no more."""
+    deadline, work = time.monotonic() + 60, out.parent / f".{out.name}.partial" / "work"
+    while not any(work.rglob(name)) and runs():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return child
 
 
 @pytest.fixture(scope="module")
 def lengthy(calibration_file, evaluation_file) -> list[str]:
-    """Options with which a conversion runs every phase and takes a few seconds."""
-    told = {"calibration": calibration_file, "evaluation": evaluation_file, "seqlen": 64, "nsamples": 150}
-    told |= {"eval-windows": 40, "layout": "latent_rope", "device": "cpu"}
+    """Options with which a conversion runs every phase and takes about a second."""
+    told = {"calibration": calibration_file, "evaluation": evaluation_file, "seqlen": 64, "nsamples": 60}
+    told |= {"eval-windows": 20, "layout": "latent_rope", "device": "cpu"}
     return [part for name, value in told.items() for part in (f"--{name}", str(value))]
 
 
 def test_a_real_ctrl_c(tiny_models, tree, lengthy, tmp_path):
+    """It reaches the command as from a terminal, also where the tests run in the background of a shell, whose children
+    ignore it."""
     out = tmp_path / "out"
-    child = started(tiny_models["gpt_oss"], out, lengthy)
+    words = [sys.executable, "-m", "mlaforge", "convert", str(tiny_models["gpt_oss"]), str(out), *lengthy]
+    words += ["--nsamples", "150"]
+    pipe, heed = subprocess.PIPE, partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen(words, stderr=pipe, stdout=pipe, text=True, preexec_fn=heed)
+    # Not before: at the end of an import Python may print a Ctrl-C and go on.
+    wait_for("input-*", out, lambda: child.poll() is None)
     child.send_signal(signal.SIGINT)
     stdout, stderr = child.communicate(timeout=30)
     # Python kills itself with the signal where it came within an exec(); a shell shows 130 for both.
@@ -176,14 +180,15 @@ def test_killed_at_random_moments_it_ends_in_the_same_checkpoint(family, tiny_mo
     (tmp_path / "work").mkdir()
     out, random, finished = tmp_path / "work" / "out", Random(family), set[str]()
     for _ in range(5):
-        child = started(tiny_models[family], out, lengthy)
-        try:
-            child.wait(timeout=random.uniform(0.1, 2.5))
-        except subprocess.TimeoutExpired:
-            child.kill()
-        child.communicate(timeout=30)
+        child = started(command, "convert", tiny_models[family], out, *lengthy)
+        wait_for("begun", out, child.is_alive)
+        child.join(random.uniform(0.05, 1.2))
+        child.kill()
+        child.join()
         left = {path.name for path in (tmp_path / "work").rglob("backward-*") if path.is_file()}
-        assert out.exists() or left >= finished, "what was finished is gone"
+        # In its last moment the work goes, and then the result is renamed.
+        last = (tmp_path / "work" / ".out.partial" / "manifest.json").is_file()
+        assert out.exists() or last or left >= finished, "what was finished is gone"
         finished = left
     assert cli("convert", tiny_models[family], out, *lengthy).exit_code == 0
     assert files(tree, out) == files(tree, alone)

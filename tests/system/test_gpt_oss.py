@@ -156,7 +156,7 @@ def sink_shares(model, ids) -> torch.Tensor:
 
 @pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_the_sinks_share_is_the_originals(layout, absorb, tiny_models, run):
+def test_the_sinks_share_is_the_originals(layout, absorb, tiny_models, converted):
     """Exactly where nothing is removed, and nearer to it the more is kept."""
     original = load_original(tiny_models["gpt_oss"])
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_the_sinks_share_is_the_originals(layout, absorb, tiny_models, run):
     assert 0.05 < float((1 - kept).mean()) < 0.95
     error = {}
     for budget in (1.0, 0.75, 0.25):
-        model = loading.load_model(run(tiny_models["gpt_oss"], layout=layout, layers="all", budget=budget)[0])
+        model = loading.load_model(converted("gpt_oss", layout, layers="all", budget=budget))
         for layer in model.model.layers:
             layer.self_attn.absorb = absorb
         error[budget] = float((sink_shares(model, tokens()) - (1 - kept)).abs().mean())

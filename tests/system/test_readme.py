@@ -27,7 +27,7 @@ MORE = {
     "serve": FEW,
     "bench": [
         "--device", "cpu", "--context", "32", "--tokens", "2", "--rounds", "1", "--num-speculative-tokens", "0,2",
-        "--cache-fraction", "0.001",
+        "--cache-fraction", "0.001", "--dtype", "float32",
     ],
 }  # fmt: skip
 

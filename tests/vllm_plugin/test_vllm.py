@@ -27,11 +27,9 @@ from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.demo import gpt_oss
-from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.families.gpt_oss import FAMILY as GPT_OSS
 from mlaforge.planning.plan import LayerPlan, Plan
-from mlaforge.runtime import UserError
 from support.eagle3_heads import make
 from support.serving import free_port, name_vllm
 from support.tiny_models import save_model
@@ -335,23 +333,19 @@ REAL = ("llama latent_rope", "llama latent", "gpt_oss latent_rope")
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
+def real(smollm2, tmp_path_factory):
     """ "family layout" -> SmolLM2, or the same as GPT-OSS, at half of the converted layers' cache."""
-    try:
-        source = demo_model.fetch()
-    except UserError as error:
-        pytest.skip(f"the demo's model cannot be had here: {error}")
     root = tmp_path_factory.mktemp("real")
     stand_in = root / "gpt_oss"
     # Two experts that every token visits.
     options = {"windows": True, "yarn": 32.0, "sinks": True, "differ": 0.02, "experts": 2, "top_k": 2}
-    wider = with_four_kv_heads(source, root / "wider")
+    wider = with_four_kv_heads(smollm2, root / "wider")
     gpt_oss.run(stand_in, MakeGptOssConfig(from_=str(wider), **options))
     as_others_compute(stand_in)
     short = {"nsamples": 4, "seqlen": 512, "eval_windows": 0, "device": "cpu", "budget": 0.5}
     for name in REAL:
         family, layout = name.split()
-        model = source if family == "llama" else stand_in
+        model = smollm2 if family == "llama" else stand_in
         convert.run(str(model), root / name.replace(" ", "-"), ConvertConfig(layout=layout, **short))
     return {name: root / name.replace(" ", "-") for name in REAL}
 

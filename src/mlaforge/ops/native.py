@@ -24,7 +24,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma")
 
 
-def _why_not() -> str | None:
+def why_not() -> str | None:
     """Why the kernels cannot be had here; None where they can."""
     if not runtime.native_wanted():
         return "MLAFORGE_NATIVE is 0"
@@ -47,7 +47,7 @@ def compiler() -> str | None:
 @functools.cache
 def kernels() -> Any | None:
     """torch.ops.mlaforge_native with `linear` and `decode`, or None; compiles on the first call of a machine."""
-    reason = _why_not()
+    reason = why_not()
     if reason is None:
         reason = _load()
     if reason is not None:

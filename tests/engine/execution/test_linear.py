@@ -100,6 +100,8 @@ def test_few_rows_and_many_rows_use_the_same_weights(inputs, outputs, format):
     rows = WIDE[format]
     x, weight, bias = problem(rows, inputs, outputs, True, format)
     layer = PackedLinear(weight, bias, format)
+    if layer._weight is None:
+        pytest.skip("this processor has no AVX-512: bf16 is not packed")
     unpacked = layer._weight().double()
     assert unpacked.shape == weight.shape
     if format == "bfloat16":
@@ -120,6 +122,19 @@ def test_eight_bits_lose_less_than_four():
     # Of weights of deviation 1, whose largest is about 2.7 (of 128) or 2 (of 32): steps of 0.021 and 0.27, and a
     # rounding error of step / sqrt(12).
     assert errors[0] < 0.004 < errors[1] < 0.012 < 0.05 < errors[2] < 0.1
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_bf16_where_onednn_does_not_pack_it(rows, monkeypatch):
+    """As on processors without AVX-512."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(linear, "_packed_bf16", lambda weight: pytest.fail("it was packed"))
+    x, weight, bias = problem(rows, 64, 48, True, "bfloat16")
+    plus = torch.ones(rows, 48, dtype=torch.bfloat16)
+    want = F.linear(x.double(), weight.double(), bias.double())
+    allowed = bound(x, weight, bias, "bfloat16", want) + BF16 * (want.abs() + 2)
+    error = (PackedLinear(weight, bias, "bfloat16")(x, plus).double() - want - 1).abs()
+    assert (error <= allowed).all(), float((error - allowed).max())
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])

@@ -289,8 +289,10 @@ def test_prompt_logprobs_in_parts(monkeypatch):
     counts = [2, None, 1, 0, 2, 2, None, 3, 1]
     found = logprobs_of(logits, ids, counts)
     assert [None if f is None else len(f.top) for f in found] == counts
-    expected = logits.log_softmax(-1)
-    assert all(f is None or f.logprob == expected[n, n].item() for n, f in enumerate(found))
+    expected = logits.double().log_softmax(-1)
+    for n, one in enumerate(found):
+        # A row of fp32 is summed in an order that the processor's vectors choose.
+        assert one is None or one.logprob == pytest.approx(expected[n, n].item(), abs=2e-6)
     assert logprobs_of(logits, ids, [None] * 9) == [None] * 9
 
 

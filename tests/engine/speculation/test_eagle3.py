@@ -235,7 +235,8 @@ def test_a_damaged_head_is_refused(what, tmp_path):
 
 def test_a_head_of_another_model_is_refused(tiny_models, tmp_path, refused):
     folder = saved(tmp_path / "head", layer={"vocab_size": 300})
-    refused(("vocab_size is 300", "260"), "generate", tiny_models["llama"], "--speculative", folder)
+    asked = ("generate", tiny_models["llama"], "--dtype", "float32", "--speculative")
+    refused(("vocab_size is 300", "260"), *asked, folder)
     with pytest.raises(UserError, match="embed_tokens"):
         check_head(make(layer={"hidden_size": 48}).config, 64, 260)
-    refused(("speculative = 'ngrams'", "EAGLE-3"), "generate", tiny_models["llama"], "--speculative", "ngrams")
+    refused(("speculative = 'ngrams'", "EAGLE-3"), *asked, "ngrams")

@@ -11,7 +11,7 @@ from mlaforge.engine.execution.batch import Chunk, make_batch
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.controller import Pace
 from mlaforge.engine.speculation.drafter import Draft, ancestry
-from mlaforge.ops.native import kernels
+from mlaforge.ops.native import kernels, why_not
 from mlaforge.ops.paged_attention import OP
 from support.drafters import Branching
 from support.eagle3_heads import HEADS, draft_logits, recorded, saved
@@ -107,7 +107,7 @@ def test_attention_sees_the_path_and_what_came_before(parents, before, window, b
 def test_the_compiled_kernel_sees_the_same(parents, before, window, asked, heads):
     """In bf16, chunks of the cache that end inside the tree, and what nobody wrote beside it."""
     if kernels() is None:
-        pytest.skip("no compiled kernels here")
+        pytest.skip(why_not() or "the compiler failed")
     H, G, D, V = heads
     n, T = len(parents), min(asked, len(parents))
     tables = BlockTables([CacheGroup("it", 60, window)], 8)

@@ -56,7 +56,8 @@ class PackedLinear:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
             # Experts' weights come transposed, and the kernels read neither them nor rows with gaps between.
             self._few, self._weight = {"int8": _int8, "int4": _int4}[format](weight_MK.contiguous())
-        elif format == "bfloat16" and on_cpu:
+        # oneDNN packs bf16 from AVX-512 on only; F.linear takes it everywhere.
+        elif format == "bfloat16" and on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self._few, self._weight = _packed_bf16(weight_MK)
         else:
             weight = weight_MK.clone()
