@@ -165,11 +165,11 @@ def test_bad_recipes(text, words, recipe):
     ],
 )
 def test_lists_are_written_with_commas_or_as_yamls_own(text, field, value, recipe):
-    found = resolve(Example, recipe(text))
-    assert found == Example(**{field: value})
-    assert list(map(type, getattr(found, field))) == list(map(type, value))
+    config = resolve(Example, recipe(text))
+    assert config == Example(**{field: value})
+    assert list(map(type, getattr(config, field))) == list(map(type, value))
     # In Python the text form is as good.
-    assert Example(**yaml.safe_load(text)) == found
+    assert Example(**yaml.safe_load(text)) == config
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_lists_are_written_with_commas_or_as_yamls_own(text, field, value, recip
 )
 def test_a_wrong_value_is_refused_whoever_gives_it(values, words, recipe):
     for make in (lambda: Example(**values), lambda: dataclasses.replace(Example(), **values)):
-        with pytest.raises(UserError, match=f"^.{{0,500}}{words}$") as told:
+        with pytest.raises(UserError, match=f"^.{{0,500}}{words}$") as refused:
             make()
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(refused.value)
     path = recipe(yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}))
     with pytest.raises(UserError, match=f"^recipe {path}: "):
         resolve(Example, path)
