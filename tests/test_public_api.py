@@ -37,7 +37,7 @@ def test_the_names():
 def test_a_name_loads_only_what_it_needs():
     code = (
         "import sys\n"
-        "from mlaforge import SamplingParams, RequestOutput, plan\n"
+        "from mlaforge import SamplingParams, plan\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

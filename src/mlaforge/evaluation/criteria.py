@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mlaforge import config as configuration
+from mlaforge.artifact import record_name, record_names, sha256
 from mlaforge.config import SHORTEST_WINDOW, Options, option
 from mlaforge.runtime import UserError
 
@@ -41,11 +42,23 @@ class Criterion(Options):
     limit: int | None = option(None, "the task's first questions only", "questions", least=1)
 
     @property
+    def place(self) -> str:
+        """The text or the task that it reads, as the file has it; needle makes its own."""
+        return {"needle": "", "task": str(self.task)}.get(self.measure, self.text)
+
+    @property
     def name(self) -> str:
         """For people: the measure and what it is measured on."""
         lengths = ",".join(map(str, self.lengths))
-        what = {"needle": f"{lengths} tokens", "task": f"{self.task} {self.metric}"}.get(self.measure, self.text)
-        return f"{self.measure} ({what})"
+        what = record_name(self.place) if self.place else f"{lengths} tokens"
+        return f"{self.measure} ({what} {self.metric})" if self.measure == "task" else f"{self.measure} ({what})"
+
+    def describe(self) -> dict[str, Any]:
+        """What a manifest records: its text or task by name and by the SHA-256 of every file."""
+        path = Path(self.place).expanduser()
+        files = sorted(path.rglob("*")) if self.place and path.is_dir() else [path]
+        hashes = [sha256(file) for file in files if file.is_file()]
+        return {**dataclasses.asdict(self), **record_names(self, "text", "task"), "sha256": hashes}
 
 
 def read(path: Path) -> tuple[list[Criterion], int]:

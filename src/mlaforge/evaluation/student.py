@@ -167,7 +167,7 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     dtype = resolve_dtype(config.dtype, loading.stored_dtype(theirs))
     manifest = Manifest(
         "acceptance",
-        config={"dtype": str(dtype), "criteria": [dataclasses.asdict(c) for c in criteria], "seed": seed},
+        config={"dtype": str(dtype), "criteria": [c.describe() for c in criteria], "seed": seed},
         inputs={
             "teacher": {"path": record_name(config.teacher), "sha256": reader.fingerprint(teacher)},
             "student": {"path": record_name(config.student), "sha256": reader.fingerprint(student)},
