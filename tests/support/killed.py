@@ -15,24 +15,24 @@ SLOW = """
 import importlib, json, sys
 from pathlib import Path
 from mlaforge.training import loop
-whole = loop.Course._save
+whole = loop.Trainer._save
 def slow(self):
     whole(self)
-    print("saved", self.trainer.step, flush=True)
+    print("saved", self.optimizer.step, flush=True)
     sys.stdin.readline()
-loop.Course._save = slow
-stage, options, kind, *models, out, given = sys.argv[1:]
-config = getattr(importlib.import_module(options), kind)(**json.loads(given))
+loop.Trainer._save = slow
+stage, options, kind, *models, out, options_json = sys.argv[1:]
+config = getattr(importlib.import_module(options), kind)(**json.loads(options_json))
 importlib.import_module(stage).run(*models, Path(out), config)
 """
 
 
 def killed_after(steps, stage, models, out, config):
     """Runs stage.run(*models, out, config), whose checkpoints come after `steps`, and kills it after the last one."""
-    given = json.dumps(dataclasses.asdict(config))
+    options_json = json.dumps(dataclasses.asdict(config))
     kind = type(config)
     command = [sys.executable, "-c", SLOW, stage.__name__, kind.__module__, kind.__name__, *map(str, models), str(out)]
-    command.append(given)
+    command.append(options_json)
     # The same bits are promised for the same number of threads.
     own = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     with subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
