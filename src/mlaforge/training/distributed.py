@@ -1,5 +1,5 @@
-"""One process or many: under torchrun parameters, gradients and moments are sharded over all processes (FSDP2), and
-checkpoints are written by all of them (torch's distributed checkpoint, in its safetensors format, never pickle)."""
+"""Distributed training under torchrun: FSDP2 shards parameters, gradients and moments over all processes, all of which
+write checkpoints (torch's distributed checkpoint, in its safetensors format, never pickle)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache on disk of a teacher's targets, computed once: for text that is read in more than one epoch, and for a
+"""The teacher cache: a teacher's targets on disk, computed once: for text that is read more than once, and for a
 teacher that does not fit beside the student."""
 
 from __future__ import annotations
