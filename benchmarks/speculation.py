@@ -77,7 +77,7 @@ class Modes:
         self.stats: dict[str, Any] = {}
 
     def use(self, mode: str, drafter: Drafter | None) -> None:
-        """From now on as `mode` says; its counters and its measured pace go on where they stopped."""
+        """From now on as `mode` says; its counters and its measurements go on where they stopped."""
         engine = self.llm.engine
         engine.speculation, engine.model.boundaries = None, ()
         if drafter is None:

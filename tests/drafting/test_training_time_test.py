@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mlaforge.data.packing import Feed, Phase, place
 from mlaforge.drafting.training_time_test import DECAY, States, Unrolled, Validation, _decoded, columns
-from mlaforge.training.optimizer import Pace, Trainer
+from mlaforge.training.optimizer import Hyperparameters, Optimizer
 from support.eagle3_heads import HEADS, make
 
 # Token ids and how many of them are the prompt; packed into two rows of 40, the second with room left.
@@ -23,7 +23,7 @@ def documents(seed=0, vocabulary=260):
     return [(torch.randint(0, vocabulary, (n,), generator=draw).tolist(), asked) for n, asked in DOCUMENTS]
 
 
-def lesson(fields=None, unrolls=4, seed=0):
+def objective(fields=None, unrolls=4, seed=0):
     """An Unrolled of a random head, its rows, and states of no model at all."""
     head, rows = make(seed=seed, **(fields or {})), place(documents(), 40)
     draw = torch.Generator().manual_seed(seed + 1)
@@ -57,7 +57,7 @@ def drafted(head, embedding, ids, states, column, unrolls):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_unroll_is_what_drafting_gives(name):
-    model, rows, states = lesson(SHAPES[name])
+    model, rows, states = objective(SHAPES[name])
     at, left = columns(rows)
     with torch.no_grad():
         outs = torch.stack(model._outs(rows, states, at), dim=2)
@@ -93,7 +93,7 @@ def test_columns_are_where_the_engine_drafts():
 def test_what_a_column_sees(name, place_, unroll, token):
     """A state, or token, that changes moves exactly the outputs that may depend on it: of its own text, not later than
     the column (a token: than what was drafted), and inside the window."""
-    model, rows, states = lesson(SHAPES[name])
+    model, rows, states = objective(SHAPES[name])
     at, left = columns(rows)
     row, column_of = place_ // 40, place_ % 40
     with torch.no_grad():
@@ -142,7 +142,7 @@ def plain_loss(model, rows, states):
 
 @pytest.mark.parametrize("name", ["plain", "all norms"])
 def test_the_loss_is_its_formula(name):
-    model, rows, states = lesson(SHAPES[name])
+    model, rows, states = objective(SHAPES[name])
     names = dict(model.student.named_parameters())
     for parameter in names.values():
         parameter.requires_grad_(True)
@@ -158,17 +158,18 @@ def test_the_loss_is_its_formula(name):
 def test_a_step_does_not_depend_on_its_parts():
     results = []
     for micro in (80, 40):
-        model, rows, states = lesson()
+        model, rows, states = objective()
         kept = {0: states.captured.view(2, 40, -1), 1: states.final.view(2, 40, -1)}
 
         def targets(_, part, kept=kept):
             return States(*(kept[n][part.number].flatten(0, 1) for n in kept))
 
         names = [name for name, _ in model.student.named_parameters()]
-        trainer = Trainer(
-            model, Feed((Phase(rows, 3),), 80, 0), Pace(micro_tokens=micro, warm_up=0), names, targets=targets
-        )
-        results.append([list(trainer.advance().values()) for _ in range(3)])
+        optimizer = Optimizer(
+            model, Feed((Phase(rows, 3),), 80, 0), Hyperparameters(micro_tokens=micro, warm_up=0), names,
+            targets=targets,
+        )  # fmt: skip
+        results.append([list(optimizer.advance().values()) for _ in range(3)])
     torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]), rtol=1e-4, atol=1e-5)
 
 
@@ -180,7 +181,7 @@ def test_steps_of_decoding():
 
 def test_validation_counts_what_was_accepted():
     """A model that says beforehand what is right."""
-    model, rows, states = lesson()
+    model, rows, states = objective()
     at, left = columns(rows)
     draw = torch.rand((*at.shape, 4), generator=torch.Generator().manual_seed(3)) < 0.6
     right = draw & (left[..., None] > torch.arange(4))

@@ -70,8 +70,8 @@ def test_truncation_error_is_what_the_spectrum_predicts(seed, rank):
 def test_a_cut_is_what_that_rank_gives(seed, rank):
     """In both layouts; what was cut reads the mean input exactly, as the layer did."""
     p, m = random_layer(seed)
-    found = F.channels(p, m, LAYER)
-    split = F.split_rope(p, m, LAYER, found, found.best(2), 1.0)
+    candidates = F.channels(p, m, LAYER)
+    split = F.split_rope(p, m, LAYER, candidates, candidates.best(2), 1.0)
     for make, part in ((F.to_latent, F.latent_spectrum(p, m, LAYER)), (F.to_latent_rope, split)):
         cut, own = make(part, LAYER, HIDDEN).cut(rank), make(part, LAYER, rank)
         assert cut.rank == rank and cut.dropped == own.dropped
@@ -129,8 +129,8 @@ def logits(q_rows, k_rows, x, index, scale=1.0):
 def test_every_channel_kept_gives_the_original_logits(fold, scale):
     """With fold 1 nothing is approximated; folding turns neighbours alike, so it must differ."""
     p, m = random_layer(1)
-    found = F.channels(p, m, LAYER, fold)
-    split = F.split_rope(p, m, LAYER, found, found.best(len(found.gain)), scale)
+    candidates = F.channels(p, m, LAYER, fold)
+    split = F.split_rope(p, m, LAYER, candidates, candidates.best(len(candidates.gain)), scale)
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     H, G, D = LAYER.num_heads, LAYER.num_kv_heads, LAYER.head_dim
     pairs = torch.arange(D // 2)
@@ -149,26 +149,27 @@ def test_every_channel_kept_gives_the_original_logits(fold, scale):
 
 def test_channels_are_ordered_and_each_reads_what_it_writes():
     p, m = random_layer(4)
-    found = F.channels(p, m, LAYER)
-    assert (found.gain.diff() <= 0).all()
-    torch.testing.assert_close((found.write.conj() * found.read).sum(1), torch.ones(len(found.gain)).to(found.read))
+    candidates = F.channels(p, m, LAYER)
+    assert (candidates.gain.diff() <= 0).all()
+    identity = torch.ones(len(candidates.gain)).to(candidates.read)
+    torch.testing.assert_close((candidates.write.conj() * candidates.read).sum(1), identity)
 
 
 def test_one_per_pair_takes_deepseeks_frequencies():
     p, m = random_layer(5)
-    found = F.channels(p, m, LAYER)
-    assert found.index[found.one_per_pair(4)].tolist() == [0, 1, 2, 3]
-    assert found.index[found.one_per_pair(2)].tolist() == [0, 2]
-    for i in found.one_per_pair(4):
-        same = found.gain[found.band == found.band[i]]
-        assert found.gain[i] == same.max()
+    candidates = F.channels(p, m, LAYER)
+    assert candidates.index[candidates.one_per_pair(4)].tolist() == [0, 1, 2, 3]
+    assert candidates.index[candidates.one_per_pair(2)].tolist() == [0, 2]
+    for i in candidates.one_per_pair(4):
+        same = candidates.gain[candidates.band == candidates.band[i]]
+        assert candidates.gain[i] == same.max()
 
 
 def test_what_loses_rope_carries_the_attention_scaling():
     """YaRN scales cos and sin, so logits carry its square; a query that is not rotated must carry it itself."""
     p, m = random_layer(6)
-    found = F.channels(p, m, LAYER)
-    plain, scaled = (F.split_rope(p, m, LAYER, found, found.best(2), s) for s in (1.0, 1.3466))
+    candidates = F.channels(p, m, LAYER)
+    plain, scaled = (F.split_rope(p, m, LAYER, candidates, candidates.best(2), s) for s in (1.0, 1.3466))
     D = LAYER.head_dim
     shape = (LAYER.num_heads, D + 4, HIDDEN + 1)
     torch.testing.assert_close(scaled.query.view(shape)[:, :D], 1.3466**2 * plain.query.view(shape)[:, :D])

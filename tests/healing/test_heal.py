@@ -22,7 +22,7 @@ from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, Loss, trainable
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.training.kl_loss import compare
-from mlaforge.training.optimizer import NotFinite, Pace, Trainer, unit
+from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer, unit
 from support.killed import check_same_tensors, killed_after
 from support.tiny_models import save_model
 
@@ -201,10 +201,12 @@ def test_a_window_layers_phase_moves_only_window_layers(converted, tiny_models):
     student, teacher = (heal.load(path, "float32", torch.device("cpu")) for path in (start, tiny_models["gpt_oss"]))
     rows = pack([torch.arange(256) % 250], 64)
     names = trainable(student, "attention")
-    trainer = Trainer(Distillation(student, teacher, Loss()), Feed((Phase(rows, 2, True),), 128, 0), Pace(), names,
-                      windowed=heal.windowed(reader.read_config(start)))  # fmt: skip
+    optimizer = Optimizer(
+        Distillation(student, teacher, Loss()), Feed((Phase(rows, 2, True),), 128, 0), Hyperparameters(), names,
+        windowed=heal.windowed(reader.read_config(start)),
+    )  # fmt: skip
     before = {name: student.get_parameter(name).detach().clone() for name in names}
-    trainer.advance()
+    optimizer.advance()
     kinds = student.config.layer_types
     for name in names:
         slides = kinds[int(name.split(".")[2])] == "sliding_attention"
@@ -216,14 +218,15 @@ def test_half_precision_keeps_its_masters_in_full(tiny_models, student):
     ours, theirs = (heal.load(path, "bfloat16", torch.device("cpu")) for path in (student, tiny_models["llama"]))
     names = trainable(ours, "projections")
     rows = pack([torch.arange(512) % 250], 64)
-    trainer = Trainer(
-        Distillation(ours, theirs, Loss()), Feed((Phase(rows, 40),), 128, 0), Pace(learning_rate=1e-4, warm_up=0), names
-    )
+    optimizer = Optimizer(
+        Distillation(ours, theirs, Loss()), Feed((Phase(rows, 40),), 128, 0),
+        Hyperparameters(learning_rate=1e-4, warm_up=0), names,
+    )  # fmt: skip
     before = {name: ours.get_parameter(name).detach().clone() for name in names}
     for _ in range(3):
-        trainer.advance()
-    assert all(master.dtype == torch.float32 for master in trainer.masters.values())
-    weights = trainer.weights()
+        optimizer.advance()
+    assert all(master.dtype == torch.float32 for master in optimizer.masters.values())
+    weights = optimizer.weights()
     assert all(not torch.equal(weights[name], before[name].float()) for name in names)
     assert all(torch.equal(ours.get_parameter(name), weights[name].bfloat16()) for name in names)
 
@@ -239,10 +242,11 @@ def test_rows_move_in_their_own_units(tiny_models, student):
             attention.kv_a_proj_with_mqa.weight[0] *= factor
             attention.kv_b_proj.weight[:, 0] /= factor
         feed, names = Feed((Phase(pack([torch.arange(512) % 250], 64), 4),), 128, 0), ["kv_a_proj_with_mqa.weight"]
-        trainer = Trainer(
-            Distillation(ours, theirs, Loss()), feed, Pace(warm_up=0), [f"model.layers.0.self_attn.{n}" for n in names]
-        )
-        results.append([trainer.advance()["loss"] for _ in range(4)])
+        optimizer = Optimizer(
+            Distillation(ours, theirs, Loss()), feed, Hyperparameters(warm_up=0),
+            [f"model.layers.0.self_attn.{n}" for n in names],
+        )  # fmt: skip
+        results.append([optimizer.advance()["loss"] for _ in range(4)])
     assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
@@ -262,10 +266,10 @@ def test_gradients_do_not_depend_on_the_parts(tiny_models, student):
     results = []
     for micro in (256, 64):
         ours, theirs = (heal.load(path, "float32", torch.device("cpu")) for path in (student, tiny_models["llama"]))
-        feed, pace = Feed((Phase(rows, 2),), 256, 0), Pace(micro_tokens=micro, warm_up=0)
-        trainer = Trainer(Distillation(ours, theirs, Loss()), feed, pace, trainable(ours, "projections"))
-        found = trainer.advance()
-        results.append((found["loss"], found["gradient"]))
+        feed, hyperparameters = Feed((Phase(rows, 2),), 256, 0), Hyperparameters(micro_tokens=micro, warm_up=0)
+        optimizer = Optimizer(Distillation(ours, theirs, Loss()), feed, hyperparameters, trainable(ours, "projections"))
+        terms = optimizer.advance()
+        results.append((terms["loss"], terms["gradient"]))
     assert results[0] == pytest.approx(results[1], rel=1e-4)
 
 
@@ -275,17 +279,18 @@ def test_an_infinite_gradient_is_found(tiny_models, student):
     with torch.no_grad():
         ours.get_parameter(name).fill_(float("inf"))
     rows = pack([torch.arange(512) % 250], 64)
-    trainer = Trainer(Distillation(ours, theirs, Loss()), Feed((Phase(rows, 2),), 128, 0), Pace(), [name])
+    feed = Feed((Phase(rows, 2),), 128, 0)
+    optimizer = Optimizer(Distillation(ours, theirs, Loss()), feed, Hyperparameters(), [name])
     with pytest.raises(NotFinite) as caught:
-        trainer.advance()
+        optimizer.advance()
     assert caught.value.step == 0 and len(caught.value.rows) == 2
 
 
 def test_the_verb(cli, tiny_models, student, healing_file, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("\n".join(f"{key.replace('_', '-')}: {value}" for key, value in {**FEW, "steps": 2}.items()))
-    told = ["--teacher", tiny_models["llama"], "--student", student, "--out", tmp_path / "out", "--text", healing_file]
-    done = cli("heal", *told, "--recipe", recipe)
+    models = ["--teacher", tiny_models["llama"], "--student", student]
+    done = cli("heal", *models, "--out", tmp_path / "out", "--text", healing_file, "--recipe", recipe)
     assert done.exit_code == 0, done.stderr
     assert "validation KL" in done.stdout and "teacher" in done.stdout
     assert Manifest.load(tmp_path / "out").stage == "heal"
@@ -333,14 +338,14 @@ teacher, student, out, options = sys.argv[1:]
 options = json.loads(options)
 stop = options.pop("stop", None)
 if stop:
-    from mlaforge.training import loop as course
-    whole = course.Course._save
+    from mlaforge.training import loop
+    whole = loop.Trainer._save
     def save(self):
         whole(self)
-        if self.trainer.step == stop:
+        if self.optimizer.step == stop:
             import os
             os._exit(3)
-    course.Course._save = save
+    loop.Trainer._save = save
 heal.run(teacher, student, Path(out), HealConfig(**options))
 sharding.leave()
 """

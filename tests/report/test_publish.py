@@ -59,16 +59,16 @@ def test_everything_has_its_place(model: Path, golden: Path, tmp_path: Path) -> 
     (draft / "config.json").write_text(json.dumps({"architectures": [publish.HEAD]}))
     save_file({"fc": torch.ones(2)}, draft / "model.safetensors")
     card = artifact(tmp_path / "card", "card", README__md="# tiny\n", report__json="{}")
-    shipment = publish.pack([model, golden, draft, card], REPO)
-    assert [item.path for item in shipment.items] == [
+    upload = publish.pack([model, golden, draft, card], REPO)
+    assert [item.path for item in upload.items] == [
         "LICENSE", "README.md", "calibration/datasheet.md", "calibration/manifest.json", "calibration/swa.jsonl",
         "config.json", "draft/config.json", "draft/model.safetensors", "manifest.json", "model.safetensors",
         "modeling_mla.py", "report.json",
     ]  # fmt: skip
-    for item in shipment.items:
+    for item in upload.items:
         content = item.file.read_bytes()
         assert (item.bytes, item.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-    reasons = {Path(name).name: reason for name, reason in shipment.left_out.items()}
+    reasons = {Path(name).name: reason for name, reason in upload.left_out.items()}
     assert "no weights" in reasons.pop("last_step.safetensors") and "a card's own" in reasons.pop("manifest.json")
     assert reasons == {}
 
@@ -80,19 +80,19 @@ def test_what_stays_here(model: Path) -> None:
     (model / "notes.md").write_text("mine")
     (model / "weights.bin").write_bytes(pickle.dumps([1]))
     (model / "tokenizer.json").symlink_to("/etc/hostname")
-    told = Manifest.load(model)
-    assert told is not None
-    told.files += ["weights.bin", "disguised.json", "torch.json", "script.py", "run.sh"]
+    manifest = Manifest.load(model)
+    assert manifest is not None
+    manifest.files += ["weights.bin", "disguised.json", "torch.json", "script.py", "run.sh"]
     (model / "disguised.json").write_bytes(pickle.dumps([1], protocol=4))
     torch.save({"a": torch.ones(1)}, model / "torch.json")
     (model / "script.py").write_text("import os\n")
     (model / "run.sh").write_text("true\n")
-    told.save(model)
-    shipment = publish.pack([model], REPO)
-    assert {item.path for item in shipment.items} == {
+    manifest.save(model)
+    upload = publish.pack([model], REPO)
+    assert {item.path for item in upload.items} == {
         "LICENSE", "config.json", "manifest.json", "model.safetensors", "modeling_mla.py",
     }  # fmt: skip
-    reasons = {Path(name).name: reason for name, reason in shipment.left_out.items()}
+    reasons = {Path(name).name: reason for name, reason in upload.left_out.items()}
     for name in ("weights.bin", "disguised.json", "torch.json"):
         assert "pickle" in reasons[name]
     assert reasons[".cache"] == reasons["__pycache__"] == "hidden or a cache"
@@ -158,20 +158,20 @@ class Hub:
                 hub.requests.append((self.command, path, bearer, body))
                 if hub.refuse and hub.refuse in path:
                     self.answer({"error": f"no rights with {bearer}"}, 403, f"no rights with {bearer}")
-                elif (found := hub.reply(path, body)) is not None:
-                    self.answer(found)
+                elif (reply := hub.reply(path, body)) is not None:
+                    self.answer(reply)
                 else:
                     self.answer({"error": "not found"}, 404)
 
             do_GET = do_PUT = do_POST
 
-            def answer(self, body: Any, status: int = 200, told: str = "") -> None:
+            def answer(self, body: Any, status: int = 200, message: str = "") -> None:
                 data = json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
-                if told:
-                    self.send_header("X-Error-Message", told)
+                if message:
+                    self.send_header("X-Error-Message", message)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -209,9 +209,9 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     import huggingface_hub.constants
 
-    found = Hub()
-    Thread(target=found.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", found.url)
+    hub = Hub()
+    Thread(target=hub.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     # Xet uploads to storage servers of its own, which this hub does not have; it falls back to plain HTTP.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
@@ -219,9 +219,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
+    yield hub
+    hub.server.shutdown()
+    hub.server.server_close()
 
 
 def unseen(tmp_path: Path, *texts: str) -> None:
@@ -238,8 +238,8 @@ def test_without_push_nothing_is_sent(cli: Callable[..., Any], model: Path, hub:
     assert f"{sha}               2  config.json" in done.stdout and "left out: " in done.stdout
     assert "no model card" in done.stdout and "--push sends them" in done.stdout
     unseen(tmp_path, done.stdout, done.stderr)
-    told = json.loads(cli("publish", model, "--repo", REPO, "--json").stdout)
-    assert told["repo"] == REPO and told["files"][0]["path"] == "LICENSE" and len(told["left_out"]) == 1
+    listing = json.loads(cli("publish", model, "--repo", REPO, "--json").stdout)
+    assert listing["repo"] == REPO and listing["files"][0]["path"] == "LICENSE" and len(listing["left_out"]) == 1
 
 
 def test_push(cli: Callable[..., Any], model: Path, golden: Path, hub: Hub, tmp_path: Path, caplog: Any) -> None:
@@ -284,5 +284,5 @@ def test_no_token(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
     assert hub.requests == []
 
 
-def test_hidden() -> None:
-    assert publish.hidden(f"a {TOKEN} b secret c", "secret") == "a *** b *** c"
+def test_redacted() -> None:
+    assert publish.redacted(f"a {TOKEN} b secret c", "secret") == "a *** b *** c"

@@ -16,8 +16,8 @@ class Knowing:
         self.texts, self.right, self.vocab_size = texts, right, vocab_size
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, asked, least):
-        return [self._draft(sequence.token_ids, count) for sequence, count in asked]
+    def propose(self, budgets, min_probability):
+        return [self._draft(sequence.token_ids, count) for sequence, count in budgets]
 
     def _draft(self, token_ids, count):
         text = next((t for t in self.texts if t[: len(token_ids)] == token_ids), None)
@@ -29,7 +29,7 @@ class Knowing:
                 tokens[at] = int(torch.randint(0, self.vocab_size, (), generator=self.generator))
         return Draft(tokens) if tokens else None
 
-    def observe(self, ran, states_NS):
+    def observe(self, starts, states_NS):
         raise AssertionError("nothing was captured")
 
 
@@ -42,8 +42,8 @@ class Drawing:
         self.tokens, self.vocab_size = torch.tensor(tokens), vocab_size
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, asked, least):
-        return [self._draft(count) for _, count in asked]
+    def propose(self, budgets, min_probability):
+        return [self._draft(count) for _, count in budgets]
 
     def _draft(self, count):
         some = torch.randn(count, len(self.tokens), generator=self.generator).softmax(-1)
@@ -52,7 +52,7 @@ class Drawing:
         drawn = torch.multinomial(some, 1, generator=self.generator)[:, 0]
         return Draft(self.tokens[drawn].tolist(), q_KV)
 
-    def observe(self, ran, states_NS):
+    def observe(self, starts, states_NS):
         raise AssertionError("nothing was captured")
 
 

@@ -34,14 +34,14 @@ def _train(stage, models, out, config, threads, test):
     """It waits for the test after every checkpoint (training/loop.py)."""
     from mlaforge.training import loop
 
-    whole = loop.Course._save
+    whole = loop.Trainer._save
 
     def slow(self):
         whole(self)
-        test.send(self.trainer.step)
+        test.send(self.optimizer.step)
         test.recv()
 
-    loop.Course._save = slow
+    loop.Trainer._save = slow
     torch.set_num_threads(threads)
     importlib.import_module(stage).run(*map(str, models), out, config)
 

@@ -15,14 +15,14 @@ class Replay:
     def __init__(self, texts: dict[str, list[int]]):
         self.texts = texts
 
-    def propose(self, asked: Any, least: float) -> list[Draft | None]:
+    def propose(self, budgets: Any, min_probability: float) -> list[Draft | None]:
         """As Drafter.propose; None at the end of the text."""
         drafts: list[Draft | None] = []
-        for sequence, count in asked:
+        for sequence, count in budgets:
             length = len(sequence.token_ids)
             draft = self.texts[sequence.request.id][length : length + count]
             drafts.append(Draft(draft) if draft else None)
         return drafts
 
-    def observe(self, ran: Any, states_NS: Any) -> None:
+    def observe(self, starts: Any, states_NS: Any) -> None:
         """Nothing."""

@@ -31,7 +31,7 @@ from mlaforge.families.spec import ModelSpec
 from mlaforge.healing.distillation import Distillation, Loss
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
-from mlaforge.training.optimizer import NotFinite, Pace, Trainer
+from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
 
 WINDOW = 128
 # GPT-OSS clamps gate and up at 7; nothing reaches this.
@@ -214,9 +214,9 @@ def heal(
     names = [name for name, _ in student.named_parameters() if ".self_attn." in name]
     halves = tuned.ids.reshape(-1, TOKENS // 2) if tuned.ids.shape[1] == TOKENS else tuned.ids
     feed = Feed((Phase(pack(list(halves), halves.shape[1]), steps),), halves.shape[1], seed=0)
-    trainer = Trainer(Distillation(student, teacher, Loss(temperature=1.0)), feed, Pace(), names)
+    optimizer = Optimizer(Distillation(student, teacher, Loss(temperature=1.0)), feed, Hyperparameters(), names)
     try:
-        losses = [trainer.advance()["kl"] for _ in progress(range(steps), "heal", steps)]
+        losses = [optimizer.advance()["kl"] for _ in progress(range(steps), "heal", steps)]
     except NotFinite as error:
         raise UserError(
             f"healing diverged at step {error.step + 1} of {steps}; heal for fewer steps, or give other text"

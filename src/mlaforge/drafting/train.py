@@ -223,21 +223,21 @@ def _train(
         head = old or _new_head(shape, ids, rows, states, embedding, wanted_head, config.seed, work, group)
     head = head.to(device, kept)
     parameters = sum(tensor.numel() for tensor in head.parameters())
-    lesson = Unrolled(
+    objective = Unrolled(
         head, None if config.cache else target, embedding, wanted_head, config.unroll,
         texts.described["columns"] / len(rows),
     )  # fmt: skip
     del target
     names = [name for name, _ in head.named_parameters()]
-    judge = Validation(texts.validation, functools.partial(cache, 1), max(1, config.micro_tokens // config.seqlen))
+    validation = Validation(texts.validation, functools.partial(cache, 1), max(1, config.micro_tokens // config.seqlen))
     with timed(seconds, "train"):
-        course = train(
-            "draft train", lesson, texts.feed, judge, config, partial, group, dtype=dtype, subsets=["head"],
+        trainer = train(
+            "draft train", objective, texts.feed, validation, config, partial, group, dtype=dtype, subsets=["head"],
             trainable=lambda _: names, targets=cache if config.cache else None,
         )  # fmt: skip
-    course.write_last(partial, torch.float16)
+    trainer.write_last(partial, torch.float16)
     if group.first:
         written = Eagle3Head(shape)
-        written.load_state_dict({**buffers(shape, ids), **course.trained(best=True)})
+        written.load_state_dict({**buffers(shape, ids), **trainer.trained(best=True)})
         write_head(written, partial)
-    manifest.metrics = {"text": texts.described, "parameters": parameters, **course.metrics()}
+    manifest.metrics = {"text": texts.described, "parameters": parameters, **trainer.metrics()}

@@ -81,7 +81,7 @@ def visible(rows: Rows, at_BA: Tensor, unroll: int, window: int | None) -> Tenso
 
 
 class Unrolled(nn.Module):
-    """A head in training, a trainer.Lesson. `target` is frozen, or None where its states are given with each batch;
+    """A head in training, an optimizer.Objective. `target` is frozen, None where its states come with each batch;
     embedding [vocabulary, C] and the rows of its language model head [V, C'] for the head's own tokens are kept here.
     per_row: columns of an average row."""
 
@@ -240,10 +240,10 @@ class Validation:
             self.goal: steps / tokens,
         }
 
-    def told(self, found: dict[str, Any]) -> str:
+    def summary(self, metrics: dict[str, Any]) -> str:
         """`measure`'s result in words."""
-        shares = ", ".join("–" if share is None else f"{share:.3f}" for share in found["acceptance"])
-        return f"{found['acceptance_length']:.3f} tokens a step (3 drafted), accepted {shares}"
+        shares = ", ".join("–" if share is None else f"{share:.3f}" for share in metrics["acceptance"])
+        return f"{metrics['acceptance_length']:.3f} tokens a step (3 drafted), accepted {shares}"
 
 
 def _decoded(accepted: list[int], left: list[int]) -> tuple[int, int]:

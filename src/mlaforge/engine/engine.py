@@ -30,7 +30,7 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.scheduler import Plan, Scheduler
-from mlaforge.engine.speculation.controller import NOTHING, Controller, Decision
+from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter, head_cache
 from mlaforge.engine.speculation.step import Proposal, Speculation
@@ -61,7 +61,7 @@ class Engine:
         self.model = EngineModel(directory, format, self.device)
         self.vocab_size = spec.vocab_size
         self.max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-        self.eos_token_ids = _ends_of_text(directory, self.tokenizer)
+        self.eos_token_ids = _eos_token_ids(directory, self.tokenizer)
 
         head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
         layers, windows = layer_caches(spec, self.model.config)
@@ -176,7 +176,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes what fits into one step and returns what is new, per request. engine/step.py has the phases."""
         speculation, queue = self.speculation, self.scheduler
-        decision = speculation.controller.decide(queue.running, bool(queue.waiting)) if speculation else NOTHING
+        decision = speculation.controller.decide(queue.running, bool(queue.waiting)) if speculation else NO_DRAFT
         plan = queue.schedule(decision.tokens)
         if not plan.chunks:
             return []
@@ -257,8 +257,8 @@ class Engine:
             if drawn.path is not None:
                 self.cache.move(computed.batch.views, drawn.path)
             if speculation.drafter.boundaries:
-                ran = [(part.sequence, part.chunk.start) for part in computed.parts]
-                speculation.drafter.observe(ran, drawn.states())
+                starts = [(part.sequence, part.chunk.start) for part in computed.parts]
+                speculation.drafter.observe(starts, drawn.states())
             decoded = [(part.sequence, drawn.verified[part.sequence]) for part in computed.parts if part.decoding]
             rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
             speculation.end(computed.proposal, decoded, drawn.at, rows)
@@ -340,14 +340,14 @@ def _parts(items: list[int], size: int) -> list[list[int]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _ends_of_text(directory: Path, tokenizer: object) -> tuple[int, ...]:
+def _eos_token_ids(directory: Path, tokenizer: object) -> tuple[int, ...]:
     """Token ids that end a text: generation_config.json's, and the tokenizer's."""
-    found = (
+    generation_config = (
         reader.read_config(directory, "generation_config.json")
         if (directory / "generation_config.json").is_file()
         else {}
     )
-    ids = found.get("eos_token_id", [])
+    ids = generation_config.get("eos_token_id", [])
     own = getattr(tokenizer, "eos_token_id", None)
     return tuple(sorted({*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])}))
 

@@ -86,8 +86,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sum(map(_places, self.running)) + _places(sequence) > self.max_num_seqs:
                 break
-            found = self.tables.start(sequence.number, sequence.token_ids, sequence.reuse)
-            upto = min(len(sequence.token_ids), found + budget)
+            cached = self.tables.start(sequence.number, sequence.token_ids, sequence.reuse)
+            upto = min(len(sequence.token_ids), cached + budget)
             copies = self.tables.reserve(sequence.number, upto)
             if copies is None:
                 self.tables.free(sequence.number)
@@ -95,13 +95,13 @@ class Scheduler:
                 self._short = self.tables.available
                 break
             self._short = -1
-            sequence.computed = found
+            sequence.computed = cached
             if not sequence.prefilled:
-                sequence.request.num_cached_tokens = found
+                sequence.request.num_cached_tokens = cached
             self.running.append(self.waiting.popleft())
             plan.chunks.append((sequence, upto))
             plan.copies += copies
-            budget -= upto - found
+            budget -= upto - cached
         assert plan.chunks or not (self.running or self.waiting), "blocks are short for a single sequence"
         return plan
 

@@ -1,4 +1,4 @@
-"""What an engine has done so far and holds now."""
+"""Engine statistics: counters since the start, and what is held now."""
 
 from __future__ import annotations
 

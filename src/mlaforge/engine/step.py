@@ -1,4 +1,4 @@
-"""What the phases of a step hand on. Each is made of the one before it, so there is one order:
+"""The phases of a step as types. Each is made of the one before it, so there is one order:
 
 Decision     how many tokens to draft, before room is given out (engine/speculation/controller.py)
 Plan         who computes what, with room for it reserved; blocks to copy before anything is written (scheduler.py)

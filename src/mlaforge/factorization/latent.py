@@ -272,14 +272,14 @@ class RopeSplit:
 
 
 def split_rope(
-    p: Projections, m: LayerMoments, layer: LayerSpec, found: Channels, chosen: Tensor, attention_scaling: float,
+    p: Projections, m: LayerMoments, layer: LayerSpec, candidates: Channels, chosen: Tensor, attention_scaling: float,
     centred: bool = True,
 ) -> RopeSplit:  # fmt: skip
     """Keeps the chosen channels rotary. Dimensions that lose RoPE carry `attention_scaling`, which cos and sin
     carried for them, themselves. Not `centred`, the latent has no bias beyond the source's own: the PCA is about
     zero instead of about the mean."""
-    kept = found.take(chosen)
-    lost = float(found.gain.sum() - kept.gain.sum())
+    kept = candidates.take(chosen)
+    lost = float(candidates.gain.sum() - kept.gain.sum())
     H, G, D, fold = layer.num_heads, layer.num_kv_heads, layer.head_dim, kept.fold
     k = as_complex(_with_bias(p.w_k, p.b_k), G)
     banded = k.reshape(D // 2 // fold, fold * G, -1)

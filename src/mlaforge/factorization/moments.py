@@ -1,4 +1,4 @@
-"""Second moments of a running model: what calibration learns about a layer, and all that it keeps.
+"""Calibration moments: second moments of a layer's inputs, and the Fisher and Gauss-Newton weights of its errors.
 
 One forward and one backward pass over the calibration windows, one layer at a time. Per layer it sums, in fp64:
 the inputs' mean and covariance, the Fisher matrix of (k, v), and local Gauss-Newton weights of k and v.

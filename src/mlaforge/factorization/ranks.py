@@ -1,4 +1,4 @@
-"""What is true of a layer at every rank: its spectrum in either layout; and from all layers' spectra, their ranks.
+"""Spectra and ranks: a layer's error at every rank, in either layout; and ranks allocated by all layers' spectra.
 
 Conversion solves layers from it, diagnosis predicts what they would lose.
 """
@@ -26,8 +26,8 @@ def projections(attention: dict[str, Tensor]) -> Projections:
         return attention[f"{name}.weight"].double()
 
     def bias(name: str) -> Tensor:
-        found = attention.get(f"{name}.bias")
-        return weight(name).new_zeros(len(weight(name))) if found is None else found.double()
+        stored = attention.get(f"{name}.bias")
+        return weight(name).new_zeros(len(weight(name))) if stored is None else stored.double()
 
     return Projections(
         weight("q_proj"), weight("k_proj"), weight("v_proj"), weight("o_proj"),
@@ -55,10 +55,10 @@ def at_every_rank(
     layer = spec.layers[index]
     if chosen.layout == "latent":
         return latent.latent_spectrum(own, m, layer)
-    found = latent.channels(own, m, layer, fold)
+    candidates = latent.channels(own, m, layer, fold)
     pairs = chosen.qk_rope_head_dim // 2
-    kept = found.one_per_pair(pairs) if one_per_pair else found.best(pairs)
-    return latent.split_rope(own, m, layer, found, kept, spec.rope.attention_scaling, centred=not one_per_pair)
+    kept = candidates.one_per_pair(pairs) if one_per_pair else candidates.best(pairs)
+    return latent.split_rope(own, m, layer, candidates, kept, spec.rope.attention_scaling, centred=not one_per_pair)
 
 
 def at_rank(part: Spectrum | RopeSplit, layer: LayerSpec, rank: int) -> Latent:

@@ -43,13 +43,13 @@ def refit_o_proj(
         solve(new.o_proj, heads, targets)
         for states, outputs in ((original, wanted), (drifted, [new.o_proj(z) for z in heads])):
             for n, y in enumerate(outputs):
-                layer.self_attn = _Given(y)
+                layer.self_attn = _KnownOutput(y)
                 states[n] = stream.run(layer, index, states[n])
     finally:
         layer.self_attn = own
 
 
-class _Given(nn.Module):
+class _KnownOutput(nn.Module):
     """Stands for an attention whose output is known already, so that the layer computes only the rest."""
 
     def __init__(self, output: Tensor):
@@ -81,7 +81,7 @@ def steer(ours: LayerStream, theirs: LayerStream, windows: Tensor, up: bool = Fa
             if len(changed) > 1:
                 refit_up(own, their, drifted, original)
             heads: list[Tensor] = []
-            hook = own.self_attn.o_proj.register_forward_pre_hook(lambda _, given, into=heads: into.append(given[0]))
+            hook = own.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs, into=heads: into.append(inputs[0]))
             for h in drifted:
                 own.self_attn(own.input_layernorm(h), **ours.arguments(index, h))
             hook.remove()

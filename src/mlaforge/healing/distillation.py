@@ -158,6 +158,6 @@ class Validation:
         ours, theirs, kl, same = (sums[:4] / sums[4]).tolist()
         return {"ppl": math.exp(min(ours, 700.0)), "teacher_ppl": math.exp(theirs), "kl": kl, "top1": same}
 
-    def told(self, found: dict[str, Any]) -> str:
+    def summary(self, metrics: dict[str, Any]) -> str:
         """`measure`'s result in words."""
-        return f"validation ppl {found['ppl']:.4f} (teacher {found['teacher_ppl']:.4f}), KL {found['kl']:.5f}"
+        return f"validation ppl {metrics['ppl']:.4f} (teacher {metrics['teacher_ppl']:.4f}), KL {metrics['kl']:.5f}"

@@ -190,18 +190,18 @@ def _heal(
         student.gradient_checkpointing_enable({"use_reentrant": False})
         student.train()
     with timed(seconds, "train"):
-        course = train(
+        trainer = train(
             "heal", model, texts.feed, validation, config, partial, group, dtype=dtype, subsets=config.subset,
             trainable=functools.partial(trainable, student), patience=config.patience, targets=targets,
             windowed=windowed(checkpoint_reader.read_config(converted)),
         )  # fmt: skip
-    course.write_last(partial, torch.float32)
+    trainer.write_last(partial, torch.float32)
     if group.first:
-        write(converted, partial, {**solved, **course.trained(best=True)})
+        write(converted, partial, {**solved, **trainer.trained(best=True)})
         (partial / overlap.PASSAGES).write_text(json.dumps(texts.passages), encoding="utf-8")
     manifest.metrics = {
         "refit": None if config.refit == "off" else json.loads((work.folder / "refit.json").read_text()),
-        **course.metrics(),
+        **trainer.metrics(),
     }
 
 

@@ -17,13 +17,13 @@ KINDS = {"weights": "gqa", "cache": "latent", "activations": "mixed"}
 def scenario(body: dict[str, Any], key: str) -> list[dict[str, str]]:
     """The drawings of one results file, each with title, caption and svg, whose ids start with `key`."""
     ok = measured(body["cases"])
-    found: list[dict[str, str]] = []
+    drawings: list[dict[str, str]] = []
 
     def draw(title: str, caption: str, how: Callable[[Any, Any], None], what: Any, names: Iterable[str]) -> None:
         # Room for the legend's lines above the axes.
         lines = sum(1 + wrapped(name).count("\n") for name in names)
-        svg = drawing(f"{key}-{len(found)}", how, what, 2.9 + 0.17 * lines)
-        found.append({"title": title, "caption": caption, "svg": svg})
+        svg = drawing(f"{key}-{len(drawings)}", how, what, 2.9 + 0.17 * lines)
+        drawings.append({"title": title, "caption": caption, "svg": svg})
 
     roofs = "Bars span the repetitions; the dotted lines are the rooflines of each at its measured acceptance."
     drawn = "Of drafted tokens, each model's fastest number; every case is in the table."
@@ -47,7 +47,7 @@ def scenario(body: dict[str, Any], key: str) -> list[dict[str, str]]:
     if held := [case for case in _plainest(ok) if number(case, "peak_memory", "total")]:
         draw("Peak memory", "By kind, plain decoding at each model's longest context and largest batch.", _draw_memory,
              held, [case["id"] for case in held])  # fmt: skip
-    return found
+    return drawings
 
 
 def _series(cases: list[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
@@ -66,8 +66,8 @@ def _series(cases: list[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any
 
 def _by_series(cases: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Cases of one series each; what was imported from elsewhere is one of its own."""
-    told = [{**case, "where": str(at(case, "imported", "device"))} for case in cases]
-    return list(groups(told, *SERIES, "where").values())
+    located = [{**case, "where": str(at(case, "imported", "device"))} for case in cases]
+    return list(groups(located, *SERIES, "where").values())
 
 
 def _by_drafts(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -87,8 +87,8 @@ def _accepted(cases: list[dict[str, Any]]) -> dict[str, list[float]]:
     for own in _by_series(cases):
         for line in groups([c for c in own if c["num_speculative_tokens"]], "draft").values():
             best = max(line, key=lambda case: (case["num_speculative_tokens"], case["context"]))
-            found = at(best, "eagle_speculation", "acceptance_per_position")
-            shares = [share for share in found if number(share) is not None] if isinstance(found, list) else []
+            rates = at(best, "eagle_speculation", "acceptance_per_position")
+            shares = [rate for rate in rates if number(rate) is not None] if isinstance(rates, list) else []
             if shares:
                 kept[label(best, cases)] = shares
     return kept

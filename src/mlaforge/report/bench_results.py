@@ -33,7 +33,7 @@ SPEED = ("tokens_per_second", "median")
 def read_results(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """Kind -> its files, oldest first, each with its `name` below `folder`; and the names of those that cannot be read
     or are of another schema."""
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     unreadable = []
     for path in sorted(folder.resolve().rglob("*.json")):
         if not RUN.fullmatch(path.parent.name):
@@ -47,15 +47,15 @@ def read_results(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[st
             unreadable.append(name)
             continue
         body["name"] = name
-        found[body["kind"]].append(body)
-    for files in found.values():
+        results[body["kind"]].append(body)
+    for files in results.values():
         files.sort(key=lambda body: str(body.get("time")))
-    for body in found["scenario"]:
+    for body in results["scenario"]:
         body["cases"] = [_case(case) for case in dicts(body.get("cases"))]
     for kind, key in (("gates", "gates"), ("kernels", "rows"), ("conversion", "rows")):
-        for body in found[kind]:
+        for body in results[kind]:
             body[key] = dicts(body.get(key))
-    return found, unreadable
+    return results, unreadable
 
 
 def _case(case: dict[str, Any]) -> dict[str, Any]:
@@ -94,20 +94,20 @@ def spread(case: dict[str, Any], key: str = "tokens_per_second") -> tuple[float,
 
 def groups(cases: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     """Cases that agree in `keys`, in the order in which they came."""
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for case in cases:
-        found.setdefault(tuple(case[key] for key in keys), []).append(case)
-    return found
+        grouped.setdefault(tuple(case[key] for key in keys), []).append(case)
+    return grouped
 
 
 def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
     """What tells a case's series from the others: the model, and whatever else differs, and its drafted tokens."""
     among = list(among)
     parts = [str(case["model"])]
-    for key, told in (("layout", "{}"), ("engine", "{}"), ("dtype", "{}"), ("cache_fraction", "cache {}")):
+    for key, form in (("layout", "{}"), ("engine", "{}"), ("dtype", "{}"), ("cache_fraction", "cache {}")):
         several = len({str(other[key]) for other in among if other[key] is not None}) > 1
         if several and case[key] not in (None, OWN) and str(case[key]) not in parts[0]:
-            parts.append(told.format(case[key]))
+            parts.append(form.format(case[key]))
     if case["imported"]:
         parts.append(f"imported: {at(case, 'imported', 'device')}")
     if drafts := case["num_speculative_tokens"]:

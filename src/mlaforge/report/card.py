@@ -46,8 +46,8 @@ def run(folder: Path, out: Path, config: CardConfig, overwrite: bool = False) ->
     facts = about(report, record)
     with writing(out, manifest) as partial:
         (partial / CARD).write_text(model_card(facts, config), encoding="utf-8")
-        told = jinja_page("technical_report.md.jinja").render(report, at=at, watched=WATCHED, measured=measured)
-        (partial / TECHNICAL).write_text(told, encoding="utf-8")
+        technical = jinja_page("technical_report.md.jinja").render(report, at=at, watched=WATCHED, measured=measured)
+        (partial / TECHNICAL).write_text(technical, encoding="utf-8")
         (partial / NUMBERS).write_text(numbers + "\n", encoding="utf-8")
     return manifest
 
@@ -62,9 +62,9 @@ def choose(report: dict[str, Any], name: str | None) -> dict[str, Any]:
             raise UserError(f"model {name!r} is none of {', '.join(records)}{nearest(name, records)}")
         return dict(records[name])
     canonical = [record for record in records.values() if record["canonical"]]
-    for found in (list(records.values()), canonical):
-        if len(found) == 1:
-            return dict(found[0])
+    for candidates in (list(records.values()), canonical):
+        if len(candidates) == 1:
+            return dict(candidates[0])
     raise UserError(f"{report['folder']} holds several models: give --model, one of {', '.join(records)}")
 
 
@@ -81,7 +81,7 @@ def about(report: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     def of(records: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
         return [other for other in records if Path(str(at(other, *keys) or "")).name == own]
 
-    judged = of(report["acceptances"], "inputs", "student", "path")
+    comparisons = of(report["acceptances"], "inputs", "student", "path")
     cases = [{**c, "device": body.get("device")} for body in report["scenarios"] for c in measured(body["cases"])]
     return {
         "name": own,
@@ -90,7 +90,7 @@ def about(report: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         "conversion": conversion,
         "original": str(at(record, "inputs", "teacher", "path") if healed else at(record, "inputs", "model", "path")),
         "evaluations": of(report["evaluations"], "inputs", "model", "path"),
-        "criteria": [criterion for acceptance in judged for criterion in acceptance["criteria"]],
+        "criteria": [criterion for comparison in comparisons for criterion in comparison["criteria"]],
         # What replays a known answer is a ceiling, nothing to claim.
         "cases": [case for case in of(cases, "model") if case["draft"] != "replay"],
         "settings": [
@@ -98,9 +98,9 @@ def about(report: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
             for setting in report["settings"]
         ],
         "deviations": [
-            told for told in report["deviations"]
-            if own in (Path(told["where"]).name, *told["what"].replace(":", " ").split())
-            or (conversion and told["where"] == conversion["name"])
+            deviation for deviation in report["deviations"]
+            if own in (Path(deviation["where"]).name, *deviation["what"].replace(":", " ").split())
+            or (conversion and deviation["where"] == conversion["name"])
         ],
     }  # fmt: skip
 
@@ -122,22 +122,22 @@ def _eval_results(facts: dict[str, Any]) -> list[Any]:
     """The measured perplexities and criteria as the hub's model-index has them."""
     from huggingface_hub import EvalResult
 
-    def result(text: str, metric: str, value: float, told: str) -> Any:
+    def result(text: str, metric: str, value: float, name: str) -> Any:
         kind = Path(text).name or "text"
         return EvalResult(
             task_type="text-generation", dataset_type=kind, dataset_name=kind, metric_type=metric, metric_value=value,
-            metric_name=told,
+            metric_name=name,
         )  # fmt: skip
 
-    found, conversion = [], facts["conversion"]
+    results, conversion = [], facts["conversion"]
     if conversion and not facts["healed"] and (ppl := number(conversion, "metrics", "mla_ppl")) is not None:
         text = str(at(conversion, "inputs", "evaluation", "source"))
         ratio = number(conversion, "metrics", "ratio")
-        found.append(result(text, "perplexity", ppl, f"perplexity ({ratio:.4f} times the original's)"))
+        results.append(result(text, "perplexity", ppl, f"perplexity ({ratio:.4f} times the original's)"))
     for evaluation in facts["evaluations"]:
         if (ppl := number(evaluation, "metrics", "ppl")) is not None:
-            found.append(result(str(at(evaluation, "inputs", "text", "source")), "perplexity", ppl, "perplexity"))
+            results.append(result(str(at(evaluation, "inputs", "text", "source")), "perplexity", ppl, "perplexity"))
     for criterion in dicts(facts["criteria"]):
         if (value := number(criterion, "student")) is not None:
-            found.append(result("criteria", str(criterion.get("name")), value, f"{criterion.get('name')} (student)"))
-    return found
+            results.append(result("criteria", str(criterion.get("name")), value, f"{criterion.get('name')} (student)"))
+    return results

@@ -37,46 +37,46 @@ WATCHED = (
 
 def deviations(report: dict[str, Any]) -> list[dict[str, str]]:
     """`where` and `what` of each. report: as report.summarise makes it."""
-    told = [
+    statements = [
         *_of_conversions(report["conversions"]),
         *_of_healings(report["healings"]),
-        *_of_acceptances(report["acceptances"]),
-        *(told for body in report["scenarios"] for told in _of_scenario(body)),
-        *(told for body in report["gates"] for told in _of_gates(body)),
+        *_of_comparisons(report["acceptances"]),
+        *(statement for body in report["scenarios"] for statement in _of_scenario(body)),
+        *(statement for body in report["gates"] for statement in _of_gates(body)),
         *_of_surroundings(report),
     ]
-    return [{"where": where, "what": what} for where, what in dict.fromkeys(told)]
+    return [{"where": where, "what": what} for where, what in dict.fromkeys(statements)]
 
 
-Told = Iterator[tuple[str, str]]
+Statements = Iterator[tuple[str, str]]
 
 
-def _of_conversions(conversions: list[dict[str, Any]]) -> Told:
+def _of_conversions(conversions: list[dict[str, Any]]) -> Statements:
     for c in conversions:
-        predicted, found = c["predicted_loss"], c["measured_loss"]
-        if predicted and found and not predicted / FACTOR <= found <= predicted * FACTOR:
-            both = f"{shown(predicted, 'small')} nats per token, measured {shown(found, 'small')}"
+        predicted, measured = c["predicted_loss"], c["measured_loss"]
+        if predicted and measured and not predicted / FACTOR <= measured <= predicted * FACTOR:
+            both = f"{shown(predicted, 'small')} nats per token, measured {shown(measured, 'small')}"
             yield c["name"], f"predicted loss {both}"
-        if found is not None and c["ratio_interval"] is None:
+        if measured is not None and c["ratio_interval"] is None:
             yield c["name"], "the perplexity ratio has no confidence interval: give --eval-windows 4 or more"
 
 
-def _of_healings(healings: list[dict[str, Any]]) -> Told:
+def _of_healings(healings: list[dict[str, Any]]) -> Statements:
     for h in healings:
         best, last = (number(h, "metrics", which, "step") for which in ("best", "last"))
         if best is not None and last is not None and best < last:
             yield h["name"], f"the validation KL was best at step {best:g} of {last:g}; those weights were written"
 
 
-def _of_acceptances(acceptances: list[dict[str, Any]]) -> Told:
-    for record in acceptances:
+def _of_comparisons(comparisons: list[dict[str, Any]]) -> Statements:
+    for record in comparisons:
         for c in record["criteria"]:
             if c.get("passed") is not True:
                 worse, limit = shown(c.get("worse"), "small"), shown(c.get("limit"), "small")
                 yield record["name"], f"criterion {c.get('name')} failed: worse by {worse}, allowed {limit}"
 
 
-def _of_scenario(body: dict[str, Any]) -> Told:
+def _of_scenario(body: dict[str, Any]) -> Statements:
     where = body["name"]
     for case in body["cases"]:
         name = case["id"]
@@ -103,11 +103,11 @@ def _of_scenario(body: dict[str, Any]) -> Told:
         yield where, "the full run was forced before the micro gates had passed"
 
 
-def _of_gates(body: dict[str, Any]) -> Told:
+def _of_gates(body: dict[str, Any]) -> Statements:
     for gate in body["gates"]:
         if gate.get("verdict") != "pass":
-            verdict, told = gate.get("verdict") or "not judged", gate.get("told") or "nothing told"
-            yield body["name"], f"gate {gate.get('name') or 'without a name'}: {verdict}, {told}"
+            verdict, reason = gate.get("verdict") or "not judged", gate.get("told") or "nothing told"
+            yield body["name"], f"gate {gate.get('name') or 'without a name'}: {verdict}, {reason}"
     held, needed = (number(body, "ledger", key) for key in ("in_a_row", "needed"))
     if held is not None and needed is not None and held < needed:
         yield body["name"], f"micro gates green {held:g} times in a row, {needed:g} are needed before full runs"
@@ -115,7 +115,7 @@ def _of_gates(body: dict[str, Any]) -> Told:
         yield body["name"], "the full run was forced before the micro gates had passed"
 
 
-def _of_surroundings(report: dict[str, Any]) -> Told:
+def _of_surroundings(report: dict[str, Any]) -> Statements:
     files = [body for kind in report["results"].values() for body in kind]
     if dirty := [body["name"] for body in files if body.get("dirty")]:
         yield dirty[0], f"{len(dirty)} results were measured with uncommitted changes"

@@ -28,7 +28,7 @@ def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str
         "own": [_own(i, c) for i, c in enumerate(conversions)],
         "healings": [_healing(i, record) for i, record in enumerate(report["healings"])],
         "trainings": [_training(i, record) for i, record in enumerate(report["trainings"])],
-        "acceptances": [_acceptance(i, record) for i, record in enumerate(report["acceptances"])],
+        "acceptances": [_comparison(i, record) for i, record in enumerate(report["acceptances"])],
         "diagnoses": [_diagnosis(i, body) for i, body in enumerate(diagnoses)],
         "scenarios": [bench_plots.scenario(body, f"s{i}") for i, body in enumerate(report["scenarios"])],
         "kernels": [bench_plots.kernels(body, f"k{i}") for i, body in enumerate(report["kernels"])],
@@ -47,7 +47,7 @@ def _own(i: int, c: dict[str, Any]) -> dict[str, str]:
 
 def _ranks(conversions: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Of each model with several conversions: what every layer of each keeps."""
-    found: list[dict[str, str]] = []
+    by_model: list[dict[str, str]] = []
     for model in dict.fromkeys(c["model"] for c in conversions):
         kept = {
             c["name"]: [a / b if b else math.nan for a, b in zip(*(_column(c, k) for k in CACHED), strict=True)]
@@ -56,9 +56,9 @@ def _ranks(conversions: list[dict[str, Any]]) -> list[dict[str, str]]:
         if len(kept) > 1 and len({len(row) for row in kept.values()}) == 1:
             columns = [list(column) for column in zip(*kept.values(), strict=True)]
             what = {"columns": columns, "rows": "", "ticks": [name[-24:] for name in kept], "label": "of GQA's cache"}
-            svg = drawing(f"ranks{len(found)}", heat, what, 1.5 + 0.22 * len(kept))
-            found.append({"model": model, "svg": svg})
-    return found
+            svg = drawing(f"ranks{len(by_model)}", heat, what, 1.5 + 0.22 * len(kept))
+            by_model.append({"model": model, "svg": svg})
+    return by_model
 
 
 def _healing(i: int, record: dict[str, Any]) -> dict[str, str]:
@@ -87,15 +87,15 @@ def _draw_kl(ax: Any, curve: list[dict[str, Any]]) -> None:
 def _training(i: int, record: dict[str, Any]) -> dict[str, str]:
     """Acceptance by drafted token, tokens a step and the loss by tokens seen, each where it was measured."""
     curve = [p for p in dicts(record["metrics"].get("curve")) if number(p, "tokens") is not None]
-    places: list[list[tuple[float, float]]] = []
+    positions: list[list[tuple[float, float]]] = []
     for point in curve:
-        found = point.get("acceptance")
-        for place, share in enumerate(found if isinstance(found, list) else []):
-            if place == len(places):
-                places.append([])
+        shares = point.get("acceptance")
+        for position, share in enumerate(shares if isinstance(shares, list) else []):
+            if position == len(positions):
+                positions.append([])
             if number(share) is not None:
-                places[place].append((point["tokens"] / 1e6, share))
-    drawn = {"acceptance": drawing(f"draftacceptance{i}", _draw_places, places)} if any(places) else {}
+                positions[position].append((point["tokens"] / 1e6, share))
+    drawn = {"acceptance": drawing(f"draftacceptance{i}", _draw_acceptance, positions)} if any(positions) else {}
     for key, label in (("acceptance_length", "tokens a step, 3 drafted"), ("loss", "loss")):
         line = [(p["tokens"] / 1e6, p[key]) for p in curve if number(p, key) is not None]
         if line:
@@ -103,11 +103,11 @@ def _training(i: int, record: dict[str, Any]) -> dict[str, str]:
     return drawn
 
 
-def _draw_places(ax: Any, places: list[list[tuple[float, float]]]) -> None:
-    for place, line in ((place, line) for place, line in enumerate(places) if line):
+def _draw_acceptance(ax: Any, positions: list[list[tuple[float, float]]]) -> None:
+    for position, line in ((position, line) for position, line in enumerate(positions) if line):
         # From the first token's full colour to the last one's pale.
-        pale = 1 - 0.8 * place / len(places)
-        ax.plot(*zip(*line, strict=True), color=PAINT["latent"], alpha=pale, marker="o", ms=3, lw=1.2, label=place + 1)
+        pale, xy = 1 - 0.8 * position / len(positions), zip(*line, strict=True)
+        ax.plot(*xy, color=PAINT["latent"], alpha=pale, marker="o", ms=3, lw=1.2, label=position + 1)
     ax.set(xlabel="tokens seen (millions)", ylabel="accepted, by drafted token")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=8, borderaxespad=0.2, handlelength=1, columnspacing=1)
 
@@ -118,7 +118,7 @@ def _draw_learning(ax: Any, what: tuple[list[tuple[float, float]], str]) -> None
     ax.set(xlabel="tokens seen (millions)", ylabel=label)
 
 
-def _acceptance(i: int, record: dict[str, Any]) -> str:
+def _comparison(i: int, record: dict[str, Any]) -> str:
     """How much of each criterion's allowance is used up."""
     judged = [c for c in record["criteria"] if number(c, "worse") is not None and number(c, "limit")]
     return drawing(f"criteria{i}", _draw_criteria, judged, 1.3 + 0.45 * len(judged)) if judged else ""
@@ -147,7 +147,7 @@ def _diagnosis(i: int, body: dict[str, Any]) -> list[dict[str, str]]:
 
 def _column(conversion: dict[str, Any], key: str) -> list[float]:
     layers = conversion["metrics"]["layers"]
-    return [math.nan if (found := number(layer, key)) is None else found for layer in layers]
+    return [math.nan if (value := number(layer, key)) is None else value for layer in layers]
 
 
 def _spectrum(layer: dict[str, Any]) -> list[float]:

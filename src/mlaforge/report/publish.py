@@ -1,7 +1,7 @@
 """`publish`: finished artifacts as one commit to a repository of the Hugging Face hub; without --push only shown.
 
 What goes is what the artifacts' manifests name, of kinds of files that cannot run code when they are loaded; all else
-is left out and told. The token is huggingface_hub's affair ($HF_TOKEN, `hf auth login`): it is read here only to make
+is left out and listed. The token is huggingface_hub's affair ($HF_TOKEN, `hf auth login`): it is read here only to make
 sure that it stands in nothing that is shown, raised or sent.
 """
 
@@ -51,7 +51,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shipment:
+class Upload:
     """What goes to `repo`, and what of the folders does not, with the reason."""
 
     repo: str
@@ -68,9 +68,9 @@ class Shipment:
         return {"repo": self.repo, "bytes": self.bytes, "files": files, "left_out": self.left_out}
 
 
-def pack(folders: list[Path], repo: str) -> Shipment:
-    """What `push` would send: of checkpoints and cards to the repository's root, of drafts to draft/, of golden sets
-    to calibration/.
+def pack(folders: list[Path], repo: str) -> Upload:
+    """What `push` would send: of checkpoints and cards to the repository's root, of drafts to draft/, of calibration
+    sets to calibration/.
 
     Raises UserError for a folder that is no finished artifact of such a kind, for weights that are not safetensors,
     for two files of one place, and for a file that holds a token of the hub or a path of this machine.
@@ -85,21 +85,21 @@ def pack(folders: list[Path], repo: str) -> Shipment:
         named = False
     if not named:
         raise UserError(f"repo {repo!r} is no name on the hub; give OWNER/NAME, such as you/smollm2-mla")
-    found: dict[str, tuple[Path, str]] = {}
+    by_place: dict[str, tuple[Path, str]] = {}
     left_out: dict[str, str] = {}
     for folder in folders:
         for file, place, reason in _files(folder):
             if reason:
                 left_out[str(file)] = reason
-            elif place in found:
-                raise UserError(f"{found[place][0]} and {file} would both be {place} of {repo}; publish one of them")
+            elif place in by_place:
+                raise UserError(f"{by_place[place][0]} and {file} would both be {place} of {repo}; publish one of them")
             else:
-                found[place] = file, place
+                by_place[place] = file, place
     items = []
-    for file, place in progress(list(found.values()), "hash", len(found)):
+    for file, place in progress(list(by_place.values()), "hash", len(by_place)):
         _check(file)
         items.append(Item(file, place, file.stat().st_size, sha256(file)))
-    return Shipment(repo, tuple(sorted(items, key=lambda item: item.path)), left_out)
+    return Upload(repo, tuple(sorted(items, key=lambda item: item.path)), left_out)
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, str, str]]:
@@ -111,8 +111,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, str, str]]:
     manifest = Manifest.load(folder)
     stage, whole = (manifest.stage, manifest.files) if manifest else (_head(folder), None)
     if stage not in PLACES:
-        told = f"a result of {stage}" if stage else f"not made by mlaforge (it has no {MANIFEST})"
-        raise UserError(f"{folder} is {told}; what can be published: {', '.join(PLACES)}")
+        origin = f"a result of {stage}" if stage else f"not made by mlaforge (it has no {MANIFEST})"
+        raise UserError(f"{folder} is {origin}; what can be published: {', '.join(PLACES)}")
     if gone := sorted(name for name in whole or () if not (folder / name).is_file()):
         raise UserError(f"{folder / gone[0]} is gone, though its {MANIFEST} names it; make the artifact again")
     place = PLACES[stage]
@@ -182,7 +182,7 @@ def _check(file: Path) -> None:
         raise UserError(f"{file} names {place[0]}, a path of this machine: make it again, or put its last part there")
 
 
-def push(shipment: Shipment) -> str:
+def push(upload: Upload) -> str:
     """Sends it as one commit, into a private repository where there is none yet; returns the commit's address.
 
     Raises UserError where the hub or the network refuses; then nothing has changed there.
@@ -195,27 +195,27 @@ def push(shipment: Shipment) -> str:
         raise UserError("the hub needs a token: set HF_TOKEN, or log in once with `hf auth login`")
     api = HfApi()
     try:
-        api.create_repo(shipment.repo, private=True, exist_ok=True)
-        adds = [CommitOperationAdd(path_in_repo=item.path, path_or_fileobj=item.file) for item in shipment.items]
-        made = api.create_commit(shipment.repo, adds, commit_message=f"Published by mlaforge {version()}")
+        api.create_repo(upload.repo, private=True, exist_ok=True)
+        adds = [CommitOperationAdd(path_in_repo=item.path, path_or_fileobj=item.file) for item in upload.items]
+        commit = api.create_commit(upload.repo, adds, commit_message=f"Published by mlaforge {version()}")
     except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError, RuntimeError, ValueError) as error:
-        told = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
     else:
-        return str(made.commit_url)
+        return str(commit.commit_url)
     # Outside the handler: the error, which may quote the request, is not chained to ours.
-    raise UserError(f"the hub took nothing: {hidden(told, token)}; the same command tries again")
+    raise UserError(f"the hub took nothing: {redacted(reason, token)}; the same command tries again")
 
 
-def hidden(text: str, token: str) -> str:
+def redacted(text: str, token: str) -> str:
     """`text` without the token, nor anything that looks like one."""
     return TOKEN.sub(b"***", text.replace(token, "***").encode()).decode()
 
 
-def table(shipment: Shipment) -> str:
+def table(upload: Upload) -> str:
     """What would go where, with sizes in bytes and hashes; then what stays here, and why."""
-    lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in shipment.items]
-    lines += [f"left out: {path}: {reason}" for path, reason in shipment.left_out.items()]
-    if not any(item.path == "README.md" for item in shipment.items):
+    lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in upload.items]
+    lines += [f"left out: {path}: {reason}" for path, reason in upload.left_out.items()]
+    if not any(item.path == "README.md" for item in upload.items):
         lines.append("no model card: `mlaforge card FOLDER --out CARD`, and give CARD too")
-    total = f"{len(shipment.items)} files, {shipment.bytes:,} bytes for {shipment.repo}"
+    total = f"{len(upload.items)} files, {upload.bytes:,} bytes for {upload.repo}"
     return "\n".join([*lines, f"{total}; --push sends them"])

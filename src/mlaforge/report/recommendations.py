@@ -1,4 +1,4 @@
-"""Recommended settings, derived from what was measured by rules that are told with them.
+"""Recommended settings, derived from measurements, each by a rule that stands beside it.
 
 A rule that lacks its measurement gives no setting but the command that makes it. What was imported from another
 machine, and drafts that only replay a known answer, decide nothing.
@@ -37,7 +37,7 @@ COMMANDS = {
 
 def recommend(conversions: list[dict[str, Any]], scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry for each rule: `setting`, `rule`, `found` (rows with `where`, `value` and `because`), and `command`,
-    which would measure it, where nothing was found. scenarios: the last of each, as results.latest gives them."""
+    which would measure it, where there are no rows. scenarios: the last of each, as bench_results.latest gives them."""
     cases = [
         {**case, "device": body.get("device")}
         for body in scenarios
@@ -46,14 +46,14 @@ def recommend(conversions: list[dict[str, Any]], scenarios: list[dict[str, Any]]
     ]
     rules = {"cache": _cache(conversions), "layout": _layout(cases), "drafts": _drafts(cases), "batch": _batch(cases),
              "context": _context(cases)}  # fmt: skip
-    told = []
-    for setting, rows in rules.items():
-        found = list(rows)
-        told.append({
-            "setting": setting, "rule": RULES[setting], "found": found,
-            "command": None if found else COMMANDS[setting],
+    recommendations = []
+    for setting, derived in rules.items():
+        rows = list(derived)
+        recommendations.append({
+            "setting": setting, "rule": RULES[setting], "found": rows,
+            "command": None if rows else COMMANDS[setting],
         })  # fmt: skip
-    return told
+    return recommendations
 
 
 def _row(where: Any, value: Any, because: str) -> dict[str, str]:

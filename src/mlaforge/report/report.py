@@ -102,21 +102,21 @@ def summarise(folder: Path) -> dict[str, Any]:
     layouts = dict.fromkeys(c["layout"] for c in conversions)
     groups = {layout: [c for c in conversions if c["layout"] == layout] for layout in layouts}
     verdicts = [f"{layout}: " * (len(groups) > 1) + _verdict(part) for layout, part in groups.items()]
-    accepted = [_acceptance(record) for record in of["acceptance"]]
-    found = {**of, **results, "acceptance": accepted or [r for r in records if r["acceptance"]]}
+    comparisons = [_comparison(record) for record in of["acceptance"]]
+    parts = {**of, **results, "acceptance": comparisons or [r for r in records if r["acceptance"]]}
     report: dict[str, Any] = {
         "generator": GENERATOR,
         "folder": record_name(folder),
         "models": list(dict.fromkeys(c["model"] for c in conversions)),
         "verdict": "; ".join(verdicts) or "Nothing has been converted in this folder yet.",
-        "missing": {part: {"what": w, "command": c} for part, (w, c) in PARTS.items() if not found[part]},
+        "missing": {part: {"what": w, "command": c} for part, (w, c) in PARTS.items() if not parts[part]},
         "cards": _cards(groups),
         "conversions": conversions,
         "calibrations": of["calibrate"],
         "diagnoses": of["diagnose"],
         "healings": [_learning(record) for record in of["heal"]],
         "trainings": [_learning(record) for record in of["draft train"]],
-        "acceptances": accepted or [_acceptance({**r, "metrics": r["acceptance"]}) for r in found["acceptance"]],
+        "acceptances": comparisons or [_comparison({**r, "metrics": r["acceptance"]}) for r in parts["acceptance"]],
         "evaluations": [_evaluation(record) for record in of["eval"]],
         "generations": [{**record, "shared": _shared(record)} for record in of["generate"]],
         # The last of each kind, scope and device; `results` has all.
@@ -131,8 +131,8 @@ def summarise(folder: Path) -> dict[str, Any]:
     report["settings"] = recommend(conversions, report["scenarios"])
     report["deviations"] = deviations(report)
     # Every record stands in its own section already.
-    told = ("name", "stage", "canonical", "total_seconds", "fingerprint")
-    report["artifacts"] = [{key: record[key] for key in told} for record in report.pop("records")]
+    columns = ("name", "stage", "canonical", "total_seconds", "fingerprint")
+    report["artifacts"] = [{key: record[key] for key in columns} for record in report.pop("records")]
     return report
 
 
@@ -143,10 +143,10 @@ def _record(name: str, manifest: Manifest) -> dict[str, Any]:
         if not isinstance(getattr(manifest, section), dict):
             setattr(manifest, section, {})
     spent = [s for s in map(number, manifest.seconds.values()) if s is not None]
-    told: dict[str, Any] = {"name": name, "stage": str(manifest.stage), "fingerprint": manifest.fingerprint}
-    told |= {"total_seconds": sum(spent) if spent else None, "canonical": manifest.canonical is True}
-    told |= {section: getattr(manifest, section) for section in sections}
-    return json.loads(json.dumps(told), parse_constant=lambda _: NOT_FINITE)
+    record: dict[str, Any] = {"name": name, "stage": str(manifest.stage), "fingerprint": manifest.fingerprint}
+    record |= {"total_seconds": sum(spent) if spent else None, "canonical": manifest.canonical is True}
+    record |= {section: getattr(manifest, section) for section in sections}
+    return json.loads(json.dumps(record), parse_constant=lambda _: NOT_FINITE)
 
 
 def _evaluation(record: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _learning(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "first": (dicts(record["metrics"].get("curve")) or [{}])[0]}
 
 
-def _acceptance(record: dict[str, Any]) -> dict[str, Any]:
+def _comparison(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "criteria": dicts(record["metrics"].get("criteria"))}
 
 
@@ -175,9 +175,9 @@ def _conversion(record: dict[str, Any]) -> dict[str, Any]:
     """A `convert` record with what follows from its numbers: layout, cache by context, losses."""
     metrics = record["metrics"]
     layers = metrics["layers"] = dicts(metrics.get("layers"))
-    # The options may ask for latent_rope by another name (TransMLA's), so what was made decides.
-    made = {str(layer.get("layout")) for layer in layers} - {"gqa"} or {str(record["config"].get("layout"))}
-    layout = made.pop() if len(made) == 1 else "mixed"
+    # The options may ask for latent_rope by another name (TransMLA's), so the layers decide.
+    layouts = {str(layer.get("layout")) for layer in layers} - {"gqa"} or {str(record["config"].get("layout"))}
+    layout = layouts.pop() if len(layouts) == 1 else "mixed"
     losses = [loss for layer in layers if (loss := number(layer, "predicted_loss")) is not None]
     ratio = number(metrics, "ratio")
     loss = math.log(ratio) if ratio and ratio > 0 else None
@@ -254,7 +254,7 @@ def _shared(record: dict[str, Any]) -> int:
 
 def _diagnoses(folder: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each diagnosis' file holds, {} where it cannot be read. Apart from the report, for its size."""
-    found = []
+    bodies = []
     for record in records:
         # The folder may be the artifact itself.
         at_home = folder / record["name"] if (folder / record["name"]).is_dir() else folder
@@ -262,8 +262,8 @@ def _diagnoses(folder: Path, records: list[dict[str, Any]]) -> list[dict[str, An
             body = json.loads((at_home / DIAGNOSIS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             body = None
-        found.append(body if isinstance(body, dict) else {})
-    return found
+        bodies.append(body if isinstance(body, dict) else {})
+    return bodies
 
 
 def _render(report: dict[str, Any], folder: Path) -> str:

@@ -1,5 +1,5 @@
-"""One process or many: under torchrun parameters, gradients and moments are sharded over all processes (FSDP2), and
-checkpoints are written by all of them (torch's distributed checkpoint, in its safetensors format, never pickle)."""
+"""Distributed training under torchrun: FSDP2 shards parameters, gradients and moments over all processes, all of which
+write checkpoints (torch's distributed checkpoint, in its safetensors format, never pickle)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-def shard(model: Any, group: Group, dtype: torch.dtype) -> None:
-    """Shards a Lesson's `parts` in place, layer by layer; what they compute is in `dtype`, what is kept in fp32.
+def shard(objective: Any, group: Group, dtype: torch.dtype) -> None:
+    """Shards an Objective's `parts` in place, layer by layer; what they compute is in `dtype`, what is kept in fp32.
 
     A 4-bit teacher stays whole: its packed weights cannot be split.
     """
@@ -59,14 +59,14 @@ def shard(model: Any, group: Group, dtype: torch.dtype) -> None:
     mesh = init_device_mesh(group.device.type, (group.world,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     packed: set[Any] = set()
-    for part, layers in model.parts():
+    for part, layers in objective.parts():
         if any(not p.is_floating_point() for p in part.parameters()):
             packed |= set(part.parameters())
             continue
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=packed)
-    register_fsdp_forward_method(model, "validate")
+    fully_shard(objective, mesh=mesh, mp_policy=policy, ignored_params=packed)
+    register_fsdp_forward_method(objective, "validate")
 
 
 def whole(tensor: Tensor) -> Tensor:

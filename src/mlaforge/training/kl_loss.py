@@ -1,8 +1,8 @@
-"""How far a student's next-token distributions are from its teacher's: KL on soft targets, a few rows at a time.
+"""The distillation loss: KL divergence of a student's next tokens from its teacher's, a few rows at a time.
 
 A model's logits are as long as its vocabulary: of a whole batch they would need more room than the model. They are
 made for a few rows of hidden states, turned into the loss and its gradient at once, and forgotten; the backward pass
-has only to scale what the forward pass found. So nothing is computed twice either.
+has only to scale the forward pass's gradient. So nothing is computed twice either.
 
 Legend: N rows (tokens), C hidden size, V vocabulary, K kept logits.
 """
@@ -23,7 +23,7 @@ ROWS = 128
 
 
 class Targets(Protocol):
-    """What the teacher says about N rows."""
+    """Soft targets: the teacher's logits of N rows, in one form or another."""
 
     def loss(self, logits_nV: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
         """Student's logits of some rows (fp32, may be overwritten) -> their KL(teacher | student) at the temperature in
@@ -109,15 +109,15 @@ class _Loss(torch.autograd.Function):
             if lm_weight and labelled and labels_N is not None:
                 text = logits.log_softmax(-1)
                 lm += functional.nll_loss(text, labels_N[rows], ignore_index=NO_LABEL, reduction="sum") / labelled
-            found, grad = targets.loss(logits, rows, temperature)
+            divergence, grad = targets.loss(logits, rows, temperature)
             weights: Any = 1 / N if weights_N is None else weights_N[rows]
-            kl += (found * weights).sum() * temperature**2
+            kl += (divergence * weights).sum() * temperature**2
             if not (need_hidden or need_head):
                 continue
             grad.mul_(kl_weight * temperature * (weights if weights_N is None else weights[:, None]))
             if text is not None and labels_N is not None:
-                given = labels_N[rows] != NO_LABEL
-                share = (lm_weight / labelled) * given.float()
+                has_label = labels_N[rows] != NO_LABEL
+                share = (lm_weight / labelled) * has_label.float()
                 grad.addcmul_(text.exp_(), share[:, None])
                 grad.scatter_add_(-1, labels_N[rows].clamp_min(0)[:, None], -share[:, None])
             grad = grad.to(head_VC.dtype)
@@ -147,10 +147,10 @@ def distillation_loss(
     Differentiable by hidden_NC (the student's final, normed hidden states) and head_VC (the weight of its language
     model head). Without lm_weight the cross-entropy is not computed and reported as 0.
     """
-    found: tuple[Tensor, Tensor, Tensor] = _Loss.apply(
+    losses: tuple[Tensor, Tensor, Tensor] = _Loss.apply(
         hidden_NC, head_VC, labels_N, targets, temperature, kl_weight, lm_weight, weights_N
     )
-    return found
+    return losses
 
 
 @torch.no_grad()

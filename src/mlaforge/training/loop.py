@@ -1,7 +1,7 @@
-"""The course of a training: steps, and between them evaluation, growing subsets, checkpoints, and what a person sees.
+"""The training loop: optimiser steps, and between them evaluation, gradual unfreezing, checkpoints and logs.
 
-Everything that a killed run needs is in its work folder: `state-N` (what the trainer's next step depends on) with
-`state-N.json` (this file's own memory), and `best` (the trained tensors of the best evaluation).
+Everything that a killed run needs is in its work folder: `state-N` (what the optimiser's next step depends on) with
+`state-N.json` (the loop's own history), and `best` (the trained tensors of the best evaluation).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlaforge.data.packing import Feed, Rows
 from mlaforge.runtime import Resumable, UserError, log, resolve_dtype
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
-from mlaforge.training.optimizer import NotFinite, Pace, Trainer
+from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
 
 # The goal has to fall by this share to count as falling.
 GAIN = 0.01
@@ -32,21 +32,21 @@ GAIN = 0.01
 LAST = "last_step.safetensors"
 
 
-class Judge(Protocol):
-    """Measures what is trained on text kept back, such as distill.Validation. `goal` names the number that should
-    fall, `shown` those that the bar shows."""
+class Evaluator(Protocol):
+    """Measures a student on text kept back, such as distillation.Validation. `goal` names the number that should fall,
+    `shown` those that the bar shows."""
 
     goal: str
     shown: tuple[str, ...]
 
     def measure(self, model: Any) -> dict[str, Any]: ...
 
-    def told(self, found: dict[str, Any]) -> str: ...
+    def summary(self, metrics: dict[str, Any]) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Marks:
-    """Steps between evaluations, and between checkpoints; evaluations without a gain after which the subset grows."""
+class Intervals:
+    """Steps between evaluations, and between checkpoints; evaluations without a gain after which more is unfrozen."""
 
     evaluate_every: int
     checkpoint_every: int
@@ -54,7 +54,7 @@ class Marks:
 
 
 class Options(Protocol):
-    """What the options of every stage that trains have in common (options.py says what each is)."""
+    """What the options of every stage that trains have in common (its stage's config.py says what each is)."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -78,20 +78,20 @@ class Options(Protocol):
     def tensorboard(self) -> str | None: ...
 
 
-class Course:
-    """Runs a Trainer from where it stopped to its last step. `subsets`: what learns first, and what joins later, by the
-    names that `trainable` gives of each."""
+class Trainer:
+    """Runs an Optimizer from where it stopped to its last step. `subsets`: what learns first, and what is unfrozen
+    later, by the names that `trainable` gives of each."""
 
     def __init__(
-        self, what: str, trainer: Trainer, judge: Judge, marks: Marks, subsets: Sequence[str],
-        trainable: Callable[[str], list[str]], work: Path, group: distributed.Group, board: Any = None,
+        self, what: str, optimizer: Optimizer, evaluator: Evaluator, intervals: Intervals, subsets: Sequence[str],
+        trainable: Callable[[str], list[str]], work: Path, group: distributed.Group, writer: Any = None,
     ):  # fmt: skip
-        self.what, self.trainer, self.judge, self.marks = what, trainer, judge, marks
+        self.what, self.optimizer, self.evaluator, self.intervals = what, optimizer, evaluator, intervals
         self.subsets, self.trainable = subsets, trainable
-        self.work, self.group, self.board = work, group, board
+        self.work, self.group, self.writer = work, group, writer
         self.spill = Spill(work)
         # subset: how many have joined the first; mark: the goal at the last gain; stale: evaluations since.
-        self.memory: dict[str, Any] = {
+        self.history: dict[str, Any] = {
             "subset": 0, "mark": None, "stale": 0, "best": None, "curve": [], "losses": [], "seconds": 0.0
         }  # fmt: skip
 
@@ -100,83 +100,84 @@ class Course:
         from tqdm import tqdm
 
         self._resume()
-        trainer, steps = self.trainer, self.trainer.feed.steps
-        if not self.memory["curve"]:
+        optimizer, steps = self.optimizer, self.optimizer.feed.steps
+        if not self.history["curve"]:
             self._evaluate()
         begun, tokens = time.perf_counter(), 0
         with tqdm(
-            total=steps, initial=trainer.step, desc=self.what, delay=2.0, leave=False, dynamic_ncols=True,
+            total=steps, initial=optimizer.step, desc=self.what, delay=2.0, leave=False, dynamic_ncols=True,
             disable=not self.group.first,
         ) as bar:  # fmt: skip
-            while trainer.step < steps:
+            while optimizer.step < steps:
                 start = time.perf_counter()
-                found = trainer.advance()
-                tokens += self.tokens_of(trainer.step - 1)
-                self.memory["seconds"] += time.perf_counter() - start
-                self.memory["losses"].append(float(f"{found['loss']:.6g}"))
+                terms = optimizer.advance()
+                tokens += self.tokens_of(optimizer.step - 1)
+                self.history["seconds"] += time.perf_counter() - start
+                self.history["losses"].append(float(f"{terms['loss']:.6g}"))
                 speed = tokens / (time.perf_counter() - begun)
-                last = self.memory["curve"][-1]
-                shown = {name: f"{last[name]:.4g}" for name in self.judge.shown}
-                bar.set_postfix(loss=f"{found['loss']:.4g}", **shown, tok_s=f"{speed:.0f}")
+                last = self.history["curve"][-1]
+                shown = {name: f"{last[name]:.4g}" for name in self.evaluator.shown}
+                bar.set_postfix(loss=f"{terms['loss']:.4g}", **shown, tok_s=f"{speed:.0f}")
                 bar.update()
-                self._chart({**found, "tokens_per_second": speed}, "train")
-                done = trainer.step == steps
-                if trainer.step % self.marks.evaluate_every == 0 or done:
+                self._write_scalars({**terms, "tokens_per_second": speed}, "train")
+                done = optimizer.step == steps
+                if optimizer.step % self.intervals.evaluate_every == 0 or done:
                     self._evaluate(speed)
-                if trainer.step % self.marks.checkpoint_every == 0 or done:
+                if optimizer.step % self.intervals.checkpoint_every == 0 or done:
                     self._save()
 
     def tokens_of(self, step: int) -> int:
         """Tokens that a step reads."""
-        number, _ = self.trainer.feed.phase(step)
-        return self.trainer.feed.rows_per_step(number) * self.trainer.feed.phases[number].rows.ids.shape[1]
+        number, _ = self.optimizer.feed.phase(step)
+        return self.optimizer.feed.rows_per_step(number) * self.optimizer.feed.phases[number].rows.ids.shape[1]
 
-    def _chart(self, values: dict[str, Any], what: str) -> None:
-        if self.board is not None:
+    def _write_scalars(self, values: dict[str, Any], what: str) -> None:
+        if self.writer is not None:
             for name, value in values.items():
                 if isinstance(value, float):
-                    self.board.add_scalar(f"{what}/{name}", value, self.trainer.step)
+                    self.writer.add_scalar(f"{what}/{name}", value, self.optimizer.step)
 
     def _evaluate(self, speed: float = 0.0) -> None:
-        """Measures on the text kept back; keeps the weights where they are the best yet, else may grow the subset."""
-        memory, step = self.memory, self.trainer.step
-        found = self.judge.measure(self.trainer.model)
+        """Measures on the text kept back; keeps the weights where they are the best yet, else may unfreeze more."""
+        history, step = self.history, self.optimizer.step
+        metrics = self.evaluator.measure(self.optimizer.objective)
         seen = sum(self.tokens_of(n) for n in range(step))
-        point = {"step": step, "tokens": seen, "seconds": round(memory["seconds"], 1), **found}
-        recent = memory["losses"][-self.marks.evaluate_every :]
-        point |= {"loss": sum(recent) / len(recent) if recent else None, "subset": self.subsets[memory["subset"]]}
-        memory["curve"].append(point)
-        self._chart(found, "validation")
+        point = {"step": step, "tokens": seen, "seconds": round(history["seconds"], 1), **metrics}
+        recent = history["losses"][-self.intervals.evaluate_every :]
+        point |= {"loss": sum(recent) / len(recent) if recent else None, "subset": self.subsets[history["subset"]]}
+        history["curve"].append(point)
+        self._write_scalars(metrics, "validation")
         if self.group.first:
-            left = (self.trainer.feed.steps - step) * memory["seconds"] / max(1, step) / 60
-            told = f", loss {point['loss']:.4g}, {speed:.0f} tokens/s, {left:.0f} min left" if recent else ""
-            log(f"step {step} of {self.trainer.feed.steps}: {self.judge.told(found)}{told}")
-        best, goal = memory["best"], self.judge.goal
-        if memory["mark"] is None or found[goal] < (1 - GAIN) * memory["mark"]:
-            memory["mark"], memory["stale"] = found[goal], 0
+            left = (self.optimizer.feed.steps - step) * history["seconds"] / max(1, step) / 60
+            progress = f", loss {point['loss']:.4g}, {speed:.0f} tokens/s, {left:.0f} min left" if recent else ""
+            log(f"step {step} of {self.optimizer.feed.steps}: {self.evaluator.summary(metrics)}{progress}")
+        best, goal = history["best"], self.evaluator.goal
+        if history["mark"] is None or metrics[goal] < (1 - GAIN) * history["mark"]:
+            history["mark"], history["stale"] = metrics[goal], 0
         else:
-            memory["stale"] += 1
-        if best is None or found[goal] < best[goal]:
-            memory["best"] = point
-            tensors = {name: distributed.whole(tensor) for name, tensor in self.trainer.weights().items()}
+            history["stale"] += 1
+        if best is None or metrics[goal] < best[goal]:
+            history["best"] = point
+            tensors = {name: distributed.whole(tensor) for name, tensor in self.optimizer.weights().items()}
             if self.group.first:
                 self.spill["best"] = tensors
-        if memory["stale"] >= self.marks.patience and memory["subset"] + 1 < len(self.subsets):
-            memory["subset"] += 1
-            memory["mark"], memory["stale"] = found[goal], 0
-            self._grow()
+        if history["stale"] >= self.intervals.patience and history["subset"] + 1 < len(self.subsets):
+            history["subset"] += 1
+            history["mark"], history["stale"] = metrics[goal], 0
+            self._unfreeze()
 
-    def _grow(self) -> None:
-        subset = self.subsets[self.memory["subset"]]
-        self.trainer.train(self.trainable(subset))
+    def _unfreeze(self) -> None:
+        subset = self.subsets[self.history["subset"]]
+        self.optimizer.add_parameters(self.trainable(subset))
         if self.group.first:
-            log(f"step {self.trainer.step}: the validation {self.judge.goal} has stopped falling, {subset} learns too")
+            goal = self.evaluator.goal
+            log(f"step {self.optimizer.step}: the validation {goal} has stopped falling, {subset} learns too")
 
     def _save(self) -> None:
         """A checkpoint: appears whole or not at all; earlier ones go when it is there."""
-        name, state = f"state-{self.trainer.step:08d}", self.trainer.state()
+        name, state = f"state-{self.optimizer.step:08d}", self.optimizer.state()
         if self.group.first:
-            (self.work / f"{name}.json").write_text(json.dumps(self.memory), encoding="utf-8")
+            (self.work / f"{name}.json").write_text(json.dumps(self.history), encoding="utf-8")
         if self.group.world == 1:
             self.spill[name] = state
         else:
@@ -197,29 +198,29 @@ class Course:
         if not names:
             return
         name = names[-1]
-        self.memory = json.loads((self.work / f"{name}.json").read_text(encoding="utf-8"))
-        for subset in self.subsets[1 : self.memory["subset"] + 1]:
-            self.trainer.train(self.trainable(subset))
-        state = self.trainer.state()
+        self.history = json.loads((self.work / f"{name}.json").read_text(encoding="utf-8"))
+        for subset in self.subsets[1 : self.history["subset"] + 1]:
+            self.optimizer.add_parameters(self.trainable(subset))
+        state = self.optimizer.state()
         if (self.work / name).is_dir():
             distributed.load(self.work / name, state)
         else:
             state = {key: distributed.spread(tensor, state[key]) for key, tensor in self.spill[name].items()}
-        self.trainer.restore(state)
+        self.optimizer.restore(state)
         if self.group.first:
-            log(f"going on after step {self.trainer.step}")
+            log(f"going on after step {self.optimizer.step}")
 
     def trained(self, best: bool) -> dict[str, Tensor]:
         """The trained tensors by name, fp32: of the best evaluation, or as they are now (every process has to ask)."""
         if best:
             return self.spill["best"]
-        return {name: distributed.whole(tensor).cpu() for name, tensor in self.trainer.weights().items()}
+        return {name: distributed.whole(tensor).cpu() for name, tensor in self.optimizer.weights().items()}
 
     def write_last(self, folder: Path, dtype: torch.dtype) -> None:
         """LAST into `folder`, where the best evaluation was an earlier step's (every process has to ask)."""
         from safetensors.torch import save_file
 
-        if self.memory["best"]["step"] == self.trainer.step:
+        if self.history["best"]["step"] == self.optimizer.step:
             return
         last = self.trained(best=False)
         if self.group.first:
@@ -227,49 +228,52 @@ class Course:
 
     def metrics(self) -> dict[str, Any]:
         """What a manifest tells of the training: evaluations, the loss of every step, speed."""
-        memory, last = self.memory, self.memory["curve"][-1]
+        history, last = self.history, self.history["curve"][-1]
         return {
-            "best": memory["best"],
+            "best": history["best"],
             "last": last,
             "tokens": last["tokens"],
-            "tokens_per_second": last["tokens"] / memory["seconds"] if memory["seconds"] else None,
+            "tokens_per_second": last["tokens"] / history["seconds"] if history["seconds"] else None,
             "processes": self.group.world,
-            "curve": memory["curve"],
-            "losses": memory["losses"],
+            "curve": history["curve"],
+            "losses": history["losses"],
         }
 
 
-def dtypes(asked: str, group: distributed.Group) -> tuple[torch.dtype, torch.dtype]:
+def dtypes(name: str, group: distributed.Group) -> tuple[torch.dtype, torch.dtype]:
     """What a student computes in, by the option --dtype, and what its parameters are loaded in.
 
-    Shards are kept in fp32; what is not sharded has its masters in the trainer.
+    Shards are kept in fp32; what is not sharded has its masters in the optimiser.
     """
-    computed = resolve_dtype(asked, torch.float32 if group.device.type == "cpu" else torch.bfloat16)
+    computed = resolve_dtype(name, torch.float32 if group.device.type == "cpu" else torch.bfloat16)
     return computed, torch.float32 if group.world > 1 else computed
 
 
 def train(
-    what: str, lesson: Any, feed: Feed, judge: Judge, options: Options, partial: Path, group: distributed.Group, *,
-    dtype: torch.dtype, subsets: Sequence[str], trainable: Callable[[str], list[str]], patience: int = 1,
-    targets: Callable[[int, Rows], Any] | None = None, windowed: Collection[int] = (),
-) -> Course:  # fmt: skip
-    """Trains a Lesson from where a killed run stopped to its last step, sharded where there are several processes.
+    what: str, objective: Any, feed: Feed, evaluator: Evaluator, options: Options, partial: Path,
+    group: distributed.Group, *, dtype: torch.dtype, subsets: Sequence[str], trainable: Callable[[str], list[str]],
+    patience: int = 1, targets: Callable[[int, Rows], Any] | None = None, windowed: Collection[int] = (),
+) -> Trainer:  # fmt: skip
+    """Minimises an Objective, from where a killed run stopped to the last step, sharded where there are several
+    processes.
 
-    partial: the artifact under way; dtype: what is computed in; the rest is as Course and Trainer have it.
+    partial: the artifact under way; dtype: what is computed in; the rest is as Trainer and Optimizer have it.
     """
     if group.world > 1:
-        distributed.shard(lesson, group, dtype)
-    pace = Pace(options.learning_rate, options.warm_up, options.weight_decay, options.micro_tokens)
-    trainer = Trainer(
-        lesson, feed, pace, trainable(subsets[0]), device=group.device, rank=group.rank, world=group.world,
-        targets=targets, windowed=windowed,
+        distributed.shard(objective, group, dtype)
+    hyperparameters = Hyperparameters(
+        options.learning_rate, options.warm_up, options.weight_decay, options.micro_tokens
+    )
+    optimizer = Optimizer(
+        objective, feed, hyperparameters, trainable(subsets[0]), device=group.device, rank=group.rank,
+        world=group.world, targets=targets, windowed=windowed,
     )  # fmt: skip
-    marks = Marks(options.evaluate_every, options.checkpoint_every, patience)
-    logs = board(options.tensorboard, group)
-    course = Course(what, trainer, judge, marks, subsets, trainable, partial / WORK, group, logs)
-    course.run()
+    intervals = Intervals(options.evaluate_every, options.checkpoint_every, patience)
+    writer = tensorboard_writer(options.tensorboard, group)
+    trainer = Trainer(what, optimizer, evaluator, intervals, subsets, trainable, partial / WORK, group, writer)
+    trainer.run()
     group.wait()
-    return course
+    return trainer
 
 
 @contextmanager
@@ -304,8 +308,8 @@ def _writing(out: Path, manifest: Manifest, group: distributed.Group) -> Iterato
         group.wait()
 
 
-def board(folder: str | None, group: distributed.Group) -> Any:
-    """TensorBoard's writer where logs are asked for."""
+def tensorboard_writer(folder: str | None, group: distributed.Group) -> Any:
+    """TensorBoard's writer, None where no logs are wanted."""
     if folder is None or not group.first:
         return None
     try:

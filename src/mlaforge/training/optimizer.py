@@ -1,6 +1,6 @@
-"""The optimisation: AdamW on chosen parameters of a student, resumable to the bit, sharded or not.
+"""The optimiser: AdamW on chosen parameters of a student, resumable to the bit, sharded or not.
 
-A step reads its rows in parts that fit, sums their gradients in fp32, clips, and steps on fp32 masters. A master is
+A step reads its rows in micro-batches, sums their gradients in fp32, clips, and steps on fp32 masters. A master is
 the parameter in units of its own size, row by row: rows of one converted projection differ by factors of thousands in
 size, and AdamW moves every number by about the same.
 
@@ -27,17 +27,17 @@ CLIP = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
-    """How fast: the learning rate after `warm_up` (a share of all steps), from there a cosine down to 0, and the
-    tokens at once. A matrix's rate is in units of each row's own size, a vector's is absolute."""
+class Hyperparameters:
+    """The learning rate after `warm_up` (a share of all steps), from there a cosine down to 0; `micro_tokens`: tokens
+    of a micro-batch. A matrix's rate is in units of each row's own size, a vector's is absolute."""
 
     learning_rate: float = 1e-3
     warm_up: float = 0.05
     weight_decay: float = 0.0
     micro_tokens: int = 2048
 
-    def rate(self, step: int, steps: int) -> float:
-        """Of the learning rate, at a step (from 0)."""
+    def schedule(self, step: int, steps: int) -> float:
+        """The share of the learning rate at a step (from 0)."""
         warm = max(1, int(self.warm_up * steps))
         if step < warm:
             return (step + 1) / warm
@@ -61,8 +61,8 @@ class NotFinite(ArithmeticError):
         self.step, self.rows = step, rows
 
 
-class Lesson(Protocol):
-    """A student in training with all that its loss needs, such as distill.Distillation."""
+class Objective(Protocol):
+    """A student with all that its loss needs, such as distillation.Distillation."""
 
     @property
     def student(self) -> Any:
@@ -79,37 +79,38 @@ class Lesson(Protocol):
         ...
 
 
-class Trainer:
-    """Trains `names` of a Lesson's student. `rank` and `world` say which share of a step's rows is its own; `targets`
-    gives what the teacher says about rows of a phase, where the Lesson has none; `windowed` are the layers with a
-    sliding window."""
+class Optimizer:
+    """AdamW on the parameters `names` of an Objective's student. `rank` and `world` say which share of a step's rows is
+    its own; `targets` gives the soft targets of rows of a phase, where the Objective has no teacher; `windowed` are the
+    layers with a sliding window."""
 
     def __init__(
-        self, model: Lesson, feed: Feed, pace: Pace, names: list[str], *, device: torch.device | str = "cpu",
-        rank: int = 0, world: int = 1, targets: Callable[[int, Rows], Any] | None = None,
-        windowed: Collection[int] = (),
+        self, objective: Objective, feed: Feed, hyperparameters: Hyperparameters, names: list[str], *,
+        device: torch.device | str = "cpu", rank: int = 0, world: int = 1,
+        targets: Callable[[int, Rows], Any] | None = None, windowed: Collection[int] = (),
     ):  # fmt: skip
-        self.model, self.feed, self.pace, self.device = model, feed, pace, torch.device(device)
+        self.objective, self.feed, self.device = objective, feed, torch.device(device)
+        self.hyperparameters = hyperparameters
         self.rank, self.world, self.targets, self.windowed = rank, world, targets, windowed
         self.step = 0
         self.masters: dict[str, nn.Parameter] = {}
         self.units: dict[str, Tensor] = {}
         # Nothing decays by default: the parameters start where the function is nearly right.
-        self.optimizer = torch.optim.AdamW(
-            [{"params": []}], lr=pace.learning_rate, betas=BETAS, weight_decay=pace.weight_decay
+        self.adamw = torch.optim.AdamW(
+            [{"params": []}], lr=hyperparameters.learning_rate, betas=BETAS, weight_decay=hyperparameters.weight_decay
         )
-        self.train(names)
+        self.add_parameters(names)
 
-    def train(self, names: list[str]) -> None:
+    def add_parameters(self, names: list[str]) -> None:
         """Adds parameters to those that are trained."""
-        own = dict(self.model.student.named_parameters())
+        own = dict(self.objective.student.named_parameters())
         fresh = [name for name in names if name in own and name not in self.masters]
         for name in fresh:
             parameter = own[name].requires_grad_(True).detach().float()
             self.units[name] = unit(parameter)
             self.masters[name] = nn.Parameter(parameter / self.units[name])
         if fresh:
-            self.optimizer.add_param_group({"params": [self.masters[name] for name in fresh]})
+            self.adamw.add_param_group({"params": [self.masters[name] for name in fresh]})
 
     def advance(self) -> dict[str, float]:
         """One step: the terms of its loss, and the norm of its gradient before clipping. Raises NotFinite."""
@@ -117,14 +118,14 @@ class Trainer:
         batch = self.feed.batch(self.step)
         T = batch.ids.shape[1]
         own = torch.arange(self.rank, len(batch), self.world)
-        at_once = max(1, self.pace.micro_tokens // T)
-        terms = torch.zeros(len(self.model.terms), dtype=torch.float64, device=self.device)
+        at_once = max(1, self.hyperparameters.micro_tokens // T)
+        terms = torch.zeros(len(self.objective.terms), dtype=torch.float64, device=self.device)
         for rows in own.split(at_once):
             part = batch.take(rows).to(self.device)
-            found = self.model(part, self.targets(number, part) if self.targets else None)
+            part_terms = self.objective(part, self.targets(number, part) if self.targets else None)
             share = len(rows) / len(own)
-            terms += found.detach().double() * share
-            (found[0] * share).backward()
+            terms += part_terms.detach().double() * share
+            (part_terms[0] * share).backward()
             self._collect()
         terms = self._mean(terms)
         if not bool(torch.isfinite(terms).all()):
@@ -132,7 +133,7 @@ class Trainer:
         self._freeze(self.feed.phases[number].windowed)
         norm = self._apply()
         self.step += 1
-        return {**dict(zip(self.model.terms, terms.tolist(), strict=True)), "gradient": norm}
+        return {**dict(zip(self.objective.terms, terms.tolist(), strict=True)), "gradient": norm}
 
     def _mean(self, terms: Tensor) -> Tensor:
         if self.world > 1:
@@ -142,7 +143,7 @@ class Trainer:
 
     def _collect(self) -> None:
         """Adds gradients to their masters'."""
-        own = dict(self.model.student.named_parameters())
+        own = dict(self.objective.student.named_parameters())
         for name, master in self.masters.items():
             parameter = own[name]
             if parameter.grad is not None:
@@ -158,20 +159,20 @@ class Trainer:
                 master.grad = None
 
     def _apply(self) -> float:
-        rate = self.pace.rate(self.step, self.feed.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.pace.learning_rate * rate
+        share = self.hyperparameters.schedule(self.step, self.feed.steps)
+        for group in self.adamw.param_groups:
+            group["lr"] = self.hyperparameters.learning_rate * share
         norm: Any = nn.utils.clip_grad_norm_(list(self.masters.values()), CLIP)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
         self.push()
         return float(norm)
 
     @torch.no_grad()
     def push(self) -> None:
         """Masters -> the student's own parameters."""
-        own = dict(self.model.student.named_parameters())
+        own = dict(self.objective.student.named_parameters())
         for name, tensor in self.weights().items():
             own[name].copy_(tensor)
 
@@ -185,7 +186,7 @@ class Trainer:
         for name, master in self.masters.items():
             kept[f"master.{name}"] = master.detach()
             # What has had no gradient yet has no moments; these are what it would begin with.
-            moments = self.optimizer.state.get(master) or {
+            moments = self.adamw.state.get(master) or {
                 "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)
             }  # fmt: skip
             kept |= {f"{key}.{name}": value.detach().reshape(value.shape or 1) for key, value in moments.items()}
@@ -193,11 +194,11 @@ class Trainer:
 
     @torch.no_grad()
     def restore(self, kept: dict[str, Tensor]) -> None:
-        """Takes up the `state` of a trainer of the same parameters."""
+        """Takes up the `state` of an optimiser of the same parameters."""
         for name, master in self.masters.items():
             master.copy_(kept[f"master.{name}"])
             moments = {key: kept[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[master] = {"step": kept[f"step.{name}"].reshape(()), **moments}
+            self.adamw.state[master] = {"step": kept[f"step.{name}"].reshape(()), **moments}
         self.push()
         torch.set_rng_state(kept["rng"])
         self.step = int(kept["step"])

@@ -1,5 +1,5 @@
-"""What a teacher says about the text, computed once and kept in safetensors shards: for text that is read more than
-once, and for a teacher that does not fit beside the student."""
+"""The teacher cache: a teacher's targets on disk, computed once: for text that is read more than once, and for a
+teacher that does not fit beside the student."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class TeacherCache:
 
     def __call__(self, number: int, rows: Rows) -> Any:
         """The targets of rows of a phase, on the rows' device."""
-        found: list[Kept] = []
+        by_row: list[Kept] = []
         for row in rows.number.tolist():
             part = self.spill.part(f"teacher-{number}-{row // SHARD:06d}", f"{row}.")
-            found.append({key.split(".")[1]: tensor for key, tensor in part.items()})
-        return self.targets({key: torch.cat([part[key] for part in found]).to(rows.ids.device) for key in found[0]})
+            by_row.append({key.split(".")[1]: tensor for key, tensor in part.items()})
+        return self.targets({key: torch.cat([part[key] for part in by_row]).to(rows.ids.device) for key in by_row[0]})
 
 
 def final_states_cache(spill: Spill, head: Tensor) -> TeacherCache:
@@ -67,7 +67,7 @@ def top_k_cache(spill: Spill, k: int, temperature: float) -> TeacherCache:
     """Keeps the k largest logits and their normaliser at `temperature`."""
 
     def compute(teacher: Any, rows: Rows) -> Kept:
-        found = top_k(final_states(teacher, rows), teacher.lm_head.weight, k, temperature)
-        return {"logits": found.logits_NK, "tokens": found.tokens_NK, "lse": found.lse_N}
+        largest = top_k(final_states(teacher, rows), teacher.lm_head.weight, k, temperature)
+        return {"logits": largest.logits_NK, "tokens": largest.tokens_NK, "lse": largest.lse_N}
 
     return TeacherCache(spill, compute, lambda kept: TopK(kept["logits"], kept["tokens"], kept["lse"]))

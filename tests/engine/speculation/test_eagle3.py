@@ -129,9 +129,9 @@ def test_draws_from_a_draft_vocabulary_are_the_targets(least, tiny_models, tmp_p
     assert 0.1 < stats.accepted / stats.drafted < 0.95
     lengths = {len(draft.token_ids) for _, count, draft in seen if draft is not None and count == 2}
     assert lengths == ({0, 1, 2} if least else {2})
-    found, freedom = chi_square(counts, exact)
+    statistic, freedom = chi_square(counts, exact)
     assert freedom > 10
-    assert ((found / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5 < 3.5
+    assert ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5 < 3.5
 
 
 # Files

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.controller import Pace
+from mlaforge.engine.speculation.controller import DraftPolicy
 from mlaforge.engine.speculation.drafter import Draft, NgramDrafter
 from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
@@ -189,8 +189,8 @@ def test_seeded_draws_are_those_of_plain_decoding(name, right, llama, plain, fas
     """Token by token, text, end, and log probabilities, with drafts that nobody drew."""
     if name in ("json", "regex"):
         pytest.importorskip("llguidance")
-    given = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True, "logprobs": 2, "n": 2, **HOW[name]}
-    params = SamplingParams(**given)
+    options = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True, "logprobs": 2, "n": 2, **HOW[name]}
+    params = SamplingParams(**options)
     prompts = [LOOP, BASES[1][:9]]
     wanted = plain.generate(prompts, params)
     renew(fast.engine, 200, 300, block_size=16, max_step=64, max_num_seqs=8)
@@ -260,10 +260,10 @@ def test_the_distribution_is_the_targets(drafter, right, llama, fast):
     stats = fast.engine.stats().speculation
     assert 0.2 < stats.accepted / stats.drafted < 0.9
     check_identities(stats)
-    found, freedom = chi_square(counts, exact)
+    statistic, freedom = chi_square(counts, exact)
     assert freedom > 10
     # Wilson and Hilferty: a chi-square's cube root is nearly normal.
-    deviations = ((found / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+    deviations = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     assert deviations < 3.5 if right else deviations > 5
 
 
@@ -284,36 +284,36 @@ def test_a_request_can_do_without(plain, fast):
 def test_it_is_an_option(llama, refused):
     engine = watched(llama, speculative="ngram", num_speculative_tokens=5).engine
     assert isinstance(engine.speculation.drafter, NgramDrafter) and engine.speculation.controller.most == 5
-    assert engine.speculation.controller.pace is not None
+    assert engine.speculation.controller.policy is not None
     assert watched(llama).engine.stats().speculation is None
     refused(("num_speculative_tokens = 9", "1 and 8"), "generate", llama, "--num-speculative-tokens", 9)
 
 
-# Pace
+# The length of drafts
 
 
 @pytest.mark.parametrize("accepts", [0.0, 0.2, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("dear", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("active", [1, 4])
-def test_the_pace_is_never_slower_than_plain_decoding(accepts, dear, active):
+def test_the_draft_policy_is_never_slower_than_plain_decoding(accepts, dear, active):
     """In a simulation where a row more costs `dear` of a step, and each drafted token is accepted by chance."""
     torch.manual_seed(0)
-    pace, made, seconds, constant = Pace(4), 0, 0.0, {}
+    policy, generated, seconds, constant = DraftPolicy(4), 0, 0.0, {}
     for count in range(5):
         expected = sum(accepts**j for j in range(count + 1))
         constant[count] = expected / (1 + dear * (active * (1 + count) - 1))
     for step in range(3000):
-        count = pace.choose(active)
+        count = policy.choose(active)
         took = 1 + dear * (active * (1 + count) - 1)
         draws = [*torch.rand(count).lt(accepts).tolist(), False]
         accepted = draws.index(False)
-        pace.saw(count, accepted)
-        pace.took(active * (1 + count), took * float(1 + 0.1 * torch.rand(())))
+        policy.record_acceptance(count, accepted)
+        policy.record_time(active * (1 + count), took * float(1 + 0.1 * torch.rand(())))
         if step >= 100:
-            made, seconds = made + 1 + accepted, seconds + took
-    assert made / seconds >= 0.95 * constant[0]
+            generated, seconds = generated + 1 + accepted, seconds + took
+    assert generated / seconds >= 0.95 * constant[0]
     # And not far from the best that a constant count would do.
-    assert made / seconds >= 0.85 * max(constant.values())
+    assert generated / seconds >= 0.85 * max(constant.values())
 
 
 def test_drafts_that_their_drafter_doubts_are_not_paid_for():
@@ -321,13 +321,13 @@ def test_drafts_that_their_drafter_doubts_are_not_paid_for():
     hardly slower than plain decoding where all are unlikely."""
     draw = random.Random(0)
 
-    def tokens_a_second(likely, pace, count=0):
-        made, seconds = 0, 0.0
+    def tokens_a_second(likely, policy, count=0):
+        generated, seconds = 0, 0.0
         for step in range(4000):
             asked, least = count, 0.0
-            if pace is not None:
-                asked = pace.choose(1)
-                least = pace.least(1, asked) if asked else 0.0
+            if policy is not None:
+                asked = policy.choose(1)
+                least = policy.min_probability(1, asked) if asked else 0.0
             path, drafted, tried, accepted = 1.0, 0, 0, 0
             for _ in range(asked):
                 tried, chance = tried + 1, draw.choice(likely)
@@ -337,13 +337,13 @@ def test_drafts_that_their_drafter_doubts_are_not_paid_for():
                 accepted += accepted == drafted and draw.random() < chance
                 drafted += 1
             took = 1 + 0.08 * tried + 0.05 * drafted
-            if pace is not None:
-                pace.saw(asked, accepted)
-                pace.took(1 + asked, took)
+            if policy is not None:
+                policy.record_acceptance(asked, accepted)
+                policy.record_time(1 + asked, took)
             if step >= 100:
-                made, seconds = made + 1 + accepted, seconds + took
-        return made / seconds
+                generated, seconds = generated + 1 + accepted, seconds + took
+        return generated / seconds
 
     always = max(tokens_a_second([0.02, 0.1, 0.9], None, count) for count in range(5))
-    assert tokens_a_second([0.02, 0.1, 0.9], Pace(4)) > always
-    assert tokens_a_second([0.02, 0.1], Pace(4)) > 0.98
+    assert tokens_a_second([0.02, 0.1, 0.9], DraftPolicy(4)) > always
+    assert tokens_a_second([0.02, 0.1], DraftPolicy(4)) > 0.98

@@ -9,7 +9,7 @@ from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.execution.batch import Chunk, make_batch
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.controller import Pace
+from mlaforge.engine.speculation.controller import DraftPolicy
 from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.ops.native import kernels, why_not
 from mlaforge.ops.paged_attention import OP
@@ -28,11 +28,11 @@ forests = st.lists(st.integers(-1, 30), min_size=1, max_size=12).map(
 
 def path(parents, node):
     """From the root to the node."""
-    found = []
+    nodes = []
     while node >= 0:
-        found.append(node)
+        nodes.append(node)
         node = parents[node]
-    return found[::-1]
+    return nodes[::-1]
 
 
 @given(forests)
@@ -251,10 +251,10 @@ def test_a_heads_trees(name, family, layout, tiny_models, converted, tmp_path):
     )  # fmt: skip
     head, engine, proposed = read_head(folder, 3), llm.engine, []
     drafter = engine.speculation.drafter
-    made = drafter.propose_tree
+    propose_tree = drafter.propose_tree
 
     def watching(sequence, count, depth):
-        proposed.append((list(sequence.token_ids), count, depth, made(sequence, count, depth)))
+        proposed.append((list(sequence.token_ids), count, depth, propose_tree(sequence, count, depth)))
         return proposed[-1][-1]
 
     drafter.propose_tree = watching
@@ -303,21 +303,21 @@ def test_a_tree_accepts_more_than_a_chain(tiny_models, tmp_path):
 
 @pytest.mark.parametrize("accepts", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("dear", [0.02, 0.3])
-def test_the_pace_of_trees_is_never_slower_than_plain_decoding(accepts, dear):
+def test_the_draft_policy_of_trees_is_never_slower_than_plain_decoding(accepts, dear):
     torch.manual_seed(0)
-    pace, made, seconds = Pace(3, tree=12), 0, 0.0
+    policy, generated, seconds = DraftPolicy(3, tree=12), 0, 0.0
     for step in range(2000):
-        count = pace.choose(1)
+        count = policy.choose(1)
         assert count in (0, 3)
         rows = 13 if count else 1
         draws = [*torch.rand(count).lt(accepts).tolist(), False]
         took = 1 + dear * (rows - 1)
-        pace.saw(count, draws.index(False))
-        pace.took(rows, took * float(1 + 0.1 * torch.rand(())))
+        policy.record_acceptance(count, draws.index(False))
+        policy.record_time(rows, took * float(1 + 0.1 * torch.rand(())))
         if step >= 100:
-            made, seconds = made + 1 + draws.index(False), seconds + took
+            generated, seconds = generated + 1 + draws.index(False), seconds + took
     best = max(1, sum(accepts**at for at in range(4)) / (1 + dear * 12))
-    assert made / seconds >= 0.95 and made / seconds >= 0.85 * best
+    assert generated / seconds >= 0.95 and generated / seconds >= 0.85 * best
 
 
 def test_it_is_an_option(refused, tiny_models, tmp_path):

@@ -1,1 +1,1 @@
-"""The paged cache: blocks and who holds them, tables of sequences, the memory itself."""
+"""The paged KV cache: block pools, block tables, the memory itself."""

@@ -1,4 +1,4 @@
-"""The blocks of one cache group: who holds them, what they are known to contain, and which to hand out next.
+"""The block pool of one cache group: reference counts, content digests, allocation and eviction.
 
 A block is free (nobody holds it, nothing is known of it), used (held at least once) or evictable (nobody holds it, but
 its content is known by a digest, so that a later prompt with the same beginning may take it again). Digests form a

@@ -1,4 +1,4 @@
-"""Which blocks of every cache group belong to which sequence, and which prefix of a prompt is cached already.
+"""Block tables: which blocks of every cache group belong to which sequence, and which prefix is cached already.
 
 A full group keeps every position. A group with window W keeps what a query may still see: at position p the positions
 p - W + 1 to p. All groups of a sequence hold the same tokens, so one chain of digests serves them all.
@@ -102,7 +102,7 @@ class BlockTables:
     def start(self, seq: int, token_ids: Sequence[int], reuse: bool = True) -> int:
         """Begin a sequence, or one that was rewound to nothing, with what the cache holds of its tokens.
 
-        Returns the number of tokens found: whole blocks, and at least one token is left to compute.
+        Returns the number of tokens that are cached: whole blocks, and at least one token is left to compute.
         """
         old = self._sequences.get(seq)
         assert old is None or not any(table.blocks for table in old.tables), f"sequence {seq} has been started"
@@ -111,15 +111,15 @@ class BlockTables:
             whole = max(0, len(token_ids) - 1) // self.block_size
             digests = block_digests(token_ids[: whole * self.block_size], self.block_size)
             del digests[self._longest_hit(digests) :]
-        found = len(digests) * self.block_size
+        cached = len(digests) * self.block_size
         tables = []
         for group, pool in enumerate(self._pools):
-            first = self._first_seen(group, found)
+            first = self._first_seen(group, cached)
             blocks = pool.match(digests[first:])
             pool.acquire(blocks)
             tables.append(_Table(first, blocks))
-        self._sequences[seq] = _Sequence(found, digests, tables)
-        return found
+        self._sequences[seq] = _Sequence(cached, digests, tables)
+        return cached
 
     def reserve(self, seq: int, upto: int) -> list[Copy] | None:
         """Make room to write positions [computed, upto) in every group, or None, and nothing changed, when blocks are

@@ -1,4 +1,4 @@
-"""The cache's memory: one tensor of rows per layer, in groups of layers that share their blocks.
+"""The KV cache's memory: one tensor of rows per layer, in groups of layers that share their blocks.
 
 Layers that see everything form one group, layers with the same sliding window another; within a group a block has the
 same number in every layer, though a layer's rows may be wider than another's.

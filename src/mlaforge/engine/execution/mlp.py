@@ -1,4 +1,4 @@
-"""What follows attention in a decoder layer, rewritten: fused gated MLPs and mixtures of experts.
+"""MLPs of decoder layers, rewritten: fused gated ones and mixtures of experts.
 
 Legend: N tokens, C hidden size, E experts, K experts per token.
 """
@@ -58,8 +58,8 @@ class CpuExperts:
         for expert, count in enumerate(counts):
             if count:
                 pairs, rows = order[start : start + count], row_of[start : start + count]
-                found = self.down[expert](self.gate(self.gate_up[expert](normed_NC[rows])))
-                out_NC.index_add_(0, rows, found * weights_NK.flatten()[pairs, None])
+                expert_out = self.down[expert](self.gate(self.gate_up[expert](normed_NC[rows])))
+                out_NC.index_add_(0, rows, expert_out * weights_NK.flatten()[pairs, None])
                 start += count
         return out_NC
 

@@ -38,8 +38,8 @@ def choose_format(name: str, directory: Path, spec: ModelSpec, device: torch.dev
     mlp = layer.mlp_params // (3 * hidden)
     shapes = [(heads, hidden), (hidden, layer.num_heads * layer.head_dim), (2 * mlp, hidden), (hidden, mlp)]
     best, seconds = fastest_format(shapes)
-    told = ", ".join(f"{name} {1e3 * time:.2f} ms" for name, time in seconds.items())
-    log(f"dtype auto: {best} (a layer at one token: {told})")
+    timings = ", ".join(f"{name} {1e3 * time:.2f} ms" for name, time in seconds.items())
+    log(f"dtype auto: {best} (a layer at one token: {timings})")
     return best
 
 

@@ -1,4 +1,4 @@
-"""Ranges with fixed names in a profile of the GPU."""
+"""NVTX ranges: fixed names in a profile of the GPU."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One request from prompt to answer: its sequences, its text, where it ends, what is handed out."""
+"""One request from prompt to answer: its sequences, detokenization, stop conditions, outputs."""

@@ -1,4 +1,4 @@
-"""Text of a growing sequence of tokens, a token at a time."""
+"""Incremental detokenization: the text of a growing sequence of tokens, a token at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Detokenizer:
         context = next((c for n in range(len(context)) if BROKEN not in self._decode(c := context[n:])), context)
         # The window, the text of it that was given out, and how many of its tokens ended with a complete character.
         self._ids = context
-        self._given = self._decode(context)
+        self._emitted = self._decode(context)
         self._complete = len(context)
 
     def _has_text(self, token_id: int) -> bool:
@@ -64,18 +64,18 @@ class Detokenizer:
             return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        if not text.startswith(self._given):
+        if not text.startswith(self._emitted):
             # Single-byte tokens that turned out to be no characters; what was given out stands.
             self._ids = self._ids[self._complete :]
-            self._given, self._complete = "", 0
+            self._emitted, self._complete = "", 0
             text = self._decode(self._ids)
-        certain = text[: max(len(text.rstrip(BROKEN)), len(self._given))]
-        new = certain[len(self._given) :]
-        self._given = certain
+        certain = text[: max(len(text.rstrip(BROKEN)), len(self._emitted))]
+        new = certain[len(self._emitted) :]
+        self._emitted = certain
         if certain == text:
             if len(self._ids) > WINDOW and self._complete:
                 self._ids = self._ids[self._complete :]
-                self._given = self._decode(self._ids)
+                self._emitted = self._decode(self._ids)
             self._complete = len(self._ids)
         elif len(self._ids) > 2 * WINDOW:
             new += self._give_up_broken(text)
@@ -88,12 +88,12 @@ class Detokenizer:
         """
         for cut in range(len(self._ids) - 4, 0, -1):
             before = self._decode(self._ids[:cut])
-            if before + self._decode(self._ids[cut:]) == text and len(before) >= len(self._given):
-                new = before[len(self._given) :]
-                self._ids, self._given, self._complete = self._ids[cut:], "", 0
+            if before + self._decode(self._ids[cut:]) == text and len(before) >= len(self._emitted):
+                new = before[len(self._emitted) :]
+                self._ids, self._emitted, self._complete = self._ids[cut:], "", 0
                 return new
         return ""
 
     def flush(self) -> str:
         """What was held back. Nothing may be appended after it."""
-        return self._decode(self._ids)[len(self._given) :]
+        return self._decode(self._ids)[len(self._emitted) :]

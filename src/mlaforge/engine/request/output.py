@@ -1,4 +1,4 @@
-"""What the engine hands out: per step and request only what is new."""
+"""Outputs of requests: per step and request only what is new."""
 
 from __future__ import annotations
 

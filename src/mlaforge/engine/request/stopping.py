@@ -1,4 +1,4 @@
-"""Where a continuation ends, and the text that may be shown until then."""
+"""Stop conditions: where a continuation ends, and the text that may be shown until then."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def find_stop(text: str, stops: Sequence[str], after: int) -> tuple[int, int, st
 
     Of several that end at one place it is the longest: what reads the text letter by letter would stop there.
     """
-    found: list[tuple[int, int, str]] = []
+    matches: list[tuple[int, int, str]] = []
     for stop in stops:
         start = text.find(stop, max(0, after - len(stop) + 1))
         if start >= 0:
-            found.append((start, start + len(stop), stop))
-    return min(found, key=lambda place: (place[1], place[0])) if found else None
+            matches.append((start, start + len(stop), stop))
+    return min(matches, key=lambda place: (place[1], place[0])) if matches else None
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:

@@ -1,1 +1,1 @@
-"""From logits to tokens: what a request asks for, grammars, draws, log-probabilities."""
+"""From logits to tokens: sampling parameters, constrained decoding, the sampler, log probabilities."""

@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows next: JSON schema and regular expression, by llguidance (the extra `constrained`).
+"""Constrained decoding: which tokens a JSON schema or regex allows next, by llguidance (the extra `constrained`).
 
 All of it is host work, some tens of microseconds a token. Nothing here is imported where no request asks for it.
 """

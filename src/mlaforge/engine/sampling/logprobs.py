@@ -33,10 +33,10 @@ def logprobs_of(
 
     None for a row whose count is None. Also right for a prompt: row n are the logits that precede token_ids[n].
     """
-    found: list[Logprobs | None] = [None] * len(counts)
+    logprobs: list[Logprobs | None] = [None] * len(counts)
     rows = [n for n, count in enumerate(counts) if count is not None]
     if not rows:
-        return found
+        return logprobs
     device, vocabulary = logits_NV.device, logits_NV.shape[1]
     ids_N = token_ids if isinstance(token_ids, Tensor) else on_device(list(token_ids), torch.int64, device)
     most = min(max(counts[n] or 0 for n in rows), vocabulary)
@@ -57,5 +57,5 @@ def logprobs_of(
             if likeliest and logprob >= likeliest[-1][1] and token not in dict(likeliest):
                 likeliest[-1] = (token, logprob)
             likeliest.sort(key=lambda pair: (-pair[1], pair[0]))
-            found[n] = Logprobs(token, logprob, tuple(likeliest))
-    return found
+            logprobs[n] = Logprobs(token, logprob, tuple(likeliest))
+    return logprobs

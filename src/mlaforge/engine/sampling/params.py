@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler and of where to stop."""
+"""Sampling parameters: what a request may ask of the sampler, and its stop conditions."""
 
 from __future__ import annotations
 

@@ -209,9 +209,9 @@ class Sampler:
         rows = [n for n, state in enumerate(states) if not state.params.greedy]
         if len(rows) == len(states):
             return _distribution(adjusted_NV, states)
-        found_NV = torch.zeros_like(adjusted_NV).scatter_(1, adjusted_NV.argmax(-1, keepdim=True), 1.0)
+        probabilities_NV = torch.zeros_like(adjusted_NV).scatter_(1, adjusted_NV.argmax(-1, keepdim=True), 1.0)
         if rows:
             index = on_device(rows, torch.int64, logits_NV.device)
             drawing = [states[n] for n in rows]
-            found_NV.index_copy_(0, index, _distribution(adjusted_NV.index_select(0, index), drawing))
-        return found_NV
+            probabilities_NV.index_copy_(0, index, _distribution(adjusted_NV.index_select(0, index), drawing))
+        return probabilities_NV

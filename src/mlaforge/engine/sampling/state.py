@@ -1,4 +1,4 @@
-"""What one continuation carries from step to step for the sampler."""
+"""Sampling state: what one continuation carries from step to step for the sampler."""
 
 from __future__ import annotations
 

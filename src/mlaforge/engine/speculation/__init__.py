@@ -1,1 +1,1 @@
-"""Drafted tokens: who drafts, how a step verifies them, how many pay."""
+"""Speculative decoding: drafters, verification, and how many tokens to draft."""

@@ -1,4 +1,4 @@
-"""How many tokens a step drafts: as many as were asked for, or as many as measured times and acceptance say pay."""
+"""The length of drafts: a fixed one, or one chosen by the measured time of steps and acceptance."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from collections.abc import Sequence as Several
 
 from mlaforge.engine.request.sequence import Sequence
 
-# Weight of a new measurement in a running mean: of times, and of drafts, which are right or not, and so need many.
-RECENT, RECENT_DRAFT = 0.1, 0.02
-# One decision in so many tries a token more than what seems best, and one in so many times that, plain decoding.
-TRY_AGAIN = 64
+# Weight of a new measurement in a running mean: of times, and of acceptance, which is yes or no, and so needs many.
+TIME_WEIGHT, ACCEPTANCE_WEIGHT = 0.1, 0.02
+# Exploration: one decision in so many tries a token more than what seems best, and one in so many times that, plain
+# decoding.
+EXPLORE_EVERY = 64
 # A drafted token is believed to be accepted so often before anything was measured, as if that had been measured on so
 # many.
 PRIOR, PRIOR_DRAFTS = 0.7, 4
 
 
-class Pace:
+class DraftPolicy:
     """How many tokens to draft, from the measured time of steps and acceptance: whatever makes most tokens a second.
 
-    A step's time is taken to depend on its rows alone, those included that a drafter was asked for and thought too
+    A step's time is taken to depend on its rows alone, those included that a drafter might have drafted and thought too
     unlikely. What was not measured is first taken to cost what fewer rows cost, so that it is tried; plain decoding is
     measured first, so that there is something to compare with. With `tree` the choice is between a tree of so many
     tokens, `most` deep, and none.
@@ -31,8 +32,8 @@ class Pace:
 
     def __init__(self, most: int, tree: int = 0):
         self.most, self.tree = most, tree
-        # Of tokens asked for whose predecessors were accepted, by position: how many are.
-        self.acceptance, self._seen = [PRIOR] * most, [PRIOR_DRAFTS] * most
+        # Of drafted tokens whose predecessors were accepted, by position: how many are.
+        self.acceptance, self._observations = [PRIOR] * most, [PRIOR_DRAFTS] * most
         self.seconds: dict[int, float] = {}
         self._decisions = 0
 
@@ -41,7 +42,7 @@ class Pace:
         if active not in self.seconds:
             return 0
         self._decisions += 1
-        if self._decisions % TRY_AGAIN**2 == 0:
+        if self._decisions % EXPLORE_EVERY**2 == 0:
             return 0
         tokens = likely = 1.0
         best, rate = 0, 1.0 / self.expected(active)
@@ -55,11 +56,11 @@ class Pace:
                 best, rate = count, tokens / seconds
         # Times and acceptance are as of when they were last seen.
         if not self.tree:
-            return best if self._decisions % TRY_AGAIN else min(self.most, best + 1)
+            return best if self._decisions % EXPLORE_EVERY else min(self.most, best + 1)
         # A tree costs as much as several steps, and is tried that much less often.
-        return best if self._decisions % math.ceil(TRY_AGAIN * seconds / self.expected(active)) else self.most
+        return best if self._decisions % math.ceil(EXPLORE_EVERY * seconds / self.expected(active)) else self.most
 
-    def least(self, active: int, count: int) -> float:
+    def min_probability(self, active: int, count: int) -> float:
         """How likely a drafted token must be to pay for itself where `count` are drafted for each of `active`
         sequences: the time that it adds over the time that a token takes."""
         tokens = 1.0 + sum(itertools.accumulate(self.acceptance[:count], operator.mul))
@@ -79,31 +80,31 @@ class Pace:
         share = (rows - below) / (above - below)
         return (1 - share) * self.seconds[below] + share * self.seconds[above]
 
-    def took(self, rows: int, seconds: float) -> None:
+    def record_time(self, rows: int, seconds: float) -> None:
         """A step of decoding sequences alone took so long."""
         known = self.seconds.get(rows)
         # One step may be slow for reasons of its own.
-        self.seconds[rows] = seconds if known is None else known + RECENT * (min(seconds, 2 * known) - known)
+        self.seconds[rows] = seconds if known is None else known + TIME_WEIGHT * (min(seconds, 2 * known) - known)
 
-    def saw(self, asked: int, accepted: int) -> None:
-        """What became of one draft of at most so many tokens."""
-        for position in range(min(asked, accepted + 1)):
-            self._seen[position] += 1
-            weight = max(RECENT_DRAFT, 1 / self._seen[position])
+    def record_acceptance(self, budget: int, accepted: int) -> None:
+        """How many tokens of one draft of at most `budget` were accepted."""
+        for position in range(min(budget, accepted + 1)):
+            self._observations[position] += 1
+            weight = max(ACCEPTANCE_WEIGHT, 1 / self._observations[position])
             self.acceptance[position] += weight * ((position < accepted) - self.acceptance[position])
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """What a step drafts for each decoding sequence that wants it: `count` tokens in a row, ended before a path less
-    likely than `least`; where `tree` is not 0 a tree of so many tokens, `count` deep, for the only sequence there is.
-    `pace` is what it was decided by, and what is to learn from it; None where nothing is measured. `began` is when the
-    step did (time.perf_counter())."""
+    likely than `min_probability`; where `tree` is not 0 a tree of so many tokens, `count` deep, for the only sequence
+    there is. `policy` decided it and is to learn from it; None where nothing is measured. `began` is when the step did
+    (time.perf_counter())."""
 
     count: int
-    least: float = 0.0
+    min_probability: float = 0.0
     tree: int = 0
-    pace: Pace | None = None
+    policy: DraftPolicy | None = None
     began: float = 0.0
 
     def depth(self, sequence: Sequence) -> int:
@@ -120,7 +121,7 @@ class Decision:
 
 
 # What a step without a drafter drafts.
-NOTHING = Decision(0)
+NO_DRAFT = Decision(0)
 
 
 class Controller:
@@ -129,17 +130,17 @@ class Controller:
 
     def __init__(self, most: int, adaptive: bool, tree: int = 0):
         self.most, self.tree = most, tree
-        self.pace = Pace(most) if adaptive else None
+        self.policy = DraftPolicy(most) if adaptive else None
         # Of trees acceptance and times are others.
-        self.tree_pace = Pace(most, tree) if adaptive and tree else None
+        self.tree_policy = DraftPolicy(most, tree) if adaptive and tree else None
 
     def decide(self, running: Several[Sequence], waiting: bool) -> Decision:
         """For the step that begins now with these sequences; `waiting`: others may join it."""
         began = time.perf_counter()
         active = sum(sequence.decoding for sequence in running)
         tree = self.tree if active == len(running) == 1 and not waiting else 0
-        pace = self.tree_pace if tree else self.pace
-        if pace is None or not active:
-            return Decision(self.most, 0.0, tree, pace, began)
-        count = pace.choose(active)
-        return Decision(count, pace.least(active, count) if count else 0.0, tree, pace, began)
+        policy = self.tree_policy if tree else self.policy
+        if policy is None or not active:
+            return Decision(self.most, 0.0, tree, policy, began)
+        count = policy.choose(active)
+        return Decision(count, policy.min_probability(active, count) if count else 0.0, tree, policy, began)

@@ -1,4 +1,4 @@
-"""Who proposes tokens for the next step to verify: the interface, and prompt lookup, which needs no training.
+"""Drafters propose tokens for the next step to verify: the interface, and prompt lookup, which needs no training.
 
 Whatever a drafter proposes, the tokens that come out are the target's own (verification.py): a bad one costs
 time only.
@@ -68,15 +68,15 @@ class Drafter(Protocol):
         """Where the target's residual stream is captured for `observe`: boundary b is the input of layer b."""
         ...
 
-    def propose(self, asked: Several[tuple[Sequence, int]], least: float) -> list[Draft | None]:
+    def propose(self, budgets: Several[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """Per (sequence, k) at most k tokens that may follow its `token_ids`. There is room in the cache for them.
 
-        A drafter that knows how likely its tokens are ends a draft before one whose path is less likely than `least`,
-        which may leave nothing of it. It must not ask which token was drawn: what is drafted would no longer be drawn
-        from q."""
+        A drafter that knows how likely its tokens are ends a draft before one whose path is less likely than
+        `min_probability`, which may leave nothing of it. It must not ask which token was drawn: what is drafted would
+        no longer be drawn from q."""
         ...
 
-    def observe(self, ran: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+    def observe(self, starts: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """The step computed positions `start` to `computed` of these sequences (sequence, start), none of them of
         refused tokens; `states_NS` are their captured states side by side, one sequence after another."""
         ...
@@ -100,17 +100,17 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._indices: weakref.WeakKeyDictionary[Sequence, _Index] = weakref.WeakKeyDictionary()
 
-    def propose(self, asked: Several[tuple[Sequence, int]], least: float) -> list[Draft | None]:
+    def propose(self, budgets: Several[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose; None where the newest tokens are new to the text."""
         drafts: list[Draft | None] = []
-        for sequence, count in asked:
+        for sequence, count in budgets:
             index = self._indices.setdefault(sequence, _Index())
             index.grow(sequence.token_ids)
             at = index.find(sequence.token_ids)
             drafts.append(None if at is None else Draft(_copied(sequence.token_ids, at, count)))
         return drafts
 
-    def observe(self, ran: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+    def observe(self, starts: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """Nothing: the text is all that counts."""
 
 
@@ -137,7 +137,7 @@ class _Index:
 
 def _copied(token_ids: list[int], at: int, count: int) -> list[int]:
     """`count` tokens from `at` on. Where the text ends before, it goes on as the copy does: a loop goes round."""
-    found: list[int] = []
+    copied: list[int] = []
     for position in range(at, at + count):
-        found.append(token_ids[position] if position < len(token_ids) else found[position - len(token_ids)])
-    return found
+        copied.append(token_ids[position] if position < len(token_ids) else copied[position - len(token_ids)])
+    return copied

@@ -100,30 +100,30 @@ class EagleDrafter:
         self._outs: dict[int, tuple[int, Tensor]] = {}
 
     @torch.inference_mode()
-    def observe(self, ran: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+    def observe(self, starts: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """As Drafter.observe."""
-        chunks = [Chunk(s.number, s.token_ids, start, s.computed) for s, start in ran]
+        chunks = [Chunk(s.number, s.token_ids, start, s.computed) for s, start in starts]
         next_ids: list[int] = []
-        for sequence, start in ran:
+        for sequence, start in starts:
             ids = sequence.token_ids[start + 1 : sequence.computed + 1]
             # A prompt that is read only has no next token.
             next_ids += ids if len(ids) == sequence.computed - start else [*ids, sequence.token_ids[-1]]
         with span("DRAFT_OBSERVE", self.model.device):
             out_NC = self._layer(self._fused(states_NS), self._ids(next_ids), self._make_batch(chunks))
         self._outs, row = {}, 0
-        for sequence, start in ran:
+        for sequence, start in starts:
             row += sequence.computed - start
             self._outs[sequence.number] = sequence.computed, out_NC[row - 1]
 
     @torch.inference_mode()
-    def propose(self, asked: Several[tuple[Sequence, int]], least: float) -> list[Draft | None]:
+    def propose(self, budgets: Several[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose; None for a sequence whose state is not known: a continuation in its first step. How
         likely a path is, is said by the likeliest token at each of its places."""
-        known = [i for i, (s, _) in enumerate(asked) if self._outs.get(s.number, (0,))[0] == s.computed]
-        drafts: list[Draft | None] = [None] * len(asked)
+        known = [i for i, (s, _) in enumerate(budgets) if self._outs.get(s.number, (0,))[0] == s.computed]
+        drafts: list[Draft | None] = [None] * len(budgets)
         if not known:
             return drafts
-        going = [asked[i] for i in known]
+        going = [budgets[i] for i in known]
         tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in going}
         qs: dict[Sequence, list[Tensor]] = {sequence: [] for sequence, _ in going}
         out_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in going])
@@ -137,16 +137,16 @@ class EagleDrafter:
                     going = [going[i] for i in keep]
                     out_SC = self._chained(out_SC[keep], [(s, tokens[s]) for s, _ in going])
                 logits_SV = self.head(self.norm(out_SC))
-                sure_S = logits_SV.float().softmax(-1).amax(-1).tolist() if least else [1.0] * len(going)
+                sure_S = logits_SV.float().softmax(-1).amax(-1).tolist() if min_probability else [1.0] * len(going)
                 for (sequence, _), sure, token, q_V in zip(going, sure_S, *self._drawn(logits_SV, going), strict=True):
                     likely[sequence] *= sure
-                    if likely[sequence] < least:
+                    if likely[sequence] < min_probability:
                         continue
                     tokens[sequence].append(token)
                     if q_V is not None:
                         qs[sequence].append(q_V)
         for i in known:
-            sequence = asked[i][0]
+            sequence = budgets[i][0]
             drafts[i] = Draft(tokens[sequence], torch.stack(qs[sequence]) if qs[sequence] else None)
         return drafts
 
@@ -197,11 +197,13 @@ class EagleDrafter:
         fed_SC = self.norm(out_SC) if self.config.norm_output else out_SC
         return self._layer(fed_SC, self._ids([tokens[-1] for _, tokens in drafted]), self._make_batch(chunks))
 
-    def _drawn(self, logits_SV: Tensor, asked: Several[tuple[Sequence, int]]) -> tuple[list[int], list[Tensor | None]]:
+    def _drawn(
+        self, logits_SV: Tensor, budgets: Several[tuple[Sequence, int]]
+    ) -> tuple[list[int], list[Tensor | None]]:
         """A token of the target's vocabulary for each row, and the distribution where it was drawn from one."""
         tokens = logits_SV.argmax(-1)
-        qs: list[Tensor | None] = [None] * len(asked)
-        for i, (sequence, _) in enumerate(asked):
+        qs: list[Tensor | None] = [None] * len(budgets)
+        for i, (sequence, _) in enumerate(budgets):
             params = sequence.request.params
             if not params.greedy:
                 some = (logits_SV[i].float() / params.temperature).softmax(-1)

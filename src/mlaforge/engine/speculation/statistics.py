@@ -1,4 +1,4 @@
-"""What became of drafted tokens, and what they cost in time: the numbers of `eagle_speculation`."""
+"""Speculation statistics: how many drafted tokens were accepted, and their time: the block `eagle_speculation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter in use: what is decided before a step, what is proposed for it, and what became of that."""
+"""Speculation step by step: a decision before a step, a proposal for it, and statistics after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as Several
 
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.controller import NOTHING, Controller, Decision
+from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
 from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.engine.speculation.verification import Verified
@@ -16,13 +16,13 @@ from mlaforge.engine.speculation.verification import Verified
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """A step with its drafts: `chunks` are its sequences, each with the position up to which it is computed, its draft
-    included. `asked`: of those for whom there was a draft, and be it an empty one, how many tokens were asked for.
+    included. `budgets`: of those for whom there was a draft, and be it an empty one, how many tokens it might have had.
     `at` is when the drafts were there (time.perf_counter())."""
 
     chunks: list[tuple[Sequence, int]]
-    decision: Decision = NOTHING
+    decision: Decision = NO_DRAFT
     drafts: dict[Sequence, Draft] = dataclasses.field(default_factory=dict)
-    asked: dict[Sequence, int] = dataclasses.field(default_factory=dict)
+    budgets: dict[Sequence, int] = dataclasses.field(default_factory=dict)
     at: float = 0.0
 
 
@@ -39,24 +39,24 @@ class Speculation:
 
     def propose(self, decision: Decision, chunks: list[tuple[Sequence, int]]) -> Proposal:
         """Drafts for the positions that were reserved beyond the sequences' tokens; the chunks are cut to what came."""
-        asked = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
+        budgets = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
         drafts: dict[Sequence, Draft] = {}
-        counts: dict[Sequence, int] = {}
-        for (sequence, count), draft in zip(asked, self._drafts(decision, asked) if asked else [], strict=True):
+        budget_of: dict[Sequence, int] = {}
+        for (sequence, count), draft in zip(budgets, self._drafts(decision, budgets) if budgets else [], strict=True):
             if draft is not None:
                 assert len(draft.token_ids) <= count
-                counts[sequence] = draft.length if decision.tree else count
+                budget_of[sequence] = draft.length if decision.tree else count
                 if draft.token_ids:
                     drafts[sequence] = draft
         lengths = {sequence: len(draft.token_ids) for sequence, draft in drafts.items()}
         cut = [(s, min(upto, len(s.token_ids) + lengths.get(s, 0))) for s, upto in chunks]
-        return Proposal(cut, decision, drafts, counts, time.perf_counter())
+        return Proposal(cut, decision, drafts, budget_of, time.perf_counter())
 
-    def _drafts(self, decision: Decision, asked: list[tuple[Sequence, int]]) -> list[Draft | None]:
+    def _drafts(self, decision: Decision, budgets: list[tuple[Sequence, int]]) -> list[Draft | None]:
         if not decision.tree:
-            return self.drafter.propose(asked, decision.least)
+            return self.drafter.propose(budgets, decision.min_probability)
         assert isinstance(self.drafter, TreeDrafter)
-        ((sequence, count),) = asked
+        ((sequence, count),) = budgets
         return [self.drafter.propose_tree(sequence, count, min(count, decision.depth(sequence)))]
 
     def end(
@@ -64,7 +64,7 @@ class Speculation:
     ) -> None:  # fmt: skip
         """The step is over. `decoded` are its decoding sequences, verified at time `verified_at`; `rows` are those that
         were computed, None where anything but decoding sequences was."""
-        decision, pace = proposal.decision, proposal.decision.pace
+        decision, policy = proposal.decision, proposal.decision.policy
         speculating = 0
         for sequence, verified in decoded:
             if sequence.request.params.speculate:
@@ -75,11 +75,11 @@ class Speculation:
                 if draft is not None and draft.parents is not None:
                     self.stats.tree_tokens += len(draft.token_ids)
                 # Where the text ended among the drafted tokens, the rest was not judged.
-                if pace is not None and (accepted == drafted or accepted < new):
-                    pace.saw(proposal.asked.get(sequence, 0), accepted)
+                if policy is not None and (accepted == drafted or accepted < new):
+                    policy.record_acceptance(proposal.budgets.get(sequence, 0), accepted)
         seconds = time.perf_counter() - decision.began
         if speculating:
             drafting, verifying = proposal.at - decision.began, verified_at - proposal.at
             self.stats.count_engine_step(speculating, seconds, drafting, verifying)
-        if pace is not None and rows is not None and len(decoded) == speculating:
-            pace.took(rows if decision.tree else len(decoded) + sum(proposal.asked.values()), seconds)
+        if policy is not None and rows is not None and len(decoded) == speculating:
+            policy.record_time(rows if decision.tree else len(decoded) + sum(proposal.budgets.values()), seconds)
