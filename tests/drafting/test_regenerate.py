@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint.loading import load_tokenizer
-from mlaforge.drafting import dataset, regenerate, token_map, vocabulary
+from mlaforge.drafting import dataset, regenerate, vocabulary
 from mlaforge.drafting.config import RegenerateConfig, VocabularyConfig
 from mlaforge.drafting.dataset import Excluded, read_answers, split
 from mlaforge.engine.sampling.params import SamplingParams
@@ -177,7 +177,7 @@ def test_a_vocabulary_is_what_is_said_most_often(written, tiny_models, tmp_path)
     done = vocabulary.run(str(tiny_models["llama"]), [out], tmp_path / "vocab", VocabularyConfig(size=40))
     learnt, held = split(read_answers(out)[1])
     counted = Counter(token for answer in learnt for token in answer.answer_ids)
-    ids = token_map.read(tmp_path / "vocab", 260).tolist()
+    ids = vocabulary.read(tmp_path / "vocab", 260).tolist()
     assert len(ids) == 40 and ids == sorted(set(ids)) and {256, 257, 258} <= set(ids)
     least = min(counted[i] for i in ids if i not in (256, 257, 258))
     assert all(counted[i] <= least for i in range(260) if i not in ids)
@@ -185,7 +185,7 @@ def test_a_vocabulary_is_what_is_said_most_often(written, tiny_models, tmp_path)
     wanted = sum(token in ids for token in judged) / len(judged)
     assert done.metrics["coverage"]["40"]["held_out"] == pytest.approx(wanted)
     assert done.metrics["held_out_tokens"] == len(judged)
-    told = load_file(tmp_path / "vocab" / token_map.FILE)
+    told = load_file(tmp_path / "vocab" / vocabulary.FILE)
     assert (told["d2t"] + torch.arange(40)).tolist() == told["t2d"].nonzero()[:, 0].tolist() == ids
 
 
@@ -205,14 +205,14 @@ def test_vocabularies_that_fit_nothing_are_refused(written, tiny_models, tmp_pat
     refused("not what", "draft", "vocab", tiny_models["llama"], tmp_path, "--out", tmp_path / "v", "--size", 30)
     vocabulary.run(str(tiny_models["llama"]), [out], tmp_path / "v", VocabularyConfig(size=40))
     with pytest.raises(UserError, match="of 260 tokens, the model's has 300"):
-        token_map.read(tmp_path / "v", 300)
-    stored = load_file(tmp_path / "v" / token_map.FILE)
-    save_file({**stored, "t2d": ~stored["t2d"]}, tmp_path / "v" / token_map.FILE)
+        vocabulary.read(tmp_path / "v", 300)
+    stored = load_file(tmp_path / "v" / vocabulary.FILE)
+    save_file({**stored, "t2d": ~stored["t2d"]}, tmp_path / "v" / vocabulary.FILE)
     with pytest.raises(UserError, match=r"damaged: .* other tokens than t2d marks"):
-        token_map.read(tmp_path / "v", 260)
-    (tmp_path / "v" / token_map.FILE).write_bytes(b"no tensors")
+        vocabulary.read(tmp_path / "v", 260)
+    (tmp_path / "v" / vocabulary.FILE).write_bytes(b"no tensors")
     with pytest.raises(UserError, match="damaged"):
-        token_map.read(tmp_path / "v", 260)
+        vocabulary.read(tmp_path / "v", 260)
 
 
 @pytest.mark.parametrize("line", ['{"number": 1}', '{"number": 1, "prompt": [1], "answer": []}', "[]", "{",

@@ -20,7 +20,7 @@ from mlaforge.artifact import WORK, Manifest, finished, record_name, sha256
 from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import buffers, check_head, read_head, write_head
 from mlaforge.data import packing
-from mlaforge.drafting import initialize, token_map
+from mlaforge.drafting import initialize, vocabulary
 from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.dataset import TEXT, TRAINED, Answer, learnt_from, read_answers, split
 from mlaforge.drafting.training_time_test import States, Unrolled, Validation, capture, columns
@@ -125,7 +125,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     old = read_head(Path(config.init), spec.num_layers) if config.init else None
     if old is None:
         every = torch.arange(spec.vocab_size)
-        ids = token_map.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else every
+        ids = vocabulary.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else every
         shape = new_config(raw, spec, config, len(ids))
     else:
         if config.vocabulary or config.boundaries or config.kv_heads:
@@ -141,7 +141,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
             "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
             "init": {"sha256": reader.fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
             if config.init else None,
-            "vocabulary": sha256(Path(config.vocabulary) / token_map.FILE) if config.vocabulary else None,
+            "vocabulary": sha256(Path(config.vocabulary) / vocabulary.FILE) if config.vocabulary else None,
             # Prompts that the text is free of, by the SHA-256 of their files: what the head may be judged on.
             "text": [
                 {"sha256": sha256(folder / TEXT), "written_by": told.inputs["model"]["sha256"],

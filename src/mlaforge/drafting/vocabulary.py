@@ -15,11 +15,12 @@ from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, sha256, writing
 from mlaforge.checkpoint import loading, reader, resolve
-from mlaforge.checkpoint.eagle3 import mapping
+from mlaforge.checkpoint.eagle3 import OFFSETS, mapping, target_ids
 from mlaforge.drafting.config import VocabularyConfig
 from mlaforge.drafting.dataset import TEXT, Answer, read_answers, split
-from mlaforge.drafting.token_map import FILE, STAGE
 from mlaforge.runtime import UserError, log
+
+STAGE, FILE = "draft vocab", "vocabulary.safetensors"
 
 
 def counts(answers: list[Answer], vocab_size: int) -> Tensor:
@@ -82,3 +83,24 @@ def run(
 
         save_file(mapping(ids, vocab_size), partial / FILE)
     return manifest
+
+
+def read(directory: Path, vocab_size: int) -> Tensor:
+    """The token ids of a vocabulary that `run` wrote. Raises UserError for another model's, or none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    manifest = Manifest.load(directory)
+    if manifest is None or manifest.stage != STAGE:
+        raise UserError(f"{directory} is not what `mlaforge draft vocab` wrote")
+    try:
+        stored = load_file(directory / FILE)
+        d2t, t2d = stored["d2t"], stored["t2d"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise UserError(f"{directory / FILE} is damaged: {error}") from error
+    if len(t2d) != vocab_size:
+        raise UserError(f"the vocabulary in {directory} is of {len(t2d)} tokens, the model's has {vocab_size}")
+    try:
+        return target_ids(d2t, t2d, vocab_size, OFFSETS)[1]
+    except UserError as error:
+        raise UserError(f"{directory / FILE} is damaged: {error}") from error
