@@ -26,7 +26,7 @@ from mlaforge.bench.conversion import perplexities
 from mlaforge.calibration import calibrate
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.sources import Notes, Source
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import source_model
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
@@ -53,7 +53,7 @@ def convert_one(way: str, seed: int, options: argparse.Namespace, model: Path) -
         calibrate.run(text, wanted, embedded=scratch / "embedded")
     elif way == "first":
         # Convert draws windows at random where there are more than it takes: it is given no more.
-        tokenizer = loading.load_tokenizer(model)
+        tokenizer = source_model.load_tokenizer(model)
         first = corpus.windows(tokenizer, str(text), options.windows, seqlen)
         text = scratch / "first.txt"
         # A few tokens more, because the last one may be cut otherwise.
@@ -75,7 +75,7 @@ def main() -> None:
     arguments.add_argument("--folder", type=Path, default=Path("runs/calibration"), help="what is made on the way")
     options = arguments.parse_args()
     model = demo_model.fetch()
-    tokenizer = loading.load_tokenizer(model)
+    tokenizer = source_model.load_tokenizer(model)
     settings = {"windows": options.windows, "seqlen": options.seqlen, "judged_windows": options.judged_windows}
     results = Results(options.out, [], resume=True, settings=settings)
     results.body["calibration_tokens"] = options.windows * options.seqlen

@@ -20,7 +20,7 @@ import torch
 from rows import Results, judged_texts, parser, wikitext, without_repeats
 
 from mlaforge.bench.conversion import perplexities
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import source_model
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
@@ -48,7 +48,7 @@ def main() -> None:
     arguments.add_argument("--calibration-windows", type=int, default=32)
     options = arguments.parse_args()
     directory = demo_model.fetch()
-    tokenizer = loading.load_tokenizer(directory)
+    tokenizer = source_model.load_tokenizer(directory)
     sources = {"wiki": wikitext(options.data)[0], "embedded": corpus.EMBEDDED}
     count = {"wiki": options.calibration_windows, "embedded": ConvertConfig().nsamples}
     results = Results(options.out, [], resume=True)

@@ -29,7 +29,7 @@ from rows import Results, command, parser, wikitext
 
 from mlaforge.bench.roof import memory_speed
 from mlaforge.bench.transformers_peer import Transformers as Peer
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import source_model
 from mlaforge.data import corpus
 from mlaforge.demo import model as demo_model
 from mlaforge.engine.llm import LLM
@@ -141,7 +141,7 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(2)
     directory = demo_model.fetch()
-    tokenizer = loading.load_tokenizer(directory)
+    tokenizer = source_model.load_tokenizer(directory)
     windows = corpus.windows(tokenizer, wikitext(options.data)[1], 16, 2048).ids
     cases = {case: tuple(map(int, case.split("x"))) for case in options.cases}
     prompts = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rows import Results, parser, wikitext
 
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import source_model
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.config import resolve
@@ -57,7 +57,7 @@ def main() -> None:
     options = arguments.parse_args()
     directory = demo_model.fetch()
     valid, test = wikitext(options.data)
-    text = corpus.windows(loading.load_tokenizer(directory), test, WINDOWS, SEQLEN)
+    text = corpus.windows(source_model.load_tokenizer(directory), test, WINDOWS, SEQLEN)
     results = Results(options.out, {}, resume=True)
     original = results.once("original", lambda: judged(directory, text, "original"))
     for name in options.only:

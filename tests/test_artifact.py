@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, writing
-from mlaforge.checkpoint import loading, reader
+from mlaforge.checkpoint import reader, source_model
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import make_plan
@@ -117,7 +117,7 @@ def made(tiny_models, calibration_file, evaluation_file, cli, short, tmp_path_fa
     command = ["convert", folder / "model", folder / "out", *short, "--calibration", texts[0], "--evaluation", texts[1]]
     done = cli(*command)
     assert done.exit_code == 0, done.stderr
-    spec = loading.read_spec(reader.read_config(folder / "model"))
+    spec = source_model.read_spec(reader.read_config(folder / "model"))
     plan_file.write(folder / "plan.json", make_plan(spec, 0.75), {}, [None] * spec.num_layers, [])
     return command
 

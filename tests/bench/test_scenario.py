@@ -17,7 +17,7 @@ from mlaforge.artifact import Manifest
 from mlaforge.bench import kernels, machine, recipe, scenario
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.prompts import Prompts
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import source_model
 from mlaforge.config import resolve
 from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.engine import Engine
@@ -130,7 +130,7 @@ def test_the_cpu_twins_of_the_gates(twins, cli):
 
 
 def test_prompts_are_text_of_the_wanted_length_and_always_the_same(tiny_models, evaluation_file):
-    tokenizer = loading.load_tokenizer(tiny_models["llama"])
+    tokenizer = source_model.load_tokenizer(tiny_models["llama"])
     prompts = Prompts((str(evaluation_file),), tokenizer)
     made = prompts(300, 2, 3)
     assert made == Prompts((str(evaluation_file),), tokenizer)(300, 2, 3)
@@ -203,7 +203,7 @@ def test_another_engine_gets_the_same_prompts(bench, tiny_models, tmp_path, eval
     (case,) = cases(read(folder, "baseline"), engine="stub")
     assert case["status"] == "ok" and case["over_transformers"]["runs"]
     asked = [json.loads(line) for line in log.read_text().splitlines()]
-    tokenizer = loading.load_tokenizer(tiny_models["llama"])
+    tokenizer = source_model.load_tokenizer(tiny_models["llama"])
     expected = [ids for several in Prompts((str(evaluation_file),), tokenizer)(48, 2, 2) for ids in several]
     assert sorted(body["prompt"] for body in asked) == sorted(expected)
     assert all((b["max_tokens"], b["temperature"], b["ignore_eos"]) == (9, 0, True) for b in asked)

@@ -14,7 +14,7 @@ import torch
 from mlaforge.artifact import Manifest
 from mlaforge.calibration import calibrate, window_store
 from mlaforge.calibration.window_store import Shards
-from mlaforge.checkpoint.loading import load_tokenizer
+from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap

@@ -4,16 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import loading, source_model
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
-from mlaforge.conversion.solve import Rebuild
+from mlaforge.conversion.solve import LayerSolver
 from mlaforge.factorization import moments
 from mlaforge.families import read_spec
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -154,21 +155,21 @@ def test_each_layer_is_decomposed_once_also_by_a_run_that_goes_on(
     texts = {"calibration": str(calibration_file), "evaluation": str(evaluation_file)}
     sizes = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu"}
     config, loaded, decomposed = ConvertConfig(layout=layout, **texts, **sizes, **more), [], []
-    load, svd, solved = moments.load, torch.linalg.svd, Rebuild._solved
+    load, svd, solved = moments.load, torch.linalg.svd, LayerSolver._solved
 
-    def stopped(self, index, plans):
+    def stopped(self, index, *others):
         if index == 1:
             raise KeyboardInterrupt
-        return solved(self, index, plans)
+        return solved(self, index, *others)
 
     monkeypatch.setattr(
         moments, "load", lambda spill, index, device: loaded.append(index) or load(spill, index, device)
     )
     monkeypatch.setattr(torch.linalg, "svd", lambda a, **how: decomposed.append(a.shape) or svd(a, **how))
-    monkeypatch.setattr(Rebuild, "_solved", stopped)
+    monkeypatch.setattr(LayerSolver, "_solved", stopped)
     with pytest.raises(Interrupted):
         convert.run(str(tiny_models["qwen2"]), tmp_path / "out", config)
-    monkeypatch.setattr(Rebuild, "_solved", solved)
+    monkeypatch.setattr(LayerSolver, "_solved", solved)
     convert.run(str(tiny_models["qwen2"]), tmp_path / "out", config)
     assert loaded == [0, 1, 2]
     # A factored query has a decomposition of its own.
@@ -176,6 +177,30 @@ def test_each_layer_is_decomposed_once_also_by_a_run_that_goes_on(
     at_once = converted("qwen2", layout, **more)
     for path in at_once.glob("*.safetensors"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(("layout", "k_proj", "o_proj"), [("latent", 5, 6), ("latent_rope", 6, 6)])
+def test_how_often_a_weight_is_read(
+    layout, k_proj, o_proj, tiny_models, calibration_file, evaluation_file, tmp_path, monkeypatch
+):
+    source, tensors, files = tiny_models["qwen2"], Counter(), Counter()
+    texts = {"calibration": str(calibration_file), "evaluation": str(evaluation_file)}
+    get, hashed = checkpoint_reader.Reader.__getitem__, checkpoint_reader.sha256
+
+    def counted(self, name):
+        tensors.update([name] if self.directory == source else [])
+        return get(self, name)
+
+    monkeypatch.setattr(checkpoint_reader.Reader, "__getitem__", counted)
+    monkeypatch.setattr(checkpoint_reader, "sha256", lambda path: files.update([path]) or hashed(path))
+    convert.run(
+        str(source), tmp_path / "out",
+        ConvertConfig(layout=layout, **texts, seqlen=64, nsamples=12, eval_windows=4, device="cpu"),
+    )  # fmt: skip
+    # As docs/checkpoint.md counts them; the fingerprint reads whole files, and so each tensor once more.
+    assert set(files.values()) == {1}
+    assert {tensors[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(3)} == {k_proj}
+    assert {tensors[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(3)} == {o_proj}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -235,7 +260,7 @@ def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evalu
     directory = converted("llama", "latent_rope", budget=0.75)
     made = json.loads((directory / "manifest.json").read_text())
     found = made["metrics"]
-    tokenizer = loading.load_tokenizer(directory)
+    tokenizer = source_model.load_tokenizer(directory)
     text = corpus.windows(tokenizer, str(evaluation_file), 4, 64)
     assert made["inputs"]["evaluation"]["sha256"] == text.sha256
     assert found["mla_ppl"] == pytest.approx(perplexity(loading.load_model(directory), text.ids), rel=1e-5)

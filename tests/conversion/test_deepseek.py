@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import loading, source_model
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.conversion import convert, deepseek
 from mlaforge.conversion.config import ConvertConfig, ExportConfig
@@ -148,7 +148,7 @@ def test_config_round_trips_with_what_vllm_reads(exported, tmp_path):
 def test_tokenizer_and_companions_come_along(exported):
     source, out = exported("plain")
     text = "Hello wörld, 12 monkeys\n\n\tdef f(x):"
-    assert AutoTokenizer.from_pretrained(out).encode(text) == loading.load_tokenizer(source).encode(text)
+    assert AutoTokenizer.from_pretrained(out).encode(text) == source_model.load_tokenizer(source).encode(text)
     assert (out / "calibration_passages.json").read_bytes() == (source / "calibration_passages.json").read_bytes()
     assert not list(out.glob("*.py"))
 

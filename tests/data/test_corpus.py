@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mlaforge.checkpoint.loading import load_tokenizer
+from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.data import corpus, overlap
 from mlaforge.data.corpus import EMBEDDED, Windows
 from mlaforge.data.overlap import DISTINCT, LONG, SHINGLE

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import loading, source_model
 from mlaforge.data import corpus, overlap, packing
 from mlaforge.data.packing import NO_LABEL, Feed, Phase, Rows, pack
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -65,7 +65,7 @@ def test_steps_read_every_row_once_an_epoch():
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_models):
-    return loading.load_tokenizer(tiny_models["llama"])
+    return source_model.load_tokenizer(tiny_models["llama"])
 
 
 def test_training_validation_and_calibration_share_no_passage(tokenizer, calibration_file):

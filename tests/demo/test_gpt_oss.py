@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mlaforge.checkpoint import loading, mxfp4
+from mlaforge.checkpoint import loading, mxfp4, source_model
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.data import corpus, overlap
 from mlaforge.demo.config import MakeGptOssConfig
@@ -198,7 +198,7 @@ def test_healing_lowers_the_divergence(make, tiny_models, long_text, evaluation_
 
     options = {**ONE, "windows": True, "yarn": 8.0, "sinks": True, "text": str(long_text), "differ": 0.01}
     source = tiny_models["llama"]
-    ids = corpus.windows(loading.load_tokenizer(source), str(evaluation_file), 1, 400).ids[0]
+    ids = corpus.windows(source_model.load_tokenizer(source), str(evaluation_file), 1, 400).ids[0]
     raw, healed = make(source, "raw", **options), make(source, "healed", **options, heal=6)
     wanted = logits(source, ids)
     assert divergence(logits(healed, ids), wanted) < divergence(logits(raw, ids), wanted)
@@ -273,7 +273,7 @@ def test_other_sources_are_refused(make, tiny_models, model):
 
 def test_smollm2_keeps_its_logits(smollm2, make):
     """Real weights, real text, four experts: 1e-3 in fp32."""
-    tokenizer = loading.load_tokenizer(smollm2)
+    tokenizer = source_model.load_tokenizer(smollm2)
     ids = corpus.windows(tokenizer, corpus.EMBEDDED, 1, 128, judged=True).ids[0]
     made = make("smollm2")
     torch.testing.assert_close(logits(made, ids), logits(smollm2, ids), rtol=0, atol=1e-3)

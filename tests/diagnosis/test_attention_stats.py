@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlaforge.checkpoint import loading, reader
+from mlaforge.checkpoint import reader, source_model
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.diagnosis import attention_stats, diagnose, geometry
 from mlaforge.diagnosis.attention_stats import AttentionStats
@@ -243,7 +243,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(tiny_models, monkeyp
         largest[length] = seen.numbers
     assert largest[1024] < 2.1 * largest[512]
     # What attention alone takes is bounded whatever the length.
-    layer = loading.read_spec(reader.read_config(tiny_models["llama"])).layers[0]
+    layer = source_model.read_spec(reader.read_config(tiny_models["llama"])).layers[0]
     for length in (512, 2048):
         stats, (q, k) = AttentionStats.empty(layer, length, torch.device("cpu")), torch.randn(2, 4, length, 16)
         with Largest() as seen:

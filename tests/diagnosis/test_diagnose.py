@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlaforge.checkpoint import loading, reader
+from mlaforge.checkpoint import reader, source_model
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.conversion import convert
@@ -64,7 +64,7 @@ def convert_options(calibration_file, evaluation_file, **more):
 def test_the_artifact_holds_numbers_plan_and_pictures(family, diagnosed, tiny_models, options):
     out = diagnosed(family)
     assert sorted(p.name for p in out.iterdir()) == sorted([*FILES, "manifest.json"])
-    told, spec = numbers(out), loading.read_spec(reader.read_config(tiny_models[family]))
+    told, spec = numbers(out), source_model.read_spec(reader.read_config(tiny_models[family]))
     assert [layer["window"] for layer in told["layers"]] == [layer.window for layer in spec.layers]
     assert (told["summary"]["routing"]["verdict"] == "dense") == (spec.layers[0].moe is None)
     rope = told["layers"][0]["predicted_loss"]["latent_rope"]
@@ -76,7 +76,7 @@ def test_the_artifact_holds_numbers_plan_and_pictures(family, diagnosed, tiny_mo
         assert layer["plan"]["predicted_loss"] is None or layer["plan"]["layout"] == "latent"
     summary = told["summary"]["plan"]
     assert 0 < summary["predicted_loss"] <= summary["uniform_loss"] + 1e-12
-    tokens = corpus.windows(loading.load_tokenizer(tiny_models[family]), options.text, 12, 64, seed=0)
+    tokens = corpus.windows(source_model.load_tokenizer(tiny_models[family]), options.text, 12, 64, seed=0)
     with LayerStream(tiny_models[family], torch.float32, torch.device("cpu")) as stream:
         assert told["summary"]["ppl"] == pytest.approx(perplexity(window_losses(stream, tokens.ids, "x")), rel=1e-4)
 
@@ -123,7 +123,7 @@ def test_convert_takes_the_plan_and_predicts_the_same(layout, diagnosed, tiny_mo
 
 
 def test_the_plans_ranks_differ_and_cost_what_uniform_ones_do(diagnosed, tiny_models):
-    spec = loading.read_spec(reader.read_config(tiny_models["llama"]))
+    spec = source_model.read_spec(reader.read_config(tiny_models["llama"]))
     plan = plan_file.read(str(diagnosed("llama")), spec).plan
     uniform = make_plan(spec, 0.5, "latent", "auto")
     assert plan.cached_per_token == uniform.cached_per_token

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import loading, source_model
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.drafting.check import Row, best, shifted
 from mlaforge.modeling.eagle3 import AFTER_NORM
@@ -22,7 +22,7 @@ def fitted(directory, text, boundaries, stored, folder, **fields):
     `boundaries`; its config says `stored`. The target is transformers', not the stream under test."""
     converted = "mla_layer_types" in json.loads((directory / "config.json").read_text())
     model = loading.load_model(directory, "float32") if converted else load_original(directory)
-    tokens = loading.load_tokenizer(directory)(text.read_text())["input_ids"]
+    tokens = source_model.load_tokenizer(directory)(text.read_text())["input_ids"]
     ids = torch.tensor(tokens[: SEQLEN * WINDOWS]).view(WINDOWS, SEQLEN)
     out = model(ids, output_hidden_states=True)
     caught = {}

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint.loading import load_tokenizer
+from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.drafting import dataset, regenerate, vocabulary
 from mlaforge.drafting.config import RegenerateConfig, VocabularyConfig
 from mlaforge.drafting.dataset import Excluded, read_answers, split

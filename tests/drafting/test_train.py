@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import loading, reader
 from mlaforge.checkpoint.eagle3 import read_head, write_head
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
 from mlaforge.data.packing import Rows
 from mlaforge.demo import model as demo_model
@@ -140,8 +141,7 @@ def test_it_begins_at_the_best_linear_map(target, text):
     ridge = (len(x) * initialize.RIDGE * x.square().mean()).sqrt() * torch.eye(256).double()
     wanted = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
     torch.testing.assert_close(x @ text.moments(None).solve(), x @ wanted, rtol=1e-3, atol=1e-3)
-    raw = reader.read_config(target)
-    shape = train.new_config(raw, loading.read_spec(raw), config, 260)
+    shape = train.new_config(SourceModel.open(target), config, 260)
     shape = dataclasses.replace(shape, layer=copy.deepcopy(shape.layer))
     # One head looks nothing up, and has values of full rank.
     shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import loading, source_model
 from mlaforge.data import corpus
 from mlaforge.evaluation import criteria, needle
 from mlaforge.evaluation import student as acceptance
@@ -45,7 +45,7 @@ def test_what_is_measured_is_what_the_models_compute(judge, tiny_models, convert
         {"measure": "top1", "delta": 1, **text},
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
-    ids = corpus.windows(loading.load_tokenizer(tiny_models["llama"]), str(evaluation_file), 3, 64).ids
+    ids = corpus.windows(source_model.load_tokenizer(tiny_models["llama"]), str(evaluation_file), 3, 64).ids
     logs = []
     for path in (tmp_path / "student", tiny_models["llama"]):
         with torch.no_grad():
@@ -119,7 +119,7 @@ def test_a_number_that_is_none_fails():
 
 def test_documents_stay_apart(tiny_models, tmp_path):
     """No window spans two documents, and each says whose it is."""
-    tokenizer = loading.load_tokenizer(tiny_models["llama"])
+    tokenizer = source_model.load_tokenizer(tiny_models["llama"])
     path = tmp_path / "a.jsonl"
     texts = ["x" * 150, "y" * 30, "z" * 64]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -128,7 +128,7 @@ def test_documents_stay_apart(tiny_models, tmp_path):
 
 
 def test_needles(tiny_models):
-    tokenizer = loading.load_tokenizer(tiny_models["llama"])
+    tokenizer = source_model.load_tokenizer(tiny_models["llama"])
     made = needle.cases(tokenizer, ["hay " * 400], [300, 400], [0.0, 0.5, 1.0], 2, seed=0)
     assert [(c.length, c.depth) for c in made] == [(n, d) for n in (300, 400) for d in (0.0, 0.5, 1.0) for _ in "ab"]
     for case in made:

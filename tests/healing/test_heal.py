@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import loading, reader
+from mlaforge.checkpoint import loading, reader, source_model
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
@@ -70,7 +71,7 @@ def divergence(teacher, directory, ids):
 
 def test_it_comes_closer_to_the_original(healed, tiny_models, student, evaluation_file):
     out, manifest = healed(refit="auto", steps=12)
-    ids = corpus.windows(loading.load_tokenizer(student), str(evaluation_file), 1, 400).ids[0]
+    ids = corpus.windows(source_model.load_tokenizer(student), str(evaluation_file), 1, 400).ids[0]
     # Twelve steps: 0.947 and 0.953 were measured, alone and after other tests.
     assert divergence(tiny_models["llama"], out, ids) < 0.98 * divergence(tiny_models["llama"], student, ids)
     metrics = manifest.metrics
@@ -203,7 +204,7 @@ def test_a_window_layers_phase_moves_only_window_layers(converted, tiny_models):
     names = trainable(student, "attention")
     optimizer = Optimizer(
         Distillation(student, teacher, Loss()), Feed((Phase(rows, 2, True),), 128, 0), Hyperparameters(), names,
-        windowed=heal.windowed(reader.read_config(start)),
+        windowed=heal.windowed(SourceModel.open(start)),
     )  # fmt: skip
     before = {name: student.get_parameter(name).detach().clone() for name in names}
     optimizer.advance()

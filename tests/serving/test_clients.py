@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import source_model
 from support.serving import free_port, name_vllm, until
 from support.tiny_models import load_original
 
@@ -71,7 +71,7 @@ class Oracle:
 
     def __init__(self, directory):
         self.model = load_original(directory)
-        self.tokenizer = loading.load_tokenizer(directory)
+        self.tokenizer = source_model.load_tokenizer(directory)
 
     def ids(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import loading, source_model
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 
@@ -18,7 +18,7 @@ def loaded(smollm2):
 
 
 def test_it_is_the_model_it_claims_to_be(smollm2, loaded):
-    tokenizer = loading.load_tokenizer(smollm2)
+    tokenizer = source_model.load_tokenizer(smollm2)
     ids = tokenizer("The capital of France is", return_tensors="pt")
     out = loaded.generate(**ids, max_new_tokens=1, do_sample=False)
     assert tokenizer.decode(out[0, -1]) == " Paris"
@@ -33,7 +33,7 @@ def converted(smollm2, out, **options):
 
 def test_full_rank_gives_the_original_logits(smollm2, loaded, tmp_path):
     """Nothing removed, both layouts, real weights, fp32: 1e-4."""
-    tokenizer = loading.load_tokenizer(smollm2)
+    tokenizer = source_model.load_tokenizer(smollm2)
     ids = tokenizer("Multi-head latent attention caches one small vector for every token.", return_tensors="pt")
     with torch.no_grad():
         expected = loaded(**ids).logits

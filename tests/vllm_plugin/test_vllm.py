@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mlaforge.checkpoint import loading
+from mlaforge.checkpoint import loading, source_model
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint import writer as checkpoint_writer
 from mlaforge.checkpoint.eagle3 import write_head
@@ -190,7 +190,7 @@ def check_cache(told, directory):
     """vLLM's own figures: bytes of a token in the layers that see everything are the plan's to the byte; layers with a
     window beside them take at most twice theirs."""
     config = checkpoint_reader.read_config(directory)
-    spec = loading.read_spec(config)
+    spec = source_model.read_spec(config)
     plans = [
         LayerPlan(kind, rank, config["qk_rope_head_dim"] if kind == "latent_rope" else 0)
         for kind, rank in zip(config["mla_layer_types"], config["mla_kv_lora_ranks"], strict=True)
@@ -353,7 +353,7 @@ def real(smollm2, tmp_path_factory):
 @pytest.fixture(scope="module")
 def prompts(real):
     """20 of them, of 16 to 187 tokens: most reach beyond the stand-in's windows of 128 before they end."""
-    ids = loading.load_tokenizer(real["llama latent"])("\n\n".join(topics[key] for key in sorted(topics)[20:30]))
+    ids = source_model.load_tokenizer(real["llama latent"])("\n\n".join(topics[key] for key in sorted(topics)[20:30]))
     return [ids["input_ids"][200 * i :][: 16 + 9 * i] for i in range(20)]
 
 

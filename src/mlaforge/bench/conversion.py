@@ -11,8 +11,8 @@ from mlaforge.artifact import Manifest, record_place
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import layout_of, plan_of
-from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.data import corpus, overlap
 from mlaforge.rendering.table import text_table
@@ -23,10 +23,10 @@ WINDOWS, SEQLEN = 16, 2048
 
 
 def perplexities(
-    directory: Path, judged: dict[str, corpus.Windows], what: str, device: torch.device
+    model: Path | SourceModel, judged: dict[str, corpus.Windows], what: str, device: torch.device
 ) -> dict[str, float]:
     """By text, in fp32."""
-    with LayerStream(directory, torch.float32, device) as stream:
+    with LayerStream(model, torch.float32, device) as stream:
         return {name: perplexity(window_losses(stream, w.ids, f"{what} on {name}")) for name, w in judged.items()}
 
 
@@ -36,35 +36,34 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
     if len(models) < 2:
         raise UserError("give the original and at least one conversion: mlaforge bench conversion MODEL OUT ...")
     device = resolve_device(config.device)
-    directories = {model: resolve.locate(model) for model in models}
-    first = directories[models[0]]
+    sources = {model: SourceModel.open(model) for model in models}
+    tokenizer = sources[models[0]].tokenizer
     seqlen, *others = config.context or (SEQLEN,)
     if others:
         raise UserError(f"context = {','.join(map(str, config.context or ()))} must be one length for conversion")
     count = config.rounds or WINDOWS
-    tokenizer = loading.load_tokenizer(first)
-    sources = config.text or (corpus.EMBEDDED,)
-    judged = {Path(source).name: corpus.windows(tokenizer, source, count, seqlen, judged=True) for source in sources}
-    for model, directory in directories.items():
-        if (remembered := directory / overlap.PASSAGES).is_file():
+    texts = config.text or (corpus.EMBEDDED,)
+    judged = {Path(text).name: corpus.windows(tokenizer, text, count, seqlen, judged=True) for text in texts}
+    for model, source in sources.items():
+        if (remembered := source.path / overlap.PASSAGES).is_file():
             known = overlap.read_passages(remembered)
             judged = {name: overlap.refuse_overlap(w, known, f"of {model}") for name, w in judged.items()}
     body: dict[str, Any] = machine.header("conversion", device) | {
         "texts": {name: {"tokens": w.ids.numel(), "windows": len(w.ids)} for name, w in judged.items()}, "rows": [],
     }  # fmt: skip
-    for directory in directories.values():
-        plan, manifest = plan_of(directory), Manifest.load(directory)
-        ppl = perplexities(directory, judged, directory.name, device)
+    for source in sources.values():
+        name, plan, manifest = source.path.name, plan_of(source), Manifest.load(source.path)
+        ppl = perplexities(source, judged, name, device)
         before = body["rows"][0]["ppl"] if body["rows"] else ppl
         body["rows"].append({
-            "model": directory.name, "path": record_place(directory), "sha256": reader.fingerprint(directory),
+            "model": name, "path": record_place(source.path), "sha256": source.fingerprint,
             "layout": layout_of(plan),
             "budget": manifest.config.get("budget") if manifest else None,
             "cache_fraction": plan.model_fraction(plan.spec.max_position_embeddings),
             "seconds": sum(manifest.seconds.values()) if manifest else None, "ppl": ppl,
-            "ratio": {name: ppl[name] / before[name] for name in judged},
+            "ratio": {text: ppl[text] / before[text] for text in judged},
         })  # fmt: skip
-        log(f"{directory.name}: perplexity {', '.join(f'{value:.3f} on {name}' for name, value in ppl.items())}")
+        log(f"{name}: perplexity {', '.join(f'{value:.3f} on {text}' for text, value in ppl.items())}")
         machine.write(folder / "conversion.json", body)
     return body
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from mlaforge.checkpoint import loading, reader
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import nearest
 from mlaforge.planning.costs import GPUS, Cost, Gpu
 from mlaforge.planning.plan import CACHE_BYTES, LayerPlan, Plan
@@ -79,10 +78,9 @@ def describe(gpu: Gpu | None) -> dict[str, Any] | None:
     return {"name": gpu.name, "bandwidth": gpu.bandwidth, "flops": gpu.flops, "source": gpu.source}
 
 
-def plan_of(directory: Path) -> Plan:
+def plan_of(model: SourceModel) -> Plan:
     """What a model's layers are, original or converted, from its config.json."""
-    config = reader.read_config(directory)
-    spec = loading.read_spec(config)
+    config, spec = model.config, model.spec
     layers = []
     for index, kind in enumerate(config.get("mla_layer_types") or ["gqa"] * spec.num_layers):
         rope = config["qk_rope_head_dim"] if kind == "latent_rope" else 0

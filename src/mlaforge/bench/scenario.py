@@ -25,9 +25,7 @@ from mlaforge.bench.recipe import Recipe, read, scope_of
 from mlaforge.bench.roof import describe, layout_of, plan_of, roof
 from mlaforge.bench.row import Row
 from mlaforge.bench.transformers_peer import Transformers
-from mlaforge.checkpoint import resolve
-from mlaforge.checkpoint.loading import load_tokenizer
-from mlaforge.checkpoint.reader import fingerprint
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.engine.config import EngineConfig
@@ -64,7 +62,7 @@ class Absent:
 @dataclasses.dataclass(frozen=True)
 class Model:
     name: str
-    directory: Path
+    source: SourceModel
     plan: Plan
 
 
@@ -114,7 +112,7 @@ def run(
     imported = [case for file in config.import_ or () for case in _imported(Path(file), what)]
     gpu, start = roof(config.roof, device), time.monotonic()
     # All models of a run read the same text; each with its own tokenizer.
-    texts = {model.name: Prompts(recipe.text, load_tokenizer(model.directory)) for model in resolved}
+    texts = {model.name: Prompts(recipe.text, model.source.tokenizer) for model in resolved}
     judged = texts[names[0]].describe()
     unknown = check_unseen(recipe.head, judged) if recipe.head is not None else ""
     if unknown:
@@ -123,7 +121,7 @@ def run(
         "scenario": what, "scope": recipe.scope, "told": recipe.description, "forced": forced, "seconds": 0.0,
         "config": _recorded(recipe), "prompts": judged, "unknown": unknown, "roof": describe(gpu),
         "models": [
-            {"name": m.name, "path": record_place(m.directory), "sha256": fingerprint(m.directory),
+            {"name": m.name, "path": record_place(m.source.path), "sha256": m.source.fingerprint,
              "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token} for m in resolved
         ],
         "perf": None, "cases": [],
@@ -232,7 +230,7 @@ def loaded(
     def load(name: str, model: Model, dtype: str, make: Callable[..., Peer], *words: Any) -> None:
         try:
             with capacity("fewer models at once, another --dtype, a larger --cache-fraction, or a smaller model"):
-                peers.append(make(model.directory, model.name, *words))
+                peers.append(make(model.source.path, model.name, *words))
         except (DoesNotFit, PeerFailed) as error:
             peers.append(Absent(name, model.name, dtype, error))
 
@@ -264,8 +262,8 @@ def loaded(
 
 
 def _model(name: str) -> Model:
-    directory = resolve.locate(name)
-    return Model(directory.name, directory, plan_of(directory))
+    source = SourceModel.open(name)
+    return Model(source.path.name, source, plan_of(source))
 
 
 def _weight(recipe: Recipe, context: int, batch: int) -> float:

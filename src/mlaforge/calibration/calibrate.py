@@ -20,7 +20,9 @@ from mlaforge.calibration import datasheet, embedder, selection
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.sources import Notes, Source, licences, names
 from mlaforge.calibration.window_store import LEAST, Passage, Shards, long_enough, passages
-from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.checkpoint.reader import fingerprint
+from mlaforge.checkpoint.resolve import locate
+from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
@@ -42,8 +44,8 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
     sources = [Source.of(argument) for argument in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
     known = licences(config.license or (), sources)
     own = embedder.directory(config.embedder)
-    counter = resolve.locate(config.tokenizer) if config.tokenizer else own
-    tokenizer = loading.load_tokenizer(counter)
+    counter = locate(config.tokenizer) if config.tokenizer else own
+    tokenizer = load_tokenizer(counter)
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "source", "license")}
     called, places = names(sources), record_names(config, "embedder", "tokenizer")
     manifest = Manifest(
@@ -51,7 +53,7 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
         config=settings | places,
         inputs={
             "sources": {called[source.argument]: source.describe(known.get(source.argument)) for source in sources},
-            "embedder": {"name": places["embedder"], "sha256": reader.fingerprint(own)},
+            "embedder": {"name": places["embedder"], "sha256": fingerprint(own)},
             "tokenizer": {
                 "name": places["tokenizer"] or f"the embedder {places['embedder']}",
                 "sha256": _hash(tokenizer),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from mlaforge.checkpoint import loading, mxfp4, reader
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import progress
 
@@ -31,14 +32,13 @@ class LayerStream:
     experts are dequantised as their layer is loaded.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device):
+    def __init__(self, model: Path | SourceModel, dtype: torch.dtype, device: torch.device):
         """Raises UserError as `checkpoint.Reader` does, and for a config.json that makes no model."""
-        self.directory, self.dtype, self.device = directory, dtype, device
-        self.config_json = reader.read_config(directory)
-        self.spec = loading.read_spec(self.config_json)
-        model: Any = loading.skeleton(self.config_json).eval()
-        self.causal_lm, self.decoder = model, model.model
-        self.config = model.config
+        self.source, self.dtype, self.device = SourceModel.open(model), dtype, device
+        self.spec = self.source.spec
+        causal_lm: Any = loading.skeleton(self.source.config).eval()
+        self.causal_lm, self.decoder = causal_lm, causal_lm.model
+        self.config = causal_lm.config
         # The fused path of our attention: a learned sink needs it, and it never holds all scores at once.
         self.config._attn_implementation = FUSED
         # Its frequencies are computed, not stored, and there are none on the meta device.
@@ -48,7 +48,7 @@ class LayerStream:
             if hasattr(layer.self_attn, "table"):
                 layer.self_attn.table.rotary = rotary
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
-        self.reader = reader.Reader(directory)
+        self.reader = reader.Reader(self.source.path)
 
     def __enter__(self) -> LayerStream:
         return self
@@ -62,7 +62,7 @@ class LayerStream:
 
     def check(self) -> None:
         """Raises UserError for the first weight that is missing, extra, wrongly shaped, or holds NaN or infinity."""
-        self.reader.check(*loading.expected_tensors(self.config_json))
+        self.reader.check(*loading.expected_tensors(self.source.config))
 
     def tensor(self, name: str) -> Tensor:
         """A weight by the name that the model class has for it."""
@@ -89,10 +89,10 @@ class LayerStream:
         """Context manager: decoder layer `index`, loaded."""
         return self.loaded(self.decoder.layers[index], f"model.layers.{index}.")
 
-    def attention(self, index: int) -> dict[str, Tensor]:
-        """The tensors of a layer's attention by their names below `self_attn.`."""
-        prefix = f"model.layers.{index}.self_attn."
-        return {name: self.tensor(prefix + name) for name in self.decoder.layers[index].self_attn.state_dict()}
+    def attention(self, index: int, *parts: str) -> dict[str, Tensor]:
+        """The tensors of a layer's attention by their names below `self_attn.`, of those parts where any are named."""
+        prefix, names = f"model.layers.{index}.self_attn.", self.decoder.layers[index].self_attn.state_dict()
+        return {name: self.tensor(prefix + name) for name in names if not parts or name.split(".")[0] in parts}
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """[B, T] token ids -> [B, T, C]."""
@@ -105,7 +105,7 @@ class LayerStream:
         windowed = self.spec.layers[index].window is not None
         if (B, T, windowed) not in self._arguments:
             positions = torch.arange(T, device=self.device)[None]
-            given = {
+            described = {
                 "config": self.config,
                 "inputs_embeds": hidden_BTC.detach(),
                 "attention_mask": None,
@@ -114,7 +114,7 @@ class LayerStream:
             }
             make = create_sliding_window_causal_mask if windowed else create_causal_mask
             self._arguments[B, T, windowed] = {
-                "attention_mask": make(**given),
+                "attention_mask": make(**described),
                 "position_embeddings": self.decoder.rotary_emb(hidden_BTC.detach(), positions),
                 "position_ids": positions,
             }

@@ -1,4 +1,4 @@
-"""What a config.json describes: the class, the tensors it calls for, the model loaded strictly, its tokenizer."""
+"""What a config.json describes: the class, the tensors it calls for, the model loaded strictly."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 
 from mlaforge import families
 from mlaforge.checkpoint import mxfp4
-from mlaforge.checkpoint.reader import Reader, read_config
-from mlaforge.checkpoint.resolve import locate
-from mlaforge.families.spec import ModelSpec
+from mlaforge.checkpoint.reader import Reader
+from mlaforge.checkpoint.source_model import SourceModel, is_converted
 from mlaforge.runtime import UserError, resolve_dtype
-
-SUFFIX = "_mla"
-
-
-def is_converted(config: dict[str, Any]) -> bool:
-    """Whether a config.json is one of ours."""
-    return str(config.get("model_type")).endswith(SUFFIX) and "mla_layer_types" in config
 
 
 def model_class(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -43,7 +34,7 @@ def model_class(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def load_model(
-    model: str | Path, dtype: str = "auto", device: torch.device | str = "cpu", quantization: Any = None
+    model: str | Path | SourceModel, dtype: str = "auto", device: torch.device | str = "cpu", quantization: Any = None
 ) -> Any:
     """The causal LM of a model directory, .gguf file or hub id, original or converted, in evaluation mode, no code from
     it run: transformers' class, or the converted model's own. `dtype`: auto is the stored one.
@@ -51,17 +42,16 @@ def load_model(
 
     Strict: UserError for an unsupported family or any tensor that is missing, extra, wrongly shaped or not finite.
     """
-    directory = locate(str(model))
-    config = read_config(directory)
-    families.family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
-    config_class, causal_lm = model_class(config)
-    with Reader(directory) as reader:
-        reader.check_shapes(*expected_tensors(config))
+    source = SourceModel.open(model)
+    _ = source.family  # an unsupported one is told before anything is read
+    config_class, causal_lm = model_class(source.config)
+    with Reader(source.path) as reader:
+        reader.check_shapes(*expected_tensors(source.config))
         left_out = set(reader.left_out)
     loaded, info = causal_lm.from_pretrained(
-        directory,
-        config=config_class.from_dict({**config, "model_type": config_class.model_type}),
-        dtype=resolve_dtype(dtype, stored_dtype(config)),
+        source.path,
+        config=config_class.from_dict({**source.config, "model_type": config_class.model_type}),
+        dtype=resolve_dtype(dtype, source.dtype),
         output_loading_info=True,
         local_files_only=True,
         use_safetensors=True,
@@ -73,41 +63,10 @@ def load_model(
     for name, tensor in loaded.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise UserError(
-                f"{directory}: {name!r} holds NaN or infinity in {tensor.dtype}; fetch the model again, or give "
+                f"{source}: {name!r} holds NaN or infinity in {tensor.dtype}; fetch the model again, or give "
                 "another --dtype"
             )
     return loaded.eval() if quantization else loaded.eval().to(device)
-
-
-def read_spec(config: dict[str, Any]) -> ModelSpec:
-    """The ModelSpec of a config.json, original or converted; UserError for an unsupported family."""
-    return families.read_spec({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
-
-
-def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The dtype that a config.json declares; float32 where it declares none."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return resolve_dtype(name, torch.float32)
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory; no code from it is run."""
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory} has no tokenizer that can be read (tokenizer.json); copy it there") from error
-
-
-def check_tokens(directory: Path, *texts: Tensor) -> None:
-    """Raises UserError where a text has a token id that the model of `directory` has no embedding for."""
-    size, largest = read_config(directory).get("vocab_size", 0), max(int(ids.max()) for ids in texts)
-    if largest >= size:
-        raise UserError(
-            f"the tokenizer in {directory} gives token {largest}, but the model's vocabulary has {size}: it is "
-            "another model's tokenizer"
-        )
 
 
 def skeleton(config: dict[str, Any]) -> Any:

@@ -1,16 +1,19 @@
-"""Safetensors shards, written one at a time, the index last."""
+"""Checkpoints as they are written: safetensors shards one at a time, the index last; one model rewritten as another."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlaforge.checkpoint.reader import INDEX
+from mlaforge.checkpoint.reader import INDEX, companions
 from mlaforge.runtime import UserError
 
 SHARD_BYTES = 2 * 10**9
@@ -72,3 +75,15 @@ class Writer:
             weight_map.update(dict.fromkeys(names, final))
         index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
         (self.directory / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def rewriting(source: Path, out: Path, settings: dict[str, Any]) -> Iterator[Writer]:
+    """Context manager: takes the tensors of a checkpoint that is made of the model directory `source`; then the
+    directory `out` also has the index, `settings` as its config.json, and the source's companions (tokenizer, ...)."""
+    writer = Writer(out)
+    yield writer
+    writer.finish()
+    (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    for path in companions(source):
+        shutil.copyfile(path, out / path.name)

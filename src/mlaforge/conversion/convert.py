@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,17 +17,16 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
-from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
 from mlaforge.config import by_keywords
 from mlaforge.conversion.config import ConvertConfig
-from mlaforge.conversion.solve import Choices, Rebuild
+from mlaforge.conversion.solve import Choices, LayerSolver
 from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus, overlap
 from mlaforge.factorization.moments import collect
-from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import CONTEXTS, Plan, make_plan, window_choices
@@ -45,8 +43,8 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
     contradicts or does not fit."""
     if planned is not None:
         for name in PLANNED:
-            if (given := getattr(config, name)) != getattr(ConvertConfig, name):
-                raise UserError(f"{name} = {given} is for the plan to say; leave it out, or leave out the plan")
+            if (value := getattr(config, name)) != getattr(ConvertConfig, name):
+                raise UserError(f"{name} = {value} is for the plan to say; leave it out, or leave out the plan")
         rotary = any(layer.layout == "latent_rope" for layer in planned.layers)
         refit = config.refit == "on" or (config.refit == "auto" and rotary)
         return Choices(
@@ -120,8 +118,8 @@ def passages(tuned: dict[tuple[int, ...], corpus.Windows]) -> list[int]:
 
 def described(tuned: dict[tuple[int, ...], corpus.Windows]) -> dict[str, Any]:
     """What the manifest records of the calibration text; of two sets, each by its name."""
-    told = {Path(windows.source).stem: windows.describe() for windows in tuned.values()}
-    return told if len(told) > 1 else next(iter(told.values()))
+    by_name = {Path(windows.source).stem: windows.describe() for windows in tuned.values()}
+    return by_name if len(by_name) > 1 else next(iter(by_name.values()))
 
 
 def run(
@@ -133,18 +131,17 @@ def run(
     The same model, text and options again return the finished result, or go on where a killed run stopped. Raises
     UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
     """
-    source = resolve.locate(model)
-    raw = reader.read_config(source)
-    if loading.is_converted(raw):
-        raise UserError(f"{source} is already converted ({raw['model_type']}); convert the original")
-    spec = family_of(raw).read_spec(raw)
+    source = SourceModel.open(model)
+    if source.converted:
+        raise UserError(f"{source} is already converted ({source.model_type}); convert the original")
+    spec = source.spec
     planned = plan_file.read(config.plan, spec) if config.plan else None
     choices = choose(spec, config, planned.plan if planned else None)
     if config.q_lora_rank is not None and config.q_lora_rank > spec.hidden_size:
         raise UserError(f"q_lora_rank = {config.q_lora_rank} is above the hidden size {spec.hidden_size}")
     device = resolve_device(config.device)
 
-    tokenizer = loading.load_tokenizer(source)
+    tokenizer = source.tokenizer
     tuned = calibration_windows(tokenizer, spec, choices.plan.converted, config)
     judged = None
     if config.eval_windows:
@@ -152,49 +149,46 @@ def run(
         judged = overlap.refuse_overlap(judged, passages(tuned), config.calibration)
         if planned:
             judged = overlap.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
-    loading.check_tokens(source, *(text.ids for text in (*tuned.values(), judged) if text))
+    source.check_tokens(*(text.ids for text in (*tuned.values(), judged) if text))
     left = ("device", "plan", *(PLANNED if planned else ()))
     manifest = Manifest(
         "convert",
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in left}
         | record_names(config, "calibration", "evaluation"),
         inputs={
-            "model": {
-                "path": record_name(model), "model_type": spec.model_type, "sha256": reader.fingerprint(source),
-            },
+            "model": {**source.record, "model_type": spec.model_type},
             "calibration": described(tuned),
             "evaluation": judged.describe() if judged else None,
             **({"plan": {"sha256": planned.sha256}} if planned else {}),
         },
-    )  # fmt: skip
+    )
     if done := finished(out, manifest, overwrite):
         log(f"{out} is finished already")
         return done
     # Calibration runs in fp32 on a CPU (half precision is slower there) and in the stored dtype on a GPU.
-    dtype = torch.float32 if device.type == "cpu" else loading.stored_dtype(raw)
+    dtype = torch.float32 if device.type == "cpu" else source.dtype
     with writing(out, manifest, resumable=True) as partial, LayerStream(source, dtype, device) as stream:
         burnt = sorted({*passages(tuned), *(planned.passages if planned else ())})
-        _convert(stream, raw, choices, config, tuned, judged, manifest, partial, calibrated, burnt)
+        _convert(stream, choices, config, tuned, judged, manifest, partial, calibrated, burnt)
     return manifest
 
 
 def _convert(
-    stream: LayerStream, raw: dict[str, Any], choices: Choices, config: ConvertConfig,
-    tuned: dict[tuple[int, ...], corpus.Windows], judged: corpus.Windows | None, manifest: Manifest, partial: Path,
-    calibrated: Path | None, burnt: list[int],
+    stream: LayerStream, choices: Choices, config: ConvertConfig, tuned: dict[tuple[int, ...], corpus.Windows],
+    judged: corpus.Windows | None, manifest: Manifest, partial: Path, calibrated: Path | None, burnt: list[int],
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics. burnt: passages that nothing may be judged on."""
     seconds, metrics = manifest.seconds, manifest.metrics
-    out_dtype = resolve_dtype(config.dtype, loading.stored_dtype(raw))
+    out_dtype = resolve_dtype(config.dtype, stream.source.dtype)
     work = Spill(partial / WORK)
     with timed(seconds, "check"):
         stream.check()
 
-    def record(what: str, name: str, found: float) -> None:
-        metrics[name] = found
-        log(f"{what}: {found:.4f}")
-        if not math.isfinite(found):
-            raise UserError(f"{what} is {found}: the model overflows in {stream.dtype}; nothing was written")
+    def record(what: str, name: str, ppl: float) -> None:
+        metrics[name] = ppl
+        log(f"{what}: {ppl:.4f}")
+        if not math.isfinite(ppl):
+            raise UserError(f"{what} is {ppl}: the model overflows in {stream.dtype}; nothing was written")
 
     def measure(what: str, name: str, measured: LayerStream) -> None:
         """Measures once, also over a run that was killed."""
@@ -215,15 +209,15 @@ def _convert(
             collect(stream, layers, text.ids.split(config.batch_size), moments, config.seed)
             calibration.update(dict.fromkeys(layers, moments))
     with timed(seconds, "layers"):
-        rebuild = Rebuild(stream, choices, calibration, work)
-        partial_rope = rebuild.run(raw, next(iter(tuned.values())).ids, judged.ids if judged else None)
+        solver = LayerSolver(stream, choices, calibration, work)
+        partial_rope = solver.run(next(iter(tuned.values())).ids, judged.ids if judged else None)
     if partial_rope is not None:
         record("Partial RoPE ppl", "partial_rope_ppl", partial_rope)
     if "written" not in work:
         with timed(seconds, "write"):
-            settings = rebuild.settings(rebuild.plan, raw)
-            write_checkpoint(stream.directory, partial, settings, stream.spec, converted, rebuild.weights, out_dtype)
-            (partial / overlap.PASSAGES).write_text(json.dumps(burnt), encoding="utf-8")
+            settings = solver.settings(solver.plan)
+            write_checkpoint(stream.source, partial, settings, converted, solver.weights, out_dtype)
+            overlap.write_passages(partial, burnt)
         work["written"] = {}
 
     # What was written is read again, so that the number is that of the files.
@@ -235,8 +229,8 @@ def _convert(
         # Both judge the same windows: what differs between windows cancels in the ratio.
         lost = work["mla_ppl"]["losses"] - work["original_ppl"]["losses"]
         metrics["log_ratio_stderr"], metrics["windows"] = standard_error(lost), len(lost)
-    metrics["cache"] = cache_metrics(rebuild.plan, out_dtype)
-    metrics["layers"] = rebuild.describe()
+    metrics["cache"] = cache_metrics(solver.plan, out_dtype)
+    metrics["layers"] = solver.describe()
 
 
 def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:

@@ -7,7 +7,6 @@ of the value), R latent rank, E rotary key dimensions, C hidden size.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -19,11 +18,11 @@ from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import loading
-from mlaforge.checkpoint import reader as checkpoint_reader
-from mlaforge.checkpoint import writer as checkpoint_writer
+from mlaforge.checkpoint.reader import Reader
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.checkpoint.writer import rewriting
 from mlaforge.conversion.config import ExportConfig
 from mlaforge.data import overlap
-from mlaforge.families import family_of
 from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 
@@ -43,17 +42,16 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
 
     Raises UserError for what that format cannot express; `out` is either complete or untouched.
     """
-    raw = checkpoint_reader.read_config(src)
-    if not loading.is_converted(raw):
+    source = SourceModel.open(src)
+    raw, spec = source.config, source.spec
+    if not source.converted:
         raise UserError(
             f"{src} is no converted model (model type {raw.get('model_type')!r}): run `mlaforge convert MODEL OUT "
             "--deepseek-style` first, then export that OUT"
         )
-    family = family_of({**raw, "model_type": str(raw["model_type"]).removesuffix(loading.SUFFIX)})
-    spec = family.read_spec(raw)
     refuse(raw, spec)
-    assert family.attention == ATTENTION, f"{family.model_type} names its tensors otherwise"
-    dtype = resolve_dtype(config.dtype, loading.stored_dtype(raw))
+    assert source.family.attention == ATTENTION, f"{source.family.model_type} names its tensors otherwise"
+    dtype = resolve_dtype(config.dtype, source.dtype)
     if dtype == torch.float16:
         raise UserError("float16 cannot hold the small numbers of this export; pass --dtype bfloat16 or float32")
     rank = config.kv_lora_rank or raw["kv_lora_rank"]
@@ -62,30 +60,24 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
     manifest = Manifest(
         "export_deepseek",
         config=dataclasses.asdict(config),
-        inputs={
-            "model": {"path": src.name, "model_type": raw["model_type"], "sha256": checkpoint_reader.fingerprint(src)}
-        },
+        inputs={"model": {**source.record, "model_type": raw["model_type"]}},
     )
     if done := finished(out, manifest, overwrite):
         log(f"{out} is finished already")
         return done
-    with checkpoint_reader.Reader(src) as reader:
+    with Reader(source.path) as reader:
         reader.check(*loading.expected_tensors(raw))
         export = Export(reader, raw, spec, rank, dtype)
         for reason in export.wrong_in_vllm():
             log(f"not for vLLM: {reason} (docs/export.md)")
         with writing(out, manifest) as partial:
-            with timed(manifest.seconds, "write"):
-                writer = checkpoint_writer.Writer(partial)
+            with timed(manifest.seconds, "write"), rewriting(source.path, partial, export.settings) as writer:
                 for name, tensor in export.tensors():
                     assert tuple(tensor.shape) == export.shapes.pop(name), f"{name}: {list(tensor.shape)}"
                     writer.add(name, tensor)
                 assert not export.shapes, f"{sorted(export.shapes)[0]} was not written"
-                writer.finish()
-            (partial / "config.json").write_text(json.dumps(export.settings, indent=2) + "\n", encoding="utf-8")
-            for path in [*checkpoint_reader.companions(src), src / overlap.PASSAGES]:
-                if path.is_file():
-                    shutil.copyfile(path, partial / path.name)
+            if (remembered := source.path / overlap.PASSAGES).is_file():
+                shutil.copyfile(remembered, partial / overlap.PASSAGES)
             row = spec.num_layers * (rank + raw["qk_rope_head_dim"])
             manifest.metrics = {
                 "model": {key: export.settings[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "attention_bias")},
@@ -183,7 +175,7 @@ class Export:
     """One source's tensors in DeepSeek-V3's order, made layer by layer."""
 
     def __init__(
-        self, reader: checkpoint_reader.Reader, raw: dict[str, Any], spec: ModelSpec, rank: int, dtype: torch.dtype
+        self, reader: Reader, raw: dict[str, Any], spec: ModelSpec, rank: int, dtype: torch.dtype
     ) -> None:
         """Raises UserError for what only tensors tell: names and frequencies that DeepSeek-V3 does not have."""
         self.reader, self.raw, self.spec, self.rank, self.dtype = reader, raw, spec, rank, dtype
@@ -223,11 +215,11 @@ class Export:
         return self.reader[full].double() if full in self.reader or not name.endswith(".bias") else None
 
     def _attention(self, layer: int, name: str, like: Tensor | None = None) -> Tensor:
-        found = self._get(layer, f"self_attn.{name}")
-        if found is None:
+        stored = self._get(layer, f"self_attn.{name}")
+        if stored is None:
             assert like is not None
             return like.new_zeros(len(like))
-        return found
+        return stored
 
     def _value_bias(self, layer: int) -> Tensor:
         """[G, D]. That of the keys moves all logits of a query alike: without sinks it is nothing."""
@@ -246,8 +238,8 @@ class Export:
         """[E/2]: which of the layer's rotary pairs turns with DeepSeek's first frequency, its second, ..."""
         index = self.reader[ATTENTION.format(layer=layer) + "rope_index"]
         order = index.argsort(stable=True)
-        found, wanted = self.own_rope.inv_freq[index[order]], self.rope.inv_freq
-        if bool(((found - wanted).abs() > SAME_FREQUENCY * wanted).any()):
+        own, wanted = self.own_rope.inv_freq[index[order]], self.rope.inv_freq
+        if bool(((own - wanted).abs() > SAME_FREQUENCY * wanted).any()):
             head, count = self.raw["qk_nope_head_dim"], len(index)
             if index[order].tolist() == list(range(0, head // 2, head // 2 // count)):
                 raise UserError(
@@ -298,8 +290,8 @@ class Export:
         for layer in progress(range(self.spec.num_layers), "write attention", self.spec.num_layers):
             gain = self._get(layer, "input_layernorm.weight")
             assert gain is not None
-            made = {**self._queries(layer, gain), **self._latent(layer, gain), **self._output(layer)}
-            for name, tensor in made.items():
+            attention = {**self._queries(layer, gain), **self._latent(layer, gain), **self._output(layer)}
+            for name, tensor in attention.items():
                 if self.biased or not name.endswith(".bias"):
                     yield ATTENTION.format(layer=layer) + name, self._cast(tensor)
 

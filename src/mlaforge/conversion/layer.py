@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.source_model import SUFFIX, SourceModel
 from mlaforge.factorization.latent import Latent
-from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling import configuration_mla, modeling_mla
 from mlaforge.planning.plan import Plan
 
@@ -24,8 +24,7 @@ class LayerWeights:
 
     @classmethod
     def of(cls, latent: Latent, own: dict[str, Tensor]) -> LayerWeights:
-        """`own`: tensors of the layer's GQA module by name; its o_proj, sinks and q/k norms are kept, and its q_proj
-        where the latent has none."""
+        """`own`: tensors of the layer's GQA module by name, at least those of `kept_parts`."""
         tensors: dict[str, Tensor | None] = {
             "kv_a_proj_with_mqa.weight": latent.kv_a,
             "kv_a_proj_with_mqa.bias": latent.b_kv_a,
@@ -33,20 +32,22 @@ class LayerWeights:
             "kv_b_proj.bias": latent.b_kv_b,
             "rope_index": latent.rope_index,
         }
-        kept = ["o_proj", "sinks", "q_norm", "k_norm"]
-        if latent.w_q is None:
-            kept.append("q_proj")
-        else:
+        if latent.w_q is not None:
             query = "q_proj" if latent.q_a is None else "q_b_proj"
             tensors |= {"q_a_proj.weight": latent.q_a, f"{query}.weight": latent.w_q, f"{query}.bias": latent.b_q}
-        tensors |= {name: tensor for name, tensor in own.items() if name.split(".")[0] in kept}
+        tensors |= {name: tensor for name, tensor in own.items() if name.split(".")[0] in kept_parts(latent)}
         return cls({name: tensor.detach().cpu() for name, tensor in tensors.items() if tensor is not None})
 
 
-def mla_config(
-    raw: dict[str, Any], spec: ModelSpec, plan: Plan, q_lora_rank: int | None, o_bias: bool
-) -> dict[str, Any]:
+def kept_parts(latent: Latent) -> tuple[str, ...]:
+    """What a converted layer keeps of its GQA module: o_proj, sinks and norms, and q_proj where the latent has none."""
+    kept = ("o_proj", "sinks", "q_norm", "k_norm")
+    return kept if latent.w_q is not None else (*kept, "q_proj")
+
+
+def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias: bool) -> dict[str, Any]:
     """config.json of the converted model: the source's, its type changed, the MLA fields added."""
+    raw, spec = source.config, source.spec
     layer = spec.layers[plan.converted[0]]
     chosen = [plan.layers[i] for i in plan.converted]
     config_class, causal_lm = loading.model_class(raw)
@@ -54,7 +55,7 @@ def mla_config(
     return {
         **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
         # Of the class that computes it, which for some families is another's.
-        "model_type": config_class.model_type + loading.SUFFIX,
+        "model_type": config_class.model_type + SUFFIX,
         "architectures": [f"{prefix}MlaForCausalLM"],
         "auto_map": {
             "AutoConfig": f"configuration_mla.{prefix}MlaConfig",

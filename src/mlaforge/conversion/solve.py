@@ -8,6 +8,7 @@ with the next one.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import head_losses, perplexity
-from mlaforge.conversion.layer import LayerWeights, attention_module, mla_config
+from mlaforge.conversion.layer import LayerWeights, attention_module, kept_parts, mla_config
 from mlaforge.factorization import moments
 from mlaforge.factorization.latent import Latent, factor_query
 from mlaforge.factorization.ranks import allocate_ranks, at_every_rank, at_rank, check_moments, projections, with_ranks
@@ -42,7 +43,7 @@ class Choices:
         return self.refit and not self.one_per_pair
 
 
-class Rebuild:
+class LayerSolver:
     """One conversion in progress. `calibration` holds each layer's moments, `work` what it has finished."""
 
     def __init__(self, stream: LayerStream, choices: Choices, calibration: dict[int, Spill], work: Spill):
@@ -76,14 +77,17 @@ class Rebuild:
         q_a, w_q, b_q = factor_query(w_q, b_q, m, c.q_lora_rank)
         return dataclasses.replace(latent, q_a=q_a, w_q=w_q, b_q=b_q)
 
-    def _solved(self, index: int, plans: tuple[Plan, ...]) -> list[tuple[LayerWeights, float]]:
-        """Weights and predicted loss of one layer at the rank that each plan gives it."""
-        attention, latent = self.stream.attention(index), Latent(**self.work[f"latent-{index:03d}"])
+    def _solved(self, index: int, plans: tuple[Plan, ...], layer: Any | None) -> list[tuple[LayerWeights, float]]:
+        """Weights and predicted loss of one layer at the rank that each plan gives it. layer: the source's, where it is
+        loaded anyway."""
+        latent = Latent(**self.work[f"latent-{index:03d}"])
+        own = self.stream.attention(index, *kept_parts(latent)) if layer is None else layer.self_attn.state_dict()
         cut = [latent.cut(plan.layers[index].kv_lora_rank) for plan in plans]
-        return [(LayerWeights.of(part, attention), part.dropped) for part in cut]
+        return [(LayerWeights.of(part, own), part.dropped) for part in cut]
 
-    def settings(self, plan: Plan, raw: dict[str, Any]) -> dict[str, Any]:
-        return mla_config(raw, self.stream.spec, plan, self.choices.q_lora_rank, o_bias=self.choices.o_bias)
+    def settings(self, plan: Plan) -> dict[str, Any]:
+        """config.json of the result under a plan."""
+        return mla_config(self.stream.source, plan, self.choices.q_lora_rank, o_bias=self.choices.o_bias)
 
     def weights(self, index: int) -> LayerWeights:
         """A finished layer."""
@@ -92,7 +96,7 @@ class Rebuild:
         return LayerWeights(tensors)
 
     @torch.no_grad()
-    def run(self, raw: dict[str, Any], tuned: Tensor, judged: Tensor | None) -> float | None:
+    def run(self, tuned: Tensor, judged: Tensor | None) -> float | None:
         """Solves every converted layer. tuned, judged: token ids [N, T].
 
         Returns the perplexity on `judged` after RoPE was cut to the shared rotary key and before the rank was cut,
@@ -106,28 +110,30 @@ class Rebuild:
         if self.choices.refit:
             few = tuned[: max(1, TOKENS // tuned.shape[1])]
             carried |= {"original": few, "drifted": few}
-        now, full = self.settings(plan, raw), self.settings(self.full_plan, raw)
+        now, full = self.settings(plan), self.settings(self.full_plan)
         for index in progress(range(stream.num_layers), "convert layers", stream.num_layers):
             if f"layer-{index:03d}" in self.work:
                 continue
             converted = index in self.spectra
-            found = self._solved(index, (plan, self.full_plan) if partial_rope else (plan,)) if converted else []
             states = {name: self._states(name, ids, index) for name, ids in carried.items()}
-            if carried:
-                with stream.layer(index) as layer:
-                    if self.choices.refit:
-                        new = attention_module(stream, now, index, found[0][0]) if converted else None
-                        refit_o_proj(stream, index, layer, new, states["original"], states["drifted"])
-                        if new is not None:
-                            found[0][0].tensors |= {f"o_proj.{n}": p for n, p in new.o_proj.named_parameters()}
-                    if partial_rope:
-                        if converted:
-                            layer.self_attn = attention_module(stream, full, index, found[1][0])
-                        states["judged"] = [stream.run(layer, index, h) for h in states["judged"]]
+            # One reading of the layer for all that follows.
+            opened: Any = stream.layer(index) if carried else nullcontext()
+            with opened as layer:
+                plans = (plan, self.full_plan) if partial_rope else (plan,)
+                solved = self._solved(index, plans, layer) if converted else []
+                if self.choices.refit:
+                    new = attention_module(stream, now, index, solved[0][0]) if converted else None
+                    refit_o_proj(stream, index, layer, new, states["original"], states["drifted"])
+                    if new is not None:
+                        solved[0][0].tensors |= {f"o_proj.{n}": p for n, p in new.o_proj.named_parameters()}
+                if partial_rope:
+                    if converted:
+                        layer.self_attn = attention_module(stream, full, index, solved[1][0])
+                    states["judged"] = [stream.run(layer, index, h) for h in states["judged"]]
             for name, hidden in states.items():
                 self.work[f"{name}-{index + 1:03d}"] = {f"{n:04d}": h for n, h in enumerate(hidden)}
-            done = {**found[0][0].tensors, "dropped": torch.tensor(found[0][1])} if converted else {}
-            self.work[f"layer-{index:03d}"] = done
+            finished = {**solved[0][0].tensors, "dropped": torch.tensor(solved[0][1])} if converted else {}
+            self.work[f"layer-{index:03d}"] = finished
             self.work.drop(f"latent-{index:03d}")
             for name in carried:
                 self.work.drop(f"{name}-{index:03d}")

@@ -6,7 +6,6 @@ docs/checkpoint.md documents what is written here.
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -17,15 +16,14 @@ from torch import Tensor
 
 import mlaforge.modeling
 from mlaforge.checkpoint import loading
-from mlaforge.checkpoint import reader as checkpoint_reader
-from mlaforge.checkpoint import writer as checkpoint_writer
+from mlaforge.checkpoint.reader import Reader
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.checkpoint.writer import rewriting
 from mlaforge.conversion.layer import LayerWeights
-from mlaforge.families import family_of
-from mlaforge.families.spec import ModelSpec
 
 
 def write_checkpoint(
-    source: Path, out: Path, settings: dict[str, Any], spec: ModelSpec, layers: Collection[int],
+    source: SourceModel, out: Path, settings: dict[str, Any], layers: Collection[int],
     weights: Callable[[int], LayerWeights], dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Fills the directory `out`: weights, config, tokenizer and its companions, and the modeling files.
@@ -35,8 +33,7 @@ def write_checkpoint(
     """
     settings = {**settings, "dtype": str(dtype).removeprefix("torch.")}
     settings.pop("torch_dtype", None)
-    prefix = family_of({**settings, "model_type": spec.model_type}).attention
-    replaced = tuple(prefix.format(layer=i) for i in layers)
+    replaced = tuple(source.family.attention.format(layer=i) for i in layers)
     shapes, _ = loading.expected_tensors(settings)
 
     latest = functools.lru_cache(maxsize=1)(weights)
@@ -50,8 +47,7 @@ def write_checkpoint(
     def solved(index: int, at: str, name: str) -> Tensor:
         return cast(latest(index).tensors.get(name.removeprefix(at), torch.zeros(shapes[name])))
 
-    writer = checkpoint_writer.Writer(out)
-    with checkpoint_reader.Reader(source) as reader:
+    with Reader(source.path) as reader, rewriting(source.path, out, settings) as writer:
         for name in reader:
             if not name.startswith(replaced):
                 stored = reader.dtype(name)
@@ -61,9 +57,5 @@ def write_checkpoint(
             for name in (name for name in shapes if name.startswith(at)):
                 kind = torch.int64 if name.endswith("rope_index") else dtype
                 writer.promise(name, shapes[name], kind, functools.partial(solved, index, at, name))
-        writer.finish()
-    (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    for path in checkpoint_reader.companions(source):
-        shutil.copyfile(path, out / path.name)
     for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
         shutil.copyfile(path, out / path.name)

@@ -53,6 +53,11 @@ def passages(windows: Windows) -> list[int]:
     return sorted(found)
 
 
+def write_passages(folder: Path, hashes: list[int]) -> None:
+    """Leaves `passages` in the directory of a model that they tuned."""
+    (folder / PASSAGES).write_text(json.dumps(hashes), encoding="utf-8")
+
+
 def read_passages(path: Path) -> list[int]:
     """The `passages` that a conversion wrote; UserError where the file holds something else."""
     try:

@@ -5,7 +5,6 @@ closer to the real thing: the fixture of this family where its weights cannot be
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,19 +14,18 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, record_names, writing
-from mlaforge.checkpoint import loading, mxfp4, resolve
-from mlaforge.checkpoint import reader as checkpoint_reader
-from mlaforge.checkpoint import writer as checkpoint_writer
+from mlaforge.checkpoint import loading, mxfp4
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.reader import Reader
+from mlaforge.checkpoint.source_model import SourceModel, stored_dtype
+from mlaforge.checkpoint.writer import rewriting
 from mlaforge.data import corpus, overlap
 from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.demo import first_token, upcycle
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.factorization.refit import steer
-from mlaforge.families import read_spec
 from mlaforge.families.family import read_rope
-from mlaforge.families.spec import ModelSpec
 from mlaforge.healing.distillation import Distillation, Loss
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
@@ -53,23 +51,18 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
 
     The same source, text and options again return the finished result.
     """
-    source = demo_model.fetch() if config.from_ == "smollm2" else resolve.locate(config.from_)
-    raw = checkpoint_reader.read_config(source)
-    spec = check(raw, config)
+    source = SourceModel.open(demo_model.fetch() if config.from_ == "smollm2" else config.from_)
+    check(source, config)
     tuned = None
     if config.sinks or config.heal:
-        count, length = max(MEASURED, -(-config.heal // 2)), min(TOKENS, spec.max_position_embeddings)
-        tuned = corpus.windows(loading.load_tokenizer(source), config.text, count, length, seed=config.seed)
-        loading.check_tokens(source, tuned.ids)
+        count, length = max(MEASURED, -(-config.heal // 2)), min(TOKENS, source.spec.max_position_embeddings)
+        tuned = corpus.windows(source.tokenizer, config.text, count, length, seed=config.seed)
+        source.check_tokens(tuned.ids)
     manifest = Manifest(
         "make-gptoss",
         config=dataclasses.asdict(config) | record_names(config, "from_", "text"),
         inputs={
-            "model": {
-                "path": source.name,
-                "model_type": spec.model_type,
-                "sha256": checkpoint_reader.fingerprint(source),
-            },
+            "model": {**source.record, "path": source.path.name, "model_type": source.spec.model_type},
             "calibration": tuned.describe() if tuned else None,
         },
     )
@@ -77,15 +70,16 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
         log(f"{out} is finished already")
         return done
     with writing(out, manifest) as partial:
-        _make(source, raw, spec, config, tuned, manifest, partial)
+        _make(source, config, tuned, manifest, partial)
     return manifest
 
 
-def check(raw: dict[str, Any], config: MakeGptOssConfig) -> ModelSpec:
-    """The source's ModelSpec; UserError where it or the options cannot be had as GPT-OSS."""
+def check(source: SourceModel, config: MakeGptOssConfig) -> None:
+    """UserError where the source or the options cannot be had as GPT-OSS."""
+    raw = source.config
     if raw.get("model_type") != "llama":
         raise UserError(f"only llama checkpoints can be rewritten as GPT-OSS, not {raw.get('model_type')!r}")
-    spec = read_spec(raw)
+    spec = source.spec
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise UserError(f"GPT-OSS computes silu, the source {activation!r}; give a checkpoint with hidden_act silu")
     if config.top_k > config.experts:
@@ -97,18 +91,18 @@ def check(raw: dict[str, Any], config: MakeGptOssConfig) -> ModelSpec:
             mxfp4.stored_shapes((1, width, 1))
     if (config.sinks or config.heal) and spec.max_position_embeddings <= WINDOW:
         raise UserError(f"sinks and healing need more than {WINDOW} positions, not {spec.max_position_embeddings}")
-    return spec
 
 
-def gptoss_config(raw: dict[str, Any], spec: ModelSpec, config: MakeGptOssConfig) -> dict[str, Any]:
+def gptoss_config(source: SourceModel, config: MakeGptOssConfig) -> dict[str, Any]:
     """config.json of the result."""
+    raw, spec = source.config, source.spec
     factor = float(config.yarn or 1.0)
     rope: dict[str, Any] = dict(spec.rope.parameters)
     if spec.rope.kind == "default":
         # With factor 1 these are the plain frequencies, bit by bit. Left out, GPT-OSS would read a factor of 32.
         rope = {**YARN, "factor": factor, "original_max_position_embeddings": spec.max_position_embeddings}
     layer = spec.layers[0]
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
         "hidden_size": spec.hidden_size,
@@ -136,42 +130,39 @@ def gptoss_config(raw: dict[str, Any], spec: ModelSpec, config: MakeGptOssConfig
         # Runtimes of this family take lm_head.weight whatever this says.
         "tie_word_embeddings": False,
         "use_cache": True,
-        "dtype": str(resolve_dtype(config.dtype, loading.stored_dtype(raw))).removeprefix("torch."),
+        "dtype": str(resolve_dtype(config.dtype, source.dtype)).removeprefix("torch."),
         **{key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in raw},
     }
     if config.mxfp4:
-        made["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": NOT_PACKED}
-    return made
+        settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": NOT_PACKED}
+    return settings
 
 
 def _make(
-    source: Path, raw: dict[str, Any], spec: ModelSpec, config: MakeGptOssConfig, tuned: corpus.Windows | None,
-    manifest: Manifest, partial: Path,
-) -> None:  # fmt: skip
+    source: SourceModel, config: MakeGptOssConfig, tuned: corpus.Windows | None, manifest: Manifest, partial: Path
+) -> None:
     """The work itself: fills `partial` and the manifest's metrics."""
-    made = gptoss_config(raw, spec, config)
+    settings = gptoss_config(source, config)
     first = None
-    with checkpoint_reader.Reader(source) as reader:
-        reader.check(*loading.expected_tensors(raw))
+    with Reader(source.path) as reader:
+        reader.check(*loading.expected_tensors(source.config))
         if config.sinks and tuned is not None:
             with timed(manifest.seconds, "sinks"):
-                first = measure_sinks(source, made, tuned)
+                first = measure_sinks(source.path, settings, tuned)
         healed: dict[str, Tensor] = {}
         if config.heal and tuned is not None:
             with timed(manifest.seconds, "heal"):
                 # All experts are nearly one: what is healed is the attention, and one expert is much faster.
                 single = dataclasses.replace(config, experts=1, top_k=1, differ=0.0)
-                draft = Upcycled(reader, spec, single, gptoss_config(raw, spec, single), first)
-                healed, losses = heal(source, partial / ".draft", draft, tuned, config.heal)
+                draft = Upcycled(reader, source, single, gptoss_config(source, single), first)
+                healed, losses = heal(partial / ".draft", draft, tuned, config.heal)
             manifest.metrics["kl"] = [float(f"{loss:.5g}") for loss in losses]
             # One window differs much from the next.
             manifest.metrics["kl_last"] = sum(losses[-8:]) / len(losses[-8:])
         with timed(manifest.seconds, "write"):
-            write(partial, Upcycled(reader, spec, config, made, first), healed)
+            write(partial, Upcycled(reader, source, config, settings, first), healed)
     if tuned is not None:
-        (partial / overlap.PASSAGES).write_text(json.dumps(overlap.passages(tuned)), encoding="utf-8")
-    for path in checkpoint_reader.companions(source):
-        shutil.copyfile(path, partial / path.name)
+        overlap.write_passages(partial, overlap.passages(tuned))
 
 
 def fitted(tuned: corpus.Windows) -> Tensor:
@@ -179,27 +170,26 @@ def fitted(tuned: corpus.Windows) -> Tensor:
     return tuned.ids[:: max(1, len(tuned.ids) // MEASURED)][:MEASURED]
 
 
-def measure_sinks(source: Path, made: dict[str, Any], tuned: corpus.Windows) -> list[first_token.FirstToken]:
+def measure_sinks(directory: Path, result: dict[str, Any], tuned: corpus.Windows) -> list[first_token.FirstToken]:
     """The first token's part in every layer of the source under the result's RoPE, its scaling of logits undone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = AutoConfig.from_pretrained(source)
-    settings.rope_parameters = {**made["rope_parameters"], "attention_factor": read_rope(made).attention_scaling ** 0.5}
-    model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=torch.float32).eval()
+    settings, scaling = AutoConfig.from_pretrained(directory), read_rope(result).attention_scaling
+    settings.rope_parameters = {**result["rope_parameters"], "attention_factor": scaling**0.5}
+    model = AutoModelForCausalLM.from_pretrained(directory, config=settings, dtype=torch.float32).eval()
     ids = fitted(tuned)
     after = min(WINDOW, ids.shape[1] // 2)
     return first_token.measure(model, progress(ids, "measure sinks", len(ids)), after)
 
 
-def heal(
-    source: Path, folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int
-) -> tuple[dict[str, Tensor], list[float]]:
+def heal(folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int) -> tuple[dict[str, Tensor], list[float]]:
     """Fits the draft's attention, sinks and biases included, to the source: new tensors, and the KL of every step.
 
     `folder` holds the draft for as long as that takes.
     """
     folder.mkdir()
     write(folder, draft, {})
+    source = draft.source
     device = torch.device("cpu")
     with LayerStream(folder, torch.float32, device) as ours, LayerStream(source, torch.float32, device) as theirs:
         solved = steer(ours, theirs, fitted(tuned))
@@ -226,29 +216,27 @@ def heal(
 
 def write(partial: Path, upcycled: Upcycled, healed: dict[str, Tensor]) -> None:
     """Streams config and tensors into `partial`; `healed` replaces tensors by name."""
-    text = json.dumps(upcycled.made, indent=1)
-    (partial / "config.json").write_text(text + "\n", encoding="utf-8")
-    writer, dtype = checkpoint_writer.Writer(partial), loading.stored_dtype(upcycled.made)
-    for name, tensor in upcycled:
-        stored = tensor if tensor.dtype == torch.uint8 else healed.get(name, tensor).to(dtype)
-        writer.add(name, stored)
-    writer.finish()
+    dtype = stored_dtype(upcycled.settings)
+    with rewriting(upcycled.source.path, partial, upcycled.settings) as writer:
+        for name, tensor in upcycled:
+            stored = tensor if tensor.dtype == torch.uint8 else healed.get(name, tensor).to(dtype)
+            writer.add(name, stored)
 
 
 @dataclasses.dataclass
 class Upcycled:
     """The result's tensors, one layer of them in memory at a time."""
 
-    reader: checkpoint_reader.Reader
-    spec: ModelSpec
+    reader: Reader
+    source: SourceModel
     config: MakeGptOssConfig
-    made: dict[str, Any]
+    settings: dict[str, Any]
     first: list[first_token.FirstToken] | None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         embedding = self.reader["model.embed_tokens.weight"]
         yield "model.embed_tokens.weight", embedding
-        for i in progress(range(self.spec.num_layers), "rewrite", self.spec.num_layers):
+        for i in progress(range(self.source.spec.num_layers), "rewrite", self.source.spec.num_layers):
             prefix = f"model.layers.{i}."
             # One seed per layer, so that every pass draws the same.
             draw = torch.Generator().manual_seed(self.config.seed * 100_003 + i)
@@ -268,47 +256,47 @@ class Upcycled:
     def attention(self, i: int, draw: torch.Generator) -> dict[str, Tensor]:
         """Projections, biases and sinks of layer i, fp32. Half of what YaRN scales logits by, in logarithms, is taken
         from q_proj: docs/gpt-oss.md has the measurement that says why."""
-        prefix, found = f"model.layers.{i}.self_attn.", dict[str, Tensor]()
+        prefix, tensors = f"model.layers.{i}.self_attn.", dict[str, Tensor]()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight = self.reader[f"{prefix}{name}.weight"].float()
             bias = self._optional(f"{prefix}{name}.bias")
-            found[f"{name}.weight"] = weight
-            found[f"{name}.bias"] = torch.zeros(len(weight)) if bias is None else bias
-        found["sinks"] = torch.full((self.spec.layers[i].num_heads,), NO_SINK)
+            tensors[f"{name}.weight"] = weight
+            tensors[f"{name}.bias"] = torch.zeros(len(weight)) if bias is None else bias
+        tensors["sinks"] = torch.full((self.source.spec.layers[i].num_heads,), NO_SINK)
         if self.first is not None:
-            self._add_sinks(i, found, self.first[i], draw)
-        scaling = read_rope(self.made).attention_scaling / self.spec.rope.attention_scaling
+            self._add_sinks(i, tensors, self.first[i], draw)
+        scaling = read_rope(self.settings).attention_scaling / self.source.spec.rope.attention_scaling
         for name in ("q_proj.weight", "q_proj.bias"):
-            found[name] = found[name] / scaling
-        return found
+            tensors[name] = tensors[name] / scaling
+        return tensors
 
     def _add_sinks(
-        self, i: int, found: dict[str, Tensor], first: first_token.FirstToken, draw: torch.Generator
+        self, i: int, tensors: dict[str, Tensor], first: first_token.FirstToken, draw: torch.Generator
     ) -> None:
         """Sinks from the first token's logit, and biases; o_proj's bias restores what they take or add on average."""
-        layer, slides = self.spec.layers[i], self.made["layer_types"][i] == "sliding_attention"
-        found["sinks"] = first.logit if slides else first.logit - BELOW
+        layer, slides = self.source.spec.layers[i], self.settings["layer_types"][i] == "sliding_attention"
+        tensors["sinks"] = first.logit if slides else first.logit - BELOW
         for name, rms in (("q_proj", first.query_rms), ("k_proj", first.key_rms), ("v_proj", first.value_rms)):
-            added = torch.randn(found[f"{name}.bias"].shape, generator=draw) * (BIAS * rms)
-            found[f"{name}.bias"] = found[f"{name}.bias"] + added
+            added = torch.randn(tensors[f"{name}.bias"].shape, generator=draw) * (BIAS * rms)
+            tensors[f"{name}.bias"] = tensors[f"{name}.bias"] + added
         # The last one is v_proj's: every head carries it to its output.
         heads = added.view(layer.num_kv_heads, -1).repeat_interleave(layer.group, dim=0)
         lost = first.value - (1 - first.share[:, None]) * heads if slides else -heads
-        found["o_proj.bias"] = found["o_proj.bias"] + found["o_proj.weight"] @ lost.flatten()
+        tensors["o_proj.bias"] = tensors["o_proj.bias"] + tensors["o_proj.weight"] @ lost.flatten()
 
     def mlp(self, i: int, draw: torch.Generator) -> dict[str, Tensor]:
         """Router and experts of layer i, as the checkpoint stores them."""
         prefix, config = f"model.layers.{i}.mlp.", self.config
         parts = [self.reader[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down")]
         biases = [self._optional(f"{prefix}{name}_proj.bias") for name in ("gate", "up", "down")]
-        found = upcycle.router(config.experts, self.spec.hidden_size, draw)
-        found = {f"router.{name}": tensor for name, tensor in found.items()}
+        tensors = upcycle.router(config.experts, self.source.spec.hidden_size, draw)
+        tensors = {f"router.{name}": tensor for name, tensor in tensors.items()}
         for name, tensor in upcycle.experts(
             upcycle.Dense(*parts, *biases), config.experts, config.differ, draw
         ).items():
             if config.mxfp4 and tensor.ndim == 3:
                 names = mxfp4.stored_names(f"experts.{name}")
-                found.update(zip(names, mxfp4.quantize(tensor), strict=True))
+                tensors.update(zip(names, mxfp4.quantize(tensor), strict=True))
             else:
-                found[f"experts.{name}"] = tensor
-        return found
+                tensors[f"experts.{name}"] = tensor
+        return tensors

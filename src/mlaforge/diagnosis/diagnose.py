@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
-from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import losses
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
@@ -34,7 +34,6 @@ from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.diagnosis.geometry import Geometry, effective_rank
 from mlaforge.diagnosis.routing import RoutingStats
 from mlaforge.factorization import moments, ranks
-from mlaforge.families import family_of
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import LATENT_LAYOUTS, Plan, make_plan
@@ -122,25 +121,21 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
     The metrics are a summary with verdicts. The same again returns the finished result, or goes on where a killed run
     stopped. Raises UserError for the user's mistakes; `out` is either complete or untouched.
     """
-    source = resolve.locate(model)
-    raw = reader.read_config(source)
-    if loading.is_converted(raw):
-        raise UserError(f"{source} is already converted ({raw['model_type']}); diagnose the original")
-    family = family_of(raw)
-    plan = make_plan(family.read_spec(raw), config.budget, config.layout, config.layers)
+    source = SourceModel.open(model)
+    if source.converted:
+        raise UserError(f"{source} is already converted ({source.model_type}); diagnose the original")
+    plan = make_plan(source.spec, config.budget, config.layout, config.layers)
     device = resolve_device(config.device)
-    tokenizer = loading.load_tokenizer(source)
-    text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
-    loading.check_tokens(source, text.ids)
-    model_input = {"path": record_name(model), "model_type": plan.spec.model_type, "sha256": reader.fingerprint(source)}
+    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
+    source.check_tokens(text.ids)
     manifest = Manifest(
         "diagnose",
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"} | record_names(config, "text"),
-        inputs={"model": model_input, "text": text.describe()},
+        inputs={"model": {**source.record, "model_type": source.spec.model_type}, "text": text.describe()},
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
-    stored = loading.stored_dtype(raw)
+    stored = source.dtype
     with contextlib.ExitStack() as opened:
         if out is None:
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
@@ -153,7 +148,7 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
         with timed(manifest.seconds, "check"):
             stream.check()
         with timed(manifest.seconds, "watch"):
-            watch = Watch(stream, text.ids, work, family.router, stored)
+            watch = Watch(stream, text.ids, work, source.family.router, stored)
             moments.collect(stream, range(stream.num_layers), text.ids.split(1), work, config.seed, watch)
         with timed(manifest.seconds, "predict"):
             records, suggested = _records(stream, work, plan, stored, config.seqlen)

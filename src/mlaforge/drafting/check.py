@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus
 from mlaforge.drafting.config import SHORTEST, DraftCheckConfig
 from mlaforge.drafting.dataset import STAGE, read_answers
@@ -51,14 +51,12 @@ def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any
     `right` names the choice that is better than all others by SURE standard errors, None where none is. Raises
     UserError for a head of another model and a text that is too short.
     """
-    model, device = resolve.locate(target), resolve_device(config.device)
-    described = reader.read_config(model)
-    dtype = resolve_dtype(config.dtype, loading.stored_dtype(described))
-    spec = loading.read_spec(described)
+    model, device = SourceModel.open(target), resolve_device(config.device)
+    dtype, spec = resolve_dtype(config.dtype, model.dtype), model.spec
     head = read_head(directory, spec.num_layers).to(device)
     check_head(head.config, spec.hidden_size, spec.vocab_size)
-    texts = read_texts(loading.load_tokenizer(model), config)
-    loading.check_tokens(model, *texts)
+    texts = read_texts(model.tokenizer, config)
+    model.check_tokens(*texts)
     choices = shifted(head.config.boundaries, spec.num_layers)
     with LayerStream(model, dtype, device) as stream:
         captured, said = target_states(stream, texts, {b for boundaries in choices.values() for b in boundaries})
@@ -85,8 +83,8 @@ def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any
 def read_texts(tokenizer: Any, config: DraftCheckConfig) -> list[Tensor]:
     """At most `windows` texts of at most `seqlen` tokens: windows of a text, or answers of the target with their
     prompts."""
-    found = Manifest.load(Path(config.text).expanduser()) if config.text != corpus.EMBEDDED else None
-    if found is None or found.stage != STAGE:
+    manifest = Manifest.load(Path(config.text).expanduser()) if config.text != corpus.EMBEDDED else None
+    if manifest is None or manifest.stage != STAGE:
         text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
         return list(text.ids)
     _, answers = read_answers(Path(config.text).expanduser())

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import Manifest, finished, record_name, writing
-from mlaforge.checkpoint import loading, resolve
-from mlaforge.checkpoint import reader as checkpoint_reader
+from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint.eagle3 import (
     ARCHITECTURE,
     CONVENTIONS,
@@ -35,6 +33,7 @@ from mlaforge.checkpoint.eagle3 import (
     write_head,
 )
 from mlaforge.checkpoint.reader import Reader
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.drafting.config import DraftImportConfig
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import UserError, log, timed
@@ -47,18 +46,15 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
 
     Raises UserError for what is no EAGLE-3 head of this model, or can be read in two ways.
     """
-    source, model = resolve.locate(src), resolve.locate(target)
+    source, model = SourceModel.open(src), SourceModel.open(target)
     manifest = Manifest(
         "draft import",
         config=dataclasses.asdict(config),
-        inputs={
-            name: {"path": record_name(given), "sha256": checkpoint_reader.fingerprint(directory)}
-            for name, given, directory in (("head", src, source), ("target", target, model))
-        },
+        inputs={"head": source.record, "target": model.record},
     )
     if done := finished(out, manifest, overwrite):
         return done
-    with timed(manifest.seconds, "import"), Reader(source) as reader, Reader(model) as its:
+    with timed(manifest.seconds, "import"), Reader(source.path) as reader, Reader(model.path) as its:
         head, dtype, manifest.metrics = _Import(source, reader, model, its, config).head()
         with writing(out, manifest) as partial:
             write_head(head, partial, dtype)
@@ -68,9 +64,11 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
 class _Import:
     """One head under way. `stored`: our name of a tensor -> the file's."""
 
-    def __init__(self, source: Path, reader: Reader, model: Path, its: Reader, config: DraftImportConfig):
+    def __init__(
+        self, source: SourceModel, reader: Reader, model: SourceModel, its: Reader, config: DraftImportConfig
+    ):
         self.source, self.reader, self.its, self.config = source, reader, its, config
-        self.spec = loading.read_spec(checkpoint_reader.read_config(model))
+        self.spec = model.spec
         self.stored: dict[str, str] = {}
         for name in reader:
             ours = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
@@ -87,8 +85,8 @@ class _Import:
         if embedding is not None and self._is_the_targets(embedding):
             log("embed_tokens is the target's own and not kept")
             embedding = None
-        given = self._config()
-        config = head_config(self.source, given, self.spec.num_layers, embedding is not None)
+        settings = self._config()
+        config = head_config(self.source.path, settings, self.spec.num_layers, embedding is not None)
         check_head(config, self.spec.hidden_size, self.spec.vocab_size)
         reading, ids_V = self._vocabulary()
         with torch.device("meta"):
@@ -102,7 +100,7 @@ class _Import:
             "sorted": bool((ids_V.diff() < 0).any()),
             "draft_vocab_size": len(ids_V),
             "boundaries": list(config.boundaries),
-            "convention": given["eagle_config"]["eagle_aux_hidden_state_convention"],
+            "convention": settings["eagle_config"]["eagle_aux_hidden_state_convention"],
             "lm_head": "its own" if HEAD in self.stored else "the target's",
             "embed_tokens": "its own" if embedding is not None else "the target's",
         }
@@ -138,11 +136,11 @@ class _Import:
 
     def _config(self) -> dict[str, Any]:
         """config.json, completed by what shapes say."""
-        given = checkpoint_reader.read_config(self.source)
-        named = " ".join(map(str, given.get("architectures") or ()))
+        settings = self.source.config
+        named = " ".join(map(str, settings.get("architectures") or ()))
         if "eagle3" not in named.lower():
             raise UserError(f"{self.source} is no EAGLE-3 head: its architectures is {named!r}, not {ARCHITECTURE!r}")
-        if (layers := given.get("num_hidden_layers", 1)) != 1:
+        if (layers := settings.get("num_hidden_layers", 1)) != 1:
             raise UserError(f"{self.source}: num_hidden_layers = {layers}; heads of 1 layer are read")
         derived: dict[str, Any] = {
             "vocab_size": self.spec.vocab_size,
@@ -150,17 +148,17 @@ class _Import:
             "attention_bias": f"{QUERY}bias" in self.stored,
             "hidden_size": self._rows("fc.weight"),
         }
-        heads = given.get("num_attention_heads")
+        heads = settings.get("num_attention_heads")
         if isinstance(heads, int) and heads > 0 and f"{QUERY}weight" in self.stored:
             derived["head_dim"] = self._rows(f"{QUERY}weight") // heads
-        missing = {name: value for name, value in derived.items() if given.get(name) is None}
-        eagle = {**given, **(given.get("eagle_config") or {})}
+        missing = {name: value for name, value in derived.items() if settings.get(name) is None}
+        eagle = {**settings, **(settings.get("eagle_config") or {})}
         # A norm is there or it is not.
         eagle |= {"norm_before_fc": "input_norm.weight" in self.stored, "fc_norm": "fc_norm.0.weight" in self.stored}
         convention = self.config.convention or eagle.get("eagle_aux_hidden_state_convention") or CONVENTIONS[0]
         eagle["eagle_aux_hidden_state_convention"] = convention
         known = next((self._rows(name) for name in ("d2t", HEAD) if name in self.stored), self.spec.vocab_size)
-        return {**given, **missing, "draft_vocab_size": known, "eagle_config": eagle}
+        return {**settings, **missing, "draft_vocab_size": known, "eagle_config": eagle}
 
     def _state(self, head: Eagle3Head, ids_V: Tensor) -> dict[str, Tensor]:
         """All tensors but the embedding, the head's rows in rising order of the target's ids. Strict."""

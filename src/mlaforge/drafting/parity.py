@@ -26,9 +26,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus
 from mlaforge.drafting.check import target_states, whole_pass
 from mlaforge.drafting.config import DraftCompareConfig
@@ -49,35 +49,35 @@ def run(directory: Path, target: str, reference: Path | None, config: DraftCompa
 
     Raises UserError for a head of another model and a reference that is not as described above.
     """
-    model = resolve.locate(target)
-    spec = loading.read_spec(reader.read_config(model))
+    model = SourceModel.open(target)
+    spec = model.spec
     head = read_head(directory, spec.num_layers)
     check_head(head.config, spec.hidden_size, spec.vocab_size)
-    given = {} if reference is None else read_reference(reference, head)
+    stages = {} if reference is None else read_reference(reference, head)
     if reference is None:
-        text = corpus.windows(loading.load_tokenizer(model), config.text, 1, config.tokens, judged=True)
-        given[IDS] = text.ids[0]
-    ids = given[IDS]
+        text = corpus.windows(model.tokenizer, config.text, 1, config.tokens, judged=True)
+        stages[IDS] = text.ids[0]
+    ids = stages[IDS]
     if len(ids) > spec.max_position_embeddings:
         raise UserError(f"{len(ids)} tokens are more than the model's {spec.max_position_embeddings}")
-    loading.check_tokens(model, ids)
-    told = "the reference"
-    if STATES not in given:
-        told = "the target in float64"
+    model.check_tokens(ids)
+    states_of = "the reference"
+    if STATES not in stages:
+        states_of = "the target in float64"
         with LayerStream(model, torch.float64, resolve_device(config.device)) as stream:
             # Torch's grouped product has no fp64.
             stream.config._experts_implementation = "eager"
             (captured,), _ = target_states(stream, [ids], set(head.config.boundaries))
-            given[STATES] = torch.cat([captured[b] for b in head.config.boundaries], dim=-1)
+            stages[STATES] = torch.cat([captured[b] for b in head.config.boundaries], dim=-1)
             if reference is None:
                 embedded = stream.embed(ids[None, 1:])[0]
-                given |= plain_stages(head.to(embedded.device), given[STATES], embedded, ids)
+                stages |= plain_stages(head.to(embedded.device), stages[STATES], embedded, ids)
     engine = _engine(model, directory, config, len(ids))
-    ours = engine_stages(engine, ids.tolist(), given[STATES])
-    rows = [{"stage": name, **measures(ours[name], given[name], config.top_k if name == "logits" else None)}
-            for name in (STATES, *STAGES) if name in given]  # fmt: skip
+    ours = engine_stages(engine, ids.tolist(), stages[STATES])
+    rows = [{"stage": name, **measures(ours[name], stages[name], config.top_k if name == "logits" else None)}
+            for name in (STATES, *STAGES) if name in stages]  # fmt: skip
     return {
-        "stages": rows, "rows": len(ids) - 1, "states": told, "dtype": engine.model.format,
+        "stages": rows, "rows": len(ids) - 1, "states": states_of, "dtype": engine.model.format,
         "judged": rows[-1]["stage"], "failed": failed(rows[-1], config),
     }  # fmt: skip
 
@@ -86,17 +86,17 @@ def read_reference(path: Path, head: Eagle3Head) -> dict[str, Tensor]:
     """The tensors of a reference; UserError where they cannot be those of this head."""
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in (IDS, STATES, *STAGES) if name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in (IDS, STATES, *STAGES) if name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is no safetensors file: {error}") from error
-    if IDS not in found or not set(STAGES) & set(found):
+    if IDS not in tensors or not set(STAGES) & set(tensors):
         raise UserError(f"{path} must hold {IDS} and at least one of {', '.join(STAGES)}")
     config = head.config
-    T = found[IDS].numel()
+    T = tensors[IDS].numel()
     width = len(config.boundaries) * config.target_hidden_size
     wanted = {IDS: (T,), STATES: (T, width), **dict.fromkeys(STAGES, (T - 1, config.layer.hidden_size))}
     wanted["logits"] = T - 1, config.draft_vocab_size
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if tensor.ndim == len(wanted[name]) + 1 and len(tensor) == 1:
             tensor = tensor[0]
         if name == "logits" and tensor.shape[-1] == config.layer.vocab_size:
@@ -104,10 +104,10 @@ def read_reference(path: Path, head: Eagle3Head) -> dict[str, Tensor]:
         if tensor.shape != wanted[name] or tensor.is_floating_point() == (name == IDS):
             kind = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
             raise UserError(f"{path}: {name} is {kind}; this head and {T} tokens make {list(wanted[name])}")
-        found[name] = tensor.long() if name == IDS else tensor
+        tensors[name] = tensor.long() if name == IDS else tensor
     if T < 2:
         raise UserError(f"{path}: {IDS} has {T} tokens; a row needs two")
-    return found
+    return tensors
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def plain_stages(head: Eagle3Head, states_TS: Tensor, embedded_RC: Tensor, ids: 
     head = head.double()
     layer, kept = head.midlayer, {}
     for name, module in (("fc_out", head.fc), ("attn_out", layer.self_attn), ("ffn_out", layer.mlp)):
-        module.register_forward_hook(lambda _, given, out, name=name: kept.update({name: out[0]}))
+        module.register_forward_hook(lambda _, inputs, out, name=name: kept.update({name: out[0]}))
     if head.config.own_embedding:
         embedded_RC = head.embed_tokens(ids[1:].to(embedded_RC.device))
     kept["pre_head_hidden"] = head.norm(whole_pass(head, states_TS, embedded_RC))[0]
@@ -124,7 +124,7 @@ def plain_stages(head: Eagle3Head, states_TS: Tensor, embedded_RC: Tensor, ids: 
     return kept
 
 
-def _engine(model: Path, head: Path, config: DraftCompareConfig, tokens: int) -> Engine:
+def _engine(model: SourceModel, head: Path, config: DraftCompareConfig, tokens: int) -> Engine:
     return Engine(model, EngineConfig(
         dtype=config.dtype, device=config.device, speculative=str(head), prefix_caching=False, max_num_seqs=1,
         max_num_batched_tokens=tokens,
@@ -141,11 +141,11 @@ def engine_stages(engine: Engine, ids: list[int], states_TS: Tensor) -> dict[str
     tables.start(0, ids)
     assert tables.reserve(0, len(ids)) == []
     both = engine.runner(make_batch([Chunk(0, ids, 0, len(ids))], tables, engine.device))
-    found = {STATES: both[:, engine.model.spec.hidden_size :].clone()}
+    stages = {STATES: both[:, engine.model.spec.hidden_size :].clone()}
     rows = states_TS[:-1].to(engine.device, engine.model.dtype)
-    found |= engine.speculation.drafter.stages(rows, ids[1:], Chunk(0, ids, 0, len(ids) - 1))
+    stages |= engine.speculation.drafter.stages(rows, ids[1:], Chunk(0, ids, 0, len(ids) - 1))
     tables.free(0)
-    return found
+    return stages
 
 
 def measures(ours: Tensor, reference: Tensor, top_k: int | None) -> dict[str, Any]:
@@ -170,14 +170,14 @@ def measures(ours: Tensor, reference: Tensor, top_k: int | None) -> dict[str, An
 
 def failed(row: dict[str, Any], config: DraftCompareConfig) -> list[str]:
     """Which tolerances a stage misses, in words. NaN misses them all."""
-    found = []
+    missed = []
     for name, least in (("cosine", config.cosine), ("overlap", config.overlap)):
         if least is not None and row[name] is not None and not row[name] >= least:
-            found.append(f"{row['stage']}: {name} {row[name]:.5f} is below {least:g}")
+            missed.append(f"{row['stage']}: {name} {row[name]:.5f} is below {least:g}")
     most = config.max_difference
     if most is not None and not row["max_difference"] <= most:
-        found.append(f"{row['stage']}: largest difference {row['max_difference']:.3g} is above {most:g}")
-    return found
+        missed.append(f"{row['stage']}: largest difference {row['max_difference']:.3g} is above {most:g}")
+    return missed
 
 
 def table(differences: dict[str, Any]) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import WORK, Manifest, finished, record_name, sha256, writing
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.artifact import WORK, Manifest, finished, sha256, writing
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.drafting.config import RegenerateConfig
 from mlaforge.drafting.dataset import (
     STAGE,
@@ -54,7 +54,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         raise UserError("there is nothing to answer; give --prompts FILE, or --synthesize N")
     if config.openings and not config.synthesize:
         raise UserError("openings begin questions that the model draws itself; give --synthesize N")
-    directory = resolve.locate(model)
+    source = SourceModel.open(model)
     files = {name: [Path(path) for path in getattr(config, name) or ()] for name in ("prompts", "exclude", "openings")}
     given = [said for path in files["prompts"] for said in read_prompts(path)]
     excluded = Excluded(said for path in files["exclude"] for said in read_judged(path))
@@ -66,7 +66,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         STAGE,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in ignored},
         inputs={
-            "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
+            "model": source.record,
             **{name: [sha256(path) for path in paths] for name, paths in files.items()},
         },
     )
@@ -75,7 +75,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         return done
     with writing(out, manifest, resumable=True) as partial:
         with timed(manifest.seconds, "answer"):
-            kept = Regeneration(directory, given, excluded, openings, config, partial / WORK / TEXT).run()
+            kept = Regeneration(source, given, excluded, openings, config, partial / WORK / TEXT).run()
         answered = sorted((line for line in kept if "answer" in line), key=lambda line: int(line["number"]))
         if not answered:
             raise UserError("no prompt was left to answer: all were excluded, too long, or said nothing")
@@ -103,11 +103,11 @@ class Regeneration:
     """One run: prompts 0 to n - 1 are those given, the others the model's own. `path` keeps a line for each."""
 
     def __init__(
-        self, directory: Path, given: list[str], excluded: Excluded, openings: list[str], config: RegenerateConfig,
+        self, source: SourceModel, given: list[str], excluded: Excluded, openings: list[str], config: RegenerateConfig,
         path: Path,
     ):  # fmt: skip
         self.given, self.excluded, self.config, self.path = given, excluded, config, path
-        self.llm = LLM(directory, config)
+        self.llm = LLM(source, config)
         self.engine = self.llm.engine
         self.header, self.end = self._template()
         self.special = set(self.llm.tokenizer.all_special_ids)

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, finished, record_name, sha256
-from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.checkpoint.eagle3 import buffers, check_head, read_head, write_head
+from mlaforge.checkpoint.loading import load_model
+from mlaforge.checkpoint.reader import fingerprint
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import packing
 from mlaforge.drafting import initialize, vocabulary
 from mlaforge.drafting.config import DraftTrainConfig
@@ -56,19 +58,19 @@ def boundaries(chosen: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
     return chosen
 
 
-def new_config(raw: dict[str, Any], spec: ModelSpec, config: DraftTrainConfig, size: int) -> Eagle3Config:
+def new_config(source: SourceModel, config: DraftTrainConfig, size: int) -> Eagle3Config:
     """A head as wide as its target, with the target's heads, and an MLP as wide as what a token visits in its first
     layer. RoPE is unscaled, of the target's base."""
     from transformers import LlamaConfig
 
-    first = spec.layers[0]
+    spec, first = source.spec, source.spec.layers[0]
     if config.kv_heads and first.num_heads % config.kv_heads:
         raise UserError(f"kv_heads = {config.kv_heads} must divide the model's {first.num_heads} heads, or be 0")
     layer = LlamaConfig(
         vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_hidden_layers=1,
         intermediate_size=first.mlp_params // (3 * spec.hidden_size) * (first.moe.top_k if first.moe else 1),
         num_attention_heads=first.num_heads, num_key_value_heads=config.kv_heads or first.num_kv_heads,
-        head_dim=first.head_dim, rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        head_dim=first.head_dim, rms_norm_eps=source.config.get("rms_norm_eps", 1e-6),
         max_position_embeddings=spec.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta}, mlp_bias=False,
     )  # fmt: skip
@@ -115,18 +117,17 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     on one machine. Raises UserError for the user's mistakes, and where the loss stops being a number.
     """
     check_options(config)
-    directory = resolve.locate(model)
-    raw = reader.read_config(directory)
-    spec = loading.read_spec(raw)
+    source = SourceModel.open(model)
+    spec = source.spec
     folders = [Path(text) for text in config.text or ()]
     read = [read_answers(folder) for folder in folders]
     texts = read_texts(config, [answer for _, answers in read for answer in answers])
-    loading.check_tokens(directory, texts.feed.phases[0].rows.ids, texts.validation.ids)
+    source.check_tokens(texts.feed.phases[0].rows.ids, texts.validation.ids)
     old = read_head(Path(config.init), spec.num_layers) if config.init else None
     if old is None:
         every = torch.arange(spec.vocab_size)
         ids = vocabulary.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else every
-        shape = new_config(raw, spec, config, len(ids))
+        shape = new_config(source, config, len(ids))
     else:
         if config.vocabulary or config.boundaries or config.kv_heads:
             raise UserError("--init brings vocabulary, boundaries and key-value heads of its own; give none of them")
@@ -138,8 +139,8 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         TRAINED,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
         inputs={
-            "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
-            "init": {"sha256": reader.fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
+            "model": source.record,
+            "init": {"sha256": fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
             if config.init else None,
             "vocabulary": sha256(Path(config.vocabulary) / vocabulary.FILE) if config.vocabulary else None,
             # Prompts that the text is free of, by the SHA-256 of their files: what the head may be judged on.
@@ -157,7 +158,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
             log(f"{out} is finished already")
         return done
     with running(out, manifest, group) as partial:
-        _train(directory, shape, ids, old, config, texts, manifest, partial, group)
+        _train(source, shape, ids, old, config, texts, manifest, partial, group)
     return manifest
 
 
@@ -196,15 +197,15 @@ def states_cache(work: Spill, places: tuple[int, ...]) -> TeacherCache:
 
 
 def _train(
-    directory: Path, shape: Eagle3Config, ids: Tensor, old: Eagle3Head | None, config: DraftTrainConfig, texts: Texts,
-    manifest: Manifest, partial: Path, group: distributed.Group,
+    source: SourceModel, shape: Eagle3Config, ids: Tensor, old: Eagle3Head | None, config: DraftTrainConfig,
+    texts: Texts, manifest: Manifest, partial: Path, group: distributed.Group,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
     dtype, kept = dtypes(config.dtype, group)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
-        target = loading.load_model(directory, str(dtype).removeprefix("torch."), device).requires_grad_(False)
+        target = load_model(source, str(dtype).removeprefix("torch."), device).requires_grad_(False)
         target.set_attn_implementation(FUSED)
         embedding = target.get_input_embeddings().weight.detach().clone()
         wanted_head = target.lm_head.weight.detach()[ids.to(device)]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, sha256, writing
-from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import OFFSETS, mapping, target_ids
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.drafting.config import VocabularyConfig
 from mlaforge.drafting.dataset import TEXT, Answer, read_answers, split
 from mlaforge.runtime import UserError, log
@@ -48,9 +48,9 @@ def run(
     model: str, texts: list[Path], out: Path, config: VocabularyConfig, overwrite: bool = False
 ) -> Manifest:  # fmt: skip
     """Writes d2t and t2d of the tokens that `model` answered most often into the new directory `out`."""
-    directory = resolve.locate(model)
-    vocab_size = loading.read_spec(reader.read_config(directory)).vocab_size
-    special = sorted(token for token in loading.load_tokenizer(directory).all_special_ids if token < vocab_size)
+    source = SourceModel.open(model)
+    vocab_size = source.spec.vocab_size
+    special = sorted(token for token in source.tokenizer.all_special_ids if token < vocab_size)
     if not max(1, len(special)) <= config.size <= vocab_size:
         raise UserError(f"size = {config.size} must be from {max(1, len(special))} to {vocab_size}, the model's own")
     learnt, held = split([answer for text in texts for answer in read_answers(text)[1]])

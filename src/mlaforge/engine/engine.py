@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.eagle3 import check_head, read_head
+from mlaforge.checkpoint.reader import read_config
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.config import EngineConfig
@@ -49,19 +50,19 @@ class Engine:
     loaded, an impossible setting, or a cache that holds no sequence.
     """
 
-    def __init__(self, model: str | Path, config: EngineConfig | None = None):
+    def __init__(self, model: str | Path | SourceModel, config: EngineConfig | None = None):
         config = config or EngineConfig()
         _check(config)
-        directory = resolve.locate(str(model))
-        self.config, self.model_name = config, directory.name
+        source = SourceModel.open(model)
+        self.config, self.model_name = config, source.path.name
         self.device = resolve_device(config.device)
-        self.tokenizer = loading.load_tokenizer(directory)
-        spec = loading.read_spec(reader.read_config(directory))
-        format = choose_format(config.dtype, directory, spec, self.device)
-        self.model = EngineModel(directory, format, self.device)
+        self.tokenizer = source.tokenizer
+        spec = source.spec
+        format = choose_format(config.dtype, source, self.device)
+        self.model = EngineModel(source, format, self.device)
         self.vocab_size = spec.vocab_size
         self.max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-        self.eos_token_ids = _eos_token_ids(directory, self.tokenizer)
+        self.eos_token_ids = _eos_token_ids(source)
 
         head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
         layers, windows = layer_caches(spec, self.model.config)
@@ -340,15 +341,15 @@ def _parts(items: list[int], size: int) -> list[list[int]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _eos_token_ids(directory: Path, tokenizer: object) -> tuple[int, ...]:
+def _eos_token_ids(source: SourceModel) -> tuple[int, ...]:
     """Token ids that end a text: generation_config.json's, and the tokenizer's."""
     generation_config = (
-        reader.read_config(directory, "generation_config.json")
-        if (directory / "generation_config.json").is_file()
+        read_config(source.path, "generation_config.json")
+        if (source.path / "generation_config.json").is_file()
         else {}
     )
     ids = generation_config.get("eos_token_id", [])
-    own = getattr(tokenizer, "eos_token_id", None)
+    own = getattr(source.tokenizer, "eos_token_id", None)
     return tuple(sorted({*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])}))
 
 

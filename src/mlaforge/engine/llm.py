@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
@@ -42,7 +43,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path, config: EngineConfig | None = None, *, harmony: bool = True,
+        self, model: str | Path | SourceModel, config: EngineConfig | None = None, *, harmony: bool = True,
         gpu_memory_utilization: float | None = None, enable_prefix_caching: bool | None = None, **options: Any,
     ):  # fmt: skip
         for alias, name, value in (

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from pathlib import Path
 
-from mlaforge.artifact import Manifest, finished, record_name, record_names, writing
-from mlaforge.checkpoint import loading, reader, resolve
+from mlaforge.artifact import Manifest, finished, record_names, writing
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
@@ -21,36 +21,32 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
 
     Raises UserError where a converted model was calibrated on this very text.
     """
-    directory = resolve.locate(model)
+    source = SourceModel.open(model)
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, loading.stored_dtype(reader.read_config(directory)))
-    tokenizer = loading.load_tokenizer(directory)
-    text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
-    remembered = directory / overlap.PASSAGES
+    dtype = resolve_dtype(config.dtype, source.dtype)
+    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, judged=True)
+    remembered = source.path / overlap.PASSAGES
     if remembered.is_file():
         text = overlap.refuse_overlap(text, overlap.read_passages(remembered), f"of {model}")
-    loading.check_tokens(directory, text.ids)
+    source.check_tokens(text.ids)
     manifest = Manifest(
         "eval",
         config={k: v for k, v in dataclasses.asdict(config).items() if k in ("windows", "seqlen", "dtype")}
         | record_names(config, "text"),
-        inputs={
-            "model": {"path": record_name(model), "sha256": reader.fingerprint(directory)},
-            "text": text.describe(),
-        },
+        inputs={"model": source.record, "text": text.describe()},
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
-    with timed(manifest.seconds, "eval"), LayerStream(directory, dtype, device) as stream:
+    with timed(manifest.seconds, "eval"), LayerStream(source, dtype, device) as stream:
         stream.check()
-        found = window_losses(stream, text.ids, "evaluate")
-    mean, n = float(found.mean()), len(found)
+        losses = window_losses(stream, text.ids, "evaluate")
+    mean, n = float(losses.mean()), len(losses)
     if not math.isfinite(mean):
         raise UserError(f"the loss of {model} is {mean}: its weights hold NaN or infinity, or it overflows in {dtype}")
     manifest.metrics = {
-        "ppl": perplexity(found),
+        "ppl": perplexity(losses),
         "nll": mean,
-        "nll_stderr": standard_error(found),
+        "nll_stderr": standard_error(losses),
         "windows": n,
         "tokens": n * (config.seqlen - 1),
     }

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, sha256, writing
-from mlaforge.checkpoint import loading, reader, resolve
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.loading import load_model
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
 from mlaforge.evaluation.config import EvalConfig
@@ -47,48 +48,50 @@ def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece
         random.Random(0).shuffle(documents)  # of all its kinds
     if len(documents) == 1:
         cut = corpus.windows(tokenizer, source, criterion.windows, length).ids
-        found = [Piece(n, ids) for n, ids in enumerate(cut)]
+        windows = [Piece(n, ids) for n, ids in enumerate(cut)]
     else:
-        found = []
+        windows = []
         for n, document in enumerate(documents):
             ids = corpus.tokens(tokenizer, document, criterion.windows * length)
-            found += [Piece(n, part) for part in ids.split(length) if len(part) >= overlap.SHINGLE]
-            if len(found) >= criterion.windows:
+            windows += [Piece(n, part) for part in ids.split(length) if len(part) >= overlap.SHINGLE]
+            if len(windows) >= criterion.windows:
                 break
-        found = found[: criterion.windows]
-    shared = overlap.sharing([piece.ids for piece in found], tuned)
+        windows = windows[: criterion.windows]
+    shared = overlap.sharing([piece.ids for piece in windows], tuned)
     if source == corpus.EMBEDDED:
-        found = [piece for n, piece in enumerate(found) if n not in shared]
+        windows = [piece for n, piece in enumerate(windows) if n not in shared]
     elif shared:
         raise UserError(
-            f"{len(shared)} of {len(found)} windows of {source} share text with what the student was converted or "
+            f"{len(shared)} of {len(windows)} windows of {source} share text with what the student was converted or "
             "healed on; nothing may be judged on what it was tuned on: give other text"
         )
-    if not found:
+    if not windows:
         raise UserError(f"text {source!r} holds nothing to judge on; give more text or a smaller seqlen")
-    return found
+    return windows
 
 
 class Judgement:
-    """Measures criteria on two model directories; what several of them need is computed once."""
+    """Measures criteria on two models; what several of them need is computed once."""
 
-    def __init__(self, student: Path, teacher: Path, dtype: torch.dtype, device: torch.device, seed: int):
-        self.paths, self.dtype, self.device, self.seed = (student, teacher), dtype, device, seed
-        self.tokenizer = loading.load_tokenizer(teacher)
-        self.tuned = overlap.read_passages(student / overlap.PASSAGES)
+    def __init__(
+        self, student: SourceModel, teacher: SourceModel, dtype: torch.dtype, device: torch.device, seed: int
+    ):
+        self.models, self.dtype, self.device, self.seed = (student, teacher), dtype, device, seed
+        self.tokenizer = teacher.tokenizer
+        self.tuned = overlap.read_passages(student.path / overlap.PASSAGES)
         self._compared: dict[tuple[str, int, int], tuple[np.ndarray, ...]] = {}
 
     @torch.no_grad()
     def _states(self, texts: list[Tensor], what: str) -> list[tuple[list[Tensor], Tensor]]:
         """Student's and teacher's final states on every text, and their heads."""
-        loading.check_tokens(self.paths[1], *texts)
-        found = []
-        for who, path in zip(("student", "teacher"), self.paths, strict=True):
-            with LayerStream(path, self.dtype, self.device) as stream:
+        self.models[1].check_tokens(*texts)
+        both = []
+        for who, model in zip(("student", "teacher"), self.models, strict=True):
+            with LayerStream(model, self.dtype, self.device) as stream:
                 hidden = stream.last_states(texts, f"{who} on {what}")
                 with stream.head() as (norm, head):
-                    found.append(([norm(h)[0] for h in hidden], head))
-        return found
+                    both.append(([norm(h)[0] for h in hidden], head))
+        return both
 
     @torch.no_grad()
     def compared(self, criterion: Criterion) -> tuple[np.ndarray, ...]:
@@ -100,8 +103,8 @@ class Judgement:
             sums: dict[int, Tensor] = {}
             for piece, a, b in zip(judged, ours, theirs, strict=True):
                 labels = piece.ids[1:].to(self.device)
-                found = compare((a[:-1], our_head), (b[:-1], their_head), labels)
-                row = torch.stack([part.double().sum().cpu() for part in found] + [torch.tensor(len(labels)).double()])
+                parts = compare((a[:-1], our_head), (b[:-1], their_head), labels)
+                row = torch.stack([part.double().sum().cpu() for part in parts] + [torch.tensor(len(labels)).double()])
                 sums[piece.document] = sums.get(piece.document, 0) + row
             self._compared[key] = tuple(torch.stack(list(sums.values())).T.numpy())
         return self._compared[key]
@@ -124,21 +127,21 @@ class Judgement:
         enough = dataclasses.replace(criterion, windows=HAY * -(-max(criterion.lengths) // criterion.seqlen))
         hay = pieces(self.tokenizer, enough, self.tuned)
         texts = [self.tokenizer.decode(piece.ids) for piece in hay]
-        made = needle.cases(self.tokenizer, texts, criterion.lengths, criterion.depths, criterion.repeats, self.seed)
-        found = []
-        for states, head in self._states([case.ids for case in made], "needles"):
-            hits = [needle.is_found(h, head, case) for h, case in zip(states, made, strict=True)]
-            found.append(np.array(hits, dtype=float))
-        return Measured(found[0], found[1], np.ones(len(made)), higher=True)
+        cases = needle.cases(self.tokenizer, texts, criterion.lengths, criterion.depths, criterion.repeats, self.seed)
+        recalled = []
+        for states, head in self._states([case.ids for case in cases], "needles"):
+            hits = [needle.is_found(h, head, case) for h, case in zip(states, cases, strict=True)]
+            recalled.append(np.array(hits, dtype=float))
+        return Measured(recalled[0], recalled[1], np.ones(len(cases)), higher=True)
 
     def _task(self, criterion: Criterion) -> Measured:
-        found = []
-        for path in self.paths:
-            model = loading.load_model(path, str(self.dtype).removeprefix("torch."), self.device)
-            found.append(
+        scores = []
+        for source in self.models:
+            model = load_model(source, str(self.dtype).removeprefix("torch."), self.device)
+            scores.append(
                 lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit)
             )
-        (ours, higher, texts), (theirs, _, _) = found
+        (ours, higher, texts), (theirs, _, _) = scores
         asked = corpus.tokens(self.tokenizer, "\n".join(dict.fromkeys(texts)))
         if overlap.sharing([asked], self.tuned):
             raise UserError(f"task {criterion.task} asks what the student was converted or healed on; give another")
@@ -154,23 +157,22 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     if not (config.teacher and config.student and config.criteria):
         raise UserError("criteria compare two models: give --teacher, --student and --criteria together")
     criteria, seed = read(Path(config.criteria).expanduser())
-    teacher, student = resolve.locate(config.teacher), resolve.locate(config.student)
-    if Manifest.load(student) is None or not (student / overlap.PASSAGES).is_file():
+    teacher, student = SourceModel.open(config.teacher), SourceModel.open(config.student)
+    if Manifest.load(student.path) is None or not (student.path / overlap.PASSAGES).is_file():
         raise UserError(
             f"{student} has no {MANIFEST} and {overlap.PASSAGES}: only what mlaforge made can be judged, because "
             "nobody else says what it was tuned on"
         )
     device = resolve_device(config.device)
-    raw, theirs = reader.read_config(student), reader.read_config(teacher)
-    if raw.get("vocab_size") != theirs.get("vocab_size"):
+    if student.config.get("vocab_size") != teacher.config.get("vocab_size"):
         raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
-    dtype = resolve_dtype(config.dtype, loading.stored_dtype(theirs))
+    dtype = resolve_dtype(config.dtype, teacher.dtype)
     manifest = Manifest(
         "acceptance",
         config={"dtype": str(dtype), "criteria": [c.describe() for c in criteria], "seed": seed},
         inputs={
-            "teacher": {"path": record_name(config.teacher), "sha256": reader.fingerprint(teacher)},
-            "student": {"path": record_name(config.student), "sha256": reader.fingerprint(student)},
+            "teacher": teacher.record,
+            "student": student.record,
             "criteria": {"path": record_name(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
         },
     )
@@ -185,7 +187,7 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
                 pass
     else:
         manifest = done
-    mark(student, manifest)
+    mark(student.path, manifest)
     return manifest
 
 

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names
-from mlaforge.checkpoint import loading, resolve
-from mlaforge.checkpoint import reader as checkpoint_reader
-from mlaforge.checkpoint import writer as checkpoint_writer
+from mlaforge.artifact import WORK, Manifest, finished, record_names
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.loading import load_model
+from mlaforge.checkpoint.reader import Reader
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.checkpoint.writer import rewriting
 from mlaforge.config import by_keywords
 from mlaforge.data import overlap, packing
 from mlaforge.factorization.refit import TOKENS, steer
@@ -81,9 +82,9 @@ def read_texts(tokenizer: Any, config: HealConfig, tuned: list[int]) -> Texts:
     return Texts(main, feed, validation, sorted({*tuned, *passages}), described)
 
 
-def windowed(raw: dict[str, Any]) -> set[int]:
+def windowed(model: SourceModel) -> set[int]:
     """Layers with a sliding window."""
-    return {index for index, layer in enumerate(loading.read_spec(raw).layers) if layer.window is not None}
+    return {index for index, layer in enumerate(model.spec.layers) if layer.window is not None}
 
 
 def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bool = False) -> Manifest:
@@ -94,33 +95,31 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     number: then the batch is kept beside `out`, and the checkpoints stay.
     """
     check_options(config)
-    original, converted = resolve.locate(teacher), resolve.locate(student)
-    raw, theirs = checkpoint_reader.read_config(converted), checkpoint_reader.read_config(original)
-    if not loading.is_converted(raw):
-        raise UserError(f"student {student} is not converted ({raw.get('model_type')}); convert it first")
-    if loading.is_converted(theirs):
+    original, converted = SourceModel.open(teacher), SourceModel.open(student)
+    if not converted.converted:
+        raise UserError(f"student {student} is not converted ({converted.model_type}); convert it first")
+    if original.converted:
         raise UserError(f"teacher {teacher} is converted itself; give the original")
-    if raw.get("vocab_size") != theirs.get("vocab_size"):
+    if converted.config.get("vocab_size") != original.config.get("vocab_size"):
         raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
-    if "all" in config.subset and raw.get("quantization_config"):
+    if "all" in config.subset and converted.config.get("quantization_config"):
         raise UserError("subset all would train packed experts; give projections or attention")
-    slides = len(windowed(raw))
-    if (config.swa_text and not slides) or (config.full_text and slides == raw["num_hidden_layers"]):
-        raise UserError(f"{slides} of {raw['num_hidden_layers']} layers have a window: one phase's text teaches nobody")
+    slides, layers = len(windowed(converted)), converted.spec.num_layers
+    if (config.swa_text and not slides) or (config.full_text and slides == layers):
+        raise UserError(f"{slides} of {layers} layers have a window: one phase's text teaches nobody")
     group = distributed.join(resolve_device(config.device))
-    tokenizer = loading.load_tokenizer(original)
-    remembered = converted / overlap.PASSAGES
+    remembered = converted.path / overlap.PASSAGES
     tuned = overlap.read_passages(remembered) if remembered.is_file() else []
-    texts = read_texts(tokenizer, config, tuned)
-    loading.check_tokens(original, *(phase.rows.ids for phase in texts.feed.phases), texts.validation.ids)
+    texts = read_texts(original.tokenizer, config, tuned)
+    original.check_tokens(*(phase.rows.ids for phase in texts.feed.phases), texts.validation.ids)
     check_shares(texts.feed, group.world)
     manifest = Manifest(
         "heal",
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_HASHED}
         | record_names(config, "text", "swa_text", "full_text"),
         inputs={
-            "teacher": {"path": record_name(teacher), "sha256": checkpoint_reader.fingerprint(original)},
-            "student": {"path": record_name(student), "sha256": checkpoint_reader.fingerprint(converted)},
+            "teacher": original.record,
+            "student": converted.record,
             **texts.described,
         },
     )
@@ -133,12 +132,12 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     return manifest
 
 
-def load(directory: Path, dtype: str, device: torch.device) -> Any:
+def load(source: Path | SourceModel, dtype: str, device: torch.device) -> Any:
     """A causal LM on the fused attention, frozen; dtype nf4 quantises its linear maps to 4 bits on loading."""
     if dtype == "nf4":
-        model = loading.load_model(directory, "bfloat16", device, quantization=_nf4())
+        model = load_model(source, "bfloat16", device, quantization=_nf4())
     else:
-        model = loading.load_model(directory, dtype, device)
+        model = load_model(source, dtype, device)
     model.set_attn_implementation(FUSED)
     return model.requires_grad_(False)
 
@@ -154,7 +153,7 @@ def _nf4() -> Any:
 
 
 def _heal(
-    original: Path, converted: Path, config: HealConfig, texts: Texts, manifest: Manifest,
+    original: SourceModel, converted: SourceModel, config: HealConfig, texts: Texts, manifest: Manifest,
     partial: Path, group: distributed.Group,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
@@ -193,12 +192,12 @@ def _heal(
         trainer = train(
             "heal", model, texts.feed, validation, config, partial, group, dtype=dtype, subsets=config.subset,
             trainable=functools.partial(trainable, student), patience=config.patience, targets=targets,
-            windowed=windowed(checkpoint_reader.read_config(converted)),
+            windowed=windowed(converted),
         )  # fmt: skip
     trainer.write_last(partial, torch.float32)
     if group.first:
         write(converted, partial, {**solved, **trainer.trained(best=True)})
-        (partial / overlap.PASSAGES).write_text(json.dumps(texts.passages), encoding="utf-8")
+        overlap.write_passages(partial, texts.passages)
     manifest.metrics = {
         "refit": None if config.refit == "off" else json.loads((work.folder / "refit.json").read_text()),
         **trainer.metrics(),
@@ -212,8 +211,8 @@ def _put(student: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def _refit(
-    original: Path, converted: Path, model: Distillation, validation: Validation, config: HealConfig, texts: Texts,
-    work: Spill, device: torch.device,
+    original: SourceModel, converted: SourceModel, model: Distillation, validation: Validation, config: HealConfig,
+    texts: Texts, work: Spill, device: torch.device,
 ) -> None:  # fmt: skip
     """Solves o_proj, and o_proj after the up-projections, on the healing text; `refit` in `work` gets what is better
     than nothing on the text kept back (refit on: the better of the two), and refit.json what each was worth."""
@@ -223,40 +222,35 @@ def _refit(
     longest = max(phase.rows.ids.shape[1] for phase in texts.feed.phases)
     rows = packing.pack(texts.main.train, longest).ids
     few = rows[:: max(1, len(rows) * longest // TOKENS)][: max(1, TOKENS // longest)]
-    found: dict[str, dict[str, Tensor]] = {"none": {}}
+    refits: dict[str, dict[str, Tensor]] = {"none": {}}
     dtype = torch.float32 if device.type == "cpu" else next(iter(before.values())).dtype
     with LayerStream(converted, dtype, device) as ours, LayerStream(original, dtype, device) as theirs:
         for name, up in (("o_proj", False), ("up_and_o_proj", True)):
             solved = steer(ours, theirs, few, up)
             _put(student, solved)
             kl[name] = validation.measure(model)["kl"]
-            found[name] = {key: tensor.clone() for key, tensor in solved.items()}
+            refits[name] = {key: tensor.clone() for key, tensor in solved.items()}
             _put(student, before)
     usable = [name for name in kl if name != "none" or config.refit == "auto"]
     chosen = min(usable, key=kl.__getitem__)
     log(", ".join(f"{name}: validation KL {value:.5f}" for name, value in kl.items()) + f"; refit: {chosen}")
-    told = {"kl": kl, "chosen": chosen, "tokens": few.numel()}
-    (work.folder / "refit.json").write_text(json.dumps(told), encoding="utf-8")
-    work["refit"] = found[chosen]
+    summary = {"kl": kl, "chosen": chosen, "tokens": few.numel()}
+    (work.folder / "refit.json").write_text(json.dumps(summary), encoding="utf-8")
+    work["refit"] = refits[chosen]
 
 
-def write(converted: Path, partial: Path, trained: dict[str, Tensor]) -> None:
+def write(converted: SourceModel, partial: Path, trained: dict[str, Tensor]) -> None:
     """The converted checkpoint again, with the trained tensors in the place of its own, in their stored dtypes."""
-
-    def made(name: str, dtype: torch.dtype) -> Tensor:
-        return trained[name].to(dtype)
-
-    writer = checkpoint_writer.Writer(partial)
-    with checkpoint_reader.Reader(converted) as reader:
+    with Reader(converted.path) as reader, rewriting(converted.path, partial, converted.config) as writer:
         for name in reader:
             dtype = reader.dtype(name)
-            make = (
-                functools.partial(made, name, dtype) if name in trained else functools.partial(reader.__getitem__, name)
-            )
-            writer.promise(name, reader.shape(name), dtype, make)
+
+            def tensor(name: str = name, dtype: torch.dtype = dtype) -> Tensor:
+                return trained[name].to(dtype) if name in trained else reader[name]
+
+            writer.promise(name, reader.shape(name), dtype, tensor)
         assert set(trained) <= set(reader), sorted(set(trained) - set(reader))
-        writer.finish()
-    for path in (converted / "config.json", *checkpoint_reader.companions(converted), *converted.glob("*_mla.py")):
+    for path in converted.path.glob("*_mla.py"):
         shutil.copyfile(path, partial / path.name)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.artifact import Manifest, finished, record_names, writing
-from mlaforge.checkpoint import reader, resolve
+from mlaforge.checkpoint.reader import fingerprint
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
@@ -17,9 +18,9 @@ from mlaforge.runtime import timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
 
 
-def continue_prompt(directory: Path, config: GenerateConfig) -> dict[str, Any]:
+def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> dict[str, Any]:
     """One model's continuation and what it took. The clock of `tokens_per_second` starts at the first token."""
-    llm = LLM(directory, config, harmony=config.harmony)
+    llm = LLM(model, config, harmony=config.harmony)
 
     def outputs(params: SamplingParams) -> Iterator[RequestOutput]:
         if config.chat:
@@ -62,20 +63,20 @@ def _params(config: GenerateConfig | ChatConfig) -> SamplingParams:
 def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = False) -> Manifest:
     """Continues the prompt with MODEL, and with `against` where given; writes an artifact if `out` is given."""
     head = Path(config.speculative)
-    directories = {name: resolve.locate(name) for name in (model, config.against) if name}
+    sources = [SourceModel.open(name) for name in dict.fromkeys((model, config.against)) if name]
     manifest = Manifest(
         "generate",
         config={k: v for k, v in dataclasses.asdict(config).items() if k not in ("device", "against")}
         | record_names(config, "speculative"),
         inputs={
-            "models": [reader.fingerprint(directory) for directory in directories.values()],
-            "head": reader.fingerprint(head) if (head / "config.json").is_file() else None,
+            "models": [source.fingerprint for source in sources],
+            "head": fingerprint(head) if (head / "config.json").is_file() else None,
         },
     )
     if out is not None and (done := finished(out, manifest, overwrite)):
         return done
     with timed(manifest.seconds, "generate"):
-        runs = [{"model": directory.name, **continue_prompt(directory, config)} for directory in directories.values()]
+        runs = [{"model": source.path.name, **continue_prompt(source, config)} for source in sources]
     manifest.metrics = {"prompt": config.prompt, "runs": runs}
     if out is not None:
         with writing(out, manifest):
@@ -90,7 +91,7 @@ class Conversation:
     """
 
     def __init__(self, model: str, config: ChatConfig):
-        self.llm = LLM(resolve.locate(model), config, harmony=config.harmony)
+        self.llm = LLM(model, config, harmony=config.harmony)
         self.params = _params(config)
         self._first = [{"role": "system", "content": config.system}] if config.system else []
         # A missing package is told before the user says anything.

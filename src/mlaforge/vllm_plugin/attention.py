@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from mlaforge import families
 from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.source_model import read_spec
 from mlaforge.engine.cache.kv_cache import LayerCache, layer_caches
 from mlaforge.engine.execution.attention import PagedAttention, Step, paged
 from mlaforge.engine.execution.batch import Batch
@@ -28,7 +29,7 @@ class Attentions:
     def __init__(self, vllm_config: Any, prefix: str):
         model_config = vllm_config.model_config
         raw: dict[str, Any] = model_config.hf_config.to_dict()
-        self.spec, self.dtype = loading.read_spec(raw), model_config.dtype
+        self.spec, self.dtype = read_spec(raw), model_config.dtype
         self.head_dim = self.spec.layers[0].head_dim
         size = get_tensor_model_parallel_world_size()
         self.heads = Heads(raw["num_key_value_heads"], get_tensor_model_parallel_rank(), size)
@@ -45,7 +46,7 @@ class Attentions:
             families.family_of({"model_type": self.spec.model_type}).attention.format(layer=index): index
             for index in range(len(self.modules))
         }
-        self.caches = self._make_caches(loading.read_spec(own), skeleton.config, prefix)
+        self.caches = self._make_caches(read_spec(own), skeleton.config, prefix)
         for cache in self.caches:
             vllm_config.compilation_config.static_forward_context[cache.name] = cache
 

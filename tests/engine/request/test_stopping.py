@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlaforge.checkpoint.loading import load_tokenizer
+from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.request.detokenizer import WINDOW, Detokenizer
 from mlaforge.engine.request.stopping import Stopping, find_stop, held_back
 from mlaforge.engine.sampling.params import SamplingParams

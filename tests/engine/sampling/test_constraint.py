@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.checkpoint.loading import load_tokenizer
+from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.sampling.constraint import Constraint
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge.checkpoint import loading, reader
 from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution.attention import PagedAttention, Step
 from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, fastest_format
 from mlaforge.engine.execution.mlp import Mlp, rewritten
-from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import log, progress, resolve_dtype
 
 
-def choose_format(name: str, directory: Path, spec: ModelSpec, device: torch.device) -> str:
+def choose_format(name: str, source: SourceModel, device: torch.device) -> str:
     """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU it is measured and said."""
     if name in QUANTIZED:
         return name
-    stored = loading.stored_dtype(reader.read_config(directory))
     if name != "auto" or device.type != "cpu":
-        return str(resolve_dtype(name, stored)).removeprefix("torch.")
-    layer, hidden = spec.layers[0], spec.hidden_size
+        return str(resolve_dtype(name, source.dtype)).removeprefix("torch.")
+    layer, hidden = source.spec.layers[0], source.spec.hidden_size
     heads = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     mlp = layer.mlp_params // (3 * hidden)
     shapes = [(heads, hidden), (hidden, layer.num_heads * layer.head_dim), (2 * mlp, hidden), (hidden, mlp)]
@@ -84,11 +81,11 @@ class Layer:
 class EngineModel:
     """The decoder of a causal LM with its attention on the cache: tokens of a step in, hidden states and logits out."""
 
-    def __init__(self, directory: Path, format: str, device: torch.device):
+    def __init__(self, source: SourceModel, format: str, device: torch.device):
         """Raises UserError for a missing, extra, wrongly shaped or non-finite tensor, and an unsupported model."""
         self.format, self.device = format, device
         self.dtype = QUANTIZED.get(format) or getattr(torch, format)
-        self._stream = LayerStream(directory, self.dtype, device)
+        self._stream = LayerStream(source, self.dtype, device)
         self.spec, self.config = self._stream.spec, self._stream.config
         # transformers' experts without a loop over them that the host would have to wait for.
         self.config._experts_implementation = "grouped_mm"
