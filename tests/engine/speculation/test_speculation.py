@@ -286,7 +286,9 @@ def test_it_is_an_option(llama, refused):
     assert isinstance(engine.speculation.drafter, NgramDrafter) and engine.speculation.controller.most == 5
     assert engine.speculation.controller.policy is not None
     assert watched(llama).engine.stats().speculation is None
-    refused(("num_speculative_tokens = 9", "at least 1 and at most 8"), "generate", llama, "--num-speculative-tokens", 9)
+    refused(
+        ("num_speculative_tokens = 9", "at least 1 and at most 8"), "generate", llama, "--num-speculative-tokens", 9
+    )
 
 
 # The length of drafts
