@@ -49,12 +49,13 @@ def count(options: argparse.Namespace, model: Path, path: Path, drafter: str) ->
     before = functools.partial(passages, llm, options.data, options.context) if options.context else None
     prompts = read_prompts(path, llm, options.prompts, before)
     asks = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
-    made = [output.outputs[0].token_ids for output in llm.generate(prompts, asks)]
-    found = llm.engine.stats().speculation
-    assert found is not None
+    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, asks)]
+    speculation = llm.engine.stats().speculation
+    assert speculation is not None
     return {
-        "prompts": len(made), "distinct_4_grams": statistics.mean(dataset.distinct_share(ids) or 0.0 for ids in made),
-        "eagle_speculation": found.block(),
+        "prompts": len(answers),
+        "distinct_4_grams": statistics.mean(dataset.distinct_share(ids) or 0.0 for ids in answers),
+        "eagle_speculation": speculation.block(),
     }  # fmt: skip
 
 

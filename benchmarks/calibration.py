@@ -1,4 +1,4 @@
-"""Does it help to calibrate on golden sets? SmolLM2 converted with golden, random and first-N text of one pool.
+"""Do the sets of `calibrate` help? SmolLM2 converted with golden, random and first-N text of one pool.
 
     python benchmarks/calibration.py --data ../shared/data [--windows 8] [--seqlen 1024] [--folder runs/calibration]
 

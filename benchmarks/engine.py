@@ -84,7 +84,7 @@ class Transformers(Peer):
         return [b - a for a, b in itertools.pairwise(times)]
 
 
-class Ours:
+class EnginePeer:
     """The engine, its prompts found by prefix reuse."""
 
     def __init__(self, directory: Path, dtype: str):
@@ -106,30 +106,30 @@ class Ours:
         for index, prompt in enumerate(self.prompts):
             engine.add(f"{index}", prompt, params)
         while engine.has_work:
-            made = engine.step()
+            outputs = engine.step()
             # Steps in which all sequences decode.
-            if len(made) == len(self.prompts):
+            if len(outputs) == len(self.prompts):
                 times.append(time.perf_counter())
         return [b - a for a, b in itertools.pairwise(times)][:count]
 
     def perplexity(self, windows: torch.Tensor) -> float:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         outputs = self.llm.generate(windows.tolist(), params)
-        losses = [-found.logprob for out in outputs for found in out.prompt_logprobs or [] if found]
+        losses = [-entry.logprob for out in outputs for entry in out.prompt_logprobs or [] if entry]
         return math.exp(sum(losses) / len(losses))
 
 
 def measure(peers: dict[str, Any], prompts: list[list[int]], rounds: int, count: int) -> dict[str, dict[str, Any]]:
     """Per peer its steps in seconds over all rounds, interleaved, and how long its prompts took."""
-    found: dict[str, dict[str, Any]] = {
+    measurements: dict[str, dict[str, Any]] = {
         name: {"prefill": peer.prepare(prompts), "steps": []} for name, peer in peers.items()
     }
     for peer in peers.values():
         peer.steps(2)
     for _ in range(rounds):
         for name, peer in peers.items():
-            found[name]["steps"].append(peer.steps(count))
-    return found
+            measurements[name]["steps"].append(peer.steps(count))
+    return measurements
 
 
 def main() -> None:
@@ -152,25 +152,27 @@ def main() -> None:
     peers: dict[str, Any] = {
         f"transformers {dtype}": Transformers(directory, dtype) for dtype in ("float32", "bfloat16")
     }
-    peers |= {f"mlaforge {dtype}": Ours(directory, dtype) for dtype in ("auto", "int8", "int4")}
+    peers |= {f"mlaforge {dtype}": EnginePeer(directory, dtype) for dtype in ("auto", "int8", "int4")}
     spec = peers["mlaforge auto"].llm.engine.model.spec
     results = Results(
         options.out, [], command=command(), memory_gb_per_second=speed / 1e9, perplexity={},
         chosen=peers["mlaforge auto"].llm.engine.model.format,
     )  # fmt: skip
     for case, (context, batch) in cases.items():
-        found = measure(peers, prompts[case], options.rounds, options.steps)
-        median = {name: statistics.median(step for steps in f["steps"] for step in steps) for name, f in found.items()}
+        measurements = measure(peers, prompts[case], options.rounds, options.steps)
+        median = {
+            name: statistics.median(step for steps in f["steps"] for step in steps) for name, f in measurements.items()
+        }
         best = min(median[name] for name in median if name.startswith("transformers"))
         for name, peer in peers.items():
-            per_round = [statistics.median(steps) for steps in found[name]["steps"]]
+            per_round = [statistics.median(steps) for steps in measurements[name]["steps"]]
             bytes_read = peer.weights + batch * context * peer.itemsize * sum(layer.cached for layer in spec.layers)
             bar = (BARS if name == "mlaforge auto" else ROUNDED_BARS if "int" in name else {}).get((context, batch))
             row = {
                 "case": case, "peer": name, "ms_per_step": 1e3 * median[name],
                 "tokens_per_second": batch / median[name], "ratio": best / median[name], "bar": bar,
                 "rounds_ms": [1e3 * m for m in per_round], "share": bytes_read / median[name] / speed,
-                "prefill_seconds": found[name]["prefill"],
+                "prefill_seconds": measurements[name]["prefill"],
             }  # fmt: skip
             ratio = f"ratio {best / median[name]:.2f}{f' (bar {bar})' if bar else ''}  share {row['share']:.2f}"
             print(
@@ -180,7 +182,7 @@ def main() -> None:
             results.rows.append(row)
         results.save()
     for name, peer in peers.items():
-        if isinstance(peer, Ours):
+        if isinstance(peer, EnginePeer):
             results.body["perplexity"][name] = peer.perplexity(windows[:4])
             print(f"{name}: perplexity {results.body['perplexity'][name]:.3f}", flush=True)
     results.save()
@@ -196,14 +198,14 @@ def beside_vllm(
     """Ours before and after vLLM's process, whose steps are measured by the difference of two lengths."""
     scratch = options.out.with_suffix(".prompts.json")
     scratch.write_text(json.dumps(list(prompts.values())))
-    ours = Ours(directory, "auto")
+    ours = EnginePeer(directory, "auto")
 
     def own() -> dict[str, float]:
-        found = {}
+        medians = {}
         for case, several in prompts.items():
             ours.prepare(several)
-            found[case] = statistics.median(step for _ in range(5) for step in ours.steps(options.steps))
-        return found
+            medians[case] = statistics.median(step for _ in range(5) for step in ours.steps(options.steps))
+        return medians
 
     rows: list[dict[str, Any]] = []
     before = own()

@@ -122,11 +122,11 @@ async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
 async def settle(client: httpx.AsyncClient) -> dict[str, float]:
     """The server's metrics once nothing runs, or after 30 s."""
     for _ in range(60):
-        found = await gauges(client)
-        if not found["mlaforge_requests_running"] and not found["mlaforge_cache_blocks_used"]:
+        metrics = await gauges(client)
+        if not metrics["mlaforge_requests_running"] and not metrics["mlaforge_cache_blocks_used"]:
             break
         await asyncio.sleep(0.5)
-    return found
+    return metrics
 
 
 async def load(asked: argparse.Namespace, pid: int | None) -> dict[str, Any]:
@@ -142,15 +142,15 @@ async def load(asked: argparse.Namespace, pid: int | None) -> dict[str, Any]:
         seconds = time.monotonic() - start
         if watcher:
             watcher.cancel()
-        found = await settle(client)
+        metrics = await settle(client)
     return {
         "clients": asked.clients, "seconds": round(seconds, 1), "requests": sum(tally.ended.values()),
         "finished": tally.ended["finished"], "given_up": tally.ended["given up"], "lost": tally.ended["lost"],
         "problems": tally.problems[:10], "tokens_per_second": round(tally.tokens / seconds, 1),
         "ttft_seconds": percentiles(tally.first), "itl_seconds": percentiles(tally.between),
-        "cache_blocks_used": found["mlaforge_cache_blocks_used"],
-        "preemptions": found["mlaforge_preemptions_total"],
-        "prefix_hit_tokens": found["mlaforge_prefix_cache_hit_tokens_total"], **memory(samples),
+        "cache_blocks_used": metrics["mlaforge_cache_blocks_used"],
+        "preemptions": metrics["mlaforge_preemptions_total"],
+        "prefix_hit_tokens": metrics["mlaforge_prefix_cache_hit_tokens_total"], **memory(samples),
     }  # fmt: skip
 
 
@@ -197,14 +197,14 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=512, help="longest prompt")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--out", type=Path)
-    given = sys.argv[1:]
-    at = given.index("--") if "--" in given else len(given)
-    asked = parser.parse_args(given[:at])
+    arguments = sys.argv[1:]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    asked = parser.parse_args(arguments[:at])
     if bool(asked.model) == bool(asked.url):
         parser.error("give MODEL or --url")
     process = None
     if asked.model:
-        process, asked.url = start(asked.model, given[at + 1 :])
+        process, asked.url = start(asked.model, arguments[at + 1 :])
     try:
         pid = process.pid if process else None
         result = asyncio.run(load(asked, pid))

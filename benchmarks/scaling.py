@@ -10,7 +10,7 @@ from typing import Any
 
 from memory import CONFIG
 
-from mlaforge.checkpoint.loading import read_spec
+from mlaforge.checkpoint.source_model import read_spec
 from mlaforge.planning.costs import GPUS, Gpu, weight_bytes
 from mlaforge.planning.plan import Plan, make_plan, unconverted
 from mlaforge.vllm_plugin.heads import Heads
@@ -46,8 +46,8 @@ def lines() -> Iterator[str]:
     """The tables' rows, as docs/scaling.md has them."""
     for model, raw in MODELS.items():
         for name, gpu in MACHINES.items():
-            found = [requests(raw, kind, gpu, context, 1) for context in CONTEXTS.values() for kind in KINDS]
-            yield _row(model, name, *found)
+            counts = [requests(raw, kind, gpu, context, 1) for context in CONTEXTS.values() for kind in KINDS]
+            yield _row(model, name, *counts)
     for context, tokens in CONTEXTS.items():
         for kind in KINDS:
             mib = [round(cache_bytes(MODELS["120B"], kind, tokens, ranks) / 2**20) for ranks in RANKS]
@@ -55,8 +55,8 @@ def lines() -> Iterator[str]:
     for model, raw in MODELS.items():
         for name, gpu in MACHINES.items():
             for kind in KINDS:
-                found = [8 // ranks * requests(raw, kind, gpu, CONTEXTS["32K"], ranks) for ranks in RANKS]
-                yield _row(f"{model}, {name}, {kind}", *found)
+                counts = [8 // ranks * requests(raw, kind, gpu, CONTEXTS["32K"], ranks) for ranks in RANKS]
+                yield _row(f"{model}, {name}, {kind}", *counts)
 
 
 def _row(*cells: str | int) -> str:

@@ -55,7 +55,7 @@ def refuse_random(llm: LLM, prompts: list[list[int]]) -> None:
     most = RANDOM * math.log(llm.engine.vocab_size)
     asks = SamplingParams(max_tokens=0, prompt_logprobs=0)
     for number, output in enumerate(llm.generate(prompts, asks)):
-        losses = [-found.logprob for found in output.prompt_logprobs or [] if found is not None]
+        losses = [-entry.logprob for entry in output.prompt_logprobs or [] if entry is not None]
         if losses and statistics.mean(losses) > most:
             raise UserError(
                 f"prompt {number} costs the model {statistics.mean(losses):.1f} nats a token (text: below {most:.1f}): "
@@ -95,22 +95,22 @@ class Modes:
 
     def run(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
         """The continuation, and seconds from its first step's end to its last's."""
-        engine, made, times = self.llm.engine, [], []
+        engine, token_ids, times = self.llm.engine, [], []
         engine.add("0", prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
         while engine.has_work:
             for output in engine.step():
-                made += output.outputs[0].token_ids
+                token_ids += output.outputs[0].token_ids
                 times.append(time.perf_counter())
-        return made, times[-1] - times[0]
+        return token_ids, times[-1] - times[0]
 
-    def margin(self, prompt: list[int], made: list[int], plain: list[int]) -> float:
+    def margin(self, prompt: list[int], token_ids: list[int], plain: list[int]) -> float:
         """Nats between the two tokens where the texts first differ, by plain decoding: small where they are a tie."""
-        at = next(i for i, (a, b) in enumerate(zip(made, plain, strict=True)) if a != b)
+        at = next(i for i, (a, b) in enumerate(zip(token_ids, plain, strict=True)) if a != b)
         self.use("plain", None)
         asks = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.llm.engine.vocab_size)
         (output,) = self.llm.generate([prompt + plain[:at]], asks)
-        found = dict((output.outputs[0].logprobs or [])[0].top)
-        return abs(found[made[at]] - found[plain[at]])
+        logprobs = dict((output.outputs[0].logprobs or [])[0].top)
+        return abs(logprobs[token_ids[at]] - logprobs[plain[at]])
 
     def known(self, prompt: list[int], plain: list[int]) -> list[int]:
         """What the engine says when it verifies this very text: `plain` but for near ties in bf16."""
@@ -118,10 +118,10 @@ class Modes:
         for _ in range(PASSES):
             # Under a name of its own: what it takes to find the text does not count.
             self.use("search", Replay({"0": prompt + text}))
-            made, _ = self.run(prompt, len(text))
-            if made == text:
+            token_ids, _ = self.run(prompt, len(text))
+            if token_ids == text:
                 break
-            text = made
+            text = token_ids
         return text
 
 
@@ -133,8 +133,8 @@ def read_prompts(
     texts = dataset.read_prompts(path)[:most]
     refuse_random(llm, [llm.tokenizer(text)["input_ids"] for text in texts])
     passages = before(len(texts)) if before else [""] * len(texts)
-    told = zip(passages, texts, strict=True)
-    return [llm.chat_prompt([{"role": "user", "content": passage + text}]) for passage, text in told]
+    pairs = zip(passages, texts, strict=True)
+    return [llm.chat_prompt([{"role": "user", "content": passage + text}]) for passage, text in pairs]
 
 
 def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, dict[str, Any]]:
@@ -155,11 +155,11 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, di
         known = modes.known(prompt, plain)
         for name in names[1:]:
             modes.use(name, Replay({"0": prompt + known}) if name == "perfect" else drafters[name])
-            made, took = modes.run(prompt, tokens)
+            token_ids, took = modes.run(prompt, tokens)
             seconds[name].append(took)
-            shares[name].append(dataset.distinct_share(made) or 0.0)
-            if made != plain:
-                margins[name].append(modes.margin(prompt, made, plain))
+            shares[name].append(dataset.distinct_share(token_ids) or 0.0)
+            if token_ids != plain:
+                margins[name].append(modes.margin(prompt, token_ids, plain))
         modes.use("plain", None)
         seconds["plain"].append((first + modes.run(prompt, tokens)[1]) / 2)
         shares["plain"].append(dataset.distinct_share(plain) or 0.0)

@@ -57,8 +57,8 @@ class Manifest:
         """SHA-256 over stage, config, inputs and the version of mlaforge."""
         from mlaforge import __version__
 
-        made_by = self.environment.get("mlaforge", __version__)
-        what = json.dumps([self.stage, self.config, self.inputs, made_by], sort_keys=True, default=str)
+        version = self.environment.get("mlaforge", __version__)
+        what = json.dumps([self.stage, self.config, self.inputs, version], sort_keys=True, default=str)
         return hashlib.sha256(what.encode()).hexdigest()
 
     def save(self, directory: Path) -> None:
@@ -136,26 +136,26 @@ def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest |
         return None
     if out.is_dir() and not any(out.iterdir()):
         return None
-    found = Manifest.load(out) if out.is_dir() else None
-    if found is None or not (isinstance(found.config, dict) and isinstance(found.inputs, dict)):
+    existing = Manifest.load(out) if out.is_dir() else None
+    if existing is None or not (isinstance(existing.config, dict) and isinstance(existing.inputs, dict)):
         raise UserError(f"{out} exists and was not made by mlaforge; choose another output directory")
-    whole = all((out / name).is_file() for name in found.files)
-    if found.fingerprint == wanted.fingerprint and whole:
-        return found
+    complete = all((out / name).is_file() for name in existing.files)
+    if existing.fingerprint == wanted.fingerprint and complete:
+        return existing
     if overwrite:
-        if strange := sorted({path.name for path in out.iterdir()} - {*found.files, MANIFEST}):
-            raise UserError(f"{out} also holds {strange[0]}, which mlaforge did not make; move it away first")
+        if foreign := sorted({path.name for path in out.iterdir()} - {*existing.files, MANIFEST}):
+            raise UserError(f"{out} also holds {foreign[0]}, which mlaforge did not make; move it away first")
         return None
-    what = _difference(found, wanted) if whole else "some of its files are gone"
+    what = _difference(existing, wanted) if complete else "some of its files are gone"
     raise UserError(
-        f"{out} holds another {found.stage} result ({what}); choose another output directory, or pass --overwrite"
+        f"{out} holds another {existing.stage} result ({what}); choose another output directory, or pass --overwrite"
     )
 
 
-def _difference(found: Manifest, wanted: Manifest) -> str:
-    if found.stage != wanted.stage:
-        return f"stage {found.stage}, not {wanted.stage}"
-    old, new = ({**_flat(manifest.config), **_flat(manifest.inputs)} for manifest in (found, wanted))
+def _difference(existing: Manifest, wanted: Manifest) -> str:
+    if existing.stage != wanted.stage:
+        return f"stage {existing.stage}, not {wanted.stage}"
+    old, new = ({**_flat(manifest.config), **_flat(manifest.inputs)} for manifest in (existing, wanted))
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) != new.get(key):
             was, now = (str(values.get(key))[:60] for values in (old, new))

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaforge.bench import gate, machine, roof
+from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.invariants import Audit, check_view
-from mlaforge.bench.ours import Ours, Variant
+from mlaforge.bench.peer import Variant
 from mlaforge.config import resolve
 from mlaforge.engine import engine as core
 from mlaforge.engine.config import EngineConfig
@@ -233,7 +234,7 @@ def test_results_of_several_runs_are_refused(tmp_path, refused):
 @pytest.fixture
 def ours(tiny_models):
     config = resolve(EngineConfig, None, dtype="float32", device="cpu", cache_bytes=1 << 20, num_speculative_tokens=3)
-    peer = Ours(tiny_models["llama"], "llama", None, config, 64, 2)
+    peer = EnginePeer(tiny_models["llama"], "llama", None, config, 64, 2)
     yield peer
     peer.close()
 

@@ -310,7 +310,7 @@ def test_conversions_are_judged_as_eval_does(cli, tiny_models, converted, evalua
 
 def test_an_engine_forgets(tiny_models):
     engine = Engine(tiny_models["llama"], resolve(scenario.EngineConfig, None, dtype="float32", cache_bytes=1 << 20))
-    ours = scenario.Ours.decode
+    ours = scenario.EnginePeer.decode
     holder = type("Holder", (), {"engine": engine, "used_cache_bytes": lambda self: 0})()
     prompt = list(range(40))
     ours(holder, [prompt], 2)

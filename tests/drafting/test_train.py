@@ -63,7 +63,8 @@ def text(target, tmp_path_factory):
     prompts = [[(11 * n + (1 + n % 4) * k) % 256 for k in range(5)] for n in range(COUNT)]
     found = watched(target, prefix_caching=False).generate(prompts, greedy(NEW))
     lines = [
-        dataset.told(n, "", p, o.outputs[0].token_ids) for n, (p, o) in enumerate(zip(prompts, found, strict=True))
+        dataset.answer_line(n, "", p, o.outputs[0].token_ids)
+        for n, (p, o) in enumerate(zip(prompts, found, strict=True))
     ]
     (directory / dataset.TEXT).write_text("".join(json.dumps(line) + "\n" for line in lines))
     inputs = {"model": {"sha256": reader.fingerprint(target)}, "exclude": ["of judged prompts"]}

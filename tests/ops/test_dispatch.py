@@ -24,9 +24,9 @@ def op(monkeypatch):
     # The real one of this name stays known to whoever goes through all.
     monkeypatch.setattr(dispatch, "OPS", {})
     op = Op("paged_attention", lambda x: (x * 2,))
-    op.register("fast", lambda x: (x + x,), lambda x: True if len(x) % 2 == 0 else "an odd number", made_for="cpu")
-    op.register("wrong", lambda x: (x * 2 + (x == 3),), lambda x: True if len(x) < 8 else "too long", made_for="cpu")
-    op.register("far", lambda x: (x * 0,), lambda x: "it is far away", made_for="cuda")
+    op.register("fast", lambda x: (x + x,), lambda x: True if len(x) % 2 == 0 else "an odd number", device_type="cpu")
+    op.register("wrong", lambda x: (x * 2 + (x == 3),), lambda x: True if len(x) < 8 else "too long", device_type="cpu")
+    op.register("far", lambda x: (x * 0,), lambda x: "it is far away", device_type="cuda")
     return op
 
 

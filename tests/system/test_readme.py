@@ -61,7 +61,7 @@ def run(tiny_models, calibration_file, evaluation_file, tmp_path_factory):
         "OUT": str(folder / "results" / "out"),
         "OTHER_TEXT": str(evaluation_file),
         "TEXT": str(calibration_file),
-        "GOLDEN": str(folder / "golden"),
+        "SETS": str(folder / "sets"),
         "FOLDER": str(folder / "results"),
     }
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.artifact import record_text
-from mlaforge.bench.ours import Taken, Variant
+from mlaforge.bench.peer import Repetition, Variant
 from mlaforge.config import Options, option, resolve
 from mlaforge.runtime import UserError, log
 
@@ -117,7 +117,7 @@ class Endpoint:
                 self.process.wait()
         self.output.close()
 
-    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
         """As Peer.run. The requests come at once; what is counted begins when all of them have their first token."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             start = time.perf_counter()
@@ -134,7 +134,7 @@ class Endpoint:
         seconds = max(times[-1] for times, _ in streams) - began
         if not decoded or seconds <= 0:
             raise PeerFailed(f"{self.name} sent all tokens at once; it must stream")
-        return Taken(began - start, decoded, seconds, gaps, [])
+        return Repetition(began - start, decoded, seconds, gaps, [])
 
     def _one(self, prompt: list[int], count: int) -> tuple[list[float], int]:
         """When the pieces of an answer came, and how many tokens it had."""

@@ -48,9 +48,9 @@ class Gate:
 
     @property
     def threshold(self) -> float:
-        found = self.at_least if self.at_least is not None else self.at_most
-        assert found is not None
-        return found
+        threshold = self.at_least if self.at_least is not None else self.at_most
+        assert threshold is not None
+        return threshold
 
     def holds(self, value: float) -> bool:
         return value >= self.threshold if self.at_least is not None else value <= self.threshold
@@ -59,10 +59,10 @@ class Gate:
 def read(path: Path) -> list[Gate]:
     """The gates of a YAML file. UserError, one line, where one is not understood."""
     body = read_recipe(path)
-    given = body.get("gates")
-    if not isinstance(given, list) or not given or set(body) != {"gates"}:
+    entries = body.get("gates")
+    if not isinstance(entries, list) or not entries or set(body) != {"gates"}:
         raise UserError(f"{path} must hold one key, gates, with a list")
-    return [_gate(path, number, entry) for number, entry in enumerate(given, start=1)]
+    return [_gate(path, number, entry) for number, entry in enumerate(entries, start=1)]
 
 
 def _gate(path: Path, number: int, entry: Any) -> Gate:
@@ -104,7 +104,7 @@ def _gate(path: Path, number: int, entry: Any) -> Gate:
 
 def judge(gate: Gate, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The verdict on one gate: of all cases that it is about the worst counts."""
-    told: dict[str, Any] = {
+    verdict: dict[str, Any] = {
         "name": gate.name, "scenario": gate.scenario, "quantity": gate.quantity,
         "comparison": "ratio" if gate.over is not None else "absolute",
         "against": None if gate.over is None else _words(gate), "operator": ">=" if gate.at_least is not None else "<=",
@@ -118,18 +118,18 @@ def judge(gate: Gate, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         why = lacking[0] if lacking else "no such case was run" if body else f"{gate.scenario} was not run"
         if body and gate.quantity == "invariants":
             why = "run it with --perf"
-        return told | {"verdict": "missing", "told": f"not measured: {why}"}
-    worst = (min if gate.at_least is not None else max)(measured, key=lambda found: found["value"])
-    told |= worst
-    form = f"{told['value']:.3g} {told['operator']} {gate.threshold:g}"
-    ceiling = told["ceiling"]
-    beside = "" if ceiling is None else f" (ceiling {ceiling:.3g}: {told['ceiling_told']})"
-    if gate.holds(told["value"]):
-        return told | {"verdict": "pass", "told": form + beside}
+        return verdict | {"verdict": "missing", "told": f"not measured: {why}"}
+    worst = (min if gate.at_least is not None else max)(measured, key=lambda measurement: measurement["value"])
+    verdict |= worst
+    form = f"{verdict['value']:.3g} {verdict['operator']} {gate.threshold:g}"
+    ceiling, reason = verdict["ceiling"], verdict["ceiling_told"]
+    beside = "" if ceiling is None else f" (ceiling {ceiling:.3g}: {reason})"
+    if gate.holds(verdict["value"]):
+        return verdict | {"verdict": "pass", "told": form + beside}
     if gate.at_least is not None and ceiling is not None and gate.threshold > ceiling:
-        why = f"{told['value']:.3g}; {gate.threshold:g} lies above the ceiling {ceiling:.3g}: {told['ceiling_told']}"
-        return told | {"verdict": "unreachable", "told": why}
-    return told | {"verdict": "fail", "told": f"not {form}{beside}"}
+        why = f"{verdict['value']:.3g}; {gate.threshold:g} lies above the ceiling {ceiling:.3g}: {reason}"
+        return verdict | {"verdict": "unreachable", "told": why}
+    return verdict | {"verdict": "fail", "told": f"not {form}{beside}"}
 
 
 def _words(gate: Gate) -> str:
@@ -153,18 +153,19 @@ def _measured(gate: Gate, results: dict[str, dict[str, Any]]) -> list[dict[str, 
         perf = body["perf"]
         if not perf:
             return []
-        broken = [f"{found['name']}: {found['told']}" for found in perf if not found["passed"]]
+        broken = [f"{finding['name']}: {finding['told']}" for finding in perf if not finding["passed"]]
         share = 1 - len(broken) / len(perf)
         return [{"value": share, "ceiling": 1.0, "ceiling_told": broken[0] if broken else "all of them hold"}]
-    found = []
+    measurements = []
     for case in body["cases"]:
-        if _matches(case, gate.case) and case["status"] == "ok" and (made := _value(gate, case, results)) is not None:
-            value, spread = made
+        ran = _matches(case, gate.case) and case["status"] == "ok"
+        if ran and (value_and_spread := _value(gate, case, results)) is not None:
+            value, spread = value_and_spread
             ceiling, why = _ceiling(gate, case, body)
-            found.append(
+            measurements.append(
                 {"value": value, "spread": spread, "ceiling": ceiling, "ceiling_told": why, "case": case["id"]}
             )
-    return found
+    return measurements
 
 
 def _value(
@@ -209,17 +210,17 @@ def _ceiling(gate: Gate, case: dict[str, Any], body: dict[str, Any]) -> tuple[fl
         return 1.0, "all of it"
     if gate.quantity != "tokens_per_second" or top is None:
         return None, None
-    machine_told = f"roofline of {body['roof']['name']}, {top['limit']}"
+    bound = f"roofline of {body['roof']['name']}, {top['limit']}"
     if gate.over is None:
-        return top["tokens_per_second"], machine_told
+        return top["tokens_per_second"], bound
     if gate.over.get("num_speculative_tokens") == 0 and count:
-        return top["speedup_ceiling"], f"every draft accepted and free, {machine_told}"
+        return top["speedup_ceiling"], f"every draft accepted and free, {bound}"
     return None, None
 
 
 def _scenarios(folder: Path) -> dict[str, dict[str, Any]]:
     """The scenarios' results that lie in a folder, by name."""
-    found: dict[str, dict[str, Any]] = {}
+    scenarios: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
@@ -228,25 +229,25 @@ def _scenarios(folder: Path) -> dict[str, dict[str, Any]]:
         if isinstance(body, dict) and body.get("kind") == "scenario":
             if body.get("schema") != machine.SCHEMA:
                 raise UserError(f"{path} has schema {body.get('schema')!r}; this version reads {machine.SCHEMA}")
-            found[body["scenario"]] = body
-    return found
+            scenarios[body["scenario"]] = body
+    return scenarios
 
 
 def results_of(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
     """The run in `folder`, or the newest of those below it, and its scenarios by name. UserError where there is none,
     or where they are not of one commit, device and scope."""
     below = sorted((path for path in folder.glob("*") if path.is_dir()), reverse=True)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for run in (folder, *below):
-        if found := _scenarios(run):
+        if results := _scenarios(run):
             folder = run
             break
-    if not found:
+    if not results:
         raise UserError(f"{folder} holds no results of `mlaforge bench`")
     for key in ("commit", "device", "scope"):
-        if len(values := {body[key] for body in found.values()}) > 1:
+        if len(values := {body[key] for body in results.values()}) > 1:
             raise UserError(f"{folder} holds results of several {key}s: {', '.join(sorted(map(str, values)))}")
-    return folder, found
+    return folder, results
 
 
 def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
@@ -267,7 +268,7 @@ def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
     }  # fmt: skip
     # What other gates than the shipped ones say opens no full suite.
     if gates is None:
-        _remember(ledger, entry)
+        _record_run(ledger, entry)
     row = in_a_row(ledger, one["commit"], one["device"])
     body = {
         "kind": "gates", "schema": machine.SCHEMA, "time": one["time"], "scope": one["scope"], "commit": one["commit"],
@@ -297,7 +298,7 @@ def _entries(ledger: Path) -> list[dict[str, Any]]:
         raise UserError(f"ledger {ledger} is damaged; move it away, and the count begins anew") from error
 
 
-def _remember(ledger: Path, entry: dict[str, Any]) -> None:
+def _record_run(ledger: Path, entry: dict[str, Any]) -> None:
     """Adds a run, in order of time; one that was judged before is replaced, so that it counts once."""
     runs = [run for run in _entries(ledger) if run["digest"] != entry["digest"]]
     machine.write(ledger, {"runs": sorted([*runs, entry], key=lambda run: run["time"])})
@@ -334,15 +335,15 @@ def permit(out: Path, force: bool, scope: str, header: dict[str, Any]) -> bool:
 def table(body: dict[str, Any]) -> str:
     """Verdicts for the terminal."""
     lines: list[tuple[str, ...]] = [("verdict", "gate", "measured", "spread", "wanted", "ceiling", "")]
-    for found in body["gates"]:
-        unit = found["unit"]
-        value = "–" if found["value"] is None else f"{found['value']:.3g}{unit}"
-        between = "–" if not found["spread"] else "{:.3g}..{:.3g}".format(*found["spread"])
-        ceiling = "–" if found["ceiling"] is None else f"{found['ceiling']:.3g}{unit}"
-        said = found["told"] if found["verdict"] in ("missing", "unreachable") else found["ceiling_told"] or ""
-        wanted = f"{found['operator']} {found['threshold']:g}{unit}"
-        shown = found["verdict"].upper() if found["verdict"] != "pass" else "pass"
-        lines.append((shown, found["name"], value, between, wanted, ceiling, said))
+    for verdict in body["gates"]:
+        unit = verdict["unit"]
+        value = "–" if verdict["value"] is None else f"{verdict['value']:.3g}{unit}"
+        between = "–" if not verdict["spread"] else "{:.3g}..{:.3g}".format(*verdict["spread"])
+        ceiling = "–" if verdict["ceiling"] is None else f"{verdict['ceiling']:.3g}{unit}"
+        reason = verdict["told"] if verdict["verdict"] in ("missing", "unreachable") else verdict["ceiling_told"]
+        wanted = f"{verdict['operator']} {verdict['threshold']:g}{unit}"
+        shown = verdict["verdict"].upper() if verdict["verdict"] != "pass" else "pass"
+        lines.append((shown, verdict["name"], value, between, wanted, ceiling, reason or ""))
     ledger = body["ledger"]
     judged = f"{'passed' if body['passed'] else 'FAILED'}: {body['scope']} on {body['device']}, {body['commit'][:12]}"
     row = f"; micro gates green {ledger['in_a_row']} of {ledger['needed']} times in a row"

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlaforge.bench.ours import Ours, Variant
+from mlaforge.bench.engine_peer import EnginePeer
+from mlaforge.bench.peer import Variant
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.speculation.controller import Decision
@@ -62,7 +63,7 @@ def together(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 class Audit:
     """Watches one engine while it decodes."""
 
-    def __init__(self, peer: Ours):
+    def __init__(self, peer: EnginePeer):
         self.peer, self.engine = peer, peer.engine
         self.ran: Counter[str] = Counter()
         self.untuned: Counter[str] = Counter()
@@ -190,7 +191,7 @@ def _same(first: list[list[int]], again: list[list[int]]) -> Finding:
 def untuned(op: Op, name: str, inputs: Sequence[Any]) -> str | None:
     """Why what ran is not the fastest implementation that can be had here; None where it is."""
     for candidate, implementation in op.implementations.items():
-        if implementation.made_for != inputs[0].device.type:
+        if implementation.device_type != inputs[0].device.type:
             continue
         if candidate == name:
             return None

@@ -62,9 +62,9 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
     file = read_recipe(FOLDER / f"{scenario}.yaml")
     scopes = {name: file.pop(name) for name in SCOPES}
     description = file.pop("told")
-    shipped = resolve(BenchConfig, None, **{**DEFAULTS, **file, **scopes.get(scope, {})})
+    defaults = resolve(BenchConfig, None, **{**DEFAULTS, **file, **scopes.get(scope, {})})
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    chosen = {name: getattr(shipped, name) if value is None else value for name, value in options.items()}
+    chosen = {name: getattr(defaults, name) if value is None else value for name, value in options.items()}
     drafts, head = _drafts(chosen["draft"])
     recipe = Recipe(
         scenario, scope, description, _distinct(chosen["context"]), _distinct(chosen["batch"]),

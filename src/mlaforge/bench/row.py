@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaforge.bench.invariants import Finding
-from mlaforge.bench.ours import Peer, Taken, Variant
+from mlaforge.bench.peer import Peer, Repetition, Variant
 
 
 @dataclasses.dataclass
@@ -14,7 +14,7 @@ class Row:
 
     peer: Peer
     variant: Variant
-    takens: list[Taken] = dataclasses.field(default_factory=list)
+    repetitions: list[Repetition] = dataclasses.field(default_factory=list)
     status: str = "ok"
     limit: dict[str, str] | None = None
     activations: int | None = None

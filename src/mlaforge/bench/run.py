@@ -19,7 +19,7 @@ def run(what: str, models: list[str], config: BenchConfig) -> tuple[Path, str]:
     """Runs one benchmark, or scenarios (several with commas, or all) in a new folder of `config.out`; the folder, and
     tables for the terminal.
 
-    UserError for what is not known; scenario.Broken where an invariant of PERF_MODE does not hold.
+    UserError for what is not known; scenario.BrokenInvariant where an invariant of PERF_MODE does not hold.
     """
     names = recipe.SCENARIOS if what == ALL else tuple(what.split(","))
     for name in names if what not in KNOWN else ():

@@ -18,8 +18,9 @@ from mlaforge.artifact import record_place
 from mlaforge.bench import machine, summary
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
+from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.invariants import Audit, Finding, together
-from mlaforge.bench.ours import PLAIN, DoesNotFit, Ours, Peer, Taken, Variant
+from mlaforge.bench.peer import PLAIN, DoesNotFit, Peer, Repetition, Variant
 from mlaforge.bench.prompts import Prompts
 from mlaforge.bench.recipe import Recipe, read, scope_of
 from mlaforge.bench.roof import describe, layout_of, plan_of, roof
@@ -40,11 +41,11 @@ CPU_FULL = ("not enough memory", "can't allocate memory")
 FLOATING = ("float32", "bfloat16", "float16")
 
 
-class Broken(Exception):
+class BrokenInvariant(Exception):
     """An invariant of PERF_MODE does not hold."""
 
 
-class Absent:
+class UnavailablePeer:
     """A peer that could not be loaded: every case of it says why."""
 
     weight_bytes: int | None = None
@@ -52,7 +53,7 @@ class Absent:
     def __init__(self, name: str, model: str, dtype: str, error: DoesNotFit | PeerFailed):
         self.name, self.model, self.dtype, self.error = name, model, dtype, error
 
-    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
         raise self.error
 
     def close(self) -> None:
@@ -96,8 +97,8 @@ def run(
 ) -> dict[str, Any]:
     """Runs one scenario and writes `folder/<what>.json`, after every context and batch; returns what was written.
 
-    `permit(scope, header)` says whether the run was forced, or raises UserError where it may not begin. Raises Broken
-    where an invariant does not hold under --perf; what was found is written first.
+    `permit(scope, header)` says whether the run was forced, or raises UserError where it may not begin. Raises
+    BrokenInvariant where an invariant does not hold under --perf; what was found is written first.
     """
     device = resolve_device(config.device)
     recipe = read(what, scope_of(config, device), config)
@@ -161,11 +162,11 @@ def _rounds(
             if row.status == "ok":
                 _once(row, prompts[row.peer.model][number], recipe.tokens, measured)
             case = f"{context}x{batch} {row.peer.name} {row.peer.model} {row.peer.dtype} {label(row.variant)}"
-            rate = f"{row.takens[-1].tokens / row.takens[-1].seconds:.1f} tok/s" if row.takens else ""
+            rate = f"{row.repetitions[-1].tokens / row.repetitions[-1].seconds:.1f} tok/s" if row.repetitions else ""
             eta.step(weight, f"{case}: {row.limit['what'] if row.limit else rate or 'warm-up'}")
         if perf and number == max(0, recipe.warm_up - 1):
             for row in rows:
-                if isinstance(row.peer, Ours) and row.status == "ok":
+                if isinstance(row.peer, EnginePeer) and row.status == "ok":
                     _audit(row, prompts[row.peer.model][number], recipe.tokens)
 
 
@@ -178,37 +179,37 @@ def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> No
             if memory is not None:
                 memory.reset()
                 before = memory.now()
-            taken = row.peer.run(prompts, tokens, row.variant)
+            repetition = row.peer.run(prompts, tokens, row.variant)
             if memory is not None:
                 # On a CPU a cache's pages are the system's until they are first written.
-                first = taken.cache_bytes or 0 if row.activations is None and memory.device.type == "cpu" else 0
+                first = repetition.cache_bytes or 0 if row.activations is None and memory.device.type == "cpu" else 0
                 row.activations = max(row.activations or 0, memory.peak() - before - first)
     except DoesNotFit as error:
-        row.status, row.limit, row.takens = "capacity", {"what": error.what, "change": error.change}, []
+        row.status, row.limit, row.repetitions = "capacity", {"what": error.what, "change": error.change}, []
         gc.collect()
         torch.cuda.empty_cache()
         return
     except PeerFailed as error:
-        row.status, row.takens = "failed", []
+        row.status, row.repetitions = "failed", []
         row.limit = {"what": str(error), "change": "the peer's file (docs/bench.md), or leave the peer out"}
         return
     if measured:
-        row.takens.append(taken)
+        row.repetitions.append(repetition)
 
 
 def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
-    """PERF_MODE's invariants on one repetition that is not timed; raises Broken for the first that does not hold."""
-    assert isinstance(row.peer, Ours)
+    """PERF_MODE's invariants on a repetition that is not timed; raises BrokenInvariant for the first that fails."""
+    assert isinstance(row.peer, EnginePeer)
     audit = Audit(row.peer)
     row.findings = audit.run(prompts, tokens, row.variant)
     for finding in row.findings:
         if not finding.passed:
-            raise Broken(f"{finding.name}: {finding.detail} ({row.peer.model}, {label(row.variant)})")
+            raise BrokenInvariant(f"{finding.name}: {finding.detail} ({row.peer.model}, {label(row.variant)})")
 
 
 def variants(peer: Peer, recipe: Recipe) -> list[Variant]:
     """How a peer decodes in this scenario; plain decoding first, which the others are compared with."""
-    if peer.name != Ours.name:
+    if peer.name != EnginePeer.name:
         return [PLAIN]
     plain = [PLAIN] if 0 in recipe.counts else []
     return plain + [Variant(count, draft) for draft in recipe.drafts for count in recipe.counts if count]
@@ -232,7 +233,7 @@ def loaded(
             with capacity("fewer models at once, another --dtype, a larger --cache-fraction, or a smaller model"):
                 peers.append(make(model.source.path, model.name, *words))
         except (DoesNotFit, PeerFailed) as error:
-            peers.append(Absent(name, model.name, dtype, error))
+            peers.append(UnavailablePeer(name, model.name, dtype, error))
 
     try:
         engines = [(model, dtype) for model in models for dtype in recipe.dtypes]
@@ -241,7 +242,7 @@ def loaded(
                 dtype=dtype, device=config.device, cache_fraction=fraction / len(engines),
                 prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts),
             )  # fmt: skip
-            load(Ours.name, model, dtype, Ours, recipe.head, settings, longest, most)
+            load(EnginePeer.name, model, dtype, EnginePeer, recipe.head, settings, longest, most)
             # `auto` may stand for what is loaded already.
             if len({(peer.name, peer.model, peer.dtype) for peer in peers}) < len(peers):
                 peers.pop().close()
@@ -275,8 +276,8 @@ def _recorded(recipe: Recipe) -> dict[str, Any]:
     fields = dataclasses.asdict(recipe)
     names = {"contexts": "context", "batches": "batch", "counts": "num_speculative_tokens", "drafts": "draft",
              "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
-    apart = ("scenario", "scope", "description")
-    recorded = {names.get(key, key): value for key, value in fields.items() if key not in apart}
+    left_out = ("scenario", "scope", "description")
+    recorded = {names.get(key, key): value for key, value in fields.items() if key not in left_out}
     return recorded | {"head": recipe.head and record_place(recipe.head), "text": [*map(record_place, recipe.text)]}
 
 
@@ -287,7 +288,7 @@ def _cases(
     return [
         summary.case(row, rows, plans[row.peer.model], gpu, recipe, fraction, context, batch)
         for row in rows
-        if row.takens or row.limit
+        if row.repetitions or row.limit
     ]
 
 

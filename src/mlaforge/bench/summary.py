@@ -9,7 +9,8 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from mlaforge.bench.ours import PLAIN, Ours, Taken
+from mlaforge.bench.engine_peer import EnginePeer
+from mlaforge.bench.peer import PLAIN, Repetition
 from mlaforge.bench.roof import layout_of, limit
 from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.speculation.statistics import SpeculationStats
@@ -29,7 +30,7 @@ def spread(runs: list[float]) -> dict[str, Any]:
 
 def speeds(row: Row) -> list[float]:
     """Decoded tokens per second of every repetition, all requests together."""
-    return [taken.tokens / taken.seconds for taken in row.takens]
+    return [repetition.tokens / repetition.seconds for repetition in row.repetitions]
 
 
 def case(
@@ -37,8 +38,8 @@ def case(
 ) -> dict[str, Any]:  # fmt: skip
     """One entry of `cases`; `rows` are those that took turns with this one."""
     peer, variant = row.peer, row.variant
-    own = peer.name == Ours.name
-    told: dict[str, Any] = {
+    own = peer.name == EnginePeer.name
+    entry: dict[str, Any] = {
         "id": f"{peer.name} {peer.model} {peer.dtype} {context}x{batch} k{variant.count} {variant.draft} {fraction:g}",
         "engine": peer.name, "model": peer.model, "layout": layout_of(plan), "dtype": peer.dtype, "context": context,
         "batch": batch, "tokens": recipe.tokens, "num_speculative_tokens": variant.count, "draft": variant.draft,
@@ -46,39 +47,39 @@ def case(
         "imported": None, "status": row.status, "limit": row.limit,
     }  # fmt: skip
     # A run that was ended by an invariant leaves cases that were not repeated.
-    if not row.takens:
-        return told
+    if not row.repetitions:
+        return entry
     runs = speeds(row)
-    firsts = [taken.first for taken in row.takens]
-    gaps = [gap for taken in row.takens for gap in taken.gaps]
+    firsts = [repetition.first for repetition in row.repetitions]
+    gaps = [gap for repetition in row.repetitions for gap in repetition.gaps]
     plain = next((r for r in rows if r.peer is peer and r.variant == PLAIN and r is not row), None)
-    others = [r for r in rows if r.peer.name == "transformers" and r.peer.model == peer.model and r.takens]
+    others = [r for r in rows if r.peer.name == "transformers" and r.peer.model == peer.model and r.repetitions]
     best = max(others, key=lambda r: statistics.median(speeds(r)), default=None)
     ratios = {"speedup": plain, "over_transformers": best if peer.name != "transformers" else None}
-    answers = [ids for taken in row.takens for ids in taken.token_ids]
+    answers = [ids for repetition in row.repetitions for ids in repetition.token_ids]
     grams = [share for ids in answers if (share := distinct_share(ids)) is not None]
-    block = _block(row.takens)
-    told |= {
+    block = _block(row.repetitions)
+    entry |= {
         "repetitions": len(runs), "tokens_per_second": spread(runs), "ms_per_token": _percentiles(gaps),
         "time_to_first_token": spread(firsts),
-        "time_to_first_token_cached": _median([t.first_cached for t in row.takens if t.first_cached is not None]),
+        "time_to_first_token_cached": _median([t.first_cached for t in row.repetitions if t.first_cached is not None]),
         "prefill_tokens_per_second": spread([batch * context / first for first in firsts]),
         **{name: _ratio(row, other) for name, other in ratios.items()},
         "distinct_4_grams": statistics.mean(grams) if grams else None,
         "output_sha256": hashlib.sha256(json.dumps(answers).encode()).hexdigest() if answers else None,
-        "peak_memory": _memory(row), "cache": _cache(row.takens, plan, peer.dtype, context + recipe.tokens, batch),
+        "peak_memory": _memory(row), "cache": _cache(row.repetitions, plan, peer.dtype, context + recipe.tokens, batch),
         "roofline": None, "eagle_speculation": block,
     }  # fmt: skip
     if gpu is not None:
         length = block["mean_acceptance_length"] if block else None
         roofline = limit(plan, gpu, peer.dtype, context + recipe.tokens // 2, batch, variant.count, length)
-        told["roofline"] = {**roofline, "fraction": statistics.median(runs) / roofline["tokens_per_second"]}
-    return told
+        entry["roofline"] = {**roofline, "fraction": statistics.median(runs) / roofline["tokens_per_second"]}
+    return entry
 
 
 def _ratio(row: Row, other: Row | None) -> dict[str, Any] | None:
     """Speed over another's, repetition by repetition: those are neighbours in time."""
-    if other is None or len(other.takens) != len(row.takens):
+    if other is None or len(other.repetitions) != len(row.repetitions):
         return None
     return spread([a / b for a, b in zip(speeds(row), speeds(other), strict=True)])
 
@@ -98,21 +99,21 @@ def _memory(row: Row) -> dict[str, Any] | None:
     memory = getattr(row.peer, "memory", None)
     if memory is None:
         return None
-    cache = max((taken.cache_bytes or 0 for taken in row.takens), default=0) or None
+    cache = max((repetition.cache_bytes or 0 for repetition in row.repetitions), default=0) or None
     parts = {"weights": row.peer.weight_bytes, "cache": cache, "activations": row.activations}
     return {**parts, "total": sum(size or 0 for size in parts.values()), "how": memory.how}
 
 
-def _cache(takens: list[Taken], plan: Plan, dtype: str, length: int, batch: int) -> dict[str, Any] | None:
-    held = [taken.cache_bytes for taken in takens if taken.cache_bytes is not None]
+def _cache(repetitions: list[Repetition], plan: Plan, dtype: str, length: int, batch: int) -> dict[str, Any] | None:
+    held = [repetition.cache_bytes for repetition in repetitions if repetition.cache_bytes is not None]
     if not held:
         return None
     return {"bytes": max(held), "planned_bytes": plan.cache_bytes(length, batch, 4 if dtype == "float32" else 2)}
 
 
-def _block(takens: list[Taken]) -> dict[str, Any] | None:
+def _block(repetitions: list[Repetition]) -> dict[str, Any] | None:
     """`eagle_speculation` over all repetitions."""
-    counted = [taken.speculation for taken in takens if taken.speculation is not None]
+    counted = [repetition.speculation for repetition in repetitions if repetition.speculation is not None]
     return functools.reduce(_plus, counted).block() if counted else None
 
 
@@ -133,24 +134,24 @@ def table(body: dict[str, Any]) -> str:
     heads = ("engine", "model", "dtype", "tokens x batch", "drafts", "tok/s", "min..max", "ms p50", "p99", "first s",
              "speed-up", "/transformers", "length", "of roof")  # fmt: skip
     lines: list[tuple[str, ...]] = [heads]
-    for found in body["cases"]:
-        drafts = f"{found['num_speculative_tokens']} {found['draft']}" if found["num_speculative_tokens"] else "–"
-        name = found["engine"] + (" (imported)" if found["imported"] else "")
-        start = (name, found["model"], found["dtype"], f"{found['context']} x {found['batch']}", drafts)
-        if "tokens_per_second" not in found:
-            limit = found["limit"] or {"what": "not measured", "change": "–"}
-            lines.append((*start, f"{found['status']}: {limit['what']}; change: {limit['change']}"))
+    for entry in body["cases"]:
+        drafts = f"{entry['num_speculative_tokens']} {entry['draft']}" if entry["num_speculative_tokens"] else "–"
+        name = entry["engine"] + (" (imported)" if entry["imported"] else "")
+        start = (name, entry["model"], entry["dtype"], f"{entry['context']} x {entry['batch']}", drafts)
+        if "tokens_per_second" not in entry:
+            limit = entry["limit"] or {"what": "not measured", "change": "–"}
+            lines.append((*start, f"{entry['status']}: {limit['what']}; change: {limit['change']}"))
             continue
-        rate, ms = found["tokens_per_second"], found["ms_per_token"]
-        block, top = found["eagle_speculation"], found["roofline"]
+        rate, ms = entry["tokens_per_second"], entry["ms_per_token"]
+        block, top = entry["eagle_speculation"], entry["roofline"]
         lines.append((
-            *start, f"{rate['median']:.1f}", f"{rate['min']:.1f}..{rate['max']:.1f}", _told(ms["p50"], ".1f"),
-            _told(ms["p99"], ".1f"), f"{found['time_to_first_token']['median']:.2f}",
-            *(_told((found[k] or {}).get("median"), ".2f") for k in ("speedup", "over_transformers")),
-            _told((block or {}).get("mean_acceptance_length"), ".2f"), _told((top or {}).get("fraction"), ".0%"),
+            *start, f"{rate['median']:.1f}", f"{rate['min']:.1f}..{rate['max']:.1f}", _cell(ms["p50"], ".1f"),
+            _cell(ms["p99"], ".1f"), f"{entry['time_to_first_token']['median']:.2f}",
+            *(_cell((entry[k] or {}).get("median"), ".2f") for k in ("speedup", "over_transformers")),
+            _cell((block or {}).get("mean_acceptance_length"), ".2f"), _cell((top or {}).get("fraction"), ".0%"),
         ))  # fmt: skip
     return text_table(lines)
 
 
-def _told(value: float | None, form: str) -> str:
+def _cell(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)

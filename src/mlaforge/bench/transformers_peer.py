@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor
 
 from mlaforge.bench.machine import Memory
-from mlaforge.bench.ours import Taken, Variant
+from mlaforge.bench.peer import Repetition, Variant
 from mlaforge.checkpoint import loading
 
 
@@ -63,11 +63,11 @@ class Transformers:
         """The cache as `prepare` left it."""
         self.cache.crop(self.ids.shape[1] - 1 - self.cache.get_seq_length())
 
-    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
         """As Peer.run."""
         start = time.perf_counter()
         self.prepare(prompts)
         times, token_ids = self.generate(tokens + 1)
         gaps = [b - a for a, b in itertools.pairwise(times) for _ in prompts]
         del self.cache
-        return Taken(times[0] - start, tokens * len(prompts), times[-1] - times[0], gaps, token_ids)
+        return Repetition(times[0] - start, tokens * len(prompts), times[-1] - times[0], gaps, token_ids)

@@ -57,7 +57,7 @@ def _markdown(sheet: dict[str, Any]) -> str:
     unknown = [source for source, own in sheet["sources"].items() if own["licence"] == "unknown"]
     warning = f"\nNobody said under which licence {', '.join(unknown)} may be used: find out.\n" if unknown else ""
     return "\n".join([
-        "# Golden calibration sets\n",
+        "# Calibration sets\n",
         "Made by `mlaforge calibrate`; each line of a file is a JSON object with text, tokens (counted by "
         f"{sheet['tokenizer']['name']}), source, document, set, cluster, distance, kind and score.\n",
         markdown_table(sets),

@@ -90,7 +90,7 @@ def choose(
         candidates.append((typical[: LOOK * neighbours], members[len(members) - hard :][::-1]))
     rows = np.sort(np.concatenate([part for both in candidates for part in both]))
     vectors = _gather(blocks, rows)
-    taken, count, duplicates = np.empty_like(vectors), 0, 0
+    kept, count, duplicates = np.empty_like(vectors), 0, 0
     by_cluster: list[list[Choice]] = [[] for _ in candidates]
     for kind, limit in (("typical", neighbours), ("hard", len(rows))):
         for cluster, both in enumerate(candidates):
@@ -99,10 +99,10 @@ def choose(
                 if not left:
                     break
                 vector = vectors[np.searchsorted(rows, row)]
-                if count and float((taken[:count] @ vector).max()) >= SAME:
+                if count and float((kept[:count] @ vector).max()) >= SAME:
                     duplicates += 1
                     continue
-                taken[count], count, left = vector, count + 1, left - 1
+                kept[count], count, left = vector, count + 1, left - 1
                 by_cluster[cluster].append(Choice(int(row), cluster, float(distance_N[row]), kind))
     return _in_turn(by_cluster), duplicates
 

@@ -40,24 +40,26 @@ LAYER_FIELDS = (
 
 def read_head_config(directory: Path, num_layers: int) -> Eagle3Config:
     """The head's config for a target of `num_layers` layers. Raises UserError for one that describes none."""
-    given = read_config(directory)
-    if ARCHITECTURE not in (given.get("architectures") or ()):
+    config_dict = read_config(directory)
+    if ARCHITECTURE not in (config_dict.get("architectures") or ()):
         raise UserError(f"{directory} is no EAGLE-3 head: its architectures is not [{ARCHITECTURE!r}]")
     with Reader(directory) as reader:
-        return head_config(directory, given, num_layers, "embed_tokens.weight" in reader)
+        return head_config(directory, config_dict, num_layers, "embed_tokens.weight" in reader)
 
 
-def head_config(directory: Path, given: dict[str, Any], num_layers: int, own_embedding: bool) -> Eagle3Config:
+def head_config(directory: Path, config_dict: dict[str, Any], num_layers: int, own_embedding: bool) -> Eagle3Config:
     """The same of a config.json as a dict; `directory` is where it came from."""
     from transformers import LlamaConfig
 
-    if given.get("num_hidden_layers", 1) != 1:
-        raise UserError(f"{directory}: num_hidden_layers = {given['num_hidden_layers']}; heads of 1 layer are read")
+    if config_dict.get("num_hidden_layers", 1) != 1:
+        raise UserError(
+            f"{directory}: num_hidden_layers = {config_dict['num_hidden_layers']}; heads of 1 layer are read"
+        )
     # Some tools write what follows beside the rest, some one level deeper.
-    eagle = {**given, **(given.get("eagle_config") or {})}
+    eagle = {**config_dict, **(config_dict.get("eagle_config") or {})}
     try:
         layer = LlamaConfig(
-            **{name: given[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in given}
+            **{name: config_dict[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config_dict}
         )
         layer.mlp_bias = False
         ids = eagle.get("eagle_aux_hidden_state_layer_ids") or capture_boundaries(num_layers)
@@ -68,9 +70,9 @@ def head_config(directory: Path, given: dict[str, Any], num_layers: int, own_emb
             )
         boundaries = tuple(boundary(int(i), convention, num_layers) for i in ids)
         config = Eagle3Config(
-            layer, int(given.get("target_hidden_size") or layer.hidden_size),
-            int(given.get("draft_vocab_size") or layer.vocab_size), boundaries,
-            given.get("sliding_window"), own_embedding=own_embedding,
+            layer, int(config_dict.get("target_hidden_size") or layer.hidden_size),
+            int(config_dict.get("draft_vocab_size") or layer.vocab_size), boundaries,
+            config_dict.get("sliding_window"), own_embedding=own_embedding,
             **{name: bool(eagle.get(name, False)) for name in SWITCHES},
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
@@ -80,12 +82,12 @@ def head_config(directory: Path, given: dict[str, Any], num_layers: int, own_emb
 
 def boundary(number: int, convention: str, num_layers: int) -> int:
     """The boundary that a captured layer's number means; UserError where it means none."""
-    found = number + (convention == "output")
+    index = number + (convention == "output")
     if convention == "hidden_states" and number == num_layers:
-        found = AFTER_NORM
-    if not (0 <= found <= num_layers or (found == AFTER_NORM and convention != "output")):
+        index = AFTER_NORM
+    if not (0 <= index <= num_layers or (index == AFTER_NORM and convention != "output")):
         raise UserError(f"it captures {convention} {number}; the target has {num_layers} layers")
-    return found
+    return index
 
 
 def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
@@ -186,7 +188,7 @@ def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.flo
     from safetensors.torch import save_file
 
     config, layer = head.config, head.config.layer.to_dict()
-    told: dict[str, Any] = {
+    config_json: dict[str, Any] = {
         "architectures": [ARCHITECTURE], "model_type": head.config.layer.model_type, "num_hidden_layers": 1,
         **{name: layer[name] for name in LAYER_FIELDS}, "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": config.draft_vocab_size, "sliding_window": config.sliding_window,
@@ -199,4 +201,4 @@ def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.flo
         for name, tensor in head.state_dict().items()
     }
     save_file(state, directory / SINGLE, metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")

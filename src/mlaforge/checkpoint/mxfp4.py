@@ -58,8 +58,8 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
             stop = min(start + rows, n)
             code, scale = blocks[expert, start:stop].int(), scales[expert, start:stop].int()
             # Products in fp32 are exact, so that the only rounding is the one to `dtype`.
-            found = pairs[code].view(stop - start, groups, BLOCK).mul_(powers[scale][..., None])
-            out[expert, :, start:stop] = found.view(stop - start, -1).to(dtype).T
+            weights = pairs[code].view(stop - start, groups, BLOCK).mul_(powers[scale][..., None])
+            out[expert, :, start:stop] = weights.view(stop - start, -1).to(dtype).T
     return out
 
 
@@ -136,8 +136,8 @@ def stored_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
 
 def stored(config: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> Shapes:
     """A model's parameters (name -> shape) as its checkpoint stores them: those that MXFP4 packs become two each."""
-    packed, found = set(packed_names(config, expected)), dict[str, tuple[int, ...]]()
+    packed, shapes = set(packed_names(config, expected)), dict[str, tuple[int, ...]]()
     for name, shape in expected.items():
         own = zip(stored_names(name), stored_shapes(shape), strict=True) if name in packed else [(name, shape)]
-        found.update(own)
-    return found
+        shapes.update(own)
+    return shapes

@@ -161,5 +161,5 @@ def fingerprint(directory: Path) -> str:
 
 def companions(directory: Path) -> list[Path]:
     """The files beside weights and config that a copy of the model needs."""
-    found = {p for pattern in COMPANIONS for p in directory.glob(pattern) if p.is_file()}
-    return sorted(p for p in found if p.name != MANIFEST)
+    files = {p for pattern in COMPANIONS for p in directory.glob(pattern) if p.is_file()}
+    return sorted(p for p in files if p.name != MANIFEST)

@@ -33,7 +33,9 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 def family_of(config: dict[str, Any]) -> Family:
     """The family of a config.json, for a converted one its original's; UserError for an unsupported one."""
-    return families.family_of({**config, "model_type": str(config.get("model_type")).removesuffix(SUFFIX)})
+    model_type = config.get("model_type")
+    own = {"model_type": model_type.removesuffix(SUFFIX)} if isinstance(model_type, str) else {}
+    return families.family_of({**config, **own})
 
 
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:

@@ -48,7 +48,7 @@ class Writer:
         self.size += size
         self.total += size
 
-    def _made(self, name: str) -> Tensor:
+    def _checked(self, name: str) -> Tensor:
         tensor = self.pending[name]()
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise UserError(f"{name!r} is not finite in {tensor.dtype}; write float32 or bfloat16 (--dtype)")
@@ -60,7 +60,7 @@ class Writer:
         path = self.directory / f"shard-{len(self.shards):05d}.safetensors"
         if not path.exists():
             unfinished = path.with_suffix(".unfinished")
-            save_file({name: self._made(name) for name in self.pending}, unfinished, metadata={"format": "pt"})
+            save_file({name: self._checked(name) for name in self.pending}, unfinished, metadata={"format": "pt"})
             unfinished.rename(path)
         self.shards.append(list(self.pending))
         self.pending, self.size = {}, 0

@@ -33,11 +33,11 @@ def regenerate(model: Model, out: NewDirectory, config: RegenerateConfig, overwr
     from mlaforge.drafting import regenerate as stage
 
     quiet()
-    found = stage.run(model, out, config, overwrite).metrics
-    dropped = ", ".join(f"{count} {why}" for why, count in found["dropped"].items())
+    metrics = stage.run(model, out, config, overwrite).metrics
+    dropped = ", ".join(f"{count} {why}" for why, count in metrics["dropped"].items())
     print(
-        f"{out}: {found['answers']} answers, {found['prompt_tokens']} + {found['answer_tokens']} tokens, distinct "
-        f"4-grams {found['distinct_4grams'] or 0:.2f}" + (f"; left out: {dropped}" if dropped else "")
+        f"{out}: {metrics['answers']} answers, {metrics['prompt_tokens']} + {metrics['answer_tokens']} tokens, "
+        f"distinct 4-grams {metrics['distinct_4grams'] or 0:.2f}" + (f"; left out: {dropped}" if dropped else "")
     )
 
 
@@ -53,8 +53,8 @@ def vocab(
     from mlaforge.drafting import vocabulary as stage
 
     quiet()
-    found = stage.run(model, texts, out, config, overwrite).metrics
-    for size, share in found["coverage"].items():
+    metrics = stage.run(model, texts, out, config, overwrite).metrics
+    for size, share in metrics["coverage"].items():
         chosen = "  <- written" if size == str(config.size) else ""
         print(f"{size} tokens: {share['text']:.4f} of the text, {share['held_out']:.4f} of text kept back{chosen}")
 
@@ -67,10 +67,10 @@ def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: 
 
     quiet()
     try:
-        found = stage.run(model, out, config, overwrite).metrics
+        metrics = stage.run(model, out, config, overwrite).metrics
     finally:
         distributed.leave()
-    first, best = found["curve"][0], found["best"]
+    first, best = metrics["curve"][0], metrics["best"]
     print(
         f"tokens a step of 3 drafted, on answers kept back: {first['acceptance_length']:.3f} -> "
         f"{best['acceptance_length']:.3f} after {best['tokens']} tokens (step {best['step']})"
@@ -89,11 +89,11 @@ def import_(
     from mlaforge.drafting import import_head as stage
 
     quiet()
-    made = stage.run(src, out, target, config, overwrite).metrics
-    read = "all tokens" if made["d2t"] is None else f"{made['draft_vocab_size']} tokens, d2t read as {made['d2t']}"
+    metrics = stage.run(src, out, target, config, overwrite).metrics
+    tokens = f"{metrics['draft_vocab_size']} tokens, d2t read as {metrics['d2t']}" if metrics["d2t"] else "all tokens"
     print(
-        f"{out}: {read}; captures at boundaries {made['boundaries']} ({made['convention']}); lm_head is "
-        f"{made['lm_head']}, embed_tokens {made['embed_tokens']}"
+        f"{out}: {tokens}; captures at boundaries {metrics['boundaries']} ({metrics['convention']}); lm_head is "
+        f"{metrics['lm_head']}, embed_tokens {metrics['embed_tokens']}"
     )
 
 

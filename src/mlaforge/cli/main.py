@@ -69,7 +69,7 @@ def calibrate(
     config: CalibrateConfig,
     overwrite: Overwrite = False,
 ) -> None:
-    """Golden calibration sets from text: of every cluster its typical and its hard passages, for `convert`."""
+    """Calibration sets from text: of every cluster its typical and its hard passages, for `convert`."""
     from mlaforge.calibration import calibrate as stage
     from mlaforge.data.corpus import CALIBRATION_SETS
 
@@ -102,10 +102,10 @@ def heal(
 
     quiet()
     try:
-        found = stage.run(teacher, student, out, config, overwrite).metrics
+        metrics = stage.run(teacher, student, out, config, overwrite).metrics
     finally:
         distributed.leave()
-    first, best = found["curve"][0], found["best"]
+    first, best = metrics["curve"][0], metrics["best"]
     print(
         f"validation KL {first['kl']:.5f} -> {best['kl']:.5f}, perplexity {first['ppl']:.4f} -> {best['ppl']:.4f} "
         f"(teacher {best['teacher_ppl']:.4f}) after {best['tokens']} tokens (step {best['step']})"
@@ -128,9 +128,9 @@ def export(
             f"export format {format!r} is not known; use {', '.join(EXPORTS)}{configuration.nearest(format, EXPORTS)}"
         )
     quiet()
-    made = stage.run(src, out, config, overwrite).metrics["model"]
-    biases = "with" if made["attention_bias"] else "without"
-    row = f"a latent of {made['kv_lora_rank']} and a rotary key of {made['qk_rope_head_dim']}"
+    model = stage.run(src, out, config, overwrite).metrics["model"]
+    biases = "with" if model["attention_bias"] else "without"
+    row = f"a latent of {model['kv_lora_rank']} and a rotary key of {model['qk_rope_head_dim']}"
     print(f"{out}: DeepseekV3ForCausalLM, {row} per token and layer, {biases} attention biases")
 
 
@@ -156,9 +156,10 @@ def eval(
 
     if model is None:
         raise UserError("MODEL is missing: mlaforge eval MODEL, or --teacher, --student and --criteria")
-    found = perplexity.run(model, out, config, overwrite).metrics
-    error = "" if found["nll_stderr"] is None else f" ± {found['ppl'] * found['nll_stderr']:.4f}"
-    print(f"ppl {found['ppl']:.4f}{error} (standard error over {found['windows']} windows, {found['tokens']} tokens)")
+    metrics = perplexity.run(model, out, config, overwrite).metrics
+    error = "" if metrics["nll_stderr"] is None else f" ± {metrics['ppl'] * metrics['nll_stderr']:.4f}"
+    windows = f"standard error over {metrics['windows']} windows, {metrics['tokens']} tokens"
+    print(f"ppl {metrics['ppl']:.4f}{error} ({windows})")
 
 
 @verb(GenerateConfig)
@@ -167,7 +168,7 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
     from mlaforge.serving import generate as stage
 
     quiet()
-    print(talk(stage.run(model, out, config, overwrite).metrics))
+    print(continuations(stage.run(model, out, config, overwrite).metrics))
 
 
 @verb(ChatConfig)
@@ -177,11 +178,11 @@ def chat(model: Model, config: ChatConfig) -> None:
 
     quiet()
     conversation = Conversation(model, config)
-    while said := _ask():
-        if said == "/new":
+    while message := _ask():
+        if message == "/new":
             conversation.forget()
             continue
-        answer = conversation.answer(said)
+        answer = conversation.answer(message)
         try:
             show(answer)
         except KeyboardInterrupt:
@@ -233,9 +234,9 @@ def make_gptoss(out: Out, config: MakeGptOssConfig, overwrite: Overwrite = False
     from mlaforge.demo import gpt_oss as stage
 
     quiet()
-    made = stage.run(out, config, overwrite)
-    told = f"; KL to the source in the last steps {made.metrics['kl_last']:.4f}" if config.heal else ""
-    print(f"{out}: GPT-OSS of {config.experts} experts in {sum(made.seconds.values()):.0f} s{told}")
+    manifest = stage.run(out, config, overwrite)
+    kl = f"; KL to the source in the last steps {manifest.metrics['kl_last']:.4f}" if config.heal else ""
+    print(f"{out}: GPT-OSS of {config.experts} experts in {sum(manifest.seconds.values()):.0f} s{kl}")
 
 
 @verb(DemoConfig)
@@ -247,12 +248,12 @@ def demo(
     from mlaforge.demo import demo as stage
 
     quiet()
-    made = stage.run(folder, config)
-    print(conversion_table(list(made["conversions"].values())))
-    for said in made["talks"]:
-        print(talk(said.metrics))
+    results = stage.run(folder, config)
+    print(conversion_table(list(results["conversions"].values())))
+    for generation in results["generations"]:
+        print(continuations(generation.metrics))
     print("With drafts a near tie may fall the other way in bfloat16, and the text goes on otherwise.")
-    print(f"report: {made['report']}")
+    print(f"report: {results['report']}")
 
 
 @verb(BenchConfig)
@@ -263,15 +264,15 @@ def bench(
 ) -> None:
     """Measure MODELs beside transformers and other engines; a folder of results named by the time."""
     from mlaforge.bench import run as stage
-    from mlaforge.bench.scenario import Broken
+    from mlaforge.bench.scenario import BrokenInvariant
 
     quiet()
     try:
-        folder, told = stage.run(what, models or [], config)
-    except Broken as error:
+        folder, tables = stage.run(what, models or [], config)
+    except BrokenInvariant as error:
         print(f"mlaforge: an invariant is broken: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    print(f"{told}\n{folder}")
+    print(f"{tables}\n{folder}")
 
 
 @verb()
@@ -332,8 +333,8 @@ def card(
     """The Hugging Face model card of a converted model, and a technical report of the whole folder, in Markdown."""
     from mlaforge.report import card as stage
 
-    made = stage.run(folder, out, config, overwrite)
-    print(f"{out / stage.CARD}: the card of {made.inputs['model']['name']}\n{out / stage.TECHNICAL}")
+    manifest = stage.run(folder, out, config, overwrite)
+    print(f"{out / stage.CARD}: the card of {manifest.inputs['model']['name']}\n{out / stage.TECHNICAL}")
 
 
 @verb()
@@ -345,16 +346,16 @@ def publish(
     push: Annotated[bool, typer.Option("--push", help="send it; without this, only show what would go")] = False,
     json_output: Json = False,
 ) -> None:
-    """Push a checkpoint, its draft, golden sets and card to the Hugging Face hub; shows what would go unless --push.
+    """Push a checkpoint, its draft, calibration sets and card to the Hugging Face hub; shown only, unless --push.
 
     The token is $HF_TOKEN, or that of `hf auth login`; it is no option, because options are seen by `ps`.
     """
     from mlaforge.report import publish as stage
 
-    shipment = stage.pack(folders, repo)
-    print(json.dumps(shipment.describe(), indent=1) if json_output else stage.table(shipment))
+    upload = stage.pack(folders, repo)
+    print(json.dumps(upload.describe(), indent=1) if json_output else stage.table(upload))
     if push:
-        print(stage.push(shipment))
+        print(stage.push(upload))
 
 
 @verb()
@@ -370,16 +371,16 @@ def conversion_table(manifests: list[Any]) -> str:
     heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache numbers/token", "of GQA at 128K")
     rows: list[tuple[str, ...]] = [heads]
     for manifest in manifests:
-        found, cache = manifest.metrics, manifest.metrics["cache"]
-        ppl = [f"{found[k]:.3f}" if found.get(k) else "–" for k in ("original_ppl", "partial_rope_ppl", "mla_ppl")]
-        ratio = f"{found['ratio']:.4f}" if "ratio" in found else "–"
-        layouts = {layer["layout"] for layer in found["layers"]}
+        metrics, cache = manifest.metrics, manifest.metrics["cache"]
+        ppl = [f"{metrics[k]:.3f}" if metrics.get(k) else "–" for k in ("original_ppl", "partial_rope_ppl", "mla_ppl")]
+        ratio = f"{metrics['ratio']:.4f}" if "ratio" in metrics else "–"
+        layouts = {layer["layout"] for layer in metrics["layers"]}
         numbers = f"{cache['gqa_per_token']} -> {cache['mla_per_token']}"
         rows.append((" + ".join(sorted(layouts)), *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
     return text_table(rows, ">")
 
 
-def talk(metrics: dict[str, Any]) -> str:
+def continuations(metrics: dict[str, Any]) -> str:
     """The prompt and each model's continuation, with its speed and measured cache."""
     parts = [f"\n> {metrics['prompt']}"]
     for run in metrics["runs"]:

@@ -109,13 +109,13 @@ def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Cal
             parameters.append(keyword("recipe", default=None, annotation=Recipe))
 
         @functools.wraps(command)
-        def wrapped(**given: Any) -> None:
+        def wrapped(**arguments: Any) -> None:
             try:
                 if options:
-                    recipe = given.pop("recipe")
-                    values = {name: given.pop(name) for name in names}
-                    given["config"] = configuration.resolve(options, recipe, **values)
-                command(**given)
+                    recipe = arguments.pop("recipe")
+                    values = {name: arguments.pop(name) for name in names}
+                    arguments["config"] = configuration.resolve(options, recipe, **values)
+                command(**arguments)
             except UserError as error:
                 print(f"mlaforge: {error}", file=sys.stderr)
                 raise typer.Exit(2) from None

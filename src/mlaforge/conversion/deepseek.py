@@ -174,9 +174,7 @@ def linearising(weight: Tensor, bias: Tensor, gain: Tensor, width: int) -> int:
 class Export:
     """One source's tensors in DeepSeek-V3's order, made layer by layer."""
 
-    def __init__(
-        self, reader: Reader, raw: dict[str, Any], spec: ModelSpec, rank: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, reader: Reader, raw: dict[str, Any], spec: ModelSpec, rank: int, dtype: torch.dtype) -> None:
         """Raises UserError for what only tensors tell: names and frequencies that DeepSeek-V3 does not have."""
         self.reader, self.raw, self.spec, self.rank, self.dtype = reader, raw, spec, rank, dtype
         source = self._config(raw)

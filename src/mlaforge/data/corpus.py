@@ -115,10 +115,10 @@ def read_documents(source: str) -> list[str]:
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not files:
             raise UserError(f"folder {source!r} holds no text file ({', '.join(TEXT_SUFFIXES)})")
-    found = [document for path in files for document in _read(path)]
-    if not any(document.strip() for document in found):
+    texts = [document for path in files for document in _read(path)]
+    if not any(document.strip() for document in texts):
         raise UserError(f"text {source!r} is empty; give a file or folder with text, or {EMBEDDED!r}")
-    return found
+    return texts
 
 
 def read_text(source: str) -> str:
@@ -140,8 +140,8 @@ def documents(source: str, judged: bool = False) -> list[str]:
 
 def _docstrings(tree: ast.Module) -> str:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return "\n\n".join(text for text in found if text and len(text) > 80)
+    docstrings = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(text for text in docstrings if text and len(text) > 80)
 
 
 @functools.cache

@@ -44,13 +44,13 @@ def _shingles(flat: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def passages(windows: Windows) -> list[int]:
     """What to remember of a text so that overlap with it can be told later without it: sorted hashes."""
     kept = np.uint64(KEPT if windows.ids.shape[1] > LONG else 1)
-    found: set[int] = set()
+    remembered: set[int] = set()
     for runs, hashes in _shingles(windows.ids.flatten().numpy()):
         # The low bits of a sum of odd multiples are poor; the high ones decide.
         chosen = (hashes >> np.uint64(40)) % kept == 0
         varied = (np.diff(np.sort(runs[chosen], axis=-1), axis=-1) != 0).sum(-1) + 1 >= DISTINCT
-        found.update(hashes[chosen][varied].tolist())
-    return sorted(found)
+        remembered.update(hashes[chosen][varied].tolist())
+    return sorted(remembered)
 
 
 def write_passages(folder: Path, hashes: list[int]) -> None:
@@ -61,8 +61,8 @@ def write_passages(folder: Path, hashes: list[int]) -> None:
 def read_passages(path: Path) -> list[int]:
     """The `passages` that a conversion wrote; UserError where the file holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return np.array(found, dtype=np.uint64).reshape(-1).tolist()
+        hashes = json.loads(path.read_text(encoding="utf-8"))
+        return np.array(hashes, dtype=np.uint64).reshape(-1).tolist()
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{path} is damaged; without it nobody can tell what the model was tuned on") from error
 
@@ -78,13 +78,13 @@ def sharing(documents: list[Tensor], tuned: list[int]) -> set[int]:
         return set()
     ends = np.cumsum([len(ids) for ids in documents])
     known, at = np.array(tuned, dtype=np.uint64), 0
-    found: set[int] = set()
+    shared: set[int] = set()
     # What is remembered was varied, so that what equals it is.
     for runs, hashes in _shingles(torch.cat(documents).numpy()):
         places = at + np.flatnonzero(np.isin(hashes, known))
-        found.update(np.searchsorted(ends, places, side="right").tolist())
+        shared.update(np.searchsorted(ends, places, side="right").tolist())
         at += len(runs)
-    return found
+    return shared
 
 
 def refuse_overlap(judged: Windows, tuned: list[int], tuned_source: str) -> Windows:

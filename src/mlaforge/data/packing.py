@@ -83,28 +83,28 @@ def place(documents: list[tuple[list[int], int]], length: int) -> Rows:
     with room for it; one that is longer is cut. What is left of a row are documents of one token, 0."""
     rows: list[list[tuple[list[int], int]]] = []
     room: list[int] = []
-    for ids, asked in documents:
+    for ids, prompt_length in documents:
         ids = ids[:length]
         at = next((at for at, left in enumerate(room) if left >= len(ids)), None)
         if at is None:
             at = len(rows)
             rows.append([])
             room.append(length)
-        rows[at].append((ids, asked))
+        rows[at].append((ids, prompt_length))
         room[at] -= len(ids)
     shape = len(rows), length
-    found = Rows(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), torch.arange(len(rows)),
+    packed = Rows(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), torch.arange(len(rows)),
                  torch.zeros(shape, dtype=torch.bool))  # fmt: skip
-    assert found.answer is not None
+    assert packed.answer is not None
     for row, placed in enumerate(rows):
         start = 0
-        for ids, asked in placed:
+        for ids, prompt_length in placed:
             stop = start + len(ids)
-            found.ids[row, start:stop] = torch.tensor(ids)
-            found.positions[row, start:stop] = torch.arange(len(ids))
-            found.answer[row, start + asked : stop] = True
+            packed.ids[row, start:stop] = torch.tensor(ids)
+            packed.positions[row, start:stop] = torch.arange(len(ids))
+            packed.answer[row, start + prompt_length : stop] = True
             start = stop
-    return found
+    return packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +155,8 @@ def read(tokenizer: Any, sources: Sequence[str], longest: int, validation: int, 
             pieces += [piece for piece in ids.split(longest) if len(piece) > 1]
     fresh = _without(pieces, tuned)
     if len(fresh) < len(pieces):
-        lost = sum(map(len, pieces)) - sum(map(len, fresh))
-        log(f"{source}: {lost} tokens left out because the model was converted on text that shares passages with them")
+        dropped = sum(map(len, pieces)) - sum(map(len, fresh))
+        log(f"{source}: {dropped} tokens left out; the model was converted on text that shares passages with them")
     total, held, count = sum(map(len, fresh)), set[int](), 0
     for number in sorted(range(len(fresh)), key=lambda n: _order(fresh[n])) if validation else ():
         if count >= validation or count + len(fresh[number]) > MOST_HELD * total:

@@ -22,7 +22,7 @@ def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
     """Converts the demo's model in both layouts at half the cache, talks with original and latent, then with the
     draft head of each, and writes FOLDER/report.html."""
     source = demo_model.fetch()
-    made: dict[str, Manifest] = {}
+    conversions: dict[str, Manifest] = {}
     # Both layouts are made from the same moments.
     calibrated = folder / ".calibration"
     for layout in ("latent", "latent_rope"):
@@ -31,15 +31,15 @@ def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
             layout=layout, nsamples=config.nsamples, eval_windows=config.eval_windows, device="cpu"
         )
         out = folder / f"smollm2-{layout}-50"
-        made[layout] = convert.run(str(source), out, settings, overwrite=True, calibrated=calibrated)
+        conversions[layout] = convert.run(str(source), out, settings, overwrite=True, calibrated=calibrated)
     shutil.rmtree(calibrated, ignore_errors=True)
     converted = folder / "smollm2-latent-50"
-    said = GenerateConfig(prompt=config.prompt, chat=True, device="cpu")
-    both = dataclasses.replace(said, against=str(converted))
-    talks = [generate.run(str(source), folder / "talk", both, overwrite=True)]
+    chat = GenerateConfig(prompt=config.prompt, chat=True, device="cpu")
+    beside = dataclasses.replace(chat, against=str(converted))
+    generations = [generate.run(str(source), folder / "talk", beside, overwrite=True)]
     for form, model in (("original", source), ("latent-50", converted)):
-        drafted = dataclasses.replace(said, speculative=str(demo_model.head(form)))
-        talks.append(generate.run(str(model), folder / f"talk-{form}-drafted", drafted, overwrite=True))
+        with_head = dataclasses.replace(chat, speculative=str(demo_model.head(form)))
+        generations.append(generate.run(str(model), folder / f"talk-{form}-drafted", with_head, overwrite=True))
     report = folder / "report.html"
     write_report(folder, report)
-    return {"conversions": made, "talks": talks, "report": report}
+    return {"conversions": conversions, "generations": generations, "report": report}

@@ -36,7 +36,7 @@ def measure(model: Any, windows: Iterable[Tensor], after: int) -> list[FirstToke
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    found: dict[int, list[FirstToken]] = {}
+    per_layer: dict[int, list[FirstToken]] = {}
 
     def watch(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
@@ -44,7 +44,7 @@ def measure(model: Any, windows: Iterable[Tensor], after: int) -> list[FirstToke
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, scale=scaling, is_causal=True, enable_gqa=True
         )
-        found.setdefault(module.layer_idx, []).append(_first_token(query[0], key[0], value[0], scaling, after))
+        per_layer.setdefault(module.layer_idx, []).append(_first_token(query[0], key[0], value[0], scaling, after))
         return out.transpose(1, 2), None
 
     name = "mlaforge_first_token"
@@ -58,8 +58,8 @@ def measure(model: Any, windows: Iterable[Tensor], after: int) -> list[FirstToke
     model.set_attn_implementation("sdpa")
     fields = [field.name for field in dataclasses.fields(FirstToken)]
     return [
-        FirstToken(*(sum(getattr(one, name) for one in found[layer]) / len(found[layer]) for name in fields))
-        for layer in sorted(found)
+        FirstToken(*(sum(getattr(one, name) for one in per_layer[layer]) / len(per_layer[layer]) for name in fields))
+        for layer in sorted(per_layer)
     ]
 
 

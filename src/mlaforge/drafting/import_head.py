@@ -64,9 +64,7 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
 class _Import:
     """One head under way. `stored`: our name of a tensor -> the file's."""
 
-    def __init__(
-        self, source: SourceModel, reader: Reader, model: SourceModel, its: Reader, config: DraftImportConfig
-    ):
+    def __init__(self, source: SourceModel, reader: Reader, model: SourceModel, its: Reader, config: DraftImportConfig):
         self.source, self.reader, self.its, self.config = source, reader, its, config
         self.spec = model.spec
         self.stored: dict[str, str] = {}

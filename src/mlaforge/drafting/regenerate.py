@@ -21,11 +21,11 @@ from mlaforge.drafting.dataset import (
     STAGE,
     TEXT,
     Excluded,
+    answer_line,
     distinct_share,
     read_judged,
     read_prompts,
     read_text,
-    told,
     words,
 )
 from mlaforge.engine.config import EngineConfig
@@ -56,8 +56,8 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         raise UserError("openings begin questions that the model draws itself; give --synthesize N")
     source = SourceModel.open(model)
     files = {name: [Path(path) for path in getattr(config, name) or ()] for name in ("prompts", "exclude", "openings")}
-    given = [said for path in files["prompts"] for said in read_prompts(path)]
-    excluded = Excluded(said for path in files["exclude"] for said in read_judged(path))
+    prompts = [prompt for path in files["prompts"] for prompt in read_prompts(path)]
+    excluded = Excluded(prompt for path in files["exclude"] for prompt in read_judged(path))
     openings = [line.strip() for path in files["openings"] for line in read_text(path).splitlines() if line.strip()]
     if config.openings and not openings:
         raise UserError(f"{', '.join(config.openings)} holds no openings; give one a line")
@@ -75,7 +75,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
         return done
     with writing(out, manifest, resumable=True) as partial:
         with timed(manifest.seconds, "answer"):
-            kept = Regeneration(source, given, excluded, openings, config, partial / WORK / TEXT).run()
+            kept = Regeneration(source, prompts, excluded, openings, config, partial / WORK / TEXT).run()
         answered = sorted((line for line in kept if "answer" in line), key=lambda line: int(line["number"]))
         if not answered:
             raise UserError("no prompt was left to answer: all were excluded, too long, or said nothing")
@@ -103,10 +103,10 @@ class Regeneration:
     """One run: prompts 0 to n - 1 are those given, the others the model's own. `path` keeps a line for each."""
 
     def __init__(
-        self, source: SourceModel, given: list[str], excluded: Excluded, openings: list[str], config: RegenerateConfig,
+        self, source: SourceModel, prompts: list[str], excluded: Excluded, openings: list[str], config: RegenerateConfig,
         path: Path,
     ):  # fmt: skip
-        self.given, self.excluded, self.config, self.path = given, excluded, config, path
+        self.prompts, self.excluded, self.config, self.path = prompts, excluded, config, path
         self.llm = LLM(source, config)
         self.engine = self.llm.engine
         self.header, self.end = self._template()
@@ -116,10 +116,10 @@ class Regeneration:
         if special := [text for text, ids in zip(texts, self.openings, strict=True) if self.special & set(ids)]:
             raise UserError(f"the opening {special[0]!r} holds a special token; give words alone")
         self.kept: list[dict[str, Any]] = []
-        # What was said already, and request -> what is under way: number, text, prompt.
+        # What was said already, and request -> what is under way: number, prompt, its token ids.
         self.seen: set[str] = set()
-        self.asked: dict[str, tuple[int, str, list[int]]] = {}
-        self.made: dict[str, list[int]] = {}
+        self.under_way: dict[str, tuple[int, str, list[int]]] = {}
+        self.generated: dict[str, list[int]] = {}
 
     def _template(self) -> tuple[list[int], int]:
         """The token ids before what a user says, and the first token after it."""
@@ -135,20 +135,20 @@ class Regeneration:
         """Every prompt's line: its answer, or why it was dropped."""
         from tqdm import tqdm
 
-        self._take_up()
+        self._resume()
         done = {line["number"] for line in self.kept}
-        numbers = iter([n for n in range(len(self.given) + self.config.synthesize) if n not in done])
+        numbers = iter([n for n in range(len(self.prompts) + self.config.synthesize) if n not in done])
         begun, tokens = time.perf_counter(), 0
         with (
             self.path.open("a", encoding="utf-8") as file,
-            tqdm(total=len(self.given) + self.config.synthesize, initial=len(done), desc="answer prompts",
+            tqdm(total=len(self.prompts) + self.config.synthesize, initial=len(done), desc="answer prompts",
                  delay=2.0, leave=False, dynamic_ncols=True) as bar,
         ):  # fmt: skip
             while self._fill(numbers, file, bar) or self.engine.has_work:
                 for output in self.engine.step():
                     new = output.outputs[0]
                     tokens += len(new.token_ids)
-                    self.made[output.request_id] += new.token_ids
+                    self.generated[output.request_id] += new.token_ids
                     if output.finished:
                         self._finished(output.request_id, file, bar)
                 bar.set_postfix(tok_s=f"{tokens / (time.perf_counter() - begun):.0f}", refresh=False)
@@ -156,7 +156,7 @@ class Regeneration:
         log(f"{tokens} tokens in {took:.0f} s: {tokens / took:.0f} a second")
         return self.kept
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         """What a killed run left. Its last line may be torn."""
         if not self.path.exists():
             return
@@ -165,13 +165,13 @@ class Regeneration:
         self.seen = {words(line["said"]) for line in self.kept if "said" in line}
         if torn:
             self.path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-        log(f"going on after {len(self.kept)} of {len(self.given) + self.config.synthesize} prompts")
+        log(f"going on after {len(self.kept)} of {len(self.prompts) + self.config.synthesize} prompts")
 
     def _fill(self, numbers: Iterator[int], file: Any, bar: Any) -> bool:
         """Asks on until twice as many wait or run as run together. Whether anything is under way."""
-        while len(self.asked) < 2 * self.config.max_num_seqs and (number := next(numbers, None)) is not None:
-            if number < len(self.given):
-                self._ask(number, self.given[number], file, bar)
+        while len(self.under_way) < 2 * self.config.max_num_seqs and (number := next(numbers, None)) is not None:
+            if number < len(self.prompts):
+                self._ask(number, self.prompts[number], file, bar)
             else:
                 opening = self.openings[number % len(self.openings)]
                 params = SamplingParams(
@@ -179,21 +179,21 @@ class Regeneration:
                     seed=self.config.seed + number, stop_token_ids=(self.end,),
                 )  # fmt: skip
                 self._add(f"question {number}", number, "", self.header + opening, params)
-        return bool(self.asked)
+        return bool(self.under_way)
 
-    def _add(self, request: str, number: int, said: str, ids: list[int], params: SamplingParams) -> None:
-        self.asked[request], self.made[request] = (number, said, ids), []
+    def _add(self, request: str, number: int, prompt: str, ids: list[int], params: SamplingParams) -> None:
+        self.under_way[request], self.generated[request] = (number, prompt, ids), []
         self.engine.add(request, ids, params)
 
-    def _ask(self, number: int, said: str, file: Any, bar: Any) -> None:
+    def _ask(self, number: int, prompt: str, file: Any, bar: Any) -> None:
         """Has a prompt answered, unless there is something against it."""
-        if said in self.excluded:
+        if prompt in self.excluded:
             self._keep({"number": number, "dropped": "excluded"}, file, bar)
-        elif words(said) in self.seen:
+        elif words(prompt) in self.seen:
             self._keep({"number": number, "dropped": "said before"}, file, bar)
         else:
-            self.seen.add(words(said))
-            ids = chat_template.render(self.llm.tokenizer, [{"role": "user", "content": said}])
+            self.seen.add(words(prompt))
+            ids = chat_template.render(self.llm.tokenizer, [{"role": "user", "content": prompt}])
             if len(ids) + self.config.max_new_tokens > self.engine.max_model_len:
                 self._keep({"number": number, "dropped": "too long"}, file, bar)
                 return
@@ -201,18 +201,18 @@ class Regeneration:
                 max_tokens=self.config.max_new_tokens, temperature=self.config.temperature,
                 seed=self.config.seed + number, stop_token_ids=(self.end,),
             )  # fmt: skip
-            self._add(f"answer {number}", number, said, ids, params)
+            self._add(f"answer {number}", number, prompt, ids, params)
 
     def _finished(self, request: str, file: Any, bar: Any) -> None:
         """A question is asked, an answer kept."""
-        (number, said, ids), made = self.asked.pop(request), self.made.pop(request)
+        (number, prompt, ids), token_ids = self.under_way.pop(request), self.generated.pop(request)
         if request.startswith("answer"):
-            self._keep(told(number, said, ids, made), file, bar)
+            self._keep(answer_line(number, prompt, ids, token_ids), file, bar)
             return
-        question = ids[len(self.header) :] + made[:-1]
+        question = ids[len(self.header) :] + token_ids[:-1]
         text = self.llm.tokenizer.decode(question).strip()
         share = distinct_share(question)
-        if made[-1] != self.end or self.special.intersection(question):
+        if token_ids[-1] != self.end or self.special.intersection(question):
             self._keep({"number": number, "dropped": "no end"}, file, bar)
         elif len(text.split()) < FEWEST_WORDS:
             self._keep({"number": number, "dropped": "too short"}, file, bar)

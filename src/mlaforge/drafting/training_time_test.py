@@ -177,8 +177,8 @@ class Unrolled(nn.Module):
                 key = rotate(_heads(attention.k_proj(both), attention), *angles)
                 own.append((key, _heads(attention.v_proj(both), attention)))
             mask = visible(rows, at_BA, j, head.config.sliding_window)
-            near = own if (window := head.config.sliding_window) is None else own[-window:]
-            mixed = attention.o_proj(attend(q, *seen, mask, near, attention.scaling))
+            recent = own if (window := head.config.sliding_window) is None else own[-window:]
+            mixed = attention.o_proj(attend(q, *seen, mask, recent, attention.scaling))
             hidden = plus + mixed
             outs.append(hidden + layer.mlp(layer.post_attention_layernorm(hidden)))
         return outs
@@ -220,7 +220,7 @@ class Validation:
         """acceptance: per drafted token, where all before it were accepted, whether it is; over all places. steps and
         acceptance_length: tokens a step, the bonus included, of greedy decoding with drafts of DRAFTED tokens, and the
         inverse."""
-        asked, accepted = torch.zeros(model.unrolls), torch.zeros(model.unrolls)
+        drafted, accepted = torch.zeros(model.unrolls), torch.zeros(model.unrolls)
         steps = tokens = 0
         for rows in self.rows:
             rows = rows.to(model.embedding.device)
@@ -228,14 +228,14 @@ class Validation:
             so_far = right.cumprod(dim=-1)
             before = torch.cat((torch.ones_like(so_far[..., :1]), so_far[..., :-1]), dim=-1)
             possible = left[..., None] > torch.arange(model.unrolls)
-            asked += (before * possible).sum((0, 1))
+            drafted += (before * possible).sum((0, 1))
             accepted += so_far.sum((0, 1))
             lengths = so_far[..., :DRAFTED].sum(-1)
             for row_lengths, row_left in zip(lengths.tolist(), left.tolist(), strict=True):
-                found = _decoded(row_lengths, row_left)
-                steps, tokens = steps + found[0], tokens + found[1]
+                decoded = _decoded(row_lengths, row_left)
+                steps, tokens = steps + decoded[0], tokens + decoded[1]
         return {
-            "acceptance": [a / n if n else None for a, n in zip(accepted.tolist(), asked.tolist(), strict=True)],
+            "acceptance": [a / n if n else None for a, n in zip(accepted.tolist(), drafted.tolist(), strict=True)],
             "acceptance_length": tokens / steps,
             self.goal: steps / tokens,
         }

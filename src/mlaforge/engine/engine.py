@@ -344,9 +344,7 @@ def _parts(items: list[int], size: int) -> list[list[int]]:
 def _eos_token_ids(source: SourceModel) -> tuple[int, ...]:
     """Token ids that end a text: generation_config.json's, and the tokenizer's."""
     generation_config = (
-        read_config(source.path, "generation_config.json")
-        if (source.path / "generation_config.json").is_file()
-        else {}
+        read_config(source.path, "generation_config.json") if (source.path / "generation_config.json").is_file() else {}
     )
     ids = generation_config.get("eos_token_id", [])
     own = getattr(source.tokenizer, "eos_token_id", None)

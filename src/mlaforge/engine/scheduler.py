@@ -84,7 +84,7 @@ class Scheduler:
                     budget -= upto - sequence.computed
         while self.waiting and budget and not preempted and self.tables.available > self._short:
             sequence = self.waiting[0]
-            if sum(map(_places, self.running)) + _places(sequence) > self.max_num_seqs:
+            if sum(map(_num_sequences, self.running)) + _num_sequences(sequence) > self.max_num_seqs:
                 break
             cached = self.tables.start(sequence.number, sequence.token_ids, sequence.reuse)
             upto = min(len(sequence.token_ids), cached + budget)
@@ -116,6 +116,6 @@ class Scheduler:
         self.preemptions += 1
 
 
-def _places(sequence: Sequence) -> int:
+def _num_sequences(sequence: Sequence) -> int:
     """How many sequences this one is, or becomes when its prompt is computed."""
     return 1 if sequence.prefilled else sequence.request.params.n

@@ -66,20 +66,20 @@ def read(path: Path) -> tuple[list[Criterion], int]:
     keys = configuration.read_recipe(path)
     if unknown := set(keys) - {"criteria", "seed"}:
         raise UserError(f"criteria {path}: unknown key {min(unknown)!r}; there are criteria and seed")
-    seed, given = keys.get("seed", 0), keys.get("criteria")
-    if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):
+    seed, entries = keys.get("seed", 0), keys.get("criteria")
+    if not isinstance(entries, list) or not entries or not all(isinstance(item, dict) for item in entries):
         raise UserError(f"criteria {path} must hold `criteria:` and a list of `- measure: ...` below it")
     if not isinstance(seed, int):
         raise UserError(f"criteria {path}: seed = {seed!r} must be a whole number")
-    found = []
-    for number, item in enumerate(given, 1):
+    criteria = []
+    for number, item in enumerate(entries, 1):
         try:
             criterion = configuration.resolve(Criterion, None, **item)
         except UserError as error:
             raise UserError(f"criteria {path}, number {number}: {error}") from error
         check(criterion, f"criteria {path}, number {number}")
-        found.append(criterion)
-    return found, seed
+        criteria.append(criterion)
+    return criteria, seed
 
 
 def check(criterion: Criterion, where: str) -> None:

@@ -32,13 +32,13 @@ def scores(model: Any, tokenizer: Any, task: str, metric: str, limit: int | None
         manager = TaskManager()
     if name not in manager.all_tasks:
         raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}")
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1), tasks=[name], task_manager=manager,
         limit=limit, bootstrap_iters=0, log_samples=True,
     )  # fmt: skip
-    samples = found["samples"][name]
+    samples = results["samples"][name]
     if metric not in samples[0]:
         known = sorted(key for key in samples[0] if isinstance(samples[0][key], int | float) and key != "doc_id")
         raise UserError(f"task {name} has no metric {metric!r}; it has {', '.join(known)}")
     texts = [str(argument) for sample in samples for arguments in sample["arguments"] for argument in arguments]
-    return np.array([float(s[metric]) for s in samples]), bool(found["higher_is_better"][name][metric]), texts
+    return np.array([float(s[metric]) for s in samples]), bool(results["higher_is_better"][name][metric]), texts

@@ -40,7 +40,7 @@ def cases(
     length is too short for the question or longer than the documents."""
     draw = random.Random(seed)
     hay = corpus.tokens(tokenizer, "\n\n".join(haystack))
-    found = []
+    needle_cases = []
     for length in lengths:
         for depth in depths:
             for _ in range(repeats):
@@ -59,12 +59,12 @@ def cases(
                 before = round(depth * rest)
                 text = hay[start : start + rest]
                 ids = torch.cat((text[:before], needle, text[before:], question, answer))
-                found.append(Case(ids, len(answer), length, depth))
-    return found
+                needle_cases.append(Case(ids, len(answer), length, depth))
+    return needle_cases
 
 
 def is_found(hidden_TC: Tensor, head_VC: Tensor, case: Case) -> bool:
     """From a model's final, normed hidden states [T, C] on the case and its head."""
     before = hidden_TC[-case.answer - 1 : -1]
-    guesses = (before @ head_VC.T).argmax(-1).cpu()
-    return bool((guesses == case.ids[-case.answer :]).all())
+    predicted = (before @ head_VC.T).argmax(-1).cpu()
+    return bool((predicted == case.ids[-case.answer :]).all())

@@ -73,9 +73,7 @@ def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece
 class Judgement:
     """Measures criteria on two models; what several of them need is computed once."""
 
-    def __init__(
-        self, student: SourceModel, teacher: SourceModel, dtype: torch.dtype, device: torch.device, seed: int
-    ):
+    def __init__(self, student: SourceModel, teacher: SourceModel, dtype: torch.dtype, device: torch.device, seed: int):
         self.models, self.dtype, self.device, self.seed = (student, teacher), dtype, device, seed
         self.tokenizer = teacher.tokenizer
         self.tuned = overlap.read_passages(student.path / overlap.PASSAGES)

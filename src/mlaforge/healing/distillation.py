@@ -98,8 +98,8 @@ class Distillation(nn.Module):
         some = labels != NO_LABEL
         device = hidden.device
         theirs = wanted.hidden_NC.to(device)[some], wanted.head_VC
-        found = compare((hidden[some], self.student.lm_head.weight), theirs, labels[some])
-        return torch.stack([*(part.double().sum() for part in found), some.sum().double()]).cpu()
+        measures = compare((hidden[some], self.student.lm_head.weight), theirs, labels[some])
+        return torch.stack([*(part.double().sum() for part in measures), some.sum().double()]).cpu()
 
     def _mismatch(self, kind: str) -> Tensor:
         """Mean over layers and tokens of |student - teacher|² / |teacher|²: each token beside its own size, because
@@ -123,14 +123,14 @@ def trainable(student: Any, subset: str) -> list[str]:
         attention = layer.self_attn
         if not hasattr(attention, "kv_b_proj"):
             continue
-        made = {"kv_a_proj_with_mqa", "kv_b_proj", "q_norm", "k_norm", "q_a_proj", "q_b_proj"}
+        converted = {"kv_a_proj_with_mqa", "kv_b_proj", "q_norm", "k_norm", "q_a_proj", "q_b_proj"}
         # In the layout `latent` an unfactored q_proj is the source's own.
         if attention.layout == "latent_rope":
-            made.add("q_proj")
+            converted.add("q_proj")
         names += [
             f"model.layers.{index}.self_attn.{name}"
             for name, _ in attention.named_parameters()
-            if subset == "attention" or name.split(".")[0] in made
+            if subset == "attention" or name.split(".")[0] in converted
         ]
     return names
 

@@ -25,15 +25,15 @@ Run = Callable[..., tuple[Tensor, ...]]
 class Implementation:
     """`supports` and `run` take the op's arguments; `supports` answers True or the reason why not, in a few words.
 
-    It is chosen unasked only on the type of device it is `made_for`; there, passing it over is logged with the reason,
-    unless it is `quiet`, being made for some inputs only. `capturable`: it launches from host numbers alone, so that a
-    CUDA graph can hold it.
+    It is chosen unasked only on devices of `device_type`; there, passing it over is logged with the reason, unless it
+    is `quiet`, being made for some inputs only. `capturable`: it launches from host numbers alone, so that a CUDA graph
+    can hold it.
     """
 
     name: str
     run: Run
     supports: Supports
-    made_for: str
+    device_type: str
     quiet: bool = False
     capturable: bool = False
 
@@ -52,10 +52,10 @@ class Op:
         self._logged: set[tuple[str, str]] = set()
 
     def register(
-        self, name: str, run: Run, supports: Supports, made_for: str, quiet: bool = False, capturable: bool = False
+        self, name: str, run: Run, supports: Supports, device_type: str, quiet: bool = False, capturable: bool = False
     ) -> None:
         assert name not in self.names and name != "check", name
-        self.implementations[name] = Implementation(name, run, supports, made_for, quiet, capturable)
+        self.implementations[name] = Implementation(name, run, supports, device_type, quiet, capturable)
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +88,7 @@ class Op:
                 raise runtime.UserError(f"{self.name}: {implementation} cannot run here: {reason}")
             return implementation, chosen.run
         for name, candidate in self.implementations.items():
-            if candidate.made_for != inputs[0].device.type:
+            if candidate.device_type != inputs[0].device.type:
                 continue
             reason = candidate.supports(*inputs)
             if reason is True:

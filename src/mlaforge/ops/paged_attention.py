@@ -129,9 +129,9 @@ def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
 
 
 OP = Op("paged_attention", reference)
-OP.register("native", _native, _native_supports, made_for="cpu", quiet=True)
-OP.register("runs", paged_attention_runs, _runs_supports, made_for="cpu")
-OP.register("triton", _triton, _triton_supports, made_for="cuda", capturable=True)
+OP.register("native", _native, _native_supports, device_type="cpu", quiet=True)
+OP.register("runs", paged_attention_runs, _runs_supports, device_type="cpu")
+OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)
 
 
 def replay(path: Path, implementation: str | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:

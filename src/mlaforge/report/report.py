@@ -26,7 +26,7 @@ GENERATOR = "mlaforge report"
 # What a report can hold: stage or kind of result -> what it tells, and the command that makes it.
 PARTS = {
     "diagnose": ("heat maps by layer and head", "mlaforge diagnose MODEL DIAGNOSIS --text TEXT"),
-    "calibrate": ("calibration sets", "mlaforge calibrate --source TEXT --out GOLDEN"),
+    "calibrate": ("calibration sets", "mlaforge calibrate --source TEXT --out SETS"),
     "convert": ("conversions: perplexity and cache", "mlaforge convert MODEL OUT --calibration TEXT"),
     "heal": ("healing curves", "mlaforge heal --teacher MODEL --student OUT --out HEALED --text TEXT"),
     "draft train": ("draft heads: how they learn", "mlaforge draft train MODEL --text TEXT --out HEAD"),

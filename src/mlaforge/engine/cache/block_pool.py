@@ -43,7 +43,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
-        self._holders = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._free = bytearray(b"\x01" * num_blocks)  # 1: free
         self._num_free = num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -51,7 +51,7 @@ class BlockPool:
         self._digest_of: dict[int, bytes] = {}
         # One by one, evictions would hand out an old sequence backwards, from its tail; in stretches they leave a gap
         # that a growing sequence fills forwards.
-        self._stretch = max(1, num_blocks // 64)
+        self._least_evicted = max(1, num_blocks // 64)
 
     @property
     def num_available(self) -> int:
@@ -71,14 +71,14 @@ class BlockPool:
         if count > self.num_available:
             return None
         if count > self._num_free:
-            self._evict(max(count - self._num_free, self._stretch))
-        taken = [] if after is None else self._take(after + 1, count)
-        if len(taken) < count:
-            for start in self._gaps(count - len(taken)):
-                taken += self._take(start, count - len(taken))
-                if len(taken) == count:
+            self._evict(max(count - self._num_free, self._least_evicted))
+        blocks = [] if after is None else self._take(after + 1, count)
+        if len(blocks) < count:
+            for start in self._gaps(count - len(blocks)):
+                blocks += self._take(start, count - len(blocks))
+                if len(blocks) == count:
                     break
-        return taken
+        return blocks
 
     def find(self, digest: bytes) -> int | None:
         """The block that holds this content; it is not taken."""
@@ -98,14 +98,14 @@ class BlockPool:
         for block in blocks:
             assert not self._free[block], f"block {block} is free: nothing is known of its content"
             self._evictable.pop(block, None)
-            self._holders[block] += 1
+            self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Let go of blocks, in this order; it is the order in which they are evicted once nobody holds them."""
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} is released but nobody holds it"
-            self._holders[block] -= 1
-            if self._holders[block]:
+            assert self._ref_counts[block] > 0, f"block {block} is released but nobody holds it"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block]:
                 continue
             if block in self._digest_of:
                 self._evictable[block] = None
@@ -114,7 +114,7 @@ class BlockPool:
 
     def publish(self, block: int, digest: bytes) -> None:
         """The content of a held block is complete. Where another block is known for it already, that one stays."""
-        assert self._holders[block] > 0, f"block {block} is published but nobody holds it"
+        assert self._ref_counts[block] > 0, f"block {block} is published but nobody holds it"
         if not self.caching or digest in self._block_of:
             return
         assert block not in self._digest_of, f"block {block} is published with a second content"
@@ -123,7 +123,7 @@ class BlockPool:
 
     def withdraw(self, block: int) -> None:
         """The content of a held block is about to change: forget its digest, if it has one."""
-        assert self._holders[block] > 0, f"block {block} is withdrawn but nobody holds it"
+        assert self._ref_counts[block] > 0, f"block {block} is withdrawn but nobody holds it"
         if (digest := self._digest_of.pop(block, None)) is not None:
             del self._block_of[digest]
 
@@ -132,12 +132,12 @@ class BlockPool:
         return self._digest_of.get(block)
 
     def is_shared(self, block: int) -> bool:
-        return self._holders[block] > 1
+        return self._ref_counts[block] > 1
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """AssertionError unless `holders`, each a list of the blocks that it holds, explain every count in here."""
         held = Counter(block for blocks in holders for block in blocks)
-        for block, count in enumerate(self._holders):
+        for block, count in enumerate(self._ref_counts):
             assert count == held[block], f"block {block} counts {count} holders, but {held[block]} hold it"
             states = [count > 0, self._free[block] == 1, block in self._evictable]
             assert sum(states) == 1, f"block {block} is (used, free, evictable) = {states}, not one of them"
@@ -162,12 +162,12 @@ class BlockPool:
         """The free blocks from `start` on, at most `count`."""
         stop = min(start + count, self.num_blocks)
         end = self._free.find(0, start, stop)
-        taken = list(range(start, stop if end < 0 else end))
-        for block in taken:
+        blocks = list(range(start, stop if end < 0 else end))
+        for block in blocks:
             self._free[block] = 0
-            self._holders[block] = 1
-        self._num_free -= len(taken)
-        return taken
+            self._ref_counts[block] = 1
+        self._num_free -= len(blocks)
+        return blocks
 
     def _gaps(self, count: int) -> Iterator[int]:
         """Where to start: the runs of free blocks, largest first. A run whose left neighbour is used is entered in its
@@ -182,4 +182,4 @@ class BlockPool:
             runs = [max(runs, key=lambda run: run[1] - run[0])]
         for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
             room = end - start
-            yield start + max(0, min(room // 2, room - count)) if start and self._holders[start - 1] else start
+            yield start + max(0, min(room // 2, room - count)) if start and self._ref_counts[start - 1] else start

@@ -148,13 +148,13 @@ class BlockTables:
             if not missing + shared:
                 continue
             # A copy begins a new run, and what comes next follows the copy.
-            taken = pool.allocate(missing + shared, after=table.blocks[-1] if table.blocks and not shared else None)
-            assert taken is not None
+            allocated = pool.allocate(missing + shared, after=table.blocks[-1] if table.blocks and not shared else None)
+            assert allocated is not None
             if shared:
-                copies.append(Copy(group, source=table.blocks[at], target=taken[0]))
+                copies.append(Copy(group, source=table.blocks[at], target=allocated[0]))
                 pool.release([table.blocks[at]])
-                table.blocks[at] = taken.pop(0)
-            table.blocks += taken
+                table.blocks[at] = allocated.pop(0)
+            table.blocks += allocated
         return copies
 
     def commit(self, seq: int, token_ids: Sequence[int], computed: int) -> None:

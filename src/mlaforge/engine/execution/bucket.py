@@ -93,17 +93,17 @@ def blank(bucket: Bucket, like: Batch) -> Batch:
 def fill(static: Batch, batch: Batch, scratch: Sequence[int]) -> None:
     """Overwrites all that `static` (of `blank`) held with `batch`, its rows first, and fills up with rows that see
     nothing. `scratch` is the scratch block of every cache group."""
-    _lay(static.token_ids_N, batch.token_ids_N, 0)
-    _lay(static.positions_N, batch.positions_N, 0)
+    _copy_padded(static.token_ids_N, batch.token_ids_N, 0)
+    _copy_padded(static.positions_N, batch.positions_N, 0)
     # One tensor serves all groups, in `static` as in what make_batch makes.
-    _lay(static.views[0].seq_lens_S, batch.views[0].seq_lens_S, 0)
+    _copy_padded(static.views[0].seq_lens_S, batch.views[0].seq_lens_S, 0)
     for into, view, block in zip(static.views, batch.views, scratch, strict=True):
-        _lay(into.block_table_SB, view.block_table_SB, block)
-        _lay(into.first_S, view.first_S, 0)
-        _lay(into.slots_N, view.slots_N, block * view.block_size)
+        _copy_padded(into.block_table_SB, view.block_table_SB, block)
+        _copy_padded(into.first_S, view.first_S, 0)
+        _copy_padded(into.slots_N, view.slots_N, block * view.block_size)
 
 
-def _lay(into: Tensor, part: Tensor, rest: int) -> None:
+def _copy_padded(into: Tensor, part: Tensor, rest: int) -> None:
     if into.shape != part.shape:
         into.fill_(rest)
     into[tuple(map(slice, part.shape))].copy_(part)

@@ -30,9 +30,9 @@ INT8_COLUMNS = 16
 # Input columns that share one scale and zero point in int4.
 INT4_GROUP = 32
 
-Few = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+Product = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 # The product for few rows, and what unpacks the weights to fp32 for many.
-Packed = tuple[Few, Callable[[], Tensor]]
+Packed = tuple[Product, Callable[[], Tensor]]
 
 
 class PackedLinear:
@@ -49,24 +49,24 @@ class PackedLinear:
         self.bias = None if bias_M is None else bias_M.clone()
         self._wide = WIDE.get(format, 0)
         on_cpu = weight_MK.device.type == "cpu"
-        self._few: Few
+        self._product: Product
         self._weight: Callable[[], Tensor] | None
         if format in QUANTIZED:
             if not on_cpu:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
             # Experts' weights come transposed, and the kernels read neither them nor rows with gaps between.
-            self._few, self._weight = {"int8": _int8, "int4": _int4}[format](weight_MK.contiguous())
+            self._product, self._weight = {"int8": _int8, "int4": _int4}[format](weight_MK.contiguous())
         # oneDNN packs bf16 from AVX-512 on only; F.linear takes it everywhere.
         elif format == "bfloat16" and on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            self._few, self._weight = _packed_bf16(weight_MK)
+            self._product, self._weight = _packed_bf16(weight_MK)
         else:
             weight = weight_MK.clone()
-            self._few, self._weight = (lambda x, bias, plus: _plus(F.linear(x, weight, bias), plus)), None
+            self._product, self._weight = (lambda x, bias, plus: _plus(F.linear(x, weight, bias), plus)), None
 
     def __call__(self, x_NK: Tensor, plus_NM: Tensor | None = None) -> Tensor:
         """y [N, M], with `plus_NM` added."""
         if self._weight is None or x_NK.shape[0] < self._wide:
-            return self._few(x_NK, self.bias, plus_NM)
+            return self._product(x_NK, self.bias, plus_NM)
         bias = None if self.bias is None else self.bias.float()
         out = F.linear(x_NK.float(), self._weight(), bias)
         return (out if plus_NM is None else out.add_(plus_NM)).to(x_NK.dtype)
@@ -81,12 +81,12 @@ def _packed_bf16(weight_MK: Tensor) -> Packed:
     eight rows."""
     M, K = weight_MK.shape
     if (native := kernels()) is not None and K % 2 == 0:
-        ours, product_ours = pack(weight_MK), native.linear.default
+        native_packed, native_product = pack(weight_MK), native.linear.default
 
-        def few_ours(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-            return product_ours(x_NK, ours, M, bias, plus_NM)
+        def native_few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
+            return native_product(x_NK, native_packed, M, bias, plus_NM)
 
-        return few_ours, lambda: unpack(ours, M).float()
+        return native_few, lambda: unpack(native_packed, M).float()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.bfloat16().contiguous(), 1)
     product, product_plus = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 

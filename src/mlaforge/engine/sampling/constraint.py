@@ -103,12 +103,12 @@ class Constraint:
 
         Fewer than given happens only to tokens that were not drawn under `mask` (a draft model's).
         """
-        for taken, token in enumerate(token_ids):
+        for accepted, token in enumerate(token_ids):
             if token in self._eos:
                 # A matcher that gave up (a grammar too costly to follow) has stopped too: the text may only end.
                 if not (self._ended or self._matcher.is_accepting() or self._matcher.is_stopped()):
-                    return taken
+                    return accepted
                 self._ended = True
             elif self._ended or self._matcher.try_consume_tokens([token]) != 1:
-                return taken
+                return accepted
         return len(token_ids)

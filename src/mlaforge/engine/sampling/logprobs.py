@@ -42,15 +42,15 @@ def logprobs_of(
     most = min(max(counts[n] or 0 for n in rows), vocabulary)
     step = max(1, LOGPROBS_AT_ONCE // vocabulary)
     for start in range(0, len(rows), step):
-        some = rows[start : start + step]
-        index = on_device(some, torch.int64, device)
-        some_NV = logits_NV.index_select(0, index).float()
+        chunk = rows[start : start + step]
+        index = on_device(chunk, torch.int64, device)
+        logits_chunk_NV = logits_NV.index_select(0, index).float()
         # torch's log_softmax in fp32 is off by 1e-5 per token at 49,152 entries, always upwards: texts add that up.
-        logprobs_NV = some_NV - some_NV.logsumexp(-1, keepdim=True)
+        logprobs_NV = logits_chunk_NV - logits_chunk_NV.logsumexp(-1, keepdim=True)
         own_N = ids_N.index_select(0, index)
         top = logprobs_NV.topk(most, dim=-1)
         own_logprobs = logprobs_NV.gather(1, own_N[:, None])[:, 0].tolist()
-        columns = zip(some, own_N.tolist(), own_logprobs, top.indices.tolist(), top.values.tolist(), strict=True)
+        columns = zip(chunk, own_N.tolist(), own_logprobs, top.indices.tolist(), top.values.tolist(), strict=True)
         for n, token, logprob, ids, values in columns:
             likeliest = list(zip(ids, values, strict=True))[: counts[n]]
             # Among equals topk picks any; the one that was chosen belongs among them.

@@ -138,7 +138,7 @@ def _race(probabilities_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
     return times_NV.log_().neg_().div_(probabilities_NV).argmin(-1)
 
 
-def _kept_or_replaced(
+def _rejection_sampled(
     p_NV: Tensor, states: Sequence[SamplingState], drawn: Sequence[tuple[int, Tensor] | None]
 ) -> Tensor:
     """int64 [N]: each row's drawn token with probability min(1, p / q), else one of max(0, p - q) (lossless rejection,
@@ -149,14 +149,14 @@ def _kept_or_replaced(
         if draft is None:
             continue
         token, q_V = draft
-        luck = torch.rand((), generator=state.generator, dtype=torch.float64, device=p_NV.device)
-        if bool(luck * q_V[token] < p_NV[n, token]):
+        uniform = torch.rand((), generator=state.generator, dtype=torch.float64, device=p_NV.device)
+        if bool(uniform * q_V[token] < p_NV[n, token]):
             kept[n] = token
             continue
-        left_V = (p_NV[n] - q_V).clamp_min_(0)
+        residual_V = (p_NV[n] - q_V).clamp_min_(0)
         # Nothing is left where the two are equal but for rounding.
-        if bool(left_V.any()):
-            p_NV[n] = left_V / left_V.sum()
+        if bool(residual_V.any()):
+            p_NV[n] = residual_V / residual_V.sum()
     token_ids = _race(p_NV, states)
     for n, token in kept.items():
         token_ids[n] = token
@@ -177,7 +177,7 @@ class Sampler:
         """
         counts = [state.params.logprobs for state in states]
         if any(drawn):
-            return Sampled(_kept_or_replaced(self.probabilities(logits_NV, states), states, drawn), logits_NV, counts)
+            return Sampled(_rejection_sampled(self.probabilities(logits_NV, states), states, drawn), logits_NV, counts)
         if all(state.plain for state in states):
             return Sampled(logits_NV.argmax(-1), logits_NV, counts)
         adjusted_NV = self.adjust(logits_NV, states)

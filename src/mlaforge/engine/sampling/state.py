@@ -98,8 +98,8 @@ class SamplingState:
     def append(self, token_ids: Sequence[int]) -> None:
         """These tokens were generated. A token that the constraint does not allow is an error of the caller."""
         if self.constraint is not None:
-            taken = self.constraint.advance(token_ids)
-            assert taken == len(token_ids), f"token {token_ids[taken]} is not what the grammar allows"
+            accepted = self.constraint.advance(token_ids)
+            assert accepted == len(token_ids), f"token {token_ids[accepted]} is not what the grammar allows"
         if self.seen is not None and token_ids:
             counts_V = self.seen.counts_V
             ids = on_device(token_ids, torch.int64, counts_V.device)

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Sequence as Several
+from collections import abc
 
 from mlaforge.engine.request.sequence import Sequence
 
@@ -134,7 +134,7 @@ class Controller:
         # Of trees acceptance and times are others.
         self.tree_policy = DraftPolicy(most, tree) if adaptive and tree else None
 
-    def decide(self, running: Several[Sequence], waiting: bool) -> Decision:
+    def decide(self, running: abc.Sequence[Sequence], waiting: bool) -> Decision:
         """For the step that begins now with these sequences; `waiting`: others may join it."""
         began = time.perf_counter()
         active = sum(sequence.decoding for sequence in running)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence as Several
+from collections import abc
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class Draft:
         return max(levels)
 
 
-def ancestry(parents: Several[int]) -> list[list[int]]:
+def ancestry(parents: abc.Sequence[int]) -> list[list[int]]:
     """Of every node of a forest (-1: it has no parent; parents come first) how far back each node is on its own path: 0
     for itself, 1 for its parent, -1 for all that are on other paths."""
     rows: list[list[int]] = []
@@ -68,7 +68,7 @@ class Drafter(Protocol):
         """Where the target's residual stream is captured for `observe`: boundary b is the input of layer b."""
         ...
 
-    def propose(self, budgets: Several[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
+    def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """Per (sequence, k) at most k tokens that may follow its `token_ids`. There is room in the cache for them.
 
         A drafter that knows how likely its tokens are ends a draft before one whose path is less likely than
@@ -76,7 +76,7 @@ class Drafter(Protocol):
         no longer be drawn from q."""
         ...
 
-    def observe(self, starts: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+    def observe(self, starts: abc.Sequence[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """The step computed positions `start` to `computed` of these sequences (sequence, start), none of them of
         refused tokens; `states_NS` are their captured states side by side, one sequence after another."""
         ...
@@ -100,7 +100,7 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._indices: weakref.WeakKeyDictionary[Sequence, _Index] = weakref.WeakKeyDictionary()
 
-    def propose(self, budgets: Several[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
+    def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose; None where the newest tokens are new to the text."""
         drafts: list[Draft | None] = []
         for sequence, count in budgets:
@@ -110,7 +110,7 @@ class NgramDrafter:
             drafts.append(None if at is None else Draft(_copied(sequence.token_ids, at, count)))
         return drafts
 
-    def observe(self, starts: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+    def observe(self, starts: abc.Sequence[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """Nothing: the text is all that counts."""
 
 

@@ -13,8 +13,8 @@ Legend: N rows, S sequences, C hidden size of the head, K drafted tokens, V voca
 from __future__ import annotations
 
 import dataclasses
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Several
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class EagleDrafter:
         self._outs: dict[int, tuple[int, Tensor]] = {}
 
     @torch.inference_mode()
-    def observe(self, starts: Several[tuple[Sequence, int]], states_NS: Tensor) -> None:
+    def observe(self, starts: abc.Sequence[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """As Drafter.observe."""
         chunks = [Chunk(s.number, s.token_ids, start, s.computed) for s, start in starts]
         next_ids: list[int] = []
@@ -116,30 +116,30 @@ class EagleDrafter:
             self._outs[sequence.number] = sequence.computed, out_NC[row - 1]
 
     @torch.inference_mode()
-    def propose(self, budgets: Several[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
+    def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose; None for a sequence whose state is not known: a continuation in its first step. How
         likely a path is, is said by the likeliest token at each of its places."""
         known = [i for i, (s, _) in enumerate(budgets) if self._outs.get(s.number, (0,))[0] == s.computed]
         drafts: list[Draft | None] = [None] * len(budgets)
         if not known:
             return drafts
-        going = [budgets[i] for i in known]
-        tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in going}
-        qs: dict[Sequence, list[Tensor]] = {sequence: [] for sequence, _ in going}
-        out_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in going])
+        active = [budgets[i] for i in known]
+        tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in active}
+        qs: dict[Sequence, list[Tensor]] = {sequence: [] for sequence, _ in active}
+        out_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in active])
         likely = dict.fromkeys(tokens, 1.0)
         with span("DRAFT", self.model.device):
-            for depth in range(max(count for _, count in going)):
+            for depth in range(max(count for _, count in active)):
                 if depth:
-                    keep = [i for i, (s, count) in enumerate(going) if count > depth == len(tokens[s])]
+                    keep = [i for i, (s, count) in enumerate(active) if count > depth == len(tokens[s])]
                     if not keep:
                         break
-                    going = [going[i] for i in keep]
-                    out_SC = self._chained(out_SC[keep], [(s, tokens[s]) for s, _ in going])
+                    active = [active[i] for i in keep]
+                    out_SC = self._chained(out_SC[keep], [(s, tokens[s]) for s, _ in active])
                 logits_SV = self.head(self.norm(out_SC))
-                sure_S = logits_SV.float().softmax(-1).amax(-1).tolist() if min_probability else [1.0] * len(going)
-                for (sequence, _), sure, token, q_V in zip(going, sure_S, *self._drawn(logits_SV, going), strict=True):
-                    likely[sequence] *= sure
+                p_S = logits_SV.float().softmax(-1).amax(-1).tolist() if min_probability else [1.0] * len(active)
+                for (sequence, _), p, token, q_V in zip(active, p_S, *self._drawn(logits_SV, active), strict=True):
+                    likely[sequence] *= p
                     if likely[sequence] < min_probability:
                         continue
                     tokens[sequence].append(token)
@@ -198,7 +198,7 @@ class EagleDrafter:
         return self._layer(fed_SC, self._ids([tokens[-1] for _, tokens in drafted]), self._make_batch(chunks))
 
     def _drawn(
-        self, logits_SV: Tensor, budgets: Several[tuple[Sequence, int]]
+        self, logits_SV: Tensor, budgets: abc.Sequence[tuple[Sequence, int]]
     ) -> tuple[list[int], list[Tensor | None]]:
         """A token of the target's vocabulary for each row, and the distribution where it was drawn from one."""
         tokens = logits_SV.argmax(-1)
@@ -206,10 +206,10 @@ class EagleDrafter:
         for i, (sequence, _) in enumerate(budgets):
             params = sequence.request.params
             if not params.greedy:
-                some = (logits_SV[i].float() / params.temperature).softmax(-1)
-                tokens[i] = torch.multinomial(some, 1, generator=sequence.state.generator)[0]
-                q_V = some.new_zeros(self.model.spec.vocab_size)
-                qs[i] = q_V.index_copy_(0, self.target_ids, some)
+                distribution_V = (logits_SV[i].float() / params.temperature).softmax(-1)
+                tokens[i] = torch.multinomial(distribution_V, 1, generator=sequence.state.generator)[0]
+                q_V = distribution_V.new_zeros(self.model.spec.vocab_size)
+                qs[i] = q_V.index_copy_(0, self.target_ids, distribution_V)
         return self.target_ids[tokens].tolist(), qs
 
     def _fused(self, states_NS: Tensor) -> Tensor:

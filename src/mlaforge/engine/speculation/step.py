@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence as Several
+from collections import abc
 
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
@@ -60,7 +60,7 @@ class Speculation:
         return [self.drafter.propose_tree(sequence, count, min(count, decision.depth(sequence)))]
 
     def end(
-        self, proposal: Proposal, decoded: Several[tuple[Sequence, Verified]], verified_at: float, rows: int | None
+        self, proposal: Proposal, decoded: abc.Sequence[tuple[Sequence, Verified]], verified_at: float, rows: int | None
     ) -> None:  # fmt: skip
         """The step is over. `decoded` are its decoding sequences, verified at time `verified_at`; `rows` are those that
         were computed, None where anything but decoding sequences was."""

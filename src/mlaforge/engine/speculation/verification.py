@@ -45,11 +45,11 @@ def verify(
     """
     draw = _Draw(sampler, logits_RV, sequences, drafts)
     verified = [Verified(Completion(sequence.index, [], "", None)) for sequence in sequences]
-    going, nodes = list(range(len(sequences))), [-1] * len(sequences)
-    while going:
-        tokens, logprobs = draw(going, [first_rows[i] + 1 + nodes[i] for i in going], [nodes[i] for i in going])
-        still = []
-        for i, token, logprob in zip(going, tokens, logprobs, strict=True):
+    active, nodes = list(range(len(sequences))), [-1] * len(sequences)
+    while active:
+        tokens, logprobs = draw(active, [first_rows[i] + 1 + nodes[i] for i in active], [nodes[i] for i in active])
+        next_active = []
+        for i, token, logprob in zip(active, tokens, logprobs, strict=True):
             sequence, completion, draft = sequences[i], verified[i].completion, drafts[i]
             text, _, completion.finish_reason, completion.stop_reason = sequence.stopping.append([token])
             completion.text += text
@@ -63,8 +63,8 @@ def verify(
                 nodes[i] = node
                 verified[i].accepted.append(node)
                 if completion.finish_reason is None:
-                    still.append(i)
-        going = still
+                    next_active.append(i)
+        active = next_active
     return verified
 
 
@@ -79,17 +79,17 @@ class _Draw:
             self.likeliest = logits_RV.argmax(-1).tolist()
 
     def __call__(
-        self, going: list[int], rows: list[int], nodes: list[int]
+        self, active: list[int], rows: list[int], nodes: list[int]
     ) -> tuple[list[int], list[Logprobs | None]]:  # fmt: skip
-        """For those sequences whose numbers are `going`, which have come to these rows and places in their drafts."""
-        sequences = [self.sequences[i] for i in going]
+        """For those sequences whose numbers are `active`, which have come to these rows and places in their drafts."""
+        sequences = [self.sequences[i] for i in active]
         if self.likeliest is not None:
             tokens = [self.likeliest[row] for row in rows]
             counts = [sequence.request.params.logprobs for sequence in sequences]
             if all(count is None for count in counts):
                 return tokens, [None] * len(rows)
             return tokens, logprobs_of(self._of(rows), tokens, counts)
-        drafts = zip((self.drafts[i] for i in going), nodes, strict=True)
+        drafts = zip((self.drafts[i] for i in active), nodes, strict=True)
         sampled = self.sampler(
             self._of(rows), [sequence.state for sequence in sequences],
             [None if draft is None or draft.q_KV is None or node + 1 == len(draft.token_ids)

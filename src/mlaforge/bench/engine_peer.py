@@ -5,74 +5,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Protocol
 
 from mlaforge.bench.machine import Memory
+from mlaforge.bench.peer import PLAIN, DoesNotFit, Repetition, Variant
 from mlaforge.bench.replay import Replay
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
-from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.runtime import UserError, resolve_device
 
 # Passes after which a replayed text is taken as it is: in bf16 a verified text may part from plain decoding at a tie.
 PASSES = 6
 
 
-@dataclasses.dataclass
-class Taken:
-    """One repetition. Seconds; `tokens` were decoded in `seconds` after all requests had their first token."""
-
-    first: float
-    tokens: int
-    seconds: float
-    gaps: list[float]
-    token_ids: list[list[int]]
-    first_cached: float | None = None
-    cache_bytes: int | None = None
-    speculation: SpeculationStats | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How a peer decodes: `count` drafted tokens a step by `draft` (ngram, replay, head); 0 is plain decoding."""
-
-    count: int = 0
-    draft: str = "none"
-
-
-PLAIN = Variant()
-
-
-class DoesNotFit(Exception):
-    """A case is beyond the machine or the model: `what` is too much, and which setting to `change`."""
-
-    def __init__(self, what: str, change: str):
-        super().__init__(what)
-        self.what, self.change = what, change
-
-
-class Peer(Protocol):
-    """Something that continues prompts and can be timed."""
-
-    name: str
-    model: str
-    dtype: str
-    weight_bytes: int | None
-
-    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
-        """One repetition: every prompt and `tokens` decoded tokens after its first, greedily, whatever ends a text.
-        DoesNotFit where that is beyond the machine."""
-        ...
-
-    def close(self) -> None:
-        """Gives everything back."""
-        ...
-
-
-class Ours:
+class EnginePeer:
     """mlaforge's engine. `longest` is prompt and answer of the longest case, `most` the largest batch."""
 
     name = "mlaforge"
@@ -131,7 +79,7 @@ class Ours:
             assert self.head is not None
             engine.speculate(self.head)
 
-    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Taken:
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
         """As Peer.run. The prompts are computed with nothing cached, then found again and continued, so that all
         requests begin to decode together."""
         self.check_room(len(prompts[0]), len(prompts), tokens)
@@ -150,16 +98,16 @@ class Ours:
                 answers = replayed
                 self.use(variant, answers, prompts)
             self.use(variant, answers, prompts)
-            taken = self.decode(prompts, tokens)
+            repetition = self.decode(prompts, tokens)
         finally:
             for index in range(len(prompts)):
                 self.engine.abort(str(index))
         if variant == PLAIN:
-            self.answers[key] = taken.token_ids
-        cached = taken.first if self.engine.config.prefix_caching else None
-        return dataclasses.replace(taken, first=first, first_cached=cached)
+            self.answers[key] = repetition.token_ids
+        cached = repetition.first if self.engine.config.prefix_caching else None
+        return dataclasses.replace(repetition, first=first, first_cached=cached)
 
-    def decode(self, prompts: list[list[int]], tokens: int) -> Taken:
+    def decode(self, prompts: list[list[int]], tokens: int) -> Repetition:
         """The prompts (as far as they are cached, found again) and `tokens` tokens each after the first."""
         engine = self.engine
         params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
@@ -183,7 +131,7 @@ class Ours:
             if not decoding and len(last) == len(prompts):
                 began = now
             most = max(most, self.used_cache_bytes())
-        return Taken(
+        return Repetition(
             began - start, count, time.perf_counter() - began, gaps, list(token_ids.values()), cache_bytes=most or None,
             speculation=engine.speculation.stats if engine.speculation else None,
         )  # fmt: skip

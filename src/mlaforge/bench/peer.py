@@ -1,0 +1,59 @@
+"""What a run's peers have in common: how one decodes, and what a repetition of it took."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from mlaforge.engine.speculation.statistics import SpeculationStats
+
+
+@dataclasses.dataclass
+class Repetition:
+    """One repetition. Seconds; `tokens` were decoded in `seconds` after all requests had their first token."""
+
+    first: float
+    tokens: int
+    seconds: float
+    gaps: list[float]
+    token_ids: list[list[int]]
+    first_cached: float | None = None
+    cache_bytes: int | None = None
+    speculation: SpeculationStats | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How a peer decodes: `count` drafted tokens a step by `draft` (ngram, replay, head); 0 is plain decoding."""
+
+    count: int = 0
+    draft: str = "none"
+
+
+PLAIN = Variant()
+
+
+class DoesNotFit(Exception):
+    """A case is beyond the machine or the model: `what` is too much, and which setting to `change`."""
+
+    def __init__(self, what: str, change: str):
+        super().__init__(what)
+        self.what, self.change = what, change
+
+
+class Peer(Protocol):
+    """Something that continues prompts and can be timed."""
+
+    name: str
+    model: str
+    dtype: str
+    weight_bytes: int | None
+
+    def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
+        """One repetition: every prompt and `tokens` decoded tokens after its first, greedily, whatever ends a text.
+        DoesNotFit where that is beyond the machine."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
+        ...
