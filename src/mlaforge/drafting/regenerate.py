@@ -103,8 +103,8 @@ class Regeneration:
     """One run: prompts 0 to n - 1 are those given, the others the model's own. `path` keeps a line for each."""
 
     def __init__(
-        self, source: SourceModel, prompts: list[str], excluded: Excluded, openings: list[str], config: RegenerateConfig,
-        path: Path,
+        self, source: SourceModel, prompts: list[str], excluded: Excluded, openings: list[str],
+        config: RegenerateConfig, path: Path,
     ):  # fmt: skip
         self.prompts, self.excluded, self.config, self.path = prompts, excluded, config, path
         self.llm = LLM(source, config)

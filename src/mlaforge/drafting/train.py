@@ -145,8 +145,8 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
             "vocabulary": sha256(Path(config.vocabulary) / vocabulary.FILE) if config.vocabulary else None,
             # Prompts that the text is free of, by the SHA-256 of their files: what the head may be judged on.
             "text": [
-                {"sha256": sha256(folder / TEXT), "written_by": told.inputs["model"]["sha256"],
-                 "exclude": told.inputs["exclude"]} for folder, (told, _) in zip(folders, read, strict=True)
+                {"sha256": sha256(folder / TEXT), "written_by": answered.inputs["model"]["sha256"],
+                 "exclude": answered.inputs["exclude"]} for folder, (answered, _) in zip(folders, read, strict=True)
             ],
         },
     )  # fmt: skip
