@@ -70,8 +70,12 @@ def version() -> str:
 
 
 def api_key() -> str | None:
-    """$MLAFORGE_API_KEY: what clients of `serve` must show; None where it is unset or empty."""
-    return os.environ.get("MLAFORGE_API_KEY") or None
+    """$MLAFORGE_API_KEY: what clients of `serve` must show; None where it is unset. Raises UserError where it is
+    empty: what was to fill it is missing, and nobody may take that for a wish to serve without a key."""
+    key = os.environ.get("MLAFORGE_API_KEY")
+    if key is not None and not key.strip():
+        raise UserError("MLAFORGE_API_KEY is empty; give it a key, or unset it to serve anybody")
+    return key
 
 
 def resolve_device(name: str) -> torch.device:

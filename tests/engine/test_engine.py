@@ -180,7 +180,7 @@ def test_prompt_logprobs_come_through_preemption(reused, oracle):
     """In the middle of the prompt, which then begins anew, and after it, when the answer alone goes on."""
     engine = reused.engine
     seen = set()
-    for spare in range(8):
+    for spare in range(4, 12):
         renew(engine, spare, 75 + 20, block_size=4, max_step=8)
         before = engine.stats().preemptions
         engine.add("first", OTHER, greedy(40))

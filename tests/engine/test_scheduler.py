@@ -232,3 +232,37 @@ def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
     # Nothing that full attention could use is left over.
     if windows[0] is None and groups[0].num_blocks < most:
         assert budget - used < sizes[0]
+
+
+def test_a_prompt_s_own_logits_take_their_share_of_a_step(engine, monkeypatch):
+    """As much is computed beside those who decode as for any other prompt, logits of the whole vocabulary included; and
+    every step brings them a token."""
+    scored, rows = random_prompts(41, seed=3)[0], []
+    logits = engine.model.logits
+    monkeypatch.setattr(engine.model, "logits", lambda hidden: (rows.append(len(hidden)), logits(hidden))[1])
+    (whole,) = engine_outputs(engine, scored)
+    engine.add("decoding", BASES[0], greedy(40))
+    while not engine.step():
+        pass
+    engine.add("scored", scored, greedy(1, prompt_logprobs=2))
+    steps = 0
+    while "scored" in engine._requests:
+        rows.clear()
+        before = engine.stats().computed_tokens
+        outputs = {output.request_id: output for output in engine.step()}
+        drawn = sum(len(output.outputs) for output in outputs.values())
+        assert len(outputs["decoding"].outputs[0].token_ids) == 1
+        assert engine.stats().computed_tokens - before + sum(rows) - drawn <= 16
+        steps += 1
+    # One of 16 is the other's, two each are the prompt's.
+    assert steps == 6
+    for one, other in zip(outputs["scored"].prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
+        assert (one.token_id, [token for token, _ in one.top]) == (other.token_id, [token for token, _ in other.top])
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+    engine.abort("decoding")
+
+
+def engine_outputs(engine, prompt):
+    """A prompt read alone, with its log probabilities."""
+    engine.add("alone", prompt, greedy(1, prompt_logprobs=2))
+    return [output for _ in range(20) for output in engine.step()]

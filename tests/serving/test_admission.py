@@ -297,17 +297,32 @@ def test_64_streaming_clients(tokenizer):
 @pytest.mark.parametrize(("options", "word"), [
     ({"port": 70000}, "port"), ({"max_concurrent": 0}, "max_concurrent"), ({"max_queue": -1}, "max_queue"),
     ({"client_timeout": 0.0}, "client_timeout"), ({"drain_timeout": -1.0}, "drain_timeout"), ({"max_n": 0}, "max_n"),
+    ({"client_timeout": float("nan")}, "client_timeout = nan must be above 0 and at most 86400"),
+    ({"client_timeout": float("inf")}, "client_timeout = inf must be above 0 and at most 86400"),
 ])  # fmt: skip
 def test_impossible_options(options, word):
     with pytest.raises(UserError, match=word):
         ServeConfig(**options)
 
 
-def test_the_key_of_the_environment(monkeypatch):
+@pytest.mark.parametrize(("option", "words"), [
+    (("--api-key", ""), "--api-key is empty, as an unset variable is; give a key, or leave it out to serve anybody"),
+    (("--api-key", " "), "--api-key is empty"), (("--client-timeout", "nan"), "client_timeout = nan must be above 0"),
+    (("--max-n", "100"), "max_n = 100 must be at most max_num_seqs = 64"),
+    (("--max-n", "5", "--max-num-seqs", "4"), "max_n = 5 must be at most max_num_seqs = 4"),
+])  # fmt: skip
+def test_impossible_options_are_refused_before_anything_is_loaded(option, words, refused, tmp_path):
+    refused(words, "serve", tmp_path / "no such model", *option)
+
+
+def test_the_key_of_the_environment(monkeypatch, refused, tmp_path):
     monkeypatch.setenv("MLAFORGE_API_KEY", "k")
-    assert server.with_key(ServeConfig()).api_key == "k" and server.with_key(ServeConfig(api_key="o")).api_key == "o"
+    assert server.checked(ServeConfig()).api_key == "k" and server.checked(ServeConfig(api_key="o")).api_key == "o"
+    monkeypatch.delenv("MLAFORGE_API_KEY")
+    assert server.checked(ServeConfig()).api_key is None
+    # What was to fill it is missing: that is no wish to serve without a key.
     monkeypatch.setenv("MLAFORGE_API_KEY", "")
-    assert server.with_key(ServeConfig()).api_key is None
+    refused("MLAFORGE_API_KEY is empty; give it a key, or unset it", "serve", tmp_path / "no such model")
 
 
 def test_an_address_that_is_taken():

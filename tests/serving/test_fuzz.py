@@ -120,6 +120,8 @@ def test_what_is_no_json_object(served, path, body):
     ({"presence_penalty": 2.1}, "presence_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"min_tokens": -1}, "min_tokens"), ({"stop": ["a", ""]}, "stop.1"),
     ({"stop_token_ids": [1, 10**30]}, "stop_token_ids"),
+    ({"temperature": 2.0001}, "temperature"), ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"), ({"regex": "a\\"}, "regex"),
     ({"max_tokens": 10**6}, "prompt"), ({"temprature": 1}, "temprature"), ({"stream": "yes"}, "stream"),
 ])  # fmt: skip
 @pytest.mark.parametrize("path", PATHS)
@@ -178,6 +180,46 @@ def test_only_json_is_taken_and_no_other_origin_is_welcome(served):
     served.refused(served.post(PATHS[0], data={"prompt": "x"}), 415)
     answer = served.post(PATHS[0], json=VALID[PATHS[0]], headers={"origin": "http://evil.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(("parameters", "status"), [
+    ("", 200), ("; charset=utf-8", 200), (';CHARSET="UTF-8" ; x=y', 200), ("; charset=us-ascii", 200),
+    ("; charset=latin-1", 415), ("; charset=utf-16", 415), ("; x=y; charset=utf-8; charset=rot13", 415),
+])  # fmt: skip
+def test_a_body_is_in_utf_8(served, parameters, status):
+    headers = {"content-type": "application/json" + parameters}
+    answer = served.post(PATHS[0], content='{"prompt": "é", "max_tokens": 1}'.encode(), headers=headers)
+    assert answer.status_code == status
+    if status != 200:
+        assert "UTF-8" in served.refused(answer, 415)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "/v1/chat/completions//", "/v1/models/", "/health/", "/version/"])
+def test_a_slash_at_the_end_of_a_path(served, path):
+    """No redirect, which some clients follow with a GET and some not at all."""
+    body = VALID.get(path.rstrip("/"))
+    answer = served.http.get(path) if body is None else served.post(path, json=body)
+    assert answer.status_code == 200 and answer.json()
+    served.refused(served.http.get("/"), 404)
+
+
+def test_the_hottest_that_openai_takes(served):
+    for path in PATHS:
+        assert served.post(path, json=VALID[path] | {"temperature": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("body", [
+    b'{"a":[' + b"[]," * 200_000 + b"1]}", b'{"a":[' + b'{"b":1},' * 100_000 + b"1]}",
+    b"{" + b",".join(b'"%d":1' % i for i in range(100_001)) + b"}",
+])  # fmt: skip
+def test_what_would_be_parsed_for_seconds(served, body):
+    """Python's lock is held meanwhile: 4.3 s for 7.5 MB of empty lists. Marks inside of strings count for nothing."""
+    assert "more than 100000 lists, objects and fields" in served.refused(send(served, PATHS[0], body), 400)
+    for text in ("[{:" * 100_000, '\\"[' * 100_000):
+        assert parse_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    arguments = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" + "[]," * 200_000 + "1]"}}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": arguments}]
+    served.refused(served.post(PATHS[1], json={"messages": messages}), 400, "messages.0.tool_calls")
 
 
 def test_what_the_engine_refuses_is_a_400(served):

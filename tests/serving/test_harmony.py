@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from mlaforge.engine.request import harmony
 from mlaforge.runtime import UserError
+from mlaforge.serving import harmony_process
 from mlaforge.serving.chat import Chat
+from mlaforge.serving.harmony_process import HarmonyProcesses
+from mlaforge.serving.prompts import Prompts
 from mlaforge.serving.protocol import ChatRequest
 from mlaforge.serving.wire import ApiError
 from support.harmony_tokenizer import HarmonyTokenizer
@@ -120,7 +123,7 @@ def request(messages, **options):
 
 def rendered(spoken, asked):
     """The prompt of a request, as the server makes it."""
-    return Chat(None, spoken).prompt(asked)
+    return Chat(None, spoken, Prompts(HarmonyTokenizer(spoken.encoding), 131072)).prompt(asked)
 
 
 def test_a_conversation_is_rendered(spoken, encoding):
@@ -169,6 +172,43 @@ def test_what_harmony_has_not(spoken, options, param):
     assert error.value.param == param and error.value.status == 400
 
 
+@pytest.fixture
+def processes(spoken):
+    processes = HarmonyProcesses(spoken)
+    yield processes
+    started = list(processes._all)
+    processes.close()
+    assert all(process.poll() is not None for process in started)
+
+
+TEXT = "wéather 漢🙂\u2028 \x85 <|end|>\n" * 900
+LONG = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
+
+
+def test_a_long_conversation_is_written_by_a_process_as_it_is_here(spoken, processes, monkeypatch):
+    """The library holds Python's lock: 12 s for a word of 200,000 letters, in which no token moves."""
+    tools = [{"type": "function", "function": {"name": "f", "description": TEXT, "parameters": {"type": "object"}}}]
+    for arguments in ((LONG, [], None), (LONG[1:], tools, "high")):
+        expected = spoken.render(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(spoken, "render", None)
+            assert processes.render(*arguments) == expected
+    assert len(processes._all) == 1
+    nobody = [*LONG, {"role": "tool", "content": "x"}]
+    with pytest.raises(harmony.MessageError, match="tool_call_id names no call") as refused:
+        processes.render(nobody, [], None)
+    assert refused.value.field == "messages.2.tool_call_id"
+
+
+@pytest.mark.parametrize("content", [" " * 2_000_000, "x" * 300_000], ids=["panic", "time"])
+def test_what_harmony_cannot_write_ends_a_process_alone(content, spoken, processes, monkeypatch):
+    monkeypatch.setattr(harmony_process, "SECONDS", 0.5)
+    with pytest.raises(harmony.MessageError, match="harmony cannot write these messages"):
+        processes.render([{"role": "user", "content": content}], [], None)
+    assert not processes._all
+    assert processes.render(LONG, [], None) == spoken.render(LONG)
+
+
 def test_other_token_ids_are_no_harmony(tmp_path, encoding):
     plain = load_tokenizer(tmp_path)
     assert not harmony.speaks_harmony(plain)
@@ -195,8 +235,12 @@ def test_served(tokenizer, encoding):
         assert (
             calls[0].function.name == "weather" and "".join(c.function.arguments for c in calls) == '{"city": "Köln"}'
         )
-        for name, value in {"stop": "x", "regex": "a", "response_format": {"type": "json_object"}}.items():
-            body = {"messages": asked["messages"], name: value}
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        for name, value in {
+            "stop": "x", "regex": "a", "response_format": {"type": "json_object"}, "tool_choice": "required",
+            "structured_outputs": {"regex": "a"},
+        }.items():  # fmt: skip
+            body = {"messages": asked["messages"], name: value, "tools": tools}
             served.refused(served.post("/v1/chat/completions", json=body), 400, name)
         # max_tokens cuts inside a header: raw, flagged, no crash.
         cut = served.post("/v1/chat/completions", json=asked | {"max_tokens": 2}).json()["choices"][0]

@@ -19,6 +19,9 @@ class HarmonyTokenizer:
     def get_added_vocab(self):
         return {token: self.encoding.encode(token, allowed_special="all")[0] for token in harmony.SPECIAL}
 
+    def get_vocab(self):
+        return {" " * 128: 0}
+
     def convert_ids_to_tokens(self, token_id):
         return self.encoding.decode([token_id])
 

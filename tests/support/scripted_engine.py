@@ -163,6 +163,9 @@ class ByteTokenizer:
     def get_added_vocab(self) -> dict[str, int]:
         return {"</s>": 256}
 
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(i): i for i in range(256)} | self.get_added_vocab()
+
 
 def main() -> None:
     """python scripted_engine.py DELAY PORT DRAIN_TIMEOUT: serves it, for tests of signals."""

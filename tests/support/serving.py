@@ -17,14 +17,15 @@ import uvicorn
 from mlaforge.serving.app import create_app
 from mlaforge.serving.async_engine import AsyncEngine
 from mlaforge.serving.config import ServeConfig
+from mlaforge.serving.server import listen, settings
 from support.scripted_engine import ScriptedEngine
 
 
 class Served:
-    """A running server: `engine`, `url`, and clients for it."""
+    """A running server: `engine`, `url`, uvicorn's own `server`, and clients for it."""
 
-    def __init__(self, engine: Any, service: Any, port: int) -> None:
-        self.engine, self.service, self.port = engine, service, port
+    def __init__(self, engine: Any, service: Any, server: uvicorn.Server, port: int) -> None:
+        self.engine, self.service, self.server, self.port = engine, service, server, port
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
@@ -72,18 +73,18 @@ def free_port() -> int:
 def serving(engine: Any, **options: Any) -> Iterator[Served]:
     """A server of `engine` with these options of ServeConfig, in a thread."""
     wrapped = AsyncEngine(engine)
-    app = create_app(wrapped, ServeConfig(**options))
-    listener = socket.socket()
-    # Or a short answer's body waits 40 ms for the client to acknowledge the head.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    config = ServeConfig(port=0, **options)
+    app = create_app(wrapped, config)
+    how = settings(app, config)
+    how.timeout_graceful_shutdown = 1
+    listener = listen(how)
     # Inherited by connections: a slow reader is noticed after kilobytes, not megabytes.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(how)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     until(lambda: server.started)
-    served = Served(engine, app.state.service, listener.getsockname()[1])
+    served = Served(engine, app.state.service, server, listener.getsockname()[1])
     try:
         yield served
     finally:

@@ -225,6 +225,8 @@ def serve(model: Model, config: ServeConfig) -> None:
     from mlaforge.engine.engine import Engine
 
     quiet()
+    # Before anything is loaded.
+    config = server.checked(config)
     server.run(Engine(model, config), config)
 
 

@@ -65,7 +65,7 @@ class Scheduler:
         preempted = False
         for others, sequence in zip(reversed(range(len(self.running))), list(self.running), strict=True):
             if budget and sequence in self.running:
-                upto = min(len(sequence.token_ids), sequence.computed + budget)
+                upto = min(len(sequence.token_ids), sequence.computed + _affordable(sequence, budget))
                 count = max(0, min(drafts(sequence), budget - 1 - others)) if sequence.decoding else 0
                 copies = self.tables.reserve(sequence.number, upto + count)
                 if copies is None and count:
@@ -81,13 +81,13 @@ class Scheduler:
                 else:
                     plan.chunks.append((sequence, upto))
                     plan.copies += copies
-                    budget -= upto - sequence.computed
+                    budget = max(0, budget - sequence.price * (upto - sequence.computed))
         while self.waiting and budget and not preempted and self.tables.available > self._short:
             sequence = self.waiting[0]
             if sum(map(_num_sequences, self.running)) + _num_sequences(sequence) > self.max_num_seqs:
                 break
             cached = self.tables.start(sequence.number, sequence.token_ids, sequence.reuse)
-            upto = min(len(sequence.token_ids), cached + budget)
+            upto = min(len(sequence.token_ids), cached + _affordable(sequence, budget))
             copies = self.tables.reserve(sequence.number, upto)
             if copies is None:
                 self.tables.free(sequence.number)
@@ -101,7 +101,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan.chunks.append((sequence, upto))
             plan.copies += copies
-            budget -= upto - cached
+            budget = max(0, budget - sequence.price * (upto - cached))
         assert plan.chunks or not (self.running or self.waiting), "blocks are short for a single sequence"
         return plan
 
@@ -119,3 +119,8 @@ class Scheduler:
 def _num_sequences(sequence: Sequence) -> int:
     """How many sequences this one is, or becomes when its prompt is computed."""
     return 1 if sequence.prefilled else sequence.request.params.n
+
+
+def _affordable(sequence: Sequence, budget: int) -> int:
+    """How many of its tokens a step may compute, at least one."""
+    return max(1, budget // sequence.price)

@@ -1,11 +1,11 @@
-"""Admission control: API keys, concurrent requests and their queue, sizes of bodies, timeouts of clients."""
+"""Admission control: API keys, concurrent requests and their queue, clients that go or read nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from mlaforge.serving.wire import ApiError, dumps
@@ -41,40 +41,45 @@ class ApiKey:
         await send_json(send, 401, error.body(), {"WWW-Authenticate": "Bearer"})
 
 
-async def send_json(send: Send, status: int, value: Any, headers: dict[str, str]) -> None:
-    """A whole JSON response."""
+async def send_json(send: Send, status: int, value: Any, headers: dict[str, str], more_body: bool = False) -> None:
+    """A whole JSON response; with `more_body` its client has all of it, but the server not its end."""
     body = dumps(value)
     fields = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     raw = [(name.lower().encode("latin-1"), text.encode("latin-1")) for name, text in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+def _queue_full(why: str) -> ApiError:
+    return ApiError(429, why, code="queue_full", headers={"Retry-After": "1"})
 
 
 class AdmissionControl:
-    """Lets `slots` requests run at once and `queue` more wait, first come first served; refuses the rest.
+    """Lets `slots` requests run at once and `queue` more wait, first come first served, with bodies of at most `room`
+    bytes; refuses the rest.
 
     `admitted` counts those that run or wait, `running` those that hold a slot.
     """
 
-    def __init__(self, slots: int, queue: int) -> None:
-        self._capacity = slots + queue
+    def __init__(self, slots: int, queue: int, room: int) -> None:
+        self._capacity, self._room = slots + queue, room
         self._slots = asyncio.Semaphore(slots)
         self._idle = asyncio.Event()
         self._idle.set()
         self.admitted = 0
         self.running = 0
         self.draining = False
+        # Bytes of the bodies of those that wait.
+        self._waiting = 0
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """A request from its arrival to its end. Raises ApiError: 503 while draining, 429 where the queue is full."""
+        """A request from when it has come whole to its end. Raises ApiError: 503 while draining, 429 where the queue is
+        full."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10", "Connection": "close"})
         if self.admitted >= self._capacity:
-            raise ApiError(
-                429, f"{self.admitted} requests are running or waiting; try again later", code="queue_full",
-                headers={"Retry-After": "1"},
-            )  # fmt: skip
+            raise _queue_full(f"{self.admitted} requests are running or waiting; try again later")
         self.admitted += 1
         self._idle.clear()
         try:
@@ -83,6 +88,17 @@ class AdmissionControl:
             self.admitted -= 1
             if not self.admitted:
                 self._idle.set()
+
+    @contextmanager
+    def waiting(self, size: int) -> Iterator[None]:
+        """A request with a body of `size` bytes, until it has its slot. Raises ApiError: 429 where too much waits."""
+        if self._waiting and self._waiting + size > self._room:
+            raise _queue_full(f"requests of {self._waiting} bytes are waiting; try again later")
+        self._waiting += size
+        try:
+            yield
+        finally:
+            self._waiting -= size
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -103,32 +119,6 @@ class AdmissionControl:
         except TimeoutError:
             return False
         return True
-
-
-async def read_body(scope: Scope, receive: Receive, most: int, timeout: float) -> bytes:
-    """The request's body. Raises ApiError: 413 above `most` bytes, whether announced or not, 408 where `timeout`
-    seconds pass before its end; raises Disconnected."""
-    announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    too_large = ApiError(
-        413, f"the body is larger than {most} bytes", code="body_too_large", headers={"Connection": "close"}
-    )
-    if int(announced) > most:
-        raise too_large
-    chunks, size, more = [], 0, True
-    try:
-        async with asyncio.timeout(timeout):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Disconnected
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
-                more = message.get("more_body", False)
-                if size > most:
-                    raise too_large
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {timeout:g} s", headers={"Connection": "close"}) from error
-    return b"".join(chunks)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,24 +19,28 @@ from mlaforge.serving import wire
 from mlaforge.serving.admission import (
     AdmissionControl,
     ApiKey,
+    App,
     Disconnected,
     Receive,
     Scope,
     Send,
-    read_body,
     send_json,
     while_connected,
     with_write_timeout,
 )
 from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, Stream
+from mlaforge.serving.bodies import Bodies, Incoming
 from mlaforge.serving.chat import Chat
 from mlaforge.serving.config import ServeConfig
 from mlaforge.serving.metrics import Metrics
+from mlaforge.serving.prompts import Prompts
 from mlaforge.serving.protocol import ChatRequest, CompletionRequest, Generation, refusal
 from mlaforge.serving.responses import ChatForm, Form, Prompt, Reply, TextForm
 from mlaforge.serving.token_text import TokenText
 from mlaforge.serving.wire import ApiError
 
+# Bodies of the largest size for which there is room: that are on their way, and that wait for a slot at the engine.
+ROOM = 16
 # The client closed the connection before its answer: for the metrics alone (nginx's number).
 CLIENT_CLOSED_REQUEST = 499
 
@@ -51,15 +53,13 @@ class Service:
         self.engine, self.config = engine, config
         self.model = config.served_model_name or inner.model_name
         self.created = int(time.time())
-        self.admission = AdmissionControl(config.max_concurrent, config.max_queue)
+        room = ROOM * config.max_body
+        self.bodies = Bodies(config.max_body, config.client_timeout, room)
+        self.admission = AdmissionControl(config.max_concurrent, config.max_queue, room)
         self.metrics = Metrics(engine, self.admission)
         self.tokens = TokenText(inner.tokenizer)
-        self.chat = Chat(inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony))
-        # Tokenizing a long prompt must not hold up everybody's tokens; one thread, because tokenizers want no two.
-        self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="mlaforge-tokenize")
-
-    async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, work, *arguments)
+        self.prompts = Prompts(inner.tokenizer, inner.max_model_len)
+        self.chat = Chat(inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony), self.prompts)
 
     def text_form(self, payload: dict[str, Any]) -> tuple[CompletionRequest, Form]:
         """A completion request, tokenized. Raises ApiError."""
@@ -70,8 +70,7 @@ class Service:
         prompts = []
         for prompt in request.prompts(self.config.max_prompts):
             if isinstance(prompt, str):
-                special = request.add_special_tokens is not False
-                ids = list(inner.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+                ids = self.prompts.encode(prompt, request.add_special_tokens is not False, request.max_tokens)
                 self._check_prompt(ids, request.max_tokens)
                 prompts.append(Prompt(ids, prompt))
             else:
@@ -88,7 +87,7 @@ class Service:
         params = request.params(inner.vocab_size, **changes)
         wants = request.prompt_logprobs is not None
         form = TextForm(
-            self.model, prompts, params, self.tokens, request.logprobs, wants,
+            self.model, prompts, params, self.tokens, request.logprobs, wants, request.return_tokens_as_token_ids,
             echo=request.echo, scoring_only=scoring_only,
         )  # fmt: skip
         return request, form
@@ -103,22 +102,27 @@ class Service:
         ids = self.chat.prompt(request)
         self._check_prompt(ids, limit)
         wants = request.prompt_logprobs is not None
-        return request, ChatForm(self.model, [Prompt(ids)], params, self.tokens, alternatives, wants, chat=self.chat)
+        form = ChatForm(
+            self.model, [Prompt(ids)], params, self.tokens, alternatives, wants, request.return_tokens_as_token_ids,
+            parser=self.chat.parser(request),
+        )  # fmt: skip
+        return request, form
 
     def _check(self, request: Generation) -> None:
         if request.model is not None and request.model != self.model:
             message = f"there is no model {request.model[:200]!r} here; it is {self.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
-        if request.n > self.config.max_n:
-            raise ApiError(400, f"n = {request.n} is too large; at most {self.config.max_n}", "n")
+        if request.n > (most := self.config.max_n or self.config.max_num_seqs):
+            raise ApiError(400, f"n = {request.n} is too large; at most {most}", "n")
 
     def _check_prompt(self, token_ids: list[int], max_tokens: int | None) -> None:
         inner = self.engine.engine
         try:
             check_prompt(token_ids, inner.vocab_size, inner.max_model_len, max_tokens or 1)
+        except PromptTooLong:
+            raise
         except UserError as error:
-            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-            raise ApiError(400, str(error), "prompt", code) from error
+            raise ApiError(400, str(error), "prompt") from error
 
     async def drain(self) -> None:
         """New requests get 503; waits for the running ones as long as the configuration says, then ends them."""
@@ -128,7 +132,8 @@ class Service:
 
     def close(self) -> None:
         self.engine.close()
-        self.tokenizing.shutdown(cancel_futures=True)
+        self.chat.close()
+        self.prompts.close()
 
 
 class Answer(Response):
@@ -140,44 +145,54 @@ class Answer(Response):
         super().__init__()
         self._service, self._endpoint, self._read = service, endpoint, read
         self._arrived = time.perf_counter()
+        self._body = b""
         self._reply: Reply | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 500
+        service, status, incoming = self._service, 500, Incoming(receive)
         try:
-            async with self._service.admission.admit():
-                await self._handle(scope, receive, with_write_timeout(send, self._service.config.client_timeout))
+            content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+            wire.check_media_type(content_type)
+            # Only a request that has come whole is admitted: half a body keeps nobody out.
+            self._body = await service.bodies.read(scope, incoming)
+            async with service.admission.admit():
+                answer = self._answer(with_write_timeout(send, service.config.client_timeout))
+                await while_connected(receive, answer)
             status = 200
         except Disconnected:
             status = CLIENT_CLOSED_REQUEST
         except ApiError as error:
             status = error.status
-            await send_json(send, status, error.body(), error.headers)
+            # The rest of a body that nobody wants is read all the same; not what was waited for in vain.
+            unread = incoming.more and status != 408
+            await send_json(send, status, error.body(), error.headers, more_body=unread)
+            if unread:
+                await incoming.discard(service.config.client_timeout)
+                await send({"type": "http.response.body", "body": b""})
         finally:
             reply = self._reply
             ids, n = (list(reply.request_ids), reply.form.params.n) if reply else ([], 0)
-            self._service.metrics.ended(self._endpoint, status, self._arrived, ids, n)
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
-        media = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-        # Also keeps web pages out: a browser asks first before it sends this type to another origin.
-        if media.split(b";")[0].strip().lower() != b"application/json":
-            raise ApiError(415, "Content-Type must be application/json")
-        body = await read_body(scope, receive, service.config.max_body, service.config.client_timeout)
-        await while_connected(receive, self._answer(body, send))
+            service.metrics.ended(self._endpoint, status, self._arrived, ids, n)
 
     def _parse(self, body: bytes) -> tuple[Generation, Form]:
-        return self._read(wire.parse_object(body))
+        """Raises ApiError."""
+        try:
+            return self._read(wire.parse_object(body))
+        except PromptTooLong as error:
+            raise ApiError(400, str(error), "prompt", "context_length_exceeded") from error
 
-    async def _answer(self, body: bytes, send: Send) -> None:
-        service = self._service
-        request, form = await service.in_thread(self._parse, body)
-        reply = self._reply = Reply(form)
-        requests = {
-            request_id: (form.prompts[i].token_ids, form.params) for request_id, i in reply.request_ids.items()
-        }  # fmt: skip
-        async with service.admission.slot():
+    async def _answer(self, send: Send) -> None:
+        service, body = self._service, self._body
+        async with AsyncExitStack() as held:
+            with service.admission.waiting(len(body)):
+                request, form = await service.prompts.in_thread(len(body), self._parse, body)
+                await held.enter_async_context(service.admission.slot())
+            # Those that run are bounded by their number: not a body is kept of them.
+            self._body = body = b""
+            reply = self._reply = Reply(form)
+            requests = {
+                request_id: (form.prompts[i].token_ids, form.params) for request_id, i in reply.request_ids.items()
+            }  # fmt: skip
             try:
                 async with service.engine.open(requests, self._arrived) as stream:
                     await stream.accepted()
@@ -218,6 +233,19 @@ async def _stream(reply: Reply, request: Generation, stream: Stream, send: Send)
     await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
+class TrailingSlash:
+    """ASGI middleware: a path means the same with a slash at its end. (A redirect would not bring a POST there with
+    every client.)"""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
+
+
 def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
     """The application; `app.state.service` is its Service. Raises UserError where the model's chat format lacks its
     package. The engine is started with the application and closed with it."""
@@ -231,11 +259,13 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
 
     # No documentation pages: they would load scripts from elsewhere. No CORS: pages of others stay out.
     app = FastAPI(
-        title="mlaforge", version=runtime.version(), lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+        title="mlaforge", version=runtime.version(), lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
+        redirect_slashes=False,
     )
     app.state.service = service
     if config.api_key:
         app.add_middleware(ApiKey, key=config.api_key)
+    app.add_middleware(TrailingSlash)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_error)
 

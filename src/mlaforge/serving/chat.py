@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mlaforge.engine.request import chat_template
 from mlaforge.engine.request.harmony import FIELDS, Harmony, MessageError
 from mlaforge.engine.request.output import Completion
 from mlaforge.runtime import UserError
-from mlaforge.serving.protocol import ChatMessage, ChatRequest
-from mlaforge.serving.wire import ApiError
+from mlaforge.serving.harmony_process import HarmonyProcesses
+from mlaforge.serving.prompts import Prompts
+from mlaforge.serving.protocol import ChatMessage, ChatRequest, NamedTool
+from mlaforge.serving.tool_calls import CallsReader, begun_call
+from mlaforge.serving.wire import ApiError, parse
 
 # What tokenizers take besides the template's variables: a request may not set these through chat_template_kwargs.
 _RESERVED = frozenset({
@@ -21,7 +25,8 @@ _RESERVED = frozenset({
 
 
 class AnswerParser(Protocol):
-    """Reads one choice's answer. `failed`: it was no harmony after all; `calls`: tools called so far."""
+    """Reads one choice's answer. `failed`: it was no harmony after all; `calls`: tools called so far, of the model's
+    own accord or as one of several."""
 
     @property
     def failed(self) -> bool: ...
@@ -60,33 +65,78 @@ class ChannelParser:
         return self._parser.feed(new.token_ids, new.finish_reason is not None)
 
 
+class CallsParser:
+    """A list of calls, as the schema of `tool_choice: required` has the model write it."""
+
+    failed = False
+
+    def __init__(self) -> None:
+        self._reader = CallsReader()
+
+    @property
+    def calls(self) -> int:
+        return self._reader.calls
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        added = self._reader.read(new.text)
+        return {"tool_calls": added} if added else {}
+
+
+class NamedCallParser:
+    """Everything is the arguments of one tool. As OpenAI and vLLM have it, such an answer ends with `stop`."""
+
+    failed = False
+    calls = 0
+
+    def __init__(self, name: str) -> None:
+        self._call = begun_call(0, name)
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        if not new.text:
+            return {}
+        call, self._call = self._call, {"index": 0, "function": {}}
+        return {"tool_calls": [{**call, "function": {**call["function"], "arguments": new.text}}]}
+
+
 class Chat:
     """How one model is talked with: in harmony, or by its chat template."""
 
-    def __init__(self, tokenizer: Any, spoken: Harmony | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, spoken: Harmony | None, prompts: Prompts) -> None:
+        self._tokenizer, self._prompts = tokenizer, prompts
         self.harmony = spoken
+        self._processes = None if spoken is None else HarmonyProcesses(spoken)
 
     def prompt(self, request: ChatRequest) -> list[int]:
-        """The request's prompt as token ids. Raises ApiError (400)."""
-        return self._by_template(request) if self.harmony is None else self._in_harmony(self.harmony, request)
+        """The request's prompt as token ids. Raises ApiError (400), PromptTooLong."""
+        return self._by_template(request) if self._processes is None else self._in_harmony(self._processes, request)
 
-    def parser(self) -> AnswerParser:
-        return PlainParser() if self.harmony is None else ChannelParser(self.harmony)
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
+
+    def parser(self, request: ChatRequest) -> Callable[[], AnswerParser]:
+        """What makes the parsers of the request's answers."""
+        if self.harmony is not None:
+            return functools.partial(ChannelParser, self.harmony)
+        if isinstance(request.tool_choice, NamedTool):
+            return functools.partial(NamedCallParser, request.tool_choice.function.name)
+        return CallsParser if request.tool_choice == "required" else PlainParser
 
     def sampling(self, request: ChatRequest) -> dict[str, Any]:
         """What talking so changes in the sampling parameters. Raises ApiError (400)."""
         if self.harmony is None:
             return {}
-        for name in ("response_format", "regex", "guided_regex", "guided_json", "stop"):
+        for name in (
+            "response_format", "regex", "guided_regex", "guided_json", "structured_outputs", "stop", "tool_choice",
+        ):  # fmt: skip
             value = getattr(request, name)
-            if value and getattr(value, "type", "") != "text":
+            if value and value not in ("auto", "none") and getattr(value, "type", "") != "text":
                 why = f"{name} would bind harmony's channels too; use --no-harmony, or say it in a message"
                 raise ApiError(400, why, name, "unsupported_parameter")
         stops = () if request.ignore_eos else self.harmony.stop_token_ids
         return {"stop_token_ids": (*request.stop_token_ids, *stops)}
 
-    def _in_harmony(self, spoken: Harmony, request: ChatRequest) -> list[int]:
+    def _in_harmony(self, processes: HarmonyProcesses, request: ChatRequest) -> list[int]:
         if request.continue_final_message or not request.add_generation_prompt:
             raise ApiError(400, "with harmony the answer is always a new message", "add_generation_prompt")
         if request.chat_template_kwargs:
@@ -95,8 +145,9 @@ class Chat:
             {**message.model_dump(include=set(FIELDS), exclude_none=True), "content": message.text}
             for message in request.messages
         ]
+        self._prompts.check("\n".join(message.text for message in request.messages), request.limit())
         try:
-            return spoken.render(messages, _tools(request), request.reasoning_effort)
+            return processes.render(messages, _tools(request), request.reasoning_effort)
         except MessageError as error:
             raise ApiError(400, str(error), error.field) from error
 
@@ -118,14 +169,15 @@ class Chat:
             variables["tools"] = tools
         messages = [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)]
         try:
-            return chat_template.render(self._tokenizer, messages, variables, bool(request.add_special_tokens))
+            text = chat_template.text(self._tokenizer, messages, variables)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
+        return self._prompts.encode(text, bool(request.add_special_tokens), request.limit())
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]]:
     """The tools that the model is told of, as plain objects."""
-    return [tool.model_dump(exclude_none=True) for tool in request.tools] if request.tool_choice == "auto" else []
+    return [] if request.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -149,6 +201,6 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
 def _arguments(text: str, where: str) -> Any:
     """A call's arguments, which the API carries as JSON text. Raises ApiError (400)."""
     try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
+        return parse(text or "{}")
+    except ValueError as error:
         raise ApiError(400, f"{where}: a call's arguments are not JSON", f"{where}.tool_calls") from error

@@ -51,8 +51,10 @@ class ServeConfig(EngineConfig):
     max_concurrent: int = option(256, "requests that are worked on at once", "requests", least=1)
     max_queue: int = option(1024, "requests that may wait beyond these; more get 429", "requests", least=0)
     max_body: int = option(8 * 2**20, "largest body of a request", "bytes", least=1)
-    max_n: int = option(128, "largest n of a request", "continuations", least=1)
+    max_n: int | None = option(None, "largest n of a request (default: --max-num-seqs)", "continuations", least=1)
     max_prompts: int = option(1024, "most prompts of one request", "prompts", least=1)
-    client_timeout: float = option(60.0, "how long a client may send or read nothing", "seconds", above=0)
+    client_timeout: float = option(
+        60.0, "how long a client may take to send a request, or may read nothing", "seconds", above=0, most=86400
+    )
     drain_timeout: float = option(30.0, "how long running requests may go on after SIGTERM", "seconds", least=0)
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")

@@ -10,16 +10,21 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from mlaforge.config import nearest
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
+from mlaforge.serving import tool_calls
+from mlaforge.serving.strict import Strict, explained
+from mlaforge.serving.structured_outputs import ResponseFormat, StructuredOutputs
 from mlaforge.serving.wire import ApiError
 
 # What a server bounds beyond SamplingParams, which has the ranges of everything else.
 MAX_LOGPROBS = 20
 MAX_BIASES = 10_000
+# OpenAI's; SamplingParams takes any that leaves the logits finite.
+MAX_TEMPERATURE = 2.0
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(max_length=1000)]
@@ -37,8 +42,8 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bad_words": ("use logit_bias", ([],)),
     "allowed_token_ids": ("use logit_bias or regex", ()),
     "logits_processors": ("use logit_bias", ([],)),
-    "guided_choice": ("use regex", ()),
-    "guided_grammar": ("use regex or response_format", ()),
+    "guided_choice": ("use structured_outputs.choice", ()),
+    "guided_grammar": ("use structured_outputs.regex or .json", ()),
     "truncate_prompt_tokens": ("shorten the prompt", ()),
     "prompt_embeds": ("send text or token ids", ()),
     "priority": ("requests are served in order", (0,)),
@@ -56,37 +61,11 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-class Strict(BaseModel):
-    """No coercion, no infinite number, no unknown field."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _not_crowded(cls, value: Any) -> Any:
-        # pydantic writes down every single mistake: a million of them would take gigabytes.
-        if isinstance(value, dict) and len(value) > 100:
-            raise ValueError("an object with more fields than there are")
-        return value
-
-
 class StreamOptions(Strict):
     """`continuous_usage_stats` is vLLM's: usage so far in every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-
-class JsonSchema(Strict):
-    name: str = ""
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
 
 
 class Generation(Strict):
@@ -101,7 +80,7 @@ class Generation(Strict):
     best_of: int | None = None
     max_tokens: Count | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(le=MAX_TEMPERATURE)] = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -110,20 +89,22 @@ class Generation(Strict):
     repetition_penalty: float = 1.0
     # Signed, as OpenAI's and vLLM's.
     seed: Annotated[int, Field(le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=64)] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] = []
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     speculate: bool = True
     spaces_between_special_tokens: Literal[True] = True
     add_special_tokens: bool | None = None
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field(default_factory=dict)
     prompt_logprobs: Logprobs | None = None
     response_format: ResponseFormat | None = None
     regex: str | None = None
     guided_regex: str | None = None
     guided_json: dict[str, Any] | str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_tokens_as_token_ids: bool = False
 
     @classmethod
     def read(cls, payload: dict[str, Any]) -> Self:
@@ -131,7 +112,7 @@ class Generation(Strict):
         refused = {**REFUSED, **cls.own_refused}
         values: dict[str, Any] = {}
         for name, value in payload.items():
-            if value is None or name in HARMLESS:
+            if value is None or (name in HARMLESS and name not in cls.model_fields):
                 continue
             if name in refused:
                 instead, nothing = refused[name]
@@ -148,29 +129,30 @@ class Generation(Strict):
         try:
             request = cls.model_validate(values)
         except ValidationError as error:
-            raise _explained(error, values) from error
+            raise explained(error, values) from error
         if request.best_of is not None and request.best_of != request.n:
             raise ApiError(400, "best_of other than n is not supported", "best_of", "unsupported_parameter")
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options is only for stream = true", "stream_options")
         return request
 
-    def constraint(self) -> dict[str, Any]:
-        """The json_schema or regex that binds the answer, as SamplingParams takes it."""
+    def constraints(self) -> list[tuple[str, str, Any]]:
+        """What binds the answer: field of the request, field of SamplingParams, its value. Raises ApiError (400)."""
         constraints: list[tuple[str, str, Any]] = []
-        if self.response_format is not None and self.response_format.type != "text":
-            schema = self.response_format.json_schema
-            if self.response_format.type == "json_object":
-                constraints.append(("response_format", "json_schema", {"type": "object"}))
-            elif schema is None:
-                raise ApiError(400, "response_format json_schema needs its json_schema", "response_format")
-            else:
-                constraints.append(("response_format", "json_schema", schema.schema_))
+        if self.response_format is not None and (binding := self.response_format.binding()) is not None:
+            constraints.append(("response_format", *binding))
         for name in ("regex", "guided_regex"):
             if (pattern := getattr(self, name)) is not None:
                 constraints.append((name, "regex", pattern))
         if self.guided_json is not None:
             constraints.append(("guided_json", "json_schema", self.guided_json))
+        if self.structured_outputs is not None:
+            constraints.append(("structured_outputs", *self.structured_outputs.binding()))
+        return constraints
+
+    def constraint(self) -> dict[str, Any]:
+        """The json_schema or regex that binds the answer, as SamplingParams takes it. Raises ApiError (400)."""
+        constraints = self.constraints()
         if len(constraints) > 1:
             names = " and ".join(name for name, _, _ in constraints)
             raise ApiError(400, f"{names} exclude each other", constraints[1][0])
@@ -278,6 +260,15 @@ class Tool(Strict):
     function: FunctionSpec
 
 
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(Generation):
     """/v1/chat/completions. `logprobs` is a switch, `top_logprobs` the number of alternatives."""
 
@@ -290,12 +281,35 @@ class ChatRequest(Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
     reasoning_effort: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def forced(self) -> list[Tool] | None:
+        """The tools of which one must be called; None where none must. Raises ApiError (400) where there is none."""
+        if self.tool_choice in ("none", "auto"):
+            return None
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        tools = [tool for tool in self.tools if name in (None, tool.function.name)]
+        if not tools:
+            missing = "at least one" if name is None else f"one named {name[:100]!r}"
+            raise ApiError(400, f"tool_choice needs {missing} in tools", "tool_choice")
+        return tools
+
+    def constraints(self) -> list[tuple[str, str, Any]]:
+        if (tools := self.forced) is None:
+            return super().constraints()
+        functions = {tool.function.name: tool.function.parameters for tool in tools}
+        if isinstance(self.tool_choice, NamedTool):
+            schema = tool_calls.arguments_schema(*functions.popitem())
+        else:
+            schema = tool_calls.calls_schema(functions, self.parallel_tool_calls)
+        return [*super().constraints(), ("tool_choice", "json_schema", schema)]
 
     def limit(self) -> int | None:
         """max_completion_tokens, by whichever name. Raises ApiError (400) where the two differ or are 0."""
@@ -327,26 +341,3 @@ def refusal(error: UserError) -> ApiError:
     field, place = begin.groups() if begin else ("", None)
     known = field in CompletionRequest.model_fields or field in ChatRequest.model_fields
     return ApiError(400, str(error), (f"{field}.{place}" if place else field) if known else None)
-
-
-def _explained(error: ValidationError, payload: Any) -> ApiError:
-    """One of pydantic's complaints, with the path to what it complains about as the client wrote it: the deepest path,
-    because where alternatives were tried, the one that came furthest is the one that was meant."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)[:100]
-    paths = [_path(each["loc"], each["type"] == "missing", payload) for each in details]
-    path, detail = max(zip(paths, details, strict=True), key=lambda pair: len(pair[0]))
-    param = ".".join(path) or None
-    return ApiError(400, f"{param}: {detail['msg']}" if param else detail["msg"], param)
-
-
-def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> list[str]:
-    """The steps of an error's location that exist in the request: names of a union's arms stand in it too."""
-    path: list[str] = []
-    for step in location:
-        if isinstance(value, dict) and (step in value or missing):
-            path.append(str(step)[:100])
-            value = value.get(step)
-        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
-            path.append(str(step))
-            value = value[step]
-    return path

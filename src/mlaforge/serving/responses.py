@@ -8,12 +8,13 @@ import abc
 import dataclasses
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.serving.chat import AnswerParser, Chat
+from mlaforge.serving.chat import AnswerParser
 from mlaforge.serving.token_text import Offsets, TokenText
 
 # JSON has no -inf: what vLLM writes for a token that cannot come.
@@ -112,7 +113,7 @@ class TextChoice:
             self._offsets.place(token_id)
 
     def _legacy(self, positions: list[tuple[int, Logprobs | None]]) -> dict[str, Any]:
-        text = self._form.tokens.text
+        text = self._form.token
         tops: list[dict[str, float] | None] = []
         for token_id, at in positions:
             if at is None:
@@ -134,7 +135,7 @@ class ChatChoice:
 
     def __init__(self, form: ChatForm, prompt: Prompt) -> None:
         self._form, self._prompt = form, prompt
-        self._parser: AnswerParser = form.chat.parser()
+        self._parser = form.parser()
         self._begun = False
 
     def chunk(self, new: Completion) -> dict[str, Any]:
@@ -160,10 +161,8 @@ class ChatChoice:
         return "tool_calls" if called and new.finish_reason == "stop" else new.finish_reason
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokens = self._form.tokens
-        return {
-            "token": tokens.text(token_id), "logprob": _number(logprob), "bytes": list(tokens.raw(token_id)),
-        }  # fmt: skip
+        raw = self._form.tokens.raw(token_id)
+        return {"token": self._form.token(token_id), "logprob": _number(logprob), "bytes": list(raw)}
 
     def _entry(self, at: Logprobs) -> dict[str, Any]:
         top = [self._token(token, logprob) for token, logprob in at.top]
@@ -180,10 +179,16 @@ class Form(abc.ABC):
     tokens: TokenText
     logprobs: int | None = None
     wants_prompt_logprobs: bool = False
+    # Log probabilities name tokens by their ids, as vLLM writes them.
+    tokens_as_ids: bool = False
 
     prefix = ""
     whole_object = ""
     chunk_object = ""
+
+    def token(self, token_id: int) -> str:
+        """A token as log probabilities name it."""
+        return f"token_id:{token_id}" if self.tokens_as_ids else self.tokens.text(token_id)
 
     @abc.abstractmethod
     def choice(self, prompt: Prompt) -> Choice:
@@ -215,7 +220,7 @@ class TextForm(Form):
 class ChatForm(Form):
     """/v1/chat/completions."""
 
-    chat: Chat = dataclasses.field(kw_only=True)
+    parser: Callable[[], AnswerParser] = dataclasses.field(kw_only=True)
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"

@@ -8,12 +8,14 @@ import socket
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from mlaforge import runtime
 from mlaforge.runtime import UserError
 from mlaforge.serving.app import Service, create_app
 from mlaforge.serving.async_engine import AsyncEngine, SyncEngine
 from mlaforge.serving.config import ServeConfig
+from mlaforge.serving.connection import protocol
 
 # After draining, seconds in which slow readers may still fetch what is finished.
 LAST_BYTES = 5
@@ -47,26 +49,47 @@ class DrainingServer(uvicorn.Server):
         self._draining.add_done_callback(lambda _: setattr(self, "should_exit", True))
 
 
-def with_key(config: ServeConfig) -> ServeConfig:
-    """The configuration with the environment's API key where it has none."""
+def checked(config: ServeConfig) -> ServeConfig:
+    """The configuration, with the environment's API key where it has none. Raises UserError for an empty key, and where
+    settings contradict each other."""
+    if config.api_key is not None and not config.api_key.strip():
+        raise UserError("--api-key is empty, as an unset variable is; give a key, or leave it out to serve anybody")
+    if config.max_n is not None and config.max_n > config.max_num_seqs:
+        raise UserError(
+            f"max_n = {config.max_n} must be at most max_num_seqs = {config.max_num_seqs}: a request's continuations "
+            "decode together"
+        )
     return dataclasses.replace(config, api_key=config.api_key or runtime.api_key())
+
+
+def settings(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
+    """How uvicorn serves it."""
+    return uvicorn.Config(
+        app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=LAST_BYTES, http=protocol(config.client_timeout), ws="none",
+    )  # fmt: skip
+
+
+def listen(settings: uvicorn.Config) -> socket.socket:
+    """A socket of that address, bound. Raises UserError where it cannot be had."""
+    try:
+        listener = settings.bind_socket()
+    except SystemExit as error:
+        raise UserError(f"{settings.host}:{settings.port} cannot be listened on: is it taken?") from error
+    # Connections inherit it. asyncio sets it only on sockets that were made for TCP by name, and uvicorn's was not: the
+    # body of a short answer would wait 40 ms until the client has acknowledged its head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def run(engine: SyncEngine, config: ServeConfig) -> None:
     """Serves until a signal ends it. Raises UserError, also where the address cannot be had."""
-    config = with_key(config)
     app = create_app(AsyncEngine(engine), config)
     service: Service = app.state.service
-    settings = uvicorn.Config(
-        app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=LAST_BYTES,
-    )  # fmt: skip
-    try:
-        socket = settings.bind_socket()
-    except SystemExit as error:
-        raise UserError(f"{config.host}:{config.port} cannot be listened on: is it taken?") from error
-    host, port = socket.getsockname()[:2]
+    how = settings(app, config)
+    listener = listen(how)
+    host, port = listener.getsockname()[:2]
     runtime.log(f"serving {service.model} on http://{host}:{port}/v1")
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
         runtime.log("anybody who reaches this address may use it: there is no API key")
-    DrainingServer(settings, service).run(sockets=[socket])
+    DrainingServer(how, service).run(sockets=[listener])

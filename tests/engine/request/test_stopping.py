@@ -192,6 +192,9 @@ def test_ends(tokenizer):
     assert run(tokenizer, [h, EOS, h], ignore_eos=True, skip_special_tokens=False) == ("h</s>h", 3, None, None)
     assert run(tokenizer, ids, stop_token_ids=[w]) == ("hello ", 7, "stop", w)
     assert run(tokenizer, [h, EOS], stop_token_ids=[EOS], ignore_eos=True) == ("h", 2, "stop", EOS)
+    # A grammar that has come to its end allows nothing else any more.
+    for bound in ({"regex": "h"}, {"json_schema": {}}):
+        assert run(tokenizer, [h, EOS], ignore_eos=True, **bound) == ("h", 2, "stop", None)
     assert run(tokenizer, ids, max_tokens=4) == ("hell", 4, "length", None)
     assert run(tokenizer, ids, prompt=ids, room=14) == ("hel", 3, "length", None)
     # What ends a text goes before what cuts it off.

@@ -176,7 +176,9 @@ def test_constrained_and_free_rows_in_one_batch(tokenizer):
 def test_white_space_is_bounded(tokenizer):
     params = SamplingParams(json_schema={"type": "array"})
     assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, '["a",\n    1 , {"b" : []}]')) == 25
-    assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, "[" + " " * 100)) == 1 + 32
+    assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, "[" + " " * 100)) == 1 + 8
+    assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, "[ \r\n" + " " * 100)) == 4 + 64
+    assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, "[\n  \n")) == 4
 
 
 BAD = [

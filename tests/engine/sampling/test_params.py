@@ -26,7 +26,7 @@ WRONG = [
     ("logit_bias", {1: True}), ("logit_bias", [1]),
     ("logprobs", -1), ("logprobs", True), ("prompt_logprobs", 1.0),
     ("json_schema", "{"), ("json_schema", 3), ("json_schema", {"a": {1, 2}}), ("json_schema", {"a": math.nan}),
-    ("regex", ""), ("regex", 3),
+    ("regex", ""), ("regex", 3), ("regex", "\\"), ("regex", "a\\\\\\"),
 ]  # fmt: skip
 
 

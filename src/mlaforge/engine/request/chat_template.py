@@ -8,24 +8,28 @@ from typing import Any
 from mlaforge.runtime import UserError
 
 
-def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None,
-    add_special_tokens: bool = False,
-) -> list[int]:  # fmt: skip
-    """Token ids of a conversation that ends where the model's turn begins, unless `variables` say otherwise.
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a conversation that ends where the model's turn begins. Raises UserError as `text` does."""
+    # Templates write the special tokens themselves.
+    return list(tokenizer(text(tokenizer, messages, {}), add_special_tokens=False)["input_ids"])
+
+
+def text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """A conversation as text; it ends where the model's turn begins, unless `variables` say otherwise.
 
     variables   what apply_chat_template and the template itself take beside the messages
 
-    Templates write the special tokens themselves. Raises UserError where the template refuses the messages.
+    Raises UserError where the template refuses the messages.
     """
     import jinja2
 
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), **{"add_generation_prompt": True, **(variables or {}), "tokenize": False}
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), **{"add_generation_prompt": True, **variables, "tokenize": False}
+            )
         )
     # A template is the model's code run on the user's data: whatever it stumbles over is in the messages.
     except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:300]
         raise UserError(f"the model's chat template refuses these messages: {why}") from error
-    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -47,16 +47,20 @@ def installed() -> bool:
     return "oss-harmony" in names
 
 
-def load(tokenizer: Any) -> Harmony:
-    """Harmony for this tokenizer. Raises UserError where its token ids are others than harmony's."""
+def encoding() -> Any:
+    """The one encoding that the package has."""
     import openai_harmony
 
-    encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-    ids = tokenizer.get_added_vocab()
+    return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+def load(tokenizer: Any) -> Harmony:
+    """Harmony for this tokenizer. Raises UserError where its token ids are others than harmony's."""
+    own, ids = encoding(), tokenizer.get_added_vocab()
     for token in SPECIAL:
-        if (expected := encoding.encode(token, allowed_special="all")) != [ids.get(token)]:
+        if (expected := own.encode(token, allowed_special="all")) != [ids.get(token)]:
             raise UserError(f"{token} is token {ids.get(token)} here, {expected[0]} in harmony; use --no-harmony")
-    return Harmony(encoding)
+    return Harmony(own)
 
 
 def choose(tokenizer: Any, wanted: bool) -> Harmony | None:

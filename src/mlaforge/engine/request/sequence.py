@@ -69,6 +69,12 @@ class Sequence:
         return self.prefilled or self.request.params.prompt_logprobs is None
 
     @property
+    def price(self) -> int:
+        """What one of its tokens takes of a step's budget: a prompt's own log probabilities, which pass through the
+        whole vocabulary, cost about as much again as the tokens."""
+        return 1 if self.reuse else 2
+
+    @property
     def decoding(self) -> bool:
         """Whether all but the newest token is in the cache."""
         return self.prefilled and self.computed == len(self.token_ids) - 1

@@ -54,7 +54,7 @@ class Stopping:
     cut at the stop string. A request with max_tokens 0 never gets here.
 
     prompt_ids      the prompt: its length counts for the context, its end decides how the first token is decoded
-    eos_token_ids   ends of text; without effect under ignore_eos
+    eos_token_ids   ends of text; without effect under ignore_eos, unless a grammar binds the text
     max_model_len   most tokens of prompt and continuation together
     """
 
@@ -68,7 +68,9 @@ class Stopping:
     ):
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt_ids)
-        self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        # A grammar lets the text end where it is complete, and then nothing else: it ends there whatever was asked.
+        bound = params.json_schema is not None or params.regex is not None
+        self._eos = frozenset(() if params.ignore_eos and not bound else eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._most = max_model_len - len(prompt_ids)
         if params.max_tokens is not None:

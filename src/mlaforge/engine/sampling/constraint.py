@@ -17,9 +17,9 @@ from torch import Tensor
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
-# Between two parts of a JSON text. Bounded, because a small model can get stuck in white space for ever; enough for
-# a nested text that is indented.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,32}"
+# Between two parts of a JSON text: a line break with an indent, at most one. A small model that loves line breaks would
+# fill its answer with them.
+WHITE_SPACE = r"[\x20\x09]{0,8}(\x0D?\x0A[\x20\x09]{0,64})?"
 
 # tokenizer -> its ends of text -> llguidance's view of it, which takes half a second for 50,000 tokens.
 _TOKENIZERS: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()

@@ -146,6 +146,8 @@ class SamplingParams:
     def _check_grammar(self) -> None:
         if self.regex is not None and (not isinstance(self.regex, str) or not self.regex):
             raise _wrong("regex", self.regex, "a regular expression that is not empty")
+        if self.regex is not None and (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
+            raise _wrong("regex", self.regex, "a regular expression; a backslash at its end escapes nothing")
         if self.json_schema is None:
             return
         if self.regex is not None:

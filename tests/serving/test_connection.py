@@ -1,0 +1,69 @@
+"""Clients that say too little for too long, on both of uvicorn's HTTP protocols; and what connections cost."""
+
+import socket
+import time
+
+import pytest
+
+from support.raw_client import HEAD, answer, connected, cut, request
+from support.scripted_engine import ByteTokenizer, ScriptedEngine
+from support.serving import serving, until
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/compl", HEAD, HEAD + b"Content-Le"], ids=["", "line", "head", "half"])
+def test_half_a_head_is_waited_for_no_longer_than_the_timeout(http_protocol, said):
+    with serving(ScriptedEngine(ByteTokenizer()), client_timeout=0.3) as served:
+        for before in (b"", request()):
+            with connected(served.port) as client:
+                client.sendall(before)
+                if before:
+                    assert answer(client)[0].startswith(b"HTTP/1.1 200")
+                client.sendall(said)
+                assert cut(client)
+        served.settles()
+
+
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for_longer(http_protocol):
+    with serving(ScriptedEngine(ByteTokenizer()), client_timeout=0.5) as served, connected(served.port) as client:
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < began + 20:
+                client.sendall(b"x")
+                time.sleep(0.05)
+
+
+def test_who_says_everything_may_take_its_time(http_protocol):
+    """Neither a long answer nor several requests sent at once are cut; nor is a client that pauses between requests."""
+    engine = ScriptedEngine(ByteTokenizer(), delay=0.04)
+    with serving(engine, client_timeout=2.0) as served, connected(served.port) as client:
+        client.sendall(request(b'{"prompt": "x", "max_tokens": 80, "ignore_eos": true}'))
+        assert b'"completion_tokens":80' in answer(client)[1]
+        for _ in range(3):
+            time.sleep(0.2)
+            client.sendall(request())
+            assert b'"completion_tokens":3' in answer(client)[1]
+        client.sendall(request() * 2)
+        for _ in range(2):
+            assert b'"completion_tokens":3' in answer(client)[1]
+
+
+def test_what_is_never_fetched_of_an_answer_is_dropped(http_protocol):
+    """The answer is complete, the client reads nothing: closing would wait for it for ever."""
+    with serving(ScriptedEngine(ByteTokenizer()), client_timeout=0.3) as served:
+        body = b'{"prompt": "x", "max_tokens": 400, "ignore_eos": true, "logprobs": 5}'
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect(("127.0.0.1", served.port))
+            client.sendall(request(body, b"Connection: close"))
+            until(lambda: served.engine.counts["finished_requests"] == 1)
+            until(lambda: not served.server.server_state.connections)
+
+
+def test_short_answers_do_not_wait_for_acknowledgements():
+    """40 ms for each request on a connection that is kept, where small packets wait for each other."""
+    with serving(ScriptedEngine(ByteTokenizer())) as served, connected(served.port) as client:
+        client.sendall(request())
+        answer(client)
+        (kept,) = served.server.server_state.connections
+        own = kept.transport.get_extra_info("socket")
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

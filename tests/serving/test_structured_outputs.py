@@ -1,0 +1,135 @@
+"""What binds an answer, by OpenAI's and vLLM's names; log probabilities by token id."""
+
+import json
+import re
+
+import pytest
+
+from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.engine import Engine
+from mlaforge.serving.protocol import ChatRequest, CompletionRequest
+from mlaforge.serving.wire import ApiError
+from support.scripted_engine import ScriptedEngine, load_tokenizer
+from support.serving import serving
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+ODD = ["yes", "a.c", "x|y", "(", "\\", "[a]{2}", "a\nb", "$ ^ # & ~ -", "漢🙂"]
+
+
+@pytest.mark.parametrize(("outputs", "binding"), [
+    ({"json": SCHEMA}, {"json_schema": SCHEMA}),
+    ({"json": json.dumps(SCHEMA)}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"regex": "a+", "json": None, "json_object": False, "whitespace_pattern": None}, {"regex": "a+"}),
+    ({"json_object": True}, {"json_schema": {"type": "object"}}),
+    ({"choice": ["yes", "no"]}, {"regex": "yes|no"}),
+], ids=str)  # fmt: skip
+def test_vllm_s_structured_outputs(outputs, binding):
+    assert CompletionRequest.read({"prompt": "x", "structured_outputs": outputs}).constraint() == binding
+
+
+@pytest.mark.parametrize(("outputs", "word"), [
+    ({}, "needs one of json"), ({"json": None}, "needs one of json"), ({"json": SCHEMA, "regex": "a"}, "not 2"),
+    ({"choice": []}, "at least 1"), ({"choice": ["a", 1]}, "valid string"), ({"choice": ["a"] * 1025}, "1024"),
+    ({"grammar": "root ::= 'a'"}, "grammar is not supported: use"), ({"structural_tag": "{}"}, "structural_tag"),
+    ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"), ({"jsn": SCHEMA}, "not permitted"),
+    ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace"), ("a", "valid dictionary"),
+])  # fmt: skip
+def test_what_structured_outputs_does_not_take(outputs, word):
+    with pytest.raises(ApiError, match=word) as refused:
+        CompletionRequest.read({"prompt": "x", "structured_outputs": outputs}).constraint()
+    assert refused.value.status == 400 and refused.value.param.split(".")[0] == "structured_outputs"
+
+
+def test_one_thing_binds_an_answer():
+    asked = {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"regex": "a"}}
+    text = ChatRequest.read(asked | {"response_format": {"type": "text"}})
+    assert text.constraint() == {"regex": "a"}
+    for other in ({"response_format": {"type": "json_object"}}, {"guided_regex": "b"}):
+        with pytest.raises(ApiError, match="exclude each other"):
+            ChatRequest.read(asked | other).constraint()
+
+
+@pytest.fixture(scope="module")
+def served(tiny_models):
+    pytest.importorskip("llguidance")
+    with serving(Engine(tiny_models["llama"], EngineConfig(device="cpu", dtype="float32"))) as served:
+        yield served
+        served.settles()
+
+
+def completed(served, **asked):
+    body = {"prompt": "x", "max_tokens": 120, **asked}
+    return served.post("/v1/completions", json=body).json()["choices"][0]
+
+
+def test_choices_are_taken_letter_by_letter(served):
+    said = {completed(served, structured_outputs={"choice": ODD}, seed=seed)["text"] for seed in range(40)}
+    assert said <= set(ODD) and len(said) > 3
+
+
+@pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, {"min_tokens": 100}], ids=str)
+def test_a_finished_object_ends_the_answer(served, more):
+    """A model that knows nothing has no wish to end; the object is its end all the same."""
+    schema = {**SCHEMA, "properties": {"a": {"enum": [1, 22, 333]}}}
+    for seed in range(5):
+        choice = completed(served, structured_outputs={"json": schema}, seed=seed, **more)
+        assert choice["finish_reason"] == "stop" and json.loads(choice["text"])["a"] in (1, 22, 333)
+        assert choice["text"].endswith("}")
+
+
+def test_line_breaks_do_not_fill_an_answer(served):
+    """To this model they are what it likes best."""
+    line_break = served.engine.tokenizer("\n")["input_ids"][0]
+    choice = completed(
+        served, structured_outputs={"json": {**SCHEMA, "properties": {"a": {"enum": [1]}}}},
+        logit_bias={str(line_break): 100}, temperature=0,
+    )  # fmt: skip
+    assert choice["finish_reason"] == "stop" and json.loads(choice["text"]) == {"a": 1}
+    assert "\n\n" not in choice["text"]
+
+
+@pytest.mark.parametrize("pattern", ["\\", "a\\", "\\\\\\"])
+def test_a_backslash_that_escapes_nothing(served, pattern):
+    for asked in ({"regex": pattern}, {"structured_outputs": {"regex": pattern}}):
+        served.refused(served.post("/v1/completions", json={"prompt": "x", **asked}), 400, "regex")
+    assert completed(served, regex=pattern + "\\")["text"] == re.sub(r"\\\\", r"\\", pattern + "\\")
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    with serving(ScriptedEngine(load_tokenizer(tmp_path_factory.mktemp("tokenizer")))) as served:
+        yield served
+
+
+def test_tokens_as_token_ids(scripted):
+    """vLLM's `token_id:N`, wherever log probabilities name a token, whole and streamed; nothing else changes."""
+    ids = scripted.engine.tokenizer("ab")["input_ids"]
+    asked = {"prompt": "ab", "max_tokens": 3, "logprobs": 2, "echo": True}
+    made = [scripted.engine.expected(ids, 0, at) for at in range(3)]
+    plain = scripted.post("/v1/completions", json=asked).json()["choices"][0]
+    named = scripted.post("/v1/completions", json=asked | {"return_tokens_as_token_ids": True}).json()["choices"][0]
+    assert named["logprobs"]["tokens"] == [f"token_id:{token}" for token in [*ids, *made]]
+    for token, top in zip(made, named["logprobs"]["top_logprobs"][2:], strict=True):
+        assert list(top) == [f"token_id:{token}", f"token_id:{(token + 1) % scripted.engine.vocab_size}"]
+    for name in ("text_offset", "token_logprobs"):
+        assert named["logprobs"][name] == plain["logprobs"][name]
+    assert named["text"] == plain["text"]
+
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
+    plain = scripted.post("/v1/chat/completions", json=asked).json()["choices"][0]["logprobs"]["content"]
+    asked["return_tokens_as_token_ids"] = True
+    named = scripted.post("/v1/chat/completions", json=asked).json()["choices"][0]["logprobs"]["content"]
+    known = {f"token_id:{token}": token for token in range(scripted.engine.vocab_size)}
+    for before, after in zip(plain, named, strict=True):
+        assert scripted.service.tokens.text(known[after["token"]]) == before["token"]
+        assert after["top_logprobs"][0]["token"] == after["token"] and after["bytes"] == before["bytes"]
+    stream = scripted.client().chat.completions.create(
+        model="scripted", stream=True, **{k: v for k, v in asked.items() if not k.startswith("return")},
+        extra_body={"return_tokens_as_token_ids": True},
+    )  # fmt: skip
+    streamed = [entry.token for chunk in stream for entry in (chunk.choices[0].logprobs or _none).content]
+    assert streamed == [entry["token"] for entry in named]
+
+
+class _none:
+    content = ()
