@@ -6,8 +6,11 @@ import time
 import pytest
 
 from support.raw_client import HEAD, answer, connected, cut, request
-from support.scripted_engine import ByteTokenizer, ScriptedEngine
+from support.scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
 from support.serving import serving, until
+
+# Its answer is larger than the buffers of both sides.
+LARGE = b'{"prompt": "x", "max_tokens": 400, "ignore_eos": true, "logprobs": 20}'
 
 
 @pytest.mark.parametrize("said", [b"", b"POST /v1/compl", HEAD, HEAD + b"Content-Le"], ids=["", "line", "head", "half"])
@@ -47,16 +50,30 @@ def test_who_says_everything_may_take_its_time(http_protocol):
             assert b'"completion_tokens":3' in answer(client)[1]
 
 
-def test_what_is_never_fetched_of_an_answer_is_dropped(http_protocol):
-    """The answer is complete, the client reads nothing: closing would wait for it for ever."""
-    with serving(ScriptedEngine(ByteTokenizer()), client_timeout=0.3) as served:
-        body = b'{"prompt": "x", "max_tokens": 400, "ignore_eos": true, "logprobs": 5}'
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            client.connect(("127.0.0.1", served.port))
-            client.sendall(request(body, b"Connection: close"))
-            until(lambda: served.engine.counts["finished_requests"] == 1)
-            until(lambda: not served.server.server_state.connections)
+def test_what_is_never_fetched_of_an_answer_is_dropped(http_protocol, tmp_path):
+    """The answer is complete, the client reads no more: closing would wait for it for ever."""
+    with serving(ScriptedEngine(load_tokenizer(tmp_path)), client_timeout=0.5) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", served.port))
+        client.sendall(request(LARGE, b"Connection: close"))
+        assert client.recv(12) == b"HTTP/1.1 200"
+        until(lambda: not served.server.server_state.connections)
+
+
+@pytest.mark.parametrize("fields", [(), (b"Connection: close",)], ids=["kept", "closed"])
+def test_who_fetches_slowly_gets_everything(http_protocol, fields, tmp_path):
+    """Several times the timeout after the answer's end."""
+    with serving(ScriptedEngine(load_tokenizer(tmp_path)), client_timeout=0.5) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", served.port))
+        client.sendall(request(LARGE, *fields))
+        received, began = b"", time.monotonic()
+        while not received.endswith(b"}}}"):
+            part = client.recv(1 << 16)
+            assert part, "it was cut"
+            received += part
+            time.sleep(0.02)
+        assert time.monotonic() - began > 1 and b'"completion_tokens":400' in received
 
 
 def test_short_answers_do_not_wait_for_acknowledgements():

@@ -1,11 +1,13 @@
 """The endpoints as OpenAI's own client sees them."""
 
 import json
+import threading
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlaforge.serving.responses import TextChoice
 from support.scripted_engine import ScriptedEngine, load_tokenizer
 from support.serving import serving
 
@@ -80,6 +82,21 @@ def test_streamed_completion_equals_whole(client, options):
         assert texts[choice.index] == choice.text
         assert reasons[choice.index] == choice.finish_reason
         assert logprobs.get(choice.index) == (choice.logprobs.model_dump() if choice.logprobs else None)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_many_log_probabilities_are_written_beside_the_loop(served, stream, monkeypatch):
+    """A second for 8,000 tokens with 20 alternatives each, in which nobody else would be sent anything."""
+    asked = {"prompt": "ab", "max_tokens": 3, "logprobs": 2, "stream": stream}
+    threads = []
+    chunk = TextChoice.chunk
+    monkeypatch.setattr(
+        TextChoice, "chunk", lambda *given: (threads.append(threading.current_thread().name), chunk(*given))[1]
+    )
+    for more in ({}, {"prompt_logprobs": 2}):
+        threads.clear()
+        assert served.post("/v1/completions", json=asked | more).status_code == 200
+        assert threads[0].startswith("asyncio") == bool(more)
 
 
 def test_usage_can_come_with_every_chunk(served):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlaforge.serving import wire
 from mlaforge.serving.protocol import HARMLESS, REFUSED, ChatRequest, CompletionRequest
 from mlaforge.serving.wire import ApiError, depth, event, parse_object
 from support.scripted_engine import ScriptedEngine, load_tokenizer
@@ -261,6 +262,15 @@ def test_a_million_mistakes_cost_as_much_as_one(crowd):
         assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
     finally:
         tracemalloc.stop()
+
+
+@given(VALUES, st.integers(1, 3))
+def test_what_is_written_in_pieces_is_the_same(value, at_once):
+    text = json.dumps([value, {"a": [value] * 7, "b": [[value]] * 4, "\u2028": {}}])
+    value = json.loads(text, parse_constant=str)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "AT_ONCE", at_once)
+        assert wire.dumps_long(value) == wire.dumps(value)
 
 
 @given(st.text() | st.text("a\x85\u2028\u2029\r\n\x0b\x0c\x1c"))

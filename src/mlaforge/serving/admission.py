@@ -38,12 +38,11 @@ class ApiKey:
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "the API key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
-        await send_json(send, 401, error.body(), {"WWW-Authenticate": "Bearer"})
+        await send_json(send, 401, dumps(error.body()), {"WWW-Authenticate": "Bearer"})
 
 
-async def send_json(send: Send, status: int, value: Any, headers: dict[str, str], more_body: bool = False) -> None:
-    """A whole JSON response; with `more_body` its client has all of it, but the server not its end."""
-    body = dumps(value)
+async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str], more_body: bool = False) -> None:
+    """A whole response of JSON; with `more_body` its client has all of it, but the server not its end."""
     fields = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     raw = [(name.lower().encode("latin-1"), text.encode("latin-1")) for name, text in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from mlaforge import runtime
 from mlaforge.engine.request import harmony
+from mlaforge.engine.request.output import RequestOutput
 from mlaforge.engine.request.sequence import PromptTooLong, check_prompt
 from mlaforge.runtime import UserError
 from mlaforge.serving import wire
@@ -34,7 +36,7 @@ from mlaforge.serving.chat import Chat
 from mlaforge.serving.config import ServeConfig
 from mlaforge.serving.metrics import Metrics
 from mlaforge.serving.prompts import Prompts
-from mlaforge.serving.protocol import ChatRequest, CompletionRequest, Generation, refusal
+from mlaforge.serving.protocol import ChatRequest, CompletionRequest, Generation, StreamOptions, refusal
 from mlaforge.serving.responses import ChatForm, Form, Prompt, Reply, TextForm
 from mlaforge.serving.token_text import TokenText
 from mlaforge.serving.wire import ApiError
@@ -165,7 +167,7 @@ class Answer(Response):
             status = error.status
             # The rest of a body that nobody wants is read all the same; not what was waited for in vain.
             unread = incoming.more and status != 408
-            await send_json(send, status, error.body(), error.headers, more_body=unread)
+            await send_json(send, status, wire.dumps(error.body()), error.headers, more_body=unread)
             if unread:
                 await incoming.discard(service.config.client_timeout)
                 await send({"type": "http.response.body", "body": b""})
@@ -204,7 +206,17 @@ class Answer(Response):
                 raise refusal(error) from error
             except EngineUnavailable as error:
                 raise _unavailable(error) from error
-        await send_json(send, 200, reply.whole(outputs), {})
+        if any(map(_long, outputs)):
+            whole = await asyncio.to_thread(lambda: wire.dumps_long(reply.whole(outputs)))
+        else:
+            whole = wire.dumps(reply.whole(outputs))
+        await send_json(send, 200, whole, {})
+
+
+def _long(output: RequestOutput) -> bool:
+    """Whether an output's log probabilities take long to write: that is for a thread."""
+    counts = [len(each.logprobs or ()) for each in output.outputs]
+    return output.prompt_logprobs is not None or sum(counts) > wire.AT_ONCE
 
 
 def _unavailable(error: EngineUnavailable) -> ApiError:
@@ -219,11 +231,11 @@ async def _stream(reply: Reply, request: Generation, stream: Stream, send: Send)
     end = b""
     try:
         async for output in stream:
-            chunks = reply.chunks(output)
-            if options is not None and options.continuous_usage_stats:
-                chunks = [{**chunk, "usage": reply.usage.as_dict()} for chunk in chunks]
-            if chunks:
-                body = b"".join(map(wire.event, chunks))
+            if _long(output):
+                body = await asyncio.to_thread(_events, reply, output, options, wire.dumps_long)
+            else:
+                body = _events(reply, output, options, wire.dumps)
+            if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         if options is not None and options.include_usage:
             end = wire.event(reply.usage_chunk())
@@ -231,6 +243,16 @@ async def _stream(reply: Reply, request: Generation, stream: Stream, send: Send)
     except EngineUnavailable as error:
         end = wire.event(_unavailable(error).body())
     await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+def _events(
+    reply: Reply, output: RequestOutput, options: StreamOptions | None, write: Callable[[Any], bytes]
+) -> bytes:  # fmt: skip
+    """An output as events; nothing where a client would not notice it."""
+    chunks = reply.chunks(output)
+    if options is not None and options.continuous_usage_stats:
+        chunks = [{**chunk, "usage": reply.usage.as_dict()} for chunk in chunks]
+    return b"".join(wire.event(chunk, write) for chunk in chunks)
 
 
 class TrailingSlash:

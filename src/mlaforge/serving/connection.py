@@ -14,13 +14,16 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 class _Punctual(asyncio.Protocol):
     """Beside one of uvicorn's HTTP protocols. From its beginning, and from the end of every answer, a connection has
-    `patience` seconds for a whole request head; then it is cut, with what its client has not fetched of the answer."""
+    `patience` seconds for a whole request head, and as much again whenever its client has fetched more of the answer;
+    then it is cut."""
 
     patience: float
     # uvicorn's: the connection, and the newest request with its answer.
     transport: Any
     cycle: Any
     _alarm: asyncio.TimerHandle | None = None
+    # Bytes of an answer that were not fetched yet when the alarm was set.
+    _unsent = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -46,8 +49,15 @@ class _Punctual(asyncio.Protocol):
 
     def _wait(self) -> None:
         self._stop_waiting()
-        # Not `close`: that waits for a client that may never read.
-        self._alarm = asyncio.get_running_loop().call_later(self.patience, self.transport.abort)
+        self._unsent = self.transport.get_write_buffer_size()
+        self._alarm = asyncio.get_running_loop().call_later(self.patience, self._expire)
+
+    def _expire(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._wait()
+        else:
+            # Not `close`: that waits for a client that may never read.
+            self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._alarm is not None:
