@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 from mlaforge.engine.request.stopping import Stopping
+from mlaforge.engine.sampling.grammar import Grammar
 from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.state import SamplingState
@@ -47,6 +48,7 @@ class Request:
     prompt_logprobs: list[Logprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     unfinished: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,6 +64,8 @@ class Sequence:
     computed: int = 0
     # Whether a full prompt pass was ever finished: what comes after it is recomputation.
     prefilled: bool = False
+    # Left out of steps until its grammar's mask is there (held.py).
+    held: bool = False
 
     @property
     def reuse(self) -> bool:
