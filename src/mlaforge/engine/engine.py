@@ -134,15 +134,15 @@ class Engine:
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError where it can never run; nothing is kept of it then.
 
-        Waits until its grammar is compiled, unless that was checked before (`grammars.check`, in any thread)."""
+        Waits until its grammar is compiled, unless `check_grammar` was asked before."""
         if request_id in self._requests:
             raise UserError(f"request id {request_id!r} is in use; give another")
         check_prompt(prompt_ids, self.vocab_size, self.max_model_len, 0 if params.max_tokens == 0 else 1)
         if params.n > self.config.max_num_seqs:
             raise UserError(f"n = {params.n} is more than max_num_seqs = {self.config.max_num_seqs}")
         params.check_vocabulary(self.vocab_size)
-        self.grammars.check(params)
-        request = Request(request_id, list(prompt_ids), params, grammar=self.grammars.of(params))
+        self.check_grammar(params)
+        request = Request(request_id, list(prompt_ids), params)
         for index in range(params.n):
             request.sequences.append(self._sequence(request, index))
         request.unfinished = params.n
@@ -150,9 +150,14 @@ class Engine:
         self.scheduler.add(request.sequences[0])
         self._stats.prompt_tokens += len(prompt_ids)
 
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raises UserError where the parameters' grammar cannot be followed, or costs too much. In any thread."""
+        self.grammars.check(params)
+
     def _sequence(self, request: Request, index: int) -> Sequence:
         params, prompt = request.params, request.prompt_ids
-        constraint = None if request.grammar is None else Constraint(request.grammar, index)
+        free = params.regex is None and params.json_schema is None
+        constraint = None if free else Constraint(self.grammars, params)
         return Sequence(
             next(self._numbers), request, index, list(prompt),
             SamplingState(params, prompt, self.vocab_size, self.eos_token_ids, self.device, constraint, index),
@@ -171,8 +176,9 @@ class Engine:
 
     def _leave(self, request_id: str) -> Request:
         request = self._requests.pop(request_id)
-        if request.grammar is not None:
-            request.grammar.close()
+        for sequence in request.sequences:
+            if sequence.state.constraint is not None:
+                sequence.state.constraint.close()
         return request
 
     def forget(self) -> None:
@@ -190,7 +196,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes what fits into one step and returns what is new, per request. engine/step.py has the phases."""
         speculation, queue, began = self.speculation, self.scheduler, time.perf_counter()
-        failed = [self._fail(request) for request in held.release(queue.running)]
+        failed = [self._fail(request, why) for request, why in held.release(queue.running).items()]
         decision = speculation.controller.decide(queue.running, bool(queue.waiting)) if speculation else NO_DRAFT
         plan = queue.schedule(decision.tokens)
         if not plan.chunks:
@@ -200,12 +206,11 @@ class Engine:
         drawn = self._draw(self._compute(self._propose(decision, plan)), began)
         return failed + self._hand_out(self._commit(self._settle(drawn)))
 
-    def _fail(self, request: Request) -> RequestOutput:
+    def _fail(self, request: Request, why: str) -> RequestOutput:
         """Ends a request whose grammar can be followed no further."""
-        assert request.grammar is not None
         self.abort(request.id)
         ended = [Completion(s.index, [], "", None, "error") for s in request.sequences if not s.stopping.finished]
-        return _output(request, ended, finished=True, error=request.grammar.error)
+        return _output(request, ended, finished=True, error=why)
 
     def _propose(self, decision: Decision, plan: Plan) -> Proposal:
         """Drafts are made in the room that was reserved, so what is shared of it is copied before."""

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from mlaforge import runtime
 from mlaforge.engine.request import harmony
 from mlaforge.engine.request.sequence import PromptTooLong, check_prompt
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 from mlaforge.serving import wire
 from mlaforge.serving.admission import (
@@ -39,6 +40,11 @@ from mlaforge.serving.responses import ChatForm, Form, Prompt, Reply, TextForm
 from mlaforge.serving.token_text import TokenText
 from mlaforge.serving.wire import ApiError
 
+# Grammars that are compiled at once, each in a process.
+GRAMMAR_CHECKS = 16
+# After so many seconds without the end of a step, though there is work, /health fails. The first steps on a GPU may
+# compile kernels.
+STUCK_SECONDS = 120.0
 # The client closed the connection before its answer: for the metrics alone (nginx's number).
 CLIENT_CLOSED_REQUEST = 499
 
@@ -57,9 +63,20 @@ class Service:
         self.chat = Chat(inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony))
         # Tokenizing a long prompt must not hold up everybody's tokens; one thread, because tokenizers want no two.
         self.tokenizing = ThreadPoolExecutor(1, thread_name_prefix="mlaforge-tokenize")
+        self.checking = ThreadPoolExecutor(GRAMMAR_CHECKS, thread_name_prefix="mlaforge-grammar")
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, work, *arguments)
+
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Raises ApiError (400) where the grammar cannot be followed. Nobody else waits meanwhile."""
+        if params.regex is None and params.json_schema is None:
+            return
+        try:
+            check = self.engine.engine.check_grammar
+            await asyncio.get_running_loop().run_in_executor(self.checking, check, params)
+        except UserError as error:
+            raise refusal(error) from error
 
     def text_form(self, payload: dict[str, Any]) -> tuple[CompletionRequest, Form]:
         """A completion request, tokenized. Raises ApiError."""
@@ -129,6 +146,7 @@ class Service:
     def close(self) -> None:
         self.engine.close()
         self.tokenizing.shutdown(cancel_futures=True)
+        self.checking.shutdown(wait=False, cancel_futures=True)
 
 
 class Answer(Response):
@@ -177,6 +195,7 @@ class Answer(Response):
         requests = {
             request_id: (form.prompts[i].token_ids, form.params) for request_id, i in reply.request_ids.items()
         }  # fmt: skip
+        await service.check_grammar(form.params)
         async with service.admission.slot():
             try:
                 async with service.engine.open(requests, self._arrived) as stream:
@@ -213,6 +232,8 @@ async def _stream(reply: Reply, request: Generation, stream: Stream, send: Send)
         if options is not None and options.include_usage:
             end = wire.event(reply.usage_chunk())
         end += wire.DONE
+    except UserError as error:
+        end = wire.event(refusal(error).body())
     except EngineUnavailable as error:
         end = wire.event(_unavailable(error).body())
     await send({"type": "http.response.body", "body": end, "more_body": False})
@@ -263,6 +284,8 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
         if service.admission.draining or engine.unavailable is not None:
             why = str(engine.unavailable or "the server is shutting down")
             return JSONResponse(ApiError(503, why).body(), 503)
+        if (seconds := engine.busy) > STUCK_SECONDS:
+            return JSONResponse(ApiError(503, f"no step has ended for {seconds:.0f} s").body(), 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

@@ -54,13 +54,14 @@ def constrained(grammars):
 
     def constrain(params, grammars=grammars):
         grammars.check(params)
-        grammar = grammars.of(params)
-        followed.append(grammar)
-        return None if grammar is None else Constraint(grammar)
+        if params.regex is None and params.json_schema is None:
+            return None
+        followed.append(Constraint(grammars, params))
+        return followed[-1]
 
     yield constrain
-    for grammar in filter(None, followed):
-        grammar.close()
+    for constraint in followed:
+        constraint.close()
 
 
 def fits(value):

@@ -6,7 +6,6 @@ import dataclasses
 import time
 
 from mlaforge.engine.request.stopping import Stopping
-from mlaforge.engine.sampling.grammar import Grammar
 from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.state import SamplingState
@@ -48,7 +47,6 @@ class Request:
     prompt_logprobs: list[Logprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     unfinished: int = 0
-    grammar: Grammar | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -16,12 +17,12 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from typing import Any
 
 from mlaforge.engine.sampling import grammar_process
-from mlaforge.engine.sampling.grammar_process import FAILED, LAST_MASK, pack, receive, unpack
+from mlaforge.engine.sampling.grammar_process import ASK, DIED, FAILED, FORGET, LAST_MASK, pack, receive, unpack
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
@@ -30,19 +31,19 @@ PATIENCE = 30.0
 # A check takes what the others leave of the processors: many bad grammars at once must not slow down anybody.
 CHECK = {"seconds": grammar_process.CHECK_SECONDS, "nice": 19}
 FOLLOW = {"seconds": grammar_process.SECONDS, "nice": 0}
-# How many grammars are remembered as good or bad.
-REMEMBERED = 4096
+# How many grammars are remembered as good or bad, and how many processes wait for another request with their grammar.
+REMEMBERED, IDLE = 4096, 8
 
 
 class Grammars:
     """Where the grammars of one engine are followed: a process that reads the tokenizer, started with the first
-    grammar, and forks one for each. Any thread may use it.
+    grammar, and forks one for each. `check` may be called in any thread, all else in one.
 
     `eos_token_ids`: what ends a text; by default the tokenizer's own. Those that the tokenizer lacks are left out, and
     `vocab_size` is the tokenizer's: both are known once a grammar was checked.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()):
+    def __init__(self, tokenizer: Any, eos_token_ids: Collection[int] = ()):
         self.eos_token_ids, self.vocab_size = frozenset(t for t in eos_token_ids if t < len(tokenizer)), 0
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
@@ -50,31 +51,38 @@ class Grammars:
         self._control: socket.socket | None = None
         # Digest of a grammar -> why it cannot be followed; None where it can.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        # Grammars that are followed, those without a place last used first.
+        self._followed: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 
     def check(self, params: SamplingParams) -> None:
         """Raises UserError where the parameters' grammar cannot be followed or takes more than its budget, and where
         llguidance is missing. Waits until it is compiled, unless it was checked before."""
-        if (grammar := self.of(params, CHECK)) is None:
+        if (named := _named(params)) is None:
             return
-        key = hashlib.sha256(f"{grammar.name} {grammar.text}".encode()).digest()
+        key = hashlib.sha256(" ".join(named).encode("utf-8", "replace")).digest()
         if key not in self._verdicts:
-            with contextlib.closing(grammar):
-                grammar.ask(0, ())
-                wait_for([grammar], PATIENCE)
-            if grammar.waiting:
-                raise UserError(f"{grammar.name} was not compiled within {PATIENCE:g} s; try again later")
+            with contextlib.closing(Grammar(self, *named, CHECK)) as grammar:
+                place = grammar.place()
+                wait_for([place], PATIENCE)
+            if place.waiting:
+                raise UserError(f"{named[0]} was not compiled within {PATIENCE:g} s; try again later")
             with self._lock:
-                self._verdicts[key] = grammar.error
+                self._verdicts[key] = place.error
                 if len(self._verdicts) > REMEMBERED:
                     self._verdicts.popitem(last=False)
         if (reason := self._verdicts[key]) is not None:
             raise UserError(reason)
 
-    def of(self, params: SamplingParams, purpose: Mapping[str, float] = FOLLOW) -> Grammar | None:
-        """The grammar of a request, which has no process yet; None where the parameters ask for none."""
-        if params.regex is not None:
-            return Grammar(self, "regex", params.regex, purpose)
-        return None if params.json_schema is None else Grammar(self, "json_schema", params.schema_text, purpose)
+    def follow(self, params: SamplingParams) -> Place:
+        """The beginning of the parameters' grammar. Requests with the same one share a process."""
+        named = _named(params)
+        assert named is not None
+        grammar = self._followed.get(named) or self._followed.setdefault(named, Grammar(self, *named, FOLLOW))
+        self._followed.move_to_end(named)
+        idle = [each for each, other in self._followed.items() if not other.places and each != named]
+        for each in idle[:-IDLE]:
+            self._followed.pop(each).close()
+        return grammar.place()
 
     def open(self) -> socket.socket:
         """A connection to a new process for one grammar. Raises OSError where none can be had."""
@@ -113,66 +121,132 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     process.wait()
 
 
-class Grammar:
-    """One request's grammar in its process, which starts with the first question and ends with `close`.
+def _named(params: SamplingParams) -> tuple[str, str] | None:
+    """(name, text) of the parameters' grammar."""
+    if params.regex is not None:
+        return "regex", params.regex
+    return None if params.json_schema is None else ("json_schema", params.schema_text)
 
-    Of each of the request's continuations it has one mask, of what may follow the tokens that it was asked with.
-    `error` says why there will be no more of them. `masks`: continuation -> (a bit per token of the tokenizer, the
-    lowest first, as bytes; whether they allow nothing but the end of text).
-    """
 
-    def __init__(self, owner: Grammars, name: str, text: str, purpose: Mapping[str, float]):
-        self.owner, self.name, self.text = owner, name, text
-        self.error: str | None = None
-        self.masks: dict[int, tuple[bytes, bool]] = {}
-        self._purpose = purpose
-        self._connection: socket.socket | None = None
-        # Continuations that have asked, in this order.
-        self._asked: deque[int] = deque()
-        self._received = bytearray()
+@dataclasses.dataclass(eq=False)
+class Place:
+    """Where one text stands in its grammar: after `token_ids`. `mask` is what may come next, a bit per token of the
+    tokenizer, the lowest first; `last`: nothing but the end of text. `error` says why it will never come."""
+
+    grammar: Grammar
+    number: int
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    mask: bytes | None = None
+    last: bool = False
+    error: str | None = None
 
     @property
     def waiting(self) -> bool:
-        """Masks were asked for that have not come."""
-        return bool(self._asked) and self.error is None
+        """The mask has not come, but may."""
+        return self.mask is None and self.error is None
 
-    def ask(self, continuation: int, token_ids: Sequence[int]) -> None:
-        """These tokens come next in the continuation: its mask is now that of what may follow them."""
-        self.masks.pop(continuation, None)
-        self._asked.append(continuation)
+    def advance(self, token_ids: list[int]) -> None:
+        """Goes on by these tokens, of which each was allowed."""
+        self.token_ids += token_ids
+        self.mask = None
+        self.grammar.ask(self, token_ids)
+
+    def close(self) -> None:
+        """It is left for good."""
+        self.grammar.leave(self)
+
+
+class Grammar:
+    """One grammar in its process, which starts with the first place and ends with `close`.
+
+    Where the process dies, it is the fault of the place whose mask it was making, and the others go on in a new one.
+    """
+
+    def __init__(self, owner: Grammars, name: str, text: str, budget: Mapping[str, float]):
+        self.places: dict[int, Place] = {}
+        self._owner, self._name, self._text, self._budget = owner, name, text, budget
+        self._numbers: Iterator[int] = iter(range(2**32))
+        self._connection: socket.socket | None = None
+        # Places that the process knows, and those that wait for its answers, in this order.
+        self._known: set[int] = set()
+        self._asked: deque[Place] = deque()
+        self._received = bytearray()
+
+    def place(self) -> Place:
+        """A new one, at the beginning."""
+        place = Place(self, next(self._numbers))
+        self.places[place.number] = place
+        self.ask(place, [])
+        return place
+
+    def ask(self, place: Place, token_ids: list[int]) -> None:
+        """Has the mask made of a place that these tokens have been added to."""
+        if self._connection is not None and not self._asked and self._has_died():
+            # Nobody's fault: it had nothing to do.
+            self.close()
+        self._asked.append(place)
         try:
             if self._connection is None:
-                self._connection = self.owner.open()
-                job = {"name": self.name, "text": self.text, **self._purpose}
+                self._connection = self._owner.open()
+                job = {"name": self._name, "text": self._text, **self._budget}
                 self._connection.sendall(pack(json.dumps(job).encode()))
-            self._connection.sendall(pack(array.array("I", [continuation, *token_ids]).tobytes()))
+            tokens = token_ids if place.number in self._known else place.token_ids
+            self._known.add(place.number)
+            self._connection.sendall(pack(array.array("I", [place.number, *tokens]).tobytes(), ASK))
         except OSError as error:
-            # Its last words may still be unread.
+            # Where it has died, its last words are still to be read.
             if self._connection is None:
-                self._fail(f"its process cannot be started ({error.strerror})")
+                self._fail(place, f"its process cannot be started ({error.strerror})")
+
+    def leave(self, place: Place) -> None:
+        """Forgets a place."""
+        del self.places[place.number]
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(pack(array.array("I", [place.number]).tobytes(), FORGET))
 
     def read(self) -> None:
         """Takes what has come. Does not wait."""
-        while self.waiting and self._connection is not None:
+        while self._asked and self._connection is not None:
             try:
                 some = self._connection.recv(2**16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
                 some = b""
-            if not some:
-                self._fail("its process has died")
-            self._received += some
+            self._received += some or pack(b"its process has died", DIED)
             while (message := unpack(self._received)) is not None:
                 kind, payload, length = message
                 del self._received[:length]
-                if kind == FAILED:
-                    self._fail(payload.decode())
-                else:
-                    self.masks[self._asked.popleft()] = payload, kind == LAST_MASK
+                place = self._asked.popleft()
+                if kind in (FAILED, DIED):
+                    self._fail(place, payload.decode())
+                elif place not in self._asked:
+                    # It has not gone on since.
+                    place.mask, place.last = payload, kind == LAST_MASK
+                if kind == DIED:
+                    self._begin_anew()
+                    break
 
-    def _fail(self, reason: str) -> None:
-        self.error = self.error or f"{self.name} cannot be followed: {reason}"
+    def _has_died(self) -> bool:
+        """Of a process that was asked nothing: it has nothing to say but that."""
+        assert self._connection is not None
+        try:
+            self._connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def _fail(self, place: Place, reason: str) -> None:
+        place.error = f"{self._name} cannot be followed: {reason}"
+
+    def _begin_anew(self) -> None:
+        asked, self._asked = [place for place in self._asked if place.number in self.places], deque()
+        self.close()
+        for place in asked:
+            self.ask(place, [])
 
     def fileno(self) -> int:
         """For `select`: something can be read."""
@@ -183,21 +257,23 @@ class Grammar:
         """Ends the process, which has nothing more to do."""
         if self._connection is not None:
             self._connection.close()
+        self._connection, self._known = None, set()
+        self._received.clear()
 
 
-def wait_for(grammars: Collection[Grammar], seconds: float) -> None:
-    """Returns when all the masks that were asked for are there or will never be, or after so long."""
+def wait_for(places: Collection[Place], seconds: float) -> None:
+    """Returns when each of these has its mask or will never have it, or after so long."""
     until = time.monotonic() + seconds
-    for grammar in grammars:
+    for grammar in {place.grammar for place in places}:
         grammar.read()
-    while waiting := [grammar for grammar in grammars if grammar.waiting]:
+    while grammars := {place.grammar for place in places if place.waiting}:
         left = until - time.monotonic()
         if left <= 0:
             return
         poll = select.poll()
-        for grammar in waiting:
+        for grammar in grammars:
             poll.register(grammar, select.POLLIN)
         # Rounded up, or the last millisecond would be spent asking.
         poll.poll(int(1000 * left) + 1)
-        for grammar in waiting:
+        for grammar in grammars:
             grammar.read()

@@ -1,10 +1,10 @@
 """The process in which grammars are compiled and followed: a script that imports nothing of mlaforge and no torch.
 
 It reads the tokenizer once. Then every connection that comes is a grammar: a child is forked, which compiles it and
-answers each question (a continuation's new tokens) with the mask of the tokens that may come next. The kernel ends a
-child that takes more than its budget of processor time or memory, whatever it is doing; nobody else notices.
+answers each question (a text's new tokens) with the mask of the tokens that may come next. The kernel ends a child that
+takes more than its budget of processor time or memory, whatever it is doing; nobody else notices.
 
-Messages are bytes with their length before them; an answer says what it is by its first byte.
+A message is a byte that says what it is, the length of the rest, and the rest.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# Processor time, in seconds. To compile a grammar and make its first mask, when it is checked and when it is followed:
-# what has passed the check must not fail afterwards. Every token brings a little more, up to what it began with. A
-# normal schema takes a few milliseconds, then 20 microseconds a token.
+# Processor time, in seconds: to compile a grammar, and for the masks of one text. More when it is followed than when it
+# was checked, because what has passed the check must not fail afterwards. Every token brings a little more, up to what
+# it began with. A normal schema takes a few milliseconds, then 20 microseconds a token.
 CHECK_SECONDS, SECONDS, SECONDS_PER_TOKEN = 1.0, 2.0, 0.01
 # What a grammar may take beside the tokenizer, which it shares with the others: a normal one takes 5 MiB.
-BYTES = 256 * 2**20
+BYTES = 128 * 2**20
 
-# What an answer is: a mask; one that allows nothing but the end of text; why no other answer will come.
-MASK, LAST_MASK, FAILED = range(3)
+# Questions: numbers of 32 bits, the first that of the text.
+ASK, FORGET = range(2)
+# Answers: a mask; one that allows nothing but the end of text; why there will be none; why the process died.
+MASK, LAST_MASK, FAILED, DIED = range(4)
 # Between two parts of a JSON text. Bounded, because a small model can get stuck in white space for ever; enough for
 # a nested text that is indented.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,32}"
@@ -90,50 +92,61 @@ class _Failed(Exception):
     """Why the grammar cannot be followed."""
 
 
-def _compiled(tokenizer: Any, job: dict[str, Any]) -> Any:
+def _compiled(tokenizer: Any, name: str, text: str) -> Any:
     """llguidance's matcher of a regex or a JSON schema."""
     from llguidance import LLMatcher, LLParserLimits
 
-    if job["name"] == "regex":
-        grammar = LLMatcher.grammar_from_regex(job["text"])
+    if name == "regex":
+        grammar = LLMatcher.grammar_from_regex(text)
     else:
-        grammar = LLMatcher.grammar_from_json_schema(job["text"], overrides={"whitespace_pattern": WHITE_SPACE})
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    _check(matcher)
-    return matcher
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+        except ValueError as error:
+            raise _Failed(str(error)) from error
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
-def _check(matcher: Any) -> None:
+def _mask(matcher: Any, token_ids: list[int]) -> bytes:
+    """What may follow these tokens, each of which was allowed."""
+    taken = matcher.try_consume_tokens(token_ids)
+    mask: bytes = matcher.compute_bitmask() if taken == len(token_ids) else b""
     if matcher.is_error():
         # After the reason it quotes the grammar that was made from what the user gave.
         reason = matcher.get_error().split("\n   1 | ")[0].replace("<non-verbose/>", "")
         raise _Failed(" ".join(reason.split())[:400])
+    if not mask:
+        raise _Failed(f"token {token_ids[taken]} is not what it allows")
+    return mask
 
 
 def _follow(connection: socket.socket, tokenizer: Any) -> None:
-    """One grammar, from its text to its last mask. A question is the number of a continuation and its new tokens."""
+    """One grammar, from its text to the last mask of any text that follows it."""
     message = receive(connection)
     if message is None:
         return
     job = json.loads(message[1])
     os.nice(job["nice"])
-    budget = _Budget(job["seconds"])
-    with budget.spending():
-        first = _compiled(tokenizer, job)
-    matchers: dict[int, Any] = {}
-    while (question := receive(connection)) is not None:
-        continuation, *tokens = array.array("I", question[1])
-        budget.earn(len(tokens))
-        with budget.spending():
-            if continuation not in matchers:
-                matchers[continuation] = first.deep_copy()
-            matcher = matchers[continuation]
-            # An end of text is never sent, so nothing that was drawn under a mask is refused.
-            if matcher.try_consume_tokens(tokens) != len(tokens):
-                raise _Failed(f"token {tokens} is not what it allows")
-            mask = matcher.compute_bitmask()
-            _check(matcher)
-        connection.sendall(pack(mask, LAST_MASK if matcher.is_stopped() else MASK))
+    first: Any = None
+    texts: dict[int, tuple[Any, _Budget]] = {}
+    while (message := receive(connection)) is not None:
+        number, *token_ids = array.array("I", message[1])
+        if message[0] == FORGET:
+            texts.pop(number, None)
+            continue
+        try:
+            if first is None:
+                with _Budget(job["seconds"]).spending():
+                    first = _compiled(tokenizer, job["name"], job["text"])
+            if number not in texts:
+                texts[number] = first.deep_copy(), _Budget(job["seconds"])
+            matcher, budget = texts[number]
+            budget.earn(len(token_ids))
+            with budget.spending():
+                mask = _mask(matcher, token_ids)
+            answer = pack(mask, LAST_MASK if matcher.is_stopped() else MASK)
+        except _Failed as error:
+            answer = pack(str(error).encode(), FAILED)
+        connection.sendall(answer)
 
 
 def _child(connection: socket.socket, tokenizer: Any) -> None:
@@ -148,10 +161,7 @@ def _child(connection: socket.socket, tokenizer: Any) -> None:
             taken = int(sizes.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + BYTES, taken + BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        try:
-            _follow(connection, tokenizer)
-        except (_Failed, ValueError) as error:
-            connection.sendall(pack(str(error).encode(), FAILED))
+        _follow(connection, tokenizer)
     except MemoryError:
         os._exit(_OUT_OF_MEMORY)
     except OSError:
@@ -216,7 +226,7 @@ class _Parent:
             with self._children.pop(number) as connection:
                 if (reason := _reason(status)) is not None:
                     with contextlib.suppress(OSError):
-                        connection.send(pack(reason.encode(), FAILED), socket.MSG_DONTWAIT)
+                        connection.send(pack(reason.encode(), DIED), socket.MSG_DONTWAIT)
 
 
 def main() -> None:
@@ -238,6 +248,8 @@ def main() -> None:
         except ValueError as error:
             control.sendall(pack(str(error).encode(), FAILED))
             return
+        # What every grammar needs once is made before the first fork, and shared.
+        _mask(_compiled(tokenizer, "json_schema", "{}"), [])
         answer = {"vocab_size": tokenizer.vocab_size, "ends": tokenizer.eos_tokens}
         control.sendall(pack(json.dumps(answer).encode()))
         _Parent(control, tokenizer).run()
