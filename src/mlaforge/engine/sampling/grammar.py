@@ -28,9 +28,9 @@ from mlaforge.runtime import UserError
 
 # Seconds by the clock after which a check is given up, on a machine that is too busy for it.
 PATIENCE = 30.0
-# A check takes what the others leave of the processors: many bad grammars at once must not slow down anybody.
-CHECK = {"seconds": grammar_process.CHECK_SECONDS, "nice": 19}
-FOLLOW = {"seconds": grammar_process.SECONDS, "nice": 0}
+# A check yields to everybody else: many bad grammars at once must not take the processors from the engine.
+CHECK = {"seconds": grammar_process.CHECK_SECONDS, "bytes": grammar_process.BYTES, "nice": 10}
+FOLLOW = {"seconds": grammar_process.SECONDS, "bytes": grammar_process.BYTES, "nice": 0}
 # How many grammars are remembered as good or bad, and how many processes wait for another request with their grammar.
 REMEMBERED, IDLE = 4096, 8
 

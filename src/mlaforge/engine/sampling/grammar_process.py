@@ -126,6 +126,9 @@ def _follow(connection: socket.socket, tokenizer: Any) -> None:
         return
     job = json.loads(message[1])
     os.nice(job["nice"])
+    with open("/proc/self/statm", encoding="ascii") as sizes:
+        most = int(sizes.read().split()[0]) * resource.getpagesize() + job["bytes"]
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     first: Any = None
     texts: dict[int, tuple[Any, _Budget]] = {}
     while (message := receive(connection)) is not None:
@@ -157,9 +160,6 @@ def _child(connection: socket.socket, tokenizer: Any) -> None:
         with open("/dev/null", "wb") as nowhere:
             # What a library says when it dies is no concern of the server's log.
             os.dup2(nowhere.fileno(), 2)
-        with open("/proc/self/statm", encoding="ascii") as sizes:
-            taken = int(sizes.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + BYTES, taken + BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _follow(connection, tokenizer)
     except MemoryError:
