@@ -126,9 +126,11 @@ def _follow(connection: socket.socket, tokenizer: Any) -> None:
         return
     job = json.loads(message[1])
     os.nice(job["nice"])
-    with open("/proc/self/statm", encoding="ascii") as sizes:
-        most = int(sizes.read().split()[0]) * resource.getpagesize() + job["bytes"]
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if sys.platform == "linux":
+        # Elsewhere the limit is not enforced.
+        with open("/proc/self/statm", encoding="ascii") as sizes:
+            most = int(sizes.read().split()[0]) * resource.getpagesize() + job["bytes"]
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     first: Any = None
     texts: dict[int, tuple[Any, _Budget]] = {}
     while (message := receive(connection)) is not None:
