@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def children(process):
     """Numbers of the processes of grammars."""
     numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return {number for number in numbers if parent(number) == process.pid}
+
+
+def children_time(grammars):
+    """Seconds of processor time that they have taken."""
+    fields = [
+        Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split() for child in children(grammars._process)
+    ]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def until(holds):
@@ -149,7 +158,7 @@ def test_where_a_process_dies_only_who_asked_it_ends(tokenizer):
     places[1].advance([b])
     os.kill(child, signal.SIGKILL)
     assert allowed(places[1]) == {x}
-    assert not places[0].waiting and "memory" in places[0].error
+    assert not places[0].waiting and "its process was ended (-9)" in places[0].error
     # It did not ask, so it does not know yet.
     places[2].advance([b])
     assert allowed(places[2]) == {x}
@@ -207,3 +216,36 @@ def test_signals_of_the_terminal_are_not_for_it(grammars, tokenizer):
     place = grammars.follow(SamplingParams(regex="ba"))
     assert allowed(place) == set(ids(tokenizer, "b"))
     place.close()
+
+
+def test_a_check_that_was_killed_says_nothing_of_the_grammar(tokenizer, impatient):
+    grammars, params = Grammars(tokenizer), SamplingParams(json_schema={"type": "integer", "multipleOf": 1000003})
+    grammars.check(SamplingParams(regex="a"))
+    until(lambda: not children(grammars._process))
+    with ThreadPoolExecutor() as pool:
+        checked = pool.submit(grammars.check, params)
+        until(lambda: children(grammars._process))
+        for child in children(grammars._process):
+            os.kill(child, signal.SIGKILL)
+        with pytest.raises(UserError, match=r"its process was ended \(-9\)"):
+            checked.result()
+    with pytest.raises(UserError, match="processor time"):
+        grammars.check(params)
+
+
+def test_a_text_that_fails_leaves_no_clock_running(tokenizer, monkeypatch):
+    """Its process goes on with others for longer than its budget."""
+    monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.1})
+    grammars, params = Grammars(tokenizer), SamplingParams(regex="[ab]+")
+    grammars.check(params)
+    wrong, right = grammars.follow(params), grammars.follow(params)
+    wrong.advance(ids(tokenizer, "x"))
+    wait_for([wrong], 60)
+    assert "is not what it allows" in wrong.error
+    (a,) = ids(tokenizer, "a")
+    used = children_time(grammars)
+    while children_time(grammars) - used < 0.3:
+        right.advance([a])
+        assert len(allowed(right)) == 3
+    right.close()
+    wrong.close()

@@ -22,7 +22,7 @@ from copy import copy
 from typing import Any
 
 from mlaforge.engine.sampling import grammar_process
-from mlaforge.engine.sampling.grammar_process import ASK, DIED, FAILED, FORGET, LAST_MASK, pack, receive, unpack
+from mlaforge.engine.sampling.grammar_process import ASK, DIED, ENDED, FAILED, FORGET, LAST_MASK, pack, receive, unpack
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
@@ -60,18 +60,25 @@ class Grammars:
         if (named := _named(params)) is None:
             return
         key = hashlib.sha256(" ".join(named).encode("utf-8", "replace")).digest()
-        if key not in self._verdicts:
-            with contextlib.closing(Grammar(self, *named, CHECK)) as grammar:
-                place = grammar.place()
-                wait_for([place], PATIENCE)
-            if place.waiting:
-                raise UserError(f"{named[0]} was not compiled within {PATIENCE:g} s; try again later")
-            with self._lock:
-                self._verdicts[key] = place.error
-                if len(self._verdicts) > REMEMBERED:
-                    self._verdicts.popitem(last=False)
-        if (reason := self._verdicts[key]) is not None:
+        if key in self._verdicts:
+            reason = self._verdicts[key]
+        else:
+            reason = self._verdict(named)
+            if reason is None or ENDED not in reason:
+                with self._lock:
+                    self._verdicts[key] = reason
+                    if len(self._verdicts) > REMEMBERED:
+                        self._verdicts.popitem(last=False)
+        if reason is not None:
             raise UserError(reason)
+
+    def _verdict(self, named: tuple[str, str]) -> str | None:
+        with contextlib.closing(Grammar(self, *named, CHECK)) as grammar:
+            place = grammar.place()
+            wait_for([place], PATIENCE)
+        if place.waiting:
+            raise UserError(f"{named[0]} was not compiled within {PATIENCE:g} s; try again later")
+        return place.error
 
     def follow(self, params: SamplingParams) -> Place:
         """The beginning of the parameters' grammar. Requests with the same one share a process."""
@@ -214,7 +221,7 @@ class Grammar:
                 return
             except OSError:
                 some = b""
-            self._received += some or pack(b"its process has died", DIED)
+            self._received += some or pack(ENDED.encode(), DIED)
             while (message := unpack(self._received)) is not None:
                 kind, payload, length = message
                 del self._received[:length]

@@ -41,6 +41,8 @@ TOO_SLOW = (
     f"it takes more processor time than {CHECK_SECONDS:g} s to compile and {1000 * SECONDS_PER_TOKEN:g} ms a token"
 )
 TOO_LARGE = f"it takes more than {BYTES // 2**20} MiB of memory"
+# No fault of the grammar's, as far as can be known.
+ENDED = "its process was ended"
 _OUT_OF_MEMORY = 3
 
 
@@ -79,10 +81,12 @@ class _Budget:
     def spending(self) -> Iterator[None]:
         began = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, self._left)
-        yield
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        # Never 0, which is no limit at all.
-        self._left = max(self._left - (time.process_time() - began), 0.001)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            # Never 0, which is no limit at all.
+            self._left = max(self._left - (time.process_time() - began), 0.001)
 
     def earn(self, tokens: int) -> None:
         self._left = min(self._left + tokens * SECONDS_PER_TOKEN, self._most)
@@ -164,25 +168,25 @@ def _child(connection: socket.socket, tokenizer: Any) -> None:
             os.dup2(nowhere.fileno(), 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _follow(connection, tokenizer)
+        os._exit(0)
     except MemoryError:
         os._exit(_OUT_OF_MEMORY)
     except OSError:
         # Who asked is gone.
-        pass
-    finally:
         os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _reason(status: int) -> str | None:
     """Why a child ended before it was to; None where it was to."""
     if status == 0:
         return None
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGPROF:
         return TOO_SLOW
-    # An allocation that fails aborts, and the kernel kills where memory is short.
-    if os.WIFEXITED(status) or os.WTERMSIG(status) in (signal.SIGABRT, signal.SIGKILL):
-        return TOO_LARGE
-    return f"its process was ended by signal {os.WTERMSIG(status)}"
+    # An allocation that fails aborts.
+    return TOO_LARGE if code in (_OUT_OF_MEMORY, -signal.SIGABRT) else f"{ENDED} ({code})"
 
 
 class _Parent:
