@@ -117,9 +117,9 @@ def test_a_costly_grammar_delays_nobody(served, bomb, monkeypatch):
     served.post("/v1/completions", json={"prompt": "x", "regex": "a"})
     with another_client(served) as times:
         began = time.perf_counter()
-        told = served.refused(served.post("/v1/completions", json={"prompt": "x", **bomb}, timeout=60), 400)
+        reason = served.refused(served.post("/v1/completions", json={"prompt": "x", **bomb}, timeout=60), 400)
         ended = time.perf_counter()
-        assert "cannot be followed: it takes more" in told
+        assert "cannot be followed: it takes more" in reason
         came = [began, *(at for at in times if began < at < ended), ended]
         # Of a second or two at least, in which there are steps of milliseconds.
         longest = max(after - before for before, after in itertools.pairwise(came))

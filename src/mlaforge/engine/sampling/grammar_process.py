@@ -245,12 +245,12 @@ def main() -> None:
         first = receive(control)
         if first is None:
             return
-        given = json.loads(first[1])
-        sys.path[:] = given["path"]
+        start = json.loads(first[1])
+        sys.path[:] = start["path"]
         from llguidance import LLTokenizer
 
         try:
-            tokenizer = LLTokenizer(given["tokenizer"], eos_token=given["ends"])
+            tokenizer = LLTokenizer(start["tokenizer"], eos_token=start["ends"])
         except ValueError as error:
             control.sendall(pack(str(error).encode(), FAILED))
             return
