@@ -1,6 +1,7 @@
 """Keys, limits, clients that go, read slowly or say nothing; shutting down; an engine that dies."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import re
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import openai
 import pytest
 
 from mlaforge.runtime import UserError
-from mlaforge.serving import server
+from mlaforge.serving import app, server
 from mlaforge.serving.config import ServeConfig
 from support.scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
 from support.serving import serving, until
@@ -261,6 +263,44 @@ def test_sigterm_drains_and_exits_with_0(delay, drain, finished):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_second_sigterm_ends_it_whatever_it_is_doing():
+    """Here a step that goes on for ten minutes, which the shutdown waits for."""
+    process, url = _start(600, 0.1)
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as answer:
+            # The engine has taken it.
+            assert answer.status_code == 200
+            process.send_signal(signal.SIGTERM)
+
+            def listens():
+                with contextlib.suppress(httpx.TransportError):
+                    return httpx.get(f"{url}/health").status_code > 0
+
+            until(lambda: not listens())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(8) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_health_fails_where_no_step_ends(tokenizer, monkeypatch):
+    monkeypatch.setattr(app, "STUCK_SECONDS", 0.3)
+    engine = ScriptedEngine(tokenizer)
+    with serving(engine) as served, ThreadPoolExecutor() as pool:
+        health = lambda: served.http.get("/health")  # noqa: E731
+        assert health().status_code == 200
+        engine.hold.clear()
+        asked = pool.submit(served.post, "/v1/completions", json=LONG | {"max_tokens": 5})
+        until(lambda: health().status_code == 503)
+        assert re.search(r"no step has ended for \d+ s", served.refused(health(), 503))
+        engine.hold.set()
+        assert asked.result().status_code == 200
+        # Having nothing to do for long is no ill.
+        time.sleep(0.5)
+        assert health().status_code == 200
 
 
 def test_64_streaming_clients(tokenizer):

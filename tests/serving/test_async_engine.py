@@ -12,6 +12,7 @@ from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
+from mlaforge.serving import async_engine
 from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, merge
 from support.scripted_engine import ScriptedEngine, load_tokenizer
 
@@ -165,6 +166,49 @@ def test_closing_ends_streams(run):
                 await stream.complete()
 
     run(test, delay=0.005)
+
+
+def test_closing_leaves_a_step_behind_that_does_not_end(tokenizer, monkeypatch):
+    monkeypatch.setattr(async_engine, "CLOSE_SECONDS", 0.1)
+
+    async def test():
+        engine = AsyncEngine(ScriptedEngine(tokenizer))
+        engine.engine.hold.clear()
+        async with engine.open({"a": ([1], LONG)}) as stream:
+            await stream.accepted()
+            engine.close()
+            assert engine._thread.is_alive()
+            engine.engine.hold.set()
+            with pytest.raises(EngineUnavailable):
+                await stream.complete()
+        engine._thread.join(60)
+
+    asyncio.run(test())
+
+
+def test_a_request_that_the_engine_gives_up(run):
+    """Its stream says why; the others go on."""
+
+    async def test(engine):
+        step = engine.engine.step
+
+        def gives_up():
+            outputs = step()
+            for output in outputs:
+                if output.request_id == "bad":
+                    output.finished, output.error = True, "regex cannot be followed: too costly"
+                    engine.engine.running.pop("bad", None)
+            return outputs
+
+        engine.engine.step = gives_up
+        good = asyncio.create_task(anext(engine.generate("good", [1], SamplingParams(max_tokens=1))))
+        with pytest.raises(UserError, match="too costly"):
+            async for output in engine.generate("bad", [1], LONG):
+                assert output.outputs
+        assert (await good).finished
+        await settled(engine)
+
+    run(test)
 
 
 def test_idle_costs_nothing(run):

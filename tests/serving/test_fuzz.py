@@ -229,6 +229,26 @@ def test_what_the_engine_refuses_is_a_400(served):
     served.refused(served.post(PATHS[0], json=asked), 400, "regex")
 
 
+NESTED = {"type": "string"}
+for _ in range(70):
+    NESTED = {"items": NESTED}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("schema", "reason"), [
+    ({"properties": {f"property {i}": {"type": "string"} for i in range(30_000)}}, "more than 5000 properties"),
+    ({"enum": [f"value {i}" for i in range(50_000)]}, "more than 10000 enum values"),
+    (NESTED, "more than 64 levels of nesting"), ({"description": "x" * 200_000}, "longer than 128 KiB"),
+], ids=lambda part: str(part)[:20])  # fmt: skip
+def test_schemas_that_are_too_large(served, path, schema, reason):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for asked in ({"guided_json": schema}, {"response_format": form}):
+        assert reason in served.refused(served.post(path, json=VALID[path] | asked), 400)
+    written = served.refused(served.post(path, json=VALID[path] | {"guided_json": json.dumps(schema)}), 400)
+    assert reason in written or "longer than 128 KiB" in written
+    assert "longer" in served.refused(served.post(path, json=VALID[path] | {"guided_regex": "a" * 200_000}), 400)
+
+
 @given(VALUES)
 def test_depth(value):
     def naive(value):

@@ -1,13 +1,20 @@
 """The server over the real engine: a tiny random model, all endpoints, blocks that come back."""
 
 import asyncio
+import contextlib
+import itertools
+import json
+import threading
+import time
 
+import httpx
 import openai
 import pytest
 
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
-from support.serving import serving
+from mlaforge.engine.sampling import grammar
+from support.serving import serving, until
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,77 @@ def test_chat_and_constraints(served):
     text = served.post("/v1/completions", json=asked).json()["choices"][0]["text"]
     assert len(text) == 5 and set(text) <= {"a", "b"}
     served.refused(served.post("/v1/completions", json=asked | {"regex": "a("}), 400, "regex")
+    served.settles()
+
+
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
+BOMBS = [
+    {"guided_json": {"type": "integer", "multipleOf": 1000003}},
+    {"guided_json": {"allOf": [{"multipleOf": prime} for prime in PRIMES]}},
+    {"guided_regex": "(a{1000}){1000}"},
+]
+
+
+@contextlib.contextmanager
+def another_client(served):
+    """Streams answers without end; yields the times at which its tokens came."""
+    times, done = [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        times.append(time.perf_counter())
+                    if done.is_set():
+                        return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        until(lambda: times)
+        yield times
+    finally:
+        done.set()
+        reader.join(60)
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=str)
+def test_a_costly_grammar_delays_nobody(served, bomb, monkeypatch):
+    """It is refused with the reason, while another's tokens keep coming."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(grammar, "CHECK", {**grammar.CHECK, "seconds": 0.5, "nice": 0})
+    served.post("/v1/completions", json={"prompt": "x", "regex": "a"})
+    with another_client(served) as times:
+        began = time.perf_counter()
+        reason = served.refused(served.post("/v1/completions", json={"prompt": "x", **bomb}, timeout=60), 400)
+        ended = time.perf_counter()
+        assert "cannot be followed: it takes more" in reason
+        came = [began, *(at for at in times if began < at < ended), ended]
+        # Of a second or two at least, in which there are steps of milliseconds.
+        longest = max(after - before for before, after in itertools.pairwise(came))
+        assert len(came) > 20 and longest < 0.5 * (ended - began), (len(came), longest, ended - began)
+        assert served.http.get("/health").status_code == 200
+    served.settles()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_becomes_too_costly_on_the_way(served, monkeypatch, stream):
+    """Compiled at once, but each mask takes 25 ms. Nobody else waits for them, and at last its request is ended."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.5})
+    asked = {"prompt": "x", "regex": f"x(a{{{100_000 + stream}}})", "max_tokens": 400, "stream": stream}
+    with another_client(served) as times:
+        began = len(times)
+        answer = served.post("/v1/completions", json=asked, timeout=60)
+        if stream:
+            events = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+            assert "processor time" in json.loads(events[-1][6:])["error"]["message"]
+            assert json.loads(events[0][6:])["choices"][0]["text"].startswith("x")
+        else:
+            assert "processor time" in served.refused(answer, 400, "regex")
+        assert len(times) - began > 20
     served.settles()
 
 

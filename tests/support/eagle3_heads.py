@@ -78,3 +78,14 @@ def recorded(drafter, least=0.0):
 
     drafter.propose = watching
     return seen
+
+
+def check_drafts(seen, head, oracle):
+    """The likeliest tokens of the plain path, or as likely to 1e-3."""
+    assert seen
+    for text, _, draft in seen:
+        assert draft is not None
+        logits = draft_logits(head, oracle, text, draft.token_ids)
+        own = [head.target_ids.tolist().index(token) for token in draft.token_ids]
+        gap = logits.max(-1).values - logits[range(len(own)), own]
+        assert float(gap.max()) < 1e-3, (len(text), draft.token_ids, gap)

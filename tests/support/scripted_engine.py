@@ -66,11 +66,13 @@ class ScriptedEngine:
         text = self.tokenizer(WORDS)["input_ids"]
         return text[(sum(prompt) + 7 * index + at) % len(text)]
 
+    def check_grammar(self, params: SamplingParams) -> None:
+        if params.regex == "(":
+            raise UserError("regex '(' is not a regular expression")
+
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         if len(prompt_ids) + (params.max_tokens or 1) > self.max_model_len:
             raise UserError(f"prompt of {len(prompt_ids)} tokens is too long")
-        if params.regex == "(":
-            raise UserError("regex '(' is not a regular expression")
         self.running[request_id] = [Sequence(request_id, prompt_ids, params, i) for i in range(params.n)]
         self.counts["prompt_tokens"] += len(prompt_ids)
 

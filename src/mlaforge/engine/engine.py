@@ -7,6 +7,7 @@ import itertools
 import operator
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from mlaforge.engine.execution.batch import make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.runner import Runner
+from mlaforge.engine.request import held
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.request.sequence import Request, Sequence, check_prompt
 from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.constraint import Constraint
+from mlaforge.engine.sampling.grammar import Grammars
 from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler
@@ -94,6 +97,7 @@ class Engine:
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
         self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
         self.sampler = Sampler()
+        self.grammars = Grammars(self.tokenizer, self.eos_token_ids)
         self.speculation: Speculation | None = None
         if head is not None:
             group = len(groups) - 1
@@ -128,13 +132,16 @@ class Engine:
         self.speculation = Speculation(drafter, controller)
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Queue a request. Raises UserError where it can never run; nothing is kept of it then."""
+        """Queue a request. Raises UserError where it can never run; nothing is kept of it then.
+
+        Waits until its grammar is compiled, unless `check_grammar` was asked before."""
         if request_id in self._requests:
             raise UserError(f"request id {request_id!r} is in use; give another")
         check_prompt(prompt_ids, self.vocab_size, self.max_model_len, 0 if params.max_tokens == 0 else 1)
         if params.n > self.config.max_num_seqs:
             raise UserError(f"n = {params.n} is more than max_num_seqs = {self.config.max_num_seqs}")
         params.check_vocabulary(self.vocab_size)
+        self.check_grammar(params)
         request = Request(request_id, list(prompt_ids), params)
         for index in range(params.n):
             request.sequences.append(self._sequence(request, index))
@@ -143,9 +150,14 @@ class Engine:
         self.scheduler.add(request.sequences[0])
         self._stats.prompt_tokens += len(prompt_ids)
 
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raises UserError where the parameters' grammar cannot be followed, or costs too much. In any thread."""
+        self.grammars.check(params)
+
     def _sequence(self, request: Request, index: int) -> Sequence:
         params, prompt = request.params, request.prompt_ids
-        constraint = Constraint.for_params(params, self.tokenizer, self.eos_token_ids)
+        free = params.regex is None and params.json_schema is None
+        constraint = None if free else Constraint(self.grammars, params)
         return Sequence(
             next(self._numbers), request, index, list(prompt),
             SamplingState(params, prompt, self.vocab_size, self.eos_token_ids, self.device, constraint, index),
@@ -154,13 +166,20 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Stop a request and give its blocks back; an unknown or finished id does nothing."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        if request_id not in self._requests:
             return
+        request = self._leave(request_id)
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             if sequence.request is request:
                 self.scheduler.finish(sequence)
         self._stats.aborted_requests += 1
+
+    def _leave(self, request_id: str) -> Request:
+        request = self._requests.pop(request_id)
+        for sequence in request.sequences:
+            if sequence.state.constraint is not None:
+                sequence.state.constraint.close()
+        return request
 
     def forget(self) -> None:
         """Forget every cached prefix, so that the next prompts are computed anew; for measuring. UserError while there
@@ -176,13 +195,22 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Computes what fits into one step and returns what is new, per request. engine/step.py has the phases."""
-        speculation, queue = self.speculation, self.scheduler
+        speculation, queue, began = self.speculation, self.scheduler, time.perf_counter()
+        failed = [self._fail(request, why) for request, why in held.release(queue.running).items()]
         decision = speculation.controller.decide(queue.running, bool(queue.waiting)) if speculation else NO_DRAFT
         plan = queue.schedule(decision.tokens)
         if not plan.chunks:
-            return []
-        drawn = self._draw(self._compute(self._propose(decision, plan)))
-        return self._hand_out(self._commit(self._settle(drawn)))
+            held.release(queue.running, held.IDLE_SECONDS)
+            return failed
+        held.begin(sequence for sequence, _ in plan.chunks)
+        drawn = self._draw(self._compute(self._propose(decision, plan)), began)
+        return failed + self._hand_out(self._commit(self._settle(drawn)))
+
+    def _fail(self, request: Request, why: str) -> RequestOutput:
+        """Ends a request whose grammar can be followed no further."""
+        self.abort(request.id)
+        ended = [Completion(s.index, [], "", None, "error") for s in request.sequences if not s.stopping.finished]
+        return _output(request, ended, finished=True, error=why)
 
     def _propose(self, decision: Decision, plan: Plan) -> Proposal:
         """Drafts are made in the room that was reserved, so what is shared of it is copied before."""
@@ -201,15 +229,17 @@ class Engine:
         C = self.model.spec.hidden_size
         return Computed(proposal, laid_out, batch, both_NC[:, :C], both_NC[:, C:])
 
-    def _draw(self, computed: Computed) -> Drawn:
-        """The next tokens of all whose tokens have been computed to the last, appended to them."""
+    def _draw(self, computed: Computed, began: float) -> Drawn:
+        """The next tokens of all whose tokens have been computed to the last, appended to them. The step began at that
+        time (time.perf_counter())."""
         self._prompt_logprobs(computed)
+        held.hold_late([part.sequence for part in computed.parts if part.draws], began)
         drawing: list[tuple[Sequence, Part]] = []
         ended: list[tuple[Sequence, Completion]] = []
         forks: list[tuple[Sequence, Sequence]] = []
         for part in computed.parts:
             sequence = part.sequence
-            if part.chunk.stop < len(sequence.token_ids):
+            if part.chunk.stop < len(sequence.token_ids) or sequence.held:
                 continue
             others = [] if part.prefilled else self._prefilled(sequence.request)
             forks += [(sequence, other) for other in others]
@@ -257,10 +287,15 @@ class Engine:
         if speculation is not None:
             if drawn.path is not None:
                 self.cache.move(computed.batch.views, drawn.path)
-            if speculation.drafter.boundaries:
-                starts = [(part.sequence, part.chunk.start) for part in computed.parts]
+            starts = [
+                (s, part.chunk.start) for part in computed.parts if part.chunk.start < (s := part.sequence).computed
+            ]
+            if speculation.drafter.boundaries and starts:
                 speculation.drafter.observe(starts, drawn.states())
-            decoded = [(part.sequence, drawn.verified[part.sequence]) for part in computed.parts if part.decoding]
+            decoded = [
+                (part.sequence, drawn.verified[part.sequence]) for part in computed.parts
+                if part.decoding and not part.sequence.held
+            ]  # fmt: skip
             rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
             speculation.end(computed.proposal, decoded, drawn.at, rows)
         return Settled(sequences, drawn.completions, drawn.forks)
@@ -282,11 +317,7 @@ class Engine:
         for sequence, completion in completions:
             request = sequence.request
             if request.id not in outputs:
-                outputs[request.id] = RequestOutput(
-                    request.id, request.prompt_ids, [], prompt_logprobs=request.prompt_logprobs,
-                    num_cached_tokens=request.num_cached_tokens, arrived=request.arrived,
-                    first_token=request.first_token,
-                )  # fmt: skip
+                outputs[request.id] = _output(request, [], prompt_logprobs=request.prompt_logprobs)
                 request.prompt_logprobs = None
             output = outputs[request.id]
             if request.first_token is None:
@@ -297,7 +328,7 @@ class Engine:
                 request.unfinished -= 1
                 if not request.unfinished:
                     output.finished = True
-                    del self._requests[request.id]
+                    self._leave(request.id)
                     self._stats.finished_requests += 1
         return list(outputs.values())
 
@@ -335,6 +366,13 @@ class Engine:
 
 # Rows of a prompt whose logits are held at once.
 LOGIT_ROWS = 128
+
+
+def _output(request: Request, completions: list[Completion], **news: Any) -> RequestOutput:
+    return RequestOutput(
+        request.id, request.prompt_ids, completions, num_cached_tokens=request.num_cached_tokens,
+        arrived=request.arrived, first_token=request.first_token, **news,
+    )  # fmt: skip
 
 
 def _parts(items: list[int], size: int) -> list[list[int]]:

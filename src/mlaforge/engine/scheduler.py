@@ -55,7 +55,7 @@ class Scheduler:
         self.running.append(child)
 
     def schedule(self, drafts: Callable[[Sequence], int] = lambda sequence: 0) -> Plan:
-        """The next step, with room for it reserved; empty when there is nothing to do.
+        """The next step, with room for it reserved; empty when there is nothing to do but to wait for the held.
 
         `drafts` says how many drafted tokens a decoding sequence is to verify. It gets fewer where that would take a
         turn from sequences that run, and none where blocks are short: nobody is preempted for a draft.
@@ -64,7 +64,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         preempted = False
         for others, sequence in zip(reversed(range(len(self.running))), list(self.running), strict=True):
-            if budget and sequence in self.running:
+            if budget and sequence in self.running and not sequence.held:
                 upto = min(len(sequence.token_ids), sequence.computed + _affordable(sequence, budget))
                 count = max(0, min(drafts(sequence), budget - 1 - others)) if sequence.decoding else 0
                 copies = self.tables.reserve(sequence.number, upto + count)
@@ -102,7 +102,8 @@ class Scheduler:
             plan.chunks.append((sequence, upto))
             plan.copies += copies
             budget = max(0, budget - sequence.price * (upto - cached))
-        assert plan.chunks or not (self.running or self.waiting), "blocks are short for a single sequence"
+        held = any(sequence.held for sequence in self.running)
+        assert plan.chunks or held or not (self.running or self.waiting), "blocks are short for a single sequence"
         return plan
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -110,7 +111,7 @@ class Scheduler:
         already given room to: those stand before whoever asks."""
         self.running.remove(sequence)
         self.tables.free(sequence.number)
-        sequence.computed = 0
+        sequence.computed, sequence.held = 0, False
         self.waiting.appendleft(sequence)
         self._short = -1
         self.preemptions += 1

@@ -43,6 +43,11 @@ class Part:
         """The step's rows that are its own."""
         return range(self.row, self.row + self.chunk.stop - self.chunk.start)
 
+    @property
+    def draws(self) -> bool:
+        """What follows can be drawn: the sequence's tokens have been computed to the last, and more are asked for."""
+        return self.chunk.stop >= len(self.sequence.token_ids) and self.sequence.request.params.max_tokens != 0
+
 
 def parts(proposal: Proposal) -> list[Part]:
     """The step of a proposal, one sequence after another."""
@@ -79,9 +84,9 @@ class Computed:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What is new: of those sequences that drew, as verified, and `completions` of all that have anything, in the order
-    in which they are handed out. `forks` are (parent, child) of prompts that were finished. `at` is when the tokens
-    were there (time.perf_counter())."""
+    """What is new: of those sequences that drew (none that is held), as verified, and `completions` of all that have
+    anything, in the order in which they are handed out. `forks` are (parent, child) of prompts that were finished. `at`
+    is when the tokens were there (time.perf_counter())."""
 
     computed: Computed
     verified: dict[Sequence, Verified]
@@ -91,8 +96,8 @@ class Drawn:
 
     def length(self, part: Part) -> int:
         """How many of the sequence's tokens the cache holds now, nothing refused among them: of a decoding one all but
-        the newest, which was not computed."""
-        return len(part.sequence.token_ids) - 1 if part.decoding else part.chunk.stop
+        the newest, which was not computed, and of a held one the newest is computed once more."""
+        return len(part.sequence.token_ids) - 1 if part.decoding else part.chunk.stop - part.sequence.held
 
     @property
     def path(self) -> list[int] | None:
@@ -101,6 +106,8 @@ class Drawn:
         part = self.computed.parts[0]
         if part.chunk.tree is None:
             return None
+        if part.sequence.held:
+            return []
         rows = [0, *(node + 1 for node in self.verified[part.sequence].accepted)]
         return rows[: self.length(part) - part.chunk.start]
 

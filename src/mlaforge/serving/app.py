@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlaforge import runtime
 from mlaforge.engine.request import harmony
 from mlaforge.engine.request.output import RequestOutput
 from mlaforge.engine.request.sequence import PromptTooLong, check_prompt
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 from mlaforge.serving import wire
 from mlaforge.serving.admission import (
@@ -43,6 +45,11 @@ from mlaforge.serving.wire import ApiError
 
 # Bodies of the largest size for which there is room: that are on their way, and that wait for a slot at the engine.
 ROOM = 16
+# Grammars that are compiled at once, each in a process.
+GRAMMAR_CHECKS = 16
+# After so many seconds without the end of a step, though there is work, /health fails. The first steps on a GPU may
+# compile kernels.
+STUCK_SECONDS = 120.0
 # The client closed the connection before its answer: for the metrics alone (nginx's number).
 CLIENT_CLOSED_REQUEST = 499
 
@@ -62,6 +69,17 @@ class Service:
         self.tokens = TokenText(inner.tokenizer)
         self.prompts = Prompts(inner.tokenizer, inner.max_model_len)
         self.chat = Chat(inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony), self.prompts)
+        self.checking = ThreadPoolExecutor(GRAMMAR_CHECKS, thread_name_prefix="mlaforge-grammar")
+
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Raises ApiError (400) where the grammar cannot be followed. Nobody else waits meanwhile."""
+        if params.regex is None and params.json_schema is None:
+            return
+        try:
+            check = self.engine.engine.check_grammar
+            await asyncio.get_running_loop().run_in_executor(self.checking, check, params)
+        except UserError as error:
+            raise refusal(error) from error
 
     def text_form(self, payload: dict[str, Any]) -> tuple[CompletionRequest, Form]:
         """A completion request, tokenized. Raises ApiError."""
@@ -136,6 +154,7 @@ class Service:
         self.engine.close()
         self.chat.close()
         self.prompts.close()
+        self.checking.shutdown(wait=False, cancel_futures=True)
 
 
 class Answer(Response):
@@ -188,6 +207,7 @@ class Answer(Response):
         async with AsyncExitStack() as held:
             with service.admission.waiting(len(body)):
                 request, form = await service.prompts.in_thread(len(body), self._parse, body)
+                await service.check_grammar(form.params)
                 await held.enter_async_context(service.admission.slot())
             # Those that run are bounded by their number: not a body is kept of them.
             self._body = body = b""
@@ -240,6 +260,8 @@ async def _stream(reply: Reply, request: Generation, stream: Stream, send: Send)
         if options is not None and options.include_usage:
             end = wire.event(reply.usage_chunk())
         end += wire.DONE
+    except UserError as error:
+        end = wire.event(refusal(error).body())
     except EngineUnavailable as error:
         end = wire.event(_unavailable(error).body())
     await send({"type": "http.response.body", "body": end, "more_body": False})
@@ -315,6 +337,8 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
         if service.admission.draining or engine.unavailable is not None:
             why = str(engine.unavailable or "the server is shutting down")
             return JSONResponse(ApiError(503, why).body(), 503)
+        if (seconds := engine.busy) > STUCK_SECONDS:
+            return JSONResponse(ApiError(503, f"no step has ended for {seconds:.0f} s").body(), 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

@@ -21,9 +21,13 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
 from mlaforge.runtime import UserError
 
+# How long `close` waits for the step that runs.
+CLOSE_SECONDS = 10.0
+
 
 class SyncEngine(Protocol):
-    """What the server needs of an engine. All methods but those of the tokenizer are called in one thread."""
+    """What the server needs of an engine. All methods but the tokenizer's and `check_grammar` are called in one
+    thread."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -35,6 +39,7 @@ class SyncEngine(Protocol):
     def model_name(self) -> str: ...
     @property
     def has_work(self) -> bool: ...
+    def check_grammar(self, params: SamplingParams) -> None: ...
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[RequestOutput]: ...
@@ -49,7 +54,7 @@ class Stream:
     """Outputs of requests that were given to the engine together: `async with` it, then iterate.
 
     Leaving it, by whatever way, aborts the requests that are not finished. Iteration and `complete` raise UserError
-    where the engine refused one of them, EngineUnavailable where the engine ended first.
+    where the engine refused one of them or gave it up, EngineUnavailable where the engine ended first.
     """
 
     def __init__(self, owner: AsyncEngine, request_ids: list[str], arrived: float) -> None:
@@ -114,6 +119,8 @@ class Stream:
             self._pending[request_id] = note if old is None else merge(old, note)
             if note.finished:
                 self._open.discard(request_id)
+            if note.error is not None:
+                self._error = self._error or UserError(note.error)
         self._news.set()
 
     def _fail(self, error: EngineUnavailable) -> None:
@@ -146,6 +153,14 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="mlaforge-engine", daemon=True)
         self._no_streams: asyncio.Event | None = None
+        # Since when the thread is at what it does now (time.perf_counter()); None while it sleeps.
+        self._busy_since: float | None = None
+
+    @property
+    def busy(self) -> float:
+        """Seconds since a step ended, or since there was work again; 0 where there is none."""
+        since = self._busy_since
+        return 0.0 if since is None else time.perf_counter() - since
 
     def start(self) -> None:
         """Starts the thread; called inside the event loop. Again: nothing happens."""
@@ -193,11 +208,12 @@ class AsyncEngine:
         return True
 
     def close(self) -> None:
-        """Ends the thread after its current step; waiting streams end with EngineUnavailable."""
+        """Ends the thread after its current step, and leaves it behind where that does not end; waiting streams end
+        with EngineUnavailable."""
         self.unavailable = self.unavailable or EngineUnavailable("the engine was closed")
         if self._thread.ident is not None:
             self._commands.put(None)
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def _leave(self, request_ids: set[str]) -> None:
         for request_id in request_ids:
@@ -217,6 +233,7 @@ class AsyncEngine:
             while self._obey():
                 outputs = self.engine.step() if self.engine.has_work else []
                 self.stats = self.engine.stats()
+                self._busy_since = time.perf_counter()
                 if outputs:
                     now = time.perf_counter()
                     self._post([(output.request_id, output, now) for output in outputs])
@@ -231,10 +248,14 @@ class AsyncEngine:
         """Carries out what was asked; sleeps while there is nothing to do. False: the thread is to end."""
         idle = not self.engine.has_work
         while True:
+            if idle:
+                self._busy_since = None
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:
                 return True
+            if idle:
+                self._busy_since = time.perf_counter()
             idle = False
             if command is None:
                 return False

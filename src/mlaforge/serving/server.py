@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
 import socket
 from types import FrameType
 
@@ -30,16 +31,17 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if self._signals > 1 or self._loop is None:
-            self.should_exit = self.force_exit = True
+        # From now on they end the process whatever it is doing: the system does it, not a handler that waits its turn.
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        if self._loop is None:
+            self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._drain)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.sampling.constraint import Constraint
+from mlaforge.engine.sampling.grammar import Grammars
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.sampling.state import SamplingState
@@ -41,6 +42,28 @@ def tokenizer(tiny_models):
     return load_tokenizer(tiny_models["llama"])
 
 
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(tokenizer, [EOS])
+
+
+@pytest.fixture(scope="module")
+def constrained(grammars):
+    """(parameters) -> the constraint of a continuation, checked; None where nothing is asked."""
+    followed = []
+
+    def constrain(params, grammars=grammars):
+        grammars.check(params)
+        if params.regex is None and params.json_schema is None:
+            return None
+        followed.append(Constraint(grammars, params))
+        return followed[-1]
+
+    yield constrain
+    for constraint in followed:
+        constraint.close()
+
+
 def fits(value):
     """`value` is an instance of SCHEMA."""
     at, tags = value["at"], value["tags"]
@@ -56,10 +79,10 @@ def fits(value):
     )
 
 
-def generate(tokenizer, seed, **params):
+def generate(tokenizer, constrained, seed, **params):
     """Random logits through the sampler until the end of text, which is left out."""
     asked = SamplingParams(max_tokens=None, seed=seed, **params)
-    constraint = Constraint.for_params(asked, tokenizer, [EOS])
+    constraint = constrained(asked)
     state = SamplingState(asked, [1], WIDTH, [EOS], "cpu", constraint)
     noise = torch.Generator().manual_seed(seed)
     for _ in range(600):
@@ -76,15 +99,15 @@ def generate(tokenizer, seed, **params):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_json_schema(tokenizer, seed, temperature):
+def test_json_schema(tokenizer, seed, temperature, constrained):
     schema = json.dumps(SCHEMA) if seed % 2 else SCHEMA
-    assert fits(json.loads(generate(tokenizer, seed, temperature=temperature, json_schema=schema)))
+    assert fits(json.loads(generate(tokenizer, constrained, seed, temperature=temperature, json_schema=schema)))
 
 
 @pytest.mark.parametrize("regex", [r"(ja|nein|vielleicht)", r"[a-f]{3,8}(-[0-9]{2})*", r"é+ü", r"a?"])
-def test_regex(tokenizer, regex):
+def test_regex(tokenizer, regex, constrained):
     for seed in range(4):
-        assert re.fullmatch(regex, generate(tokenizer, seed, regex=regex))
+        assert re.fullmatch(regex, generate(tokenizer, constrained, seed, regex=regex))
 
 
 def ids(tokenizer, text):
@@ -95,64 +118,62 @@ def allowed(constraint):
     return constraint.mask(WIDTH).nonzero()[:, 0].tolist()
 
 
-def test_the_end_is_allowed_only_where_the_grammar_may_end(tokenizer):
-    constraint = Constraint.for_params(SamplingParams(regex="ab?"), tokenizer)
+def test_the_end_is_allowed_only_where_the_grammar_may_end(tokenizer, constrained):
+    constraint = constrained(SamplingParams(regex="ab?"))
     (a,), (b,) = ids(tokenizer, "a"), ids(tokenizer, "b")
     assert allowed(constraint) == [a] and not constraint.finished
-    assert constraint.advance([a]) == 1
+    constraint.advance([a])
     assert allowed(constraint) == sorted([b, EOS]) and not constraint.finished
-    assert Constraint.for_params(SamplingParams(regex="ab?"), tokenizer).advance([a, EOS]) == 2
-    assert constraint.advance([b]) == 1
+    constraint.advance([b])
     assert allowed(constraint) == [EOS] and constraint.finished
-    assert constraint.advance([EOS, EOS]) == 2
+    constraint.advance([EOS, EOS])
     assert allowed(constraint) == [EOS] and constraint.finished
-    assert constraint.advance([a]) == 0
+    with pytest.raises(AssertionError, match="after the end of the text"):
+        constraint.advance([a])
 
 
-def test_several_ends_and_one_that_the_tokenizer_lacks(tokenizer):
-    constraint = Constraint.for_params(SamplingParams(regex="a"), tokenizer, [EOS, 256, 100_000])
+def test_several_ends_and_one_that_the_tokenizer_lacks(tokenizer, constrained):
+    constraint = constrained(SamplingParams(regex="a"), Grammars(tokenizer, [EOS, 256, 100_000]))
     constraint.advance(ids(tokenizer, "a"))
     assert allowed(constraint) == [256, EOS]
     assert constraint.mask().shape == (259,) and constraint.mask(257).sum() == 1
 
 
-def test_draft_tokens_are_taken_as_far_as_they_fit(tokenizer):
-    constraint = Constraint.for_params(SamplingParams(regex="abc"), tokenizer)
-    assert constraint.advance(ids(tokenizer, "abx")) == 2
-    assert constraint.advance([EOS]) == 0
-    assert allowed(constraint) == ids(tokenizer, "c")
-
-
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 40))
-def test_any_walk_of_allowed_tokens(tokenizer, seed, steps):
+def test_any_walk_of_allowed_tokens(constrained, seed, steps):
     """One by one they lead where they lead at once."""
     choose = torch.Generator().manual_seed(seed)
     params = SamplingParams(json_schema=SCHEMA)
-    walked, path = Constraint.for_params(params, tokenizer), []
+    walked, path = constrained(params), []
     for _ in range(steps):
         options = allowed(walked)
         path.append(options[int(torch.randint(len(options), (), generator=choose))])
-        assert walked.advance(path[-1:]) == 1
-    fresh = Constraint.for_params(params, tokenizer)
-    assert fresh.advance(path) == len(path)
+        walked.advance(path[-1:])
+    fresh = constrained(params)
+    fresh.advance(path)
     assert allowed(fresh) == allowed(walked) and fresh.finished == walked.finished
 
 
-def test_the_state_takes_the_constraint_with_it(tokenizer):
+def test_the_state_takes_the_constraint_with_it(tokenizer, constrained):
     params = SamplingParams(regex="[ab]{3}")
-    state = SamplingState(params, [1], WIDTH, [EOS], "cpu", Constraint.for_params(params, tokenizer))
+    state = SamplingState(params, [1], WIDTH, [EOS], "cpu", constrained(params))
     assert state.allowed().nonzero()[:, 0].tolist() == sorted(ids(tokenizer, "ab"))
-    with pytest.raises(AssertionError, match="is not what the grammar allows"):
-        state.append(ids(tokenizer, "x"))
     state.append([*ids(tokenizer, "aba"), EOS])
     assert state.allowed().nonzero().tolist() == [[EOS]]
 
 
-def test_min_tokens_gives_way_to_the_grammar(tokenizer):
+def test_a_token_that_was_not_allowed_ends_it(tokenizer, constrained):
+    constraint = constrained(SamplingParams(regex="abc"))
+    constraint.advance(ids(tokenizer, "ax"))
+    with pytest.raises(UserError, match="is not what it allows"):
+        constraint.mask()
+
+
+def test_min_tokens_gives_way_to_the_grammar(tokenizer, constrained):
     """The end is held back while the grammar allows anything else, and never leaves a row without a token."""
     params = SamplingParams(regex="ab?", min_tokens=5, temperature=0)
-    state = SamplingState(params, [1], WIDTH, [EOS], "cpu", Constraint.for_params(params, tokenizer))
+    state = SamplingState(params, [1], WIDTH, [EOS], "cpu", constrained(params))
     logits = torch.zeros(1, WIDTH)
     logits[0, EOS] = 9.0
     for expected in (*ids(tokenizer, "ab"), EOS, EOS):
@@ -161,24 +182,31 @@ def test_min_tokens_gives_way_to_the_grammar(tokenizer):
         state.append([token])
 
 
-def test_constrained_and_free_rows_in_one_batch(tokenizer):
+def test_constrained_and_free_rows_in_one_batch(tokenizer, constrained):
     logits = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
     asked = [SamplingParams(seed=1), SamplingParams(regex="[xyz]+", seed=2), SamplingParams(temperature=0)]
 
     def states():
-        return [SamplingState(p, [1], WIDTH, [EOS], "cpu", Constraint.for_params(p, tokenizer)) for p in asked]
+        return [SamplingState(p, [1], WIDTH, [EOS], "cpu", constrained(p)) for p in asked]
 
     together = Sampler()(logits, states()).token_ids.tolist()
     assert together[1] in ids(tokenizer, "xyz")
     assert together == [int(Sampler()(logits[n : n + 1], [s]).token_ids) for n, s in enumerate(states())]
 
 
-def test_white_space_is_bounded(tokenizer):
+def test_white_space_is_bounded(tokenizer, constrained):
     params = SamplingParams(json_schema={"type": "array"})
-    assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, '["a",\n    1 , {"b" : []}]')) == 25
-    assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, "[" + " " * 100)) == 1 + 8
-    assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, "[ \r\n" + " " * 100)) == 4 + 64
-    assert Constraint.for_params(params, tokenizer).advance(ids(tokenizer, "[\n  \n")) == 4
+    indented = constrained(params)
+    indented.advance(ids(tokenizer, '["a",\n    1 , {"b" : []}]'))
+    assert allowed(indented) == [EOS]
+    # The white space, and whether more of it may come.
+    for white, more in {" " * 7: True, " " * 8: False, " \r\n" + " " * 63: True, " \r\n" + " " * 64: False}.items():
+        constraint = constrained(params)
+        constraint.advance(ids(tokenizer, "[" + white))
+        assert bool(set(allowed(constraint)) & set(ids(tokenizer, " "))) == more, repr(white)
+    broken = constrained(params)
+    broken.advance(ids(tokenizer, "[\n  "))
+    assert not set(allowed(broken)) & set(ids(tokenizer, "\n"))
 
 
 BAD = [
@@ -188,9 +216,9 @@ BAD = [
 
 
 @pytest.mark.parametrize("asked", BAD, ids=str)
-def test_a_bad_grammar_is_one_line_with_the_reason(tokenizer, asked):
+def test_a_bad_grammar_is_one_line_with_the_reason(tokenizer, asked, constrained):
     with pytest.raises(UserError) as caught:
-        Constraint.for_params(SamplingParams(**asked), tokenizer)
+        constrained(SamplingParams(**asked))
     line, (name,) = str(caught.value), asked
     assert line.startswith(f"{name} cannot be followed: ")
     assert "\n" not in line and 30 < len(line) < 450 and "start:" not in line
@@ -198,21 +226,12 @@ def test_a_bad_grammar_is_one_line_with_the_reason(tokenizer, asked):
         assert "unclosed group" in line or "look-around" in line
 
 
-def test_nothing_is_asked(tokenizer):
-    assert Constraint.for_params(SamplingParams(), tokenizer) is None
+def test_nothing_is_asked(tokenizer, constrained):
+    assert constrained(SamplingParams()) is None
 
 
-def test_without_llguidance_the_extra_is_named(tokenizer, monkeypatch):
+def test_without_llguidance_the_extra_is_named(tokenizer, constrained, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    assert Constraint.for_params(SamplingParams(), tokenizer) is None
+    assert constrained(SamplingParams()) is None
     with pytest.raises(UserError, match=r"pip install 'mlaforge\[constrained\]'"):
-        Constraint.for_params(SamplingParams(regex="a"), tokenizer)
-
-
-def test_a_tokenizer_is_read_once(tokenizer, monkeypatch):
-    import llguidance.hf
-
-    Constraint.for_params(SamplingParams(regex="a"), tokenizer, [EOS])
-    monkeypatch.setattr(llguidance.hf, "from_tokenizer", lambda *_, **__: pytest.fail("read again"))
-    Constraint.for_params(SamplingParams(regex="b"), tokenizer, [EOS])
+        constrained(SamplingParams(regex="a"), Grammars(tokenizer, [EOS]))

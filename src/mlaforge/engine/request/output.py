@@ -15,7 +15,8 @@ class Completion:
     token_ids: list[int]
     text: str
     logprobs: list[Logprobs] | None = None
-    # "stop" (end of text, stop id or stop string), "length", "abort", or None while it goes on.
+    # "stop" (end of text, stop id or stop string), "length", "abort", "error" (RequestOutput says which), or None while
+    # it goes on.
     finish_reason: str | None = None
     # The stop string or token id that ended it; None for the model's own end of text.
     stop_reason: str | int | None = None
@@ -30,6 +31,7 @@ class RequestOutput:
     `prompt` is the text that LLM was given; None where it was given token ids or a conversation.
     `prompt_logprobs` comes once, with the first output; its first entry is None (nothing precedes it).
     `num_cached_tokens` counts the prompt tokens that prefix reuse saved. Times are seconds of time.perf_counter().
+    `error` is why the request ended before its text did: its grammar became too costly to follow.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class RequestOutput:
     arrived: float = 0.0
     first_token: float | None = None
     prompt: str | None = None
+    error: str | None = None
 
 
 def _merge_completions(old: Completion, new: Completion) -> Completion:

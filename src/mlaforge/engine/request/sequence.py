@@ -62,6 +62,8 @@ class Sequence:
     computed: int = 0
     # Whether a full prompt pass was ever finished: what comes after it is recomputation.
     prefilled: bool = False
+    # Left out of steps until its grammar's mask is there (held.py).
+    held: bool = False
 
     @property
     def reuse(self) -> bool:

@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from mlaforge.engine.sampling.grammar_limits import check_schema, check_size
 from mlaforge.runtime import UserError
 
 # Below this a temperature counts as 0, as in vLLM: the division would only make infinities.
@@ -53,7 +54,8 @@ class SamplingParams:
     `logprobs` and `prompt_logprobs`: how many of the likeliest alternatives to report beside each token (0: only the
     token's own); None reports nothing. `max_tokens` None goes on to the end of the model's context; 0 only reads the
     prompt and needs `prompt_logprobs`. `top_k` 0 or -1 keeps all tokens. `seed` None or -1 is fresh entropy.
-    `json_schema` is a schema or its JSON text. Lists become tuples, one `stop` string a tuple of one.
+    `json_schema` is a schema or its JSON text; how large it may be says docs/serving.md. Lists become tuples, one
+    `stop` string a tuple of one.
 
     Raises UserError for the first field whose value is wrong.
     """
@@ -146,16 +148,23 @@ class SamplingParams:
     def _check_grammar(self) -> None:
         if self.regex is not None and (not isinstance(self.regex, str) or not self.regex):
             raise _wrong("regex", self.regex, "a regular expression that is not empty")
-        if self.regex is not None and (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
-            raise _wrong("regex", self.regex, "a regular expression; a backslash at its end escapes nothing")
+        if self.regex is not None:
+            if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
+                raise _wrong("regex", self.regex, "a regular expression; a backslash at its end escapes nothing")
+            check_size("regex", self.regex)
         if self.json_schema is None:
             return
         if self.regex is not None:
             raise UserError(f"regex = {reprlib.repr(self.regex)} stands beside json_schema; give one of them")
         if not isinstance(self.json_schema, str | Mapping):
             raise _wrong("json_schema", self.json_schema, "a JSON schema: a mapping or its JSON text")
+        if isinstance(self.json_schema, str):
+            check_size("json_schema", self.json_schema)
         try:
-            _ = self.schema_text
+            check_schema(json.loads(self.json_schema) if isinstance(self.json_schema, str) else self.json_schema)
+            check_size("json_schema", self.schema_text)
+        except UserError:
+            raise
         except (TypeError, ValueError, RecursionError) as error:
             raise _wrong("json_schema", self.json_schema, f"JSON ({' '.join(str(error).split())})") from error
 

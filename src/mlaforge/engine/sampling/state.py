@@ -96,15 +96,19 @@ class SamplingState:
         return not self._never_plain and not (self.too_short and self._stops)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """These tokens were generated. A token that the constraint does not allow is an error of the caller."""
+        """These tokens were generated, each under its mask where there is a constraint."""
         if self.constraint is not None:
-            accepted = self.constraint.advance(token_ids)
-            assert accepted == len(token_ids), f"token {token_ids[accepted]} is not what the grammar allows"
+            self.constraint.advance(token_ids)
         if self.seen is not None and token_ids:
             counts_V = self.seen.counts_V
             ids = on_device(token_ids, torch.int64, counts_V.device)
             counts_V.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         self.token_ids.extend(token_ids)
+
+    @property
+    def ready(self) -> bool:
+        """The next token can be drawn: `allowed` need not wait."""
+        return self.constraint is None or self.constraint.ready
 
     def allowed(self) -> Tensor | None:
         """bool [V] on the host: what the constraint allows now; None without one.
