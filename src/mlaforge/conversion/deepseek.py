@@ -83,7 +83,6 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
                 "model": {key: export.settings[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "attention_bias")},
                 "cache": {"per_token": row, "bytes_per_token": row * dtype.itemsize},
             }
-            manifest.files = sorted(p.name for p in partial.iterdir())
     return manifest
 
 

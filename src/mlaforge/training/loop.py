@@ -12,14 +12,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, writing
+from mlaforge.artifact import WORK, Manifest, unfinished, writing
 from mlaforge.data.packing import Feed, Rows
 from mlaforge.runtime import Resumable, UserError, log, resolve_dtype
 from mlaforge.tensor_store import Spill
@@ -296,15 +296,16 @@ def running(out: Path, manifest: Manifest, group: distributed.Group) -> Iterator
 
 @contextmanager
 def _writing(out: Path, manifest: Manifest, group: distributed.Group) -> Iterator[Path]:
-    if group.first:
-        with writing(out, manifest, resumable=True) as partial:
-            group.wait()
-            yield partial
-            group.wait()
-    else:
-        group.wait()
-        resolved = out.resolve()
-        yield resolved.with_name(f".{resolved.name}.partial")
+    with ExitStack() as opened:
+        partial, refusal = unfinished(out), None
+        if group.first:
+            try:
+                partial = opened.enter_context(writing(out, manifest, resumable=True))
+            except UserError as error:
+                refusal = str(error)
+        if refusal := group.from_first(refusal):
+            raise UserError(refusal)
+        yield partial
         group.wait()
 
 
