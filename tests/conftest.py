@@ -39,7 +39,7 @@ if not Path("/dev/nvidiactl").exists():
 # What a stage may say on stderr before it fails; on a slow machine there are progress bars too.
 PROGRESS = re.compile(
     r"(Original|Partial RoPE|MLA) ppl: |context cut to |dequantising |dtype auto: |compil(ing|ed) CPU kernels|"
-    r"[\w .-]+: +\d+%\|"
+    r"[\w .-]+: +\d+%"
 )
 
 

@@ -1,9 +1,11 @@
 """Artifacts: when two are the same, and that one appears whole or not at all."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -254,17 +256,15 @@ def test_while_one_process_is_at_work_another_is_refused_and_destroys_nothing(ou
             before = tree(tmp_path)
             for other in (manifest(stage="eval"), manifest(stage="report")):
                 for resumable in (True, False):
-                    with pytest.raises(UserError, match=f"another process is at work on {where}"):
-                        with writing(where, other, resumable):
-                            raise AssertionError("two at once")
+                    words = f"another process is at work on {where}"
+                    with pytest.raises(UserError, match=words), writing(where, other, resumable):
+                        raise AssertionError("two at once")
             assert tree(tmp_path) == before
         assert Manifest.load(where).stage == "eval" and sorted(path.name for path in where.iterdir()) == ["b", MANIFEST]
 
 
 def test_a_lock_that_others_wait_for_is_held_by_one_at_a_time(tmp_path):
     """Many threads add to a number, each with a pause in between in which another would read the old one."""
-    from concurrent.futures import ThreadPoolExecutor
-
     number = tmp_path / "number"
     number.write_text("0")
 
@@ -280,8 +280,6 @@ def test_a_lock_that_others_wait_for_is_held_by_one_at_a_time(tmp_path):
 
 
 def test_a_file_system_without_locks_is_said_and_does(monkeypatch, out, capsys):
-    import errno
-
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

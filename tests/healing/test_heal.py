@@ -379,7 +379,7 @@ def test_two_processes_lose_what_one_does(healed, tiny_models, student, healing_
 
 
 @pytest.mark.slow
-def test_several_processes_are_refused_by_all_where_another_run_is_at_work(student, tiny_models, healing_file, tmp_path):
+def test_every_process_says_that_another_run_is_at_work(student, tiny_models, healing_file, tmp_path):
     """No process waits for the first one, which alone knows."""
     options, out = json.dumps({**FEW, "text": str(healing_file)}), tmp_path / "sharded"
     with writing(out, Manifest("heal", {}, {})) as partial:

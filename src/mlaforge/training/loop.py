@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, unfinished, writing
 from mlaforge.data.packing import Feed, Rows
-from mlaforge.runtime import Resumable, UserError, log, resolve_dtype
+from mlaforge.runtime import Resumable, UserError, bar, log, resolve_dtype
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
 from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
@@ -97,17 +97,12 @@ class Trainer:
 
     def run(self) -> None:
         """Trains to the end; the best weights are then in `best`."""
-        from tqdm import tqdm
-
         self._resume()
         optimizer, steps = self.optimizer, self.optimizer.feed.steps
         if not self.history["curve"]:
             self._evaluate()
         begun, tokens = time.perf_counter(), 0
-        with tqdm(
-            total=steps, initial=optimizer.step, desc=self.what, delay=2.0, leave=False, dynamic_ncols=True,
-            disable=not self.group.first,
-        ) as bar:  # fmt: skip
+        with bar(self.what, steps, initial=optimizer.step, disable=not self.group.first) as shown:
             while optimizer.step < steps:
                 start = time.perf_counter()
                 terms = optimizer.advance()
@@ -116,9 +111,9 @@ class Trainer:
                 self.history["losses"].append(float(f"{terms['loss']:.6g}"))
                 speed = tokens / (time.perf_counter() - begun)
                 last = self.history["curve"][-1]
-                shown = {name: f"{last[name]:.4g}" for name in self.evaluator.shown}
-                bar.set_postfix(loss=f"{terms['loss']:.4g}", **shown, tok_s=f"{speed:.0f}")
-                bar.update()
+                measured = {name: f"{last[name]:.4g}" for name in self.evaluator.shown}
+                shown.set_postfix(loss=f"{terms['loss']:.4g}", **measured, tok_s=f"{speed:.0f}")
+                shown.update()
                 self._write_scalars({**terms, "tokens_per_second": speed}, "train")
                 done = optimizer.step == steps
                 if optimizer.step % self.intervals.evaluate_every == 0 or done:
