@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -144,12 +144,20 @@ def record_text(text: str) -> str:
     return ABSOLUTE.sub(lambda path: record_place(path[0]), text)
 
 
-def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest | None:
+def finished(
+    out: Path, wanted: Manifest, overwrite: bool = False, reads: Iterable[str | Path | None] = ()
+) -> Manifest | None:
     """The manifest at `out` if that artifact is what `wanted` would make again and all its files are there.
 
     None means that it is to be made. Raises UserError if `out` exists and is something else: only with
-    `overwrite` another artifact is replaced, and what mlaforge did not make never is.
+    `overwrite` another artifact is replaced, and what mlaforge did not make never is. So it does where `out` is one of
+    the folders that it is made from, or lies in one (`reads`; files and names that are no place at all may be among
+    them): an input is never written to.
     """
+    for place in reads:
+        folder = Path(place or "").expanduser()
+        if place and folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{out} is or lies in {folder}, which is read and never written to; choose another output")
     _tidy(out.resolve())
     if not out.exists() and not out.is_symlink():
         return None
@@ -231,12 +239,14 @@ def _remove(work: Path) -> None:
 
 @contextmanager
 def locked(path: Path, what: str, wait: bool = False) -> Iterator[None]:
-    """Holds the file `path`, made for this with its folders and removed after, as a lock that dies with this process.
+    """Holds the file `path` as a lock that dies with this process; it is made for this and removed after, and so are
+    its folders, where nothing else has come into them.
 
     what: what only one process may be at work on at a time, in words. Where another process is: UserError, or with
     `wait` as long as it takes.
     """
     with ExitStack() as opened:
+        opened.callback(_remove_empty, [parent for parent in path.parents if not parent.exists()])
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -264,6 +274,12 @@ def locked(path: Path, what: str, wait: bool = False) -> Iterator[None]:
         finally:
             if _same(file.fileno(), path):
                 path.unlink()
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _same(descriptor: int, path: Path) -> bool:
@@ -313,9 +329,6 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
                     os.replace(former, out)
                 for left in (former,) if kept else (partial, former):
                     shutil.rmtree(left, ignore_errors=True)
-            for parent in () if kept else absent:
-                with suppress(OSError):
-                    parent.rmdir()
             resume = f"the same command goes on from what {partial} holds; delete it to give that up"
             if kept and isinstance(error, KeyboardInterrupt):
                 raise Interrupted(resume) from error

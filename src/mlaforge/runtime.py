@@ -147,7 +147,7 @@ class Lines:
         self.stream.flush()
 
 
-def bar(what: str, total: int | None = None, items: Iterable[Any] | None = None, **options: Any) -> Any:
+def progress_bar(what: str, total: int | None = None, items: Iterable[Any] | None = None, **options: Any) -> Any:
     """A bar of tqdm's on stderr (`options` are its own) that shows only what lasts longer than two seconds; lines now
     and then where stderr is no terminal."""
     from tqdm import tqdm
@@ -159,8 +159,8 @@ def bar(what: str, total: int | None = None, items: Iterable[Any] | None = None,
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """Iterate with a progress bar as `bar` makes it."""
-    yield from bar(what, total, items)
+    """Iterate with a progress bar as `progress_bar` makes it."""
+    yield from progress_bar(what, total, items)
 
 
 def hush() -> None:

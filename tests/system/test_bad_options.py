@@ -128,7 +128,31 @@ def test_out_is_not_ours(occupy, overwrite, tiny_models, refused, short, tmp_pat
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["plain", "overwrite"])
 def test_out_is_the_source(overwrite, model, refused, short):
     directory = model("llama")
-    refused("not made by mlaforge", "convert", directory, directory, *short, *overwrite)
+    refused("read and never written to", "convert", directory, directory, *short, *overwrite)
+
+
+def test_out_is_inside_an_input(model, converts, refused, short, evaluation_file, tmp_path):
+    """Of every stage, also where the way there is a detour or the input a folder of text."""
+    words, directory, texts = "read and never written to", model("llama"), tmp_path / "texts"
+    texts.mkdir()
+    (texts / "text.txt").write_text(evaluation_file.read_text())
+    (tmp_path / "link").symlink_to(directory)
+    converts(directory, tmp_path / "converted")
+    for out in (directory / "sub", tmp_path / "link" / "a" / "b", tmp_path / "converted" / ".." / "llama" / "sub"):
+        refused(words, "convert", directory, out, *short)
+    refused(words, "convert", directory, texts / "out", *short, "--evaluation", texts)
+    few = ("--text", evaluation_file, "--seqlen", 64)
+    refused(words, "eval", directory, texts / "out", "--text", texts, "--seqlen", 64)
+    refused(words, "eval", tmp_path / "converted", tmp_path / "converted" / "eval", *few, "--overwrite")
+    refused(words, "diagnose", directory, directory / "diagnosis", *few)
+    refused(words, "generate", directory, directory / "talk", "--dtype", "float32")
+    converts(directory, tmp_path / "d", "--deepseek-style", "--qk-rope-head-dim", 16, "--budget", 0.75)
+    refused(words, "export", "deepseek", tmp_path / "d", tmp_path / "d" / "e")
+    refused(words, "calibrate", "--source", texts, "--out", texts / "sets", "--embedder", directory)
+    heal = ("heal", "--teacher", directory, "--student", tmp_path / "converted", "--text", texts, "--steps", 1)
+    heal += ("--seqlen", 64, "--batch-tokens", 64, "--validation-tokens", 64)
+    for out in (directory / "healed", tmp_path / "converted", texts / "healed"):
+        refused(words, *heal, "--out", out, "--overwrite")
 
 
 def test_out_below_a_file(tiny_models, refused, short, tmp_path):

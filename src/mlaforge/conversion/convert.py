@@ -162,7 +162,7 @@ def run(
             **({"plan": {"sha256": planned.sha256}} if planned else {}),
         },
     )
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (source.path, config.calibration, config.evaluation, config.plan)):
         log(f"{out} is finished already")
         return done
     # Calibration runs in fp32 on a CPU (half precision is slower there) and in the stored dtype on a GPU.

@@ -62,7 +62,7 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
         config=dataclasses.asdict(config),
         inputs={"model": {**source.record, "model_type": raw["model_type"]}},
     )
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (src,)):
         log(f"{out} is finished already")
         return done
     with Reader(source.path) as reader:

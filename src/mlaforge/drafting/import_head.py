@@ -52,7 +52,7 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
         config=dataclasses.asdict(config),
         inputs={"head": source.record, "target": model.record},
     )
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (source.path, model.path)):
         return done
     with timed(manifest.seconds, "import"), Reader(source.path) as reader, Reader(model.path) as its:
         head, dtype, manifest.metrics = _Import(source, reader, model, its, config).head()

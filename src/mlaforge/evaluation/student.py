@@ -7,8 +7,8 @@ converted or healed on. Both models are read one layer at a time (checkpoint/lay
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +174,14 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
             "criteria": {"path": record_name(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
         },
     )
-    done = finished(out, manifest, overwrite) if out is not None else None
+    texts = (criterion.text for criterion in criteria)
+    done = finished(out, manifest, overwrite, (teacher.path, student.path, *texts)) if out is not None else None
     if done is None:
-        judgement = Judgement(student, teacher, dtype, device, seed)
-        with timed(manifest.seconds, "judge"):
-            verdicts = [judgement.measure(criterion).judge(criterion, seed) for criterion in criteria]
-        manifest.metrics = {"criteria": verdicts, "passed": all(verdict["passed"] for verdict in verdicts)}
-        if out is not None:
-            with writing(out, manifest):
-                pass
+        with nullcontext() if out is None else writing(out, manifest):
+            judgement = Judgement(student, teacher, dtype, device, seed)
+            with timed(manifest.seconds, "judge"):
+                verdicts = [judgement.measure(criterion).judge(criterion, seed) for criterion in criteria]
+            manifest.metrics = {"criteria": verdicts, "passed": all(verdict["passed"] for verdict in verdicts)}
     else:
         manifest = done
     mark(student.path, manifest)
@@ -195,12 +194,7 @@ def mark(student: Path, judged: Manifest) -> None:
     assert own is not None
     own.canonical = judged.metrics["passed"]
     own.acceptance = {"inputs": judged.inputs, **judged.metrics}
-    # Whole or not at all.
-    unfinished = student / f".{MANIFEST}.partial"
-    unfinished.mkdir(exist_ok=True)
-    own.save(unfinished)
-    os.replace(unfinished / MANIFEST, student / MANIFEST)
-    unfinished.rmdir()
+    own.save(student)
 
 
 def table(metrics: dict[str, Any]) -> str:

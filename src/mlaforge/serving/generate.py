@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,12 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
             "head": fingerprint(head) if (head / "config.json").is_file() else None,
         },
     )
-    if out is not None and (done := finished(out, manifest, overwrite)):
+    if out is not None and (done := finished(out, manifest, overwrite, (head, *(source.path for source in sources)))):
         return done
-    with timed(manifest.seconds, "generate"):
-        runs = [{"model": source.path.name, **continue_prompt(source, config)} for source in sources]
-    manifest.metrics = {"prompt": config.prompt, "runs": runs}
-    if out is not None:
-        with writing(out, manifest):
-            pass
+    with nullcontext() if out is None else writing(out, manifest):
+        with timed(manifest.seconds, "generate"):
+            runs = [{"model": source.path.name, **continue_prompt(source, config)} for source in sources]
+        manifest.metrics = {"prompt": config.prompt, "runs": runs}
     return manifest
 
 

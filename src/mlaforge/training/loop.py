@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, unfinished, writing
 from mlaforge.data.packing import Feed, Rows
-from mlaforge.runtime import Resumable, UserError, bar, log, resolve_dtype
+from mlaforge.runtime import Resumable, UserError, log, progress_bar, resolve_dtype
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
 from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
@@ -102,7 +102,7 @@ class Trainer:
         if not self.history["curve"]:
             self._evaluate()
         begun, tokens = time.perf_counter(), 0
-        with bar(self.what, steps, initial=optimizer.step, disable=not self.group.first) as shown:
+        with progress_bar(self.what, steps, initial=optimizer.step, disable=not self.group.first) as bar:
             while optimizer.step < steps:
                 start = time.perf_counter()
                 terms = optimizer.advance()
@@ -111,9 +111,9 @@ class Trainer:
                 self.history["losses"].append(float(f"{terms['loss']:.6g}"))
                 speed = tokens / (time.perf_counter() - begun)
                 last = self.history["curve"][-1]
-                measured = {name: f"{last[name]:.4g}" for name in self.evaluator.shown}
-                shown.set_postfix(loss=f"{terms['loss']:.4g}", **measured, tok_s=f"{speed:.0f}")
-                shown.update()
+                shown = {name: f"{last[name]:.4g}" for name in self.evaluator.shown}
+                bar.set_postfix(loss=f"{terms['loss']:.4g}", **shown, tok_s=f"{speed:.0f}")
+                bar.update()
                 self._write_scalars({**terms, "tokens_per_second": speed}, "train")
                 done = optimizer.step == steps
                 if optimizer.step % self.intervals.evaluate_every == 0 or done:
