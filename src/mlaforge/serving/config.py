@@ -54,5 +54,6 @@ class ServeConfig(EngineConfig):
     max_n: int = option(128, "largest n of a request", "continuations", least=1)
     max_prompts: int = option(1024, "most prompts of one request", "prompts", least=1)
     client_timeout: float = option(60.0, "how long a client may send or read nothing", "seconds", above=0)
+    verify: bool = option(False, "first compare every file of model and head with its hash, as `mlaforge verify` does")
     drain_timeout: float = option(30.0, "how long running requests may go on after SIGTERM", "seconds", least=0)
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
