@@ -24,7 +24,7 @@ from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.evaluation.criteria import Criterion, Measured, read
-from mlaforge.runtime import UserError, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.training.kl_loss import compare
 
 # Hay to draw from, in lengths of the longest needle's text.
@@ -165,6 +165,8 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     if student.config.get("vocab_size") != teacher.config.get("vocab_size"):
         raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
     dtype = resolve_dtype(config.dtype, teacher.dtype)
+    if config.dtype == "auto":
+        log(f"dtype auto: {str(dtype).removeprefix('torch.')} (that of {teacher.path.name}, for both)")
     manifest = Manifest(
         "acceptance",
         config={"dtype": str(dtype), "criteria": [c.describe() for c in criteria], "seed": seed},
