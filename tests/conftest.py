@@ -143,7 +143,7 @@ def converted(
     sources = {**tiny_models, "biased_llama": biased_llama}
     made: dict[str, Path] = {}
 
-    def get(family: str, layout: str, **options: Any) -> Path:
+    def get(family: str, layout: str | None, **options: Any) -> Path:
         key = json.dumps([family, layout, options], sort_keys=True)
         if key not in made:
             out = tmp_path_factory.mktemp("converted") / "model"
