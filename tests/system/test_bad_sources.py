@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -133,6 +135,14 @@ def test_a_gguf_file_is_dequantised_once(gguf_file, converts, tree, tmp_path):
     assert "dequantising" not in converts(gguf_file, tmp_path / "out2", "--budget", 0.75).stderr
     assert tree(tmp_path / "home") == home
     assert gguf_file.read_bytes() == before
+
+
+def test_no_bar_of_any_library_is_drawn_where_there_is_no_terminal(gguf_file, evaluation_file):
+    """transformers has one for every tensor of a GGUF file, which asks nobody."""
+    words = [sys.executable, "-m", "mlaforge", "eval", str(gguf_file), "--text", str(evaluation_file), "--windows", "2"]
+    done = subprocess.run([*words, "--seqlen", "64", "--device", "cpu"], capture_output=True, text=True)
+    assert done.returncode == 0 and "dequantising" in done.stderr, done.stderr
+    assert "\r" not in done.stderr and "%" not in done.stderr, done.stderr
 
 
 def test_two_that_need_a_gguf_file_at_once(gguf_file, tree, tmp_path, capsys):
