@@ -291,7 +291,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 def tell(directory, out):
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+    # Nothing is asked, which would be printed where only JSON may stand, and nothing run.
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    assert not [name for name in sys.modules if name.startswith("transformers_modules")]
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
     x = torch.tensor(ids)
     done = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False,
