@@ -204,7 +204,9 @@ def tree() -> Callable[[Path], dict[str, str]]:
     def describe(path: Path) -> str:
         if path.is_symlink():
             return f"link to {os.readlink(path)}"
-        return "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+        if not path.is_file():
+            return "folder" if path.is_dir() else "no file"
+        return hashlib.sha256(path.read_bytes()).hexdigest()
 
     return lambda folder: {str(p.relative_to(folder)): describe(p) for p in sorted(folder.rglob("*"))}
 

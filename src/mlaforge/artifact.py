@@ -88,7 +88,7 @@ class Manifest:
             if isinstance(manifest.files, list):
                 manifest.files = dict.fromkeys(manifest.files, "")
             return manifest
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
 
 

@@ -83,9 +83,9 @@ def _tensors(directory: Path) -> str | None:
         config = read_config(directory)
         with Reader(directory) as reader:
             if eagle3.ARCHITECTURE in (config.get("architectures") or ()):
-                reader.check({name: reader.shape(name) for name in reader})
+                reader.check({name: reader.shape(name) for name in reader}, whole=eagle3.VOCABULARY)
             else:
-                _ = source_model.family_of(config)
+                _ = source_model.read_spec(config)
                 reader.check(*loading.expected_tensors(config))
     except UserError as error:
         return str(error)
