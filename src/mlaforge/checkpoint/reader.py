@@ -28,7 +28,7 @@ COMPANIONS = (
 # safetensors' names of what the supported models store.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "U8": torch.uint8,
+    "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 FLOATING, WHOLE = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "U8", "BOOL")
 # Old checkpoints carry RoPE's table, which transformers computes; it is never read.
@@ -127,8 +127,11 @@ class Reader:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is stored in, the tensor itself not read."""
-        return DTYPES[self._file_of[name].get_slice(name).get_dtype()]
+        """The dtype a tensor is stored in, the tensor itself not read. UserError for one that no model is read in."""
+        kind = self._file_of[name].get_slice(name).get_dtype()
+        if kind not in DTYPES:
+            raise UserError(f"{self.directory}: {name!r} is stored as {kind}; {', '.join(DTYPES)} are read")
+        return DTYPES[kind]
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._file_of[name].get_tensor(name)
