@@ -43,7 +43,7 @@ def write_sparse(directory: Path, layers: int, experts: int) -> int:
     from mlaforge.demo import model as demo_model
 
     config = {**CONFIG, "num_hidden_layers": layers, "num_local_experts": experts}
-    shapes, _ = loading.expected_tensors(config)
+    shapes, _, _ = loading.expected_tensors(config)
     header, at = {}, 0
     for name, shape in shapes.items():
         packed = name.endswith(("_blocks", "_scales"))

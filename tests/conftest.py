@@ -39,7 +39,7 @@ if not Path("/dev/nvidiactl").exists():
 # What a stage may say on stderr before it fails; on a slow machine there are progress bars too.
 PROGRESS = re.compile(
     r"(Original|Partial RoPE|MLA) ppl: |context cut to |dequantising |dtype auto: |compil(ing|ed) CPU kernels|"
-    r"[\w .-]+: +\d+%\|"
+    r"[\w .-]+: +\d+%"
 )
 
 
@@ -143,7 +143,7 @@ def converted(
     sources = {**tiny_models, "biased_llama": biased_llama}
     made: dict[str, Path] = {}
 
-    def get(family: str, layout: str, **options: Any) -> Path:
+    def get(family: str, layout: str | None, **options: Any) -> Path:
         key = json.dumps([family, layout, options], sort_keys=True)
         if key not in made:
             out = tmp_path_factory.mktemp("converted") / "model"
@@ -204,7 +204,9 @@ def tree() -> Callable[[Path], dict[str, str]]:
     def describe(path: Path) -> str:
         if path.is_symlink():
             return f"link to {os.readlink(path)}"
-        return "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+        if not path.is_file():
+            return "folder" if path.is_dir() else "no file"
+        return hashlib.sha256(path.read_bytes()).hexdigest()
 
     return lambda folder: {str(p.relative_to(folder)): describe(p) for p in sorted(folder.rglob("*"))}
 

@@ -1,19 +1,23 @@
 """Artifacts: when two are the same, and that one appears whole or not at all."""
 
 import dataclasses
+import errno
+import itertools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.artifact import MANIFEST, Manifest, finished, writing
+from mlaforge.artifact import BEGUN, LOCK, MANIFEST, WORK, Manifest, finished, locked, sha256, writing
 from mlaforge.checkpoint import reader, source_model
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import make_plan
 from mlaforge.runtime import UserError
+from support.killed import finish_artifact, started
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -43,7 +47,7 @@ def upside_down(values):
 def test_fingerprints_are_alike_exactly_where_what_was_asked_for_is(config, inputs, other_config, other_inputs):
     asked = Manifest("convert", config, inputs)
     same = Manifest("convert", upside_down(config), upside_down(inputs))
-    same.metrics, same.seconds, same.files = {"ppl": 20.8}, {"load": 1.0}, ["config.json"]
+    same.metrics, same.seconds, same.files = {"ppl": 20.8}, {"load": 1.0}, {"config.json": "e3"}
     same.environment = {"torch": "9.9", "device": "abacus"}
     assert same.fingerprint == asked.fingerprint
     other = Manifest("convert", other_config, other_inputs)
@@ -57,12 +61,18 @@ def test_fingerprints_are_alike_exactly_where_what_was_asked_for_is(config, inpu
 @given(RECORD, RECORD, RECORD)
 def test_a_manifest_is_read_as_it_was_saved(tmp_path_factory, config, inputs, metrics):
     folder = tmp_path_factory.mktemp("saved")
-    saved = Manifest("eval", config, inputs, metrics, {"eval": 1.5}, {}, ["a", "b"])
+    saved = Manifest("eval", config, inputs, metrics, {"eval": 1.5}, {}, {"a": "e3", "b": "f4"})
     saved.save(folder)
     assert saved.environment["mlaforge"]
     read = Manifest.load(folder)
     assert read == saved and read.fingerprint == saved.fingerprint
     assert json.loads((folder / MANIFEST).read_text())["fingerprint"] == saved.fingerprint
+
+
+def test_the_files_of_an_older_manifest_have_no_hash(tmp_path):
+    body = {"stage": "convert", "config": {}, "inputs": {}, "files": ["a", "b"]}
+    (tmp_path / MANIFEST).write_text(json.dumps(body))
+    assert Manifest.load(tmp_path).files == {"a": "", "b": ""}
 
 
 # Every option of `convert` that is part of what was asked for -> another value of it that the tiny model can have.
@@ -169,9 +179,9 @@ def test_nothing_and_an_empty_folder_are_to_be_made(tmp_path):
 @pytest.fixture
 def out(tmp_path):
     """A finished artifact with one file."""
-    with writing(tmp_path / "out", kept := manifest(files=["a"])) as partial:
+    with writing(tmp_path / "out", kept := manifest()) as partial:
         (partial / "a").write_text("old")
-    assert kept.environment
+    assert kept.environment and kept.files == {"a": sha256(tmp_path / "out" / "a")}
     return tmp_path / "out"
 
 
@@ -213,7 +223,7 @@ def test_a_list_that_stayed_is_no_difference(tmp_path):
 
 def test_what_is_written_appears_whole_and_alone(out, tree, tmp_path):
     with writing(out, manifest(stage="eval")) as partial:
-        assert partial.parent == out.parent and not any(partial.iterdir())
+        assert partial.parent == out.parent and [path.name for path in partial.iterdir()] == [WORK]
         (partial / "b").write_text("new")
         assert (out / "a").read_text() == "old"
     assert sorted(tree(tmp_path)) == ["out", "out/b", f"out/{MANIFEST}"]
@@ -237,3 +247,96 @@ def test_what_a_killed_process_left_goes_away(out, tree, tmp_path):
     with writing(out, manifest()):
         pass
     assert sorted(tree(tmp_path)) == ["out", f"out/{MANIFEST}"]
+
+
+def test_while_one_process_is_at_work_another_is_refused_and_destroys_nothing(out, tree, tmp_path):
+    for where in (out, tmp_path / "new"):
+        with writing(where, manifest(stage="eval"), resumable=True) as partial:
+            (partial / "b").write_text("half")
+            before = tree(tmp_path)
+            for other in (manifest(stage="eval"), manifest(stage="report")):
+                for resumable in (True, False):
+                    words = f"another process is at work on {where}"
+                    with pytest.raises(UserError, match=words), writing(where, other, resumable):
+                        raise AssertionError("two at once")
+            assert tree(tmp_path) == before
+        assert Manifest.load(where).stage == "eval" and sorted(path.name for path in where.iterdir()) == ["b", MANIFEST]
+
+
+def test_a_lock_that_others_wait_for_is_held_by_one_at_a_time(tmp_path):
+    """Many threads add to a number, each with a pause in between in which another would read the old one."""
+    number = tmp_path / "number"
+    number.write_text("0")
+
+    def add(_):
+        with locked(tmp_path / "folder" / "lock", "the number", wait=True):
+            value = int(number.read_text())
+            number.write_text("")
+            number.write_text(str(value + 1))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(200)))
+    assert number.read_text() == "200" and list((tmp_path / "folder").iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_said_and_does(monkeypatch, out, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with writing(out, manifest(stage="eval")):
+        pass
+    assert Manifest.load(out).stage == "eval" and "has no locks" in capsys.readouterr().err
+
+
+def test_killed_at_any_moment_of_the_end_a_run_goes_on_or_is_finished(tree, tmp_path):
+    """Before every single change of the file system, from the manifest to the last file that is removed."""
+    asked = manifest(stage="eval")
+    for moment in itertools.count():
+        out = tmp_path / str(moment) / "out"
+        with writing(out, manifest()) as partial:
+            (partial / "a").write_text("old")
+        process = started(finish_artifact, out, asked, moment)
+        process.join()
+        # Another command that may not replace anything finds what was there, or what has come.
+        with pytest.raises(UserError, match="holds another"):
+            finished(out, manifest(stage="report"))
+        if finished(out, asked, overwrite=True) is None:
+            assert (out / "a").read_text() == "old"
+            with writing(out, asked, resumable=True) as partial:
+                assert (partial / WORK / "piece").read_text() == "hours of work"
+                (partial / "b").write_text("new")
+        assert sorted(tree(out.parent)) == ["out", "out/b", f"out/{MANIFEST}"]
+        assert (out / "b").read_text() == "new"
+        if process.exitcode == 0:
+            break
+    assert moment > 8
+
+
+def test_what_is_called_work_in_a_finished_artifact_is_not_ours(out):
+    """But with our lock in it, which a killed process leaves."""
+    (out / WORK).mkdir()
+    (out / WORK / "mine").write_text("x")
+    assert finished(out, manifest()) is not None and (out / WORK / "mine").is_file()
+    (out / WORK / LOCK).touch()
+    (out / WORK / BEGUN).touch()
+    assert finished(out, manifest()) is not None and not (out / WORK).exists()
+
+
+def test_a_run_that_goes_on_says_from_where(tmp_path, capsys):
+    out = tmp_path / "out"
+
+    def run(*pieces):
+        with pytest.raises(KeyboardInterrupt), writing(out, manifest(), resumable=True) as partial:
+            for piece in pieces:
+                (partial / WORK / f"{piece}.safetensors").touch()
+            raise KeyboardInterrupt
+        return capsys.readouterr().err
+
+    assert run() == ""
+    assert "it had finished nothing" in run("layer-000", "layer-001")
+    line = run()
+    assert f"{out}: going on where the run begun 20" in line and "the last of 2 pieces is layer-001" in line
+    with writing(out, manifest(stage="eval"), resumable=True):
+        pass
+    assert capsys.readouterr().err == ""

@@ -136,6 +136,10 @@ def test_yaml_means_what_it_looks_like(line, field, value, recipe):
         ("- budget", "must hold `key: value` lines, not a list"),
         ("just words", "must hold `key: value` lines, not a str"),
         ("budget: [", "is not YAML"),
+        ("budget: 0.5\nseed: 1\nbudget: 0.25", "budget is given twice (line 3); give it once"),
+        ("kv_lora_rank: 8\nkv-lora-rank: 16", "kv-lora-rank is given twice (line 2)"),
+        ("budget: {a: 1, a: 2}", "a is given twice (line 1)"),
+        pytest.param("[" * 100000, "is not YAML", id="deep"),
         ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )

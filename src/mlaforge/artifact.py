@@ -1,24 +1,27 @@
 """Artifacts: directories with a `manifest.json`, the only thing that stages exchange.
 
-An artifact appears whole or not at all: it is written in a hidden sibling and renamed when complete. What made
-it (stage, resolved config, hashes of its inputs) is its fingerprint; the same fingerprint is never made twice.
+An artifact appears whole or not at all: it is written in a hidden sibling, by one process at a time, and renamed when
+complete. What made it (stage, resolved config, hashes of its inputs) is its fingerprint; the same fingerprint is never
+made twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlaforge.runtime import Interrupted, Resumable, UserError, environment
+from mlaforge.runtime import Interrupted, Resumable, UserError, environment, log, progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -30,8 +33,14 @@ ABSOLUTE = re.compile(
     r"""(?<![\w./\\~*+<>,)}\]-])(?:~/|[A-Za-z]:[\\/]{1,2}|/(?!(?:v1|dev|proc|sys)/)[\w.@-]+/)"""
     r"""[\w.@-][^\s"'`,;|<>()\[\]{}]*"""
 )
-# In an unfinished artifact: what a resumable stage has finished, and the fingerprint of what it is making.
-WORK, BEGUN = "work", "begun"
+# In an unfinished artifact, a folder: the lock of the process that makes it, and of a resumable stage what it has
+# finished and the fingerprint of what it is making.
+WORK, LOCK, BEGUN = "work", "lock", "begun"
+# What a file is called until it is whole.
+UNFINISHED = ".unfinished"
+HALF_MANIFEST = f".{MANIFEST}{UNFINISHED}"
+# What a file system answers that has no locks.
+LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclasses.dataclass
@@ -47,7 +56,8 @@ class Manifest:
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
-    files: list[str] = dataclasses.field(default_factory=list)
+    # Every file beside the manifest -> its SHA-256; "" where an older version of mlaforge recorded none.
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
     # Whether it passed its criteria (`mlaforge eval --criteria`), and what was measured then.
     canonical: bool = False
     acceptance: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -64,7 +74,9 @@ class Manifest:
     def save(self, directory: Path) -> None:
         self.environment = self.environment or environment()
         body = {**dataclasses.asdict(self), "fingerprint": self.fingerprint}
-        (directory / MANIFEST).write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
+        half = directory / HALF_MANIFEST
+        half.write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
+        os.replace(half, directory / MANIFEST)
 
     @classmethod
     def load(cls, directory: Path) -> Manifest | None:
@@ -72,8 +84,11 @@ class Manifest:
         try:
             body = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
             names = {f.name for f in dataclasses.fields(cls)}
-            return cls(**{key: value for key, value in body.items() if key in names})
-        except (OSError, ValueError, TypeError, AttributeError):
+            manifest = cls(**{key: value for key, value in body.items() if key in names})
+            if isinstance(manifest.files, list):
+                manifest.files = dict.fromkeys(manifest.files, "")
+            return manifest
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
 
 
@@ -89,6 +104,9 @@ def artifacts_below(folder: Path) -> dict[str, Manifest | None]:
 def sha256(path: Path) -> str:
     """SHA-256 of a file, hex. Raises UserError where it cannot be read."""
     digest = hashlib.sha256()
+    if path.exists() and not path.is_file():
+        # A pipe would be waited for, for ever.
+        raise UserError(f"{path} is no file")
     try:
         with path.open("rb") as file:
             while block := file.read(1 << 22):
@@ -126,12 +144,21 @@ def record_text(text: str) -> str:
     return ABSOLUTE.sub(lambda path: record_place(path[0]), text)
 
 
-def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest | None:
+def finished(
+    out: Path, wanted: Manifest, overwrite: bool = False, reads: Iterable[str | Path | None] = ()
+) -> Manifest | None:
     """The manifest at `out` if that artifact is what `wanted` would make again and all its files are there.
 
     None means that it is to be made. Raises UserError if `out` exists and is something else: only with
-    `overwrite` another artifact is replaced, and what mlaforge did not make never is.
+    `overwrite` another artifact is replaced, and what mlaforge did not make never is. So it does where `out` is one of
+    the folders that it is made from, or lies in one (`reads`; files and names that are no place at all may be among
+    them): an input is never written to.
     """
+    for place in reads:
+        folder = Path(place or "").expanduser()
+        if place and folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{out} is or lies in {folder}, which is read and never written to; choose another output")
+    _tidy(out.resolve())
     if not out.exists() and not out.is_symlink():
         return None
     if out.is_dir() and not any(out.iterdir()):
@@ -143,7 +170,7 @@ def finished(out: Path, wanted: Manifest, overwrite: bool = False) -> Manifest |
     if existing.fingerprint == wanted.fingerprint and complete:
         return existing
     if overwrite:
-        if foreign := sorted({path.name for path in out.iterdir()} - {*existing.files, MANIFEST}):
+        if foreign := sorted({path.name for path in out.iterdir()} - {*existing.files, MANIFEST, HALF_MANIFEST}):
             raise UserError(f"{out} also holds {foreign[0]}, which mlaforge did not make; move it away first")
         return None
     what = _difference(existing, wanted) if complete else "some of its files are gone"
@@ -173,60 +200,186 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def unfinished(out: Path) -> Path:
+    """Where the artifact `out` is written until it is complete. A link to a directory stays; what it points to is
+    replaced."""
+    resolved = out.resolve()
+    return resolved.with_name(f".{resolved.name}.partial")
+
+
+def _former(out: Path) -> Path:
+    """Where what is replaced waits until the new result has its name."""
+    return out.with_name(f".{out.name}.former.partial")
+
+
+def _tidy(out: Path) -> None:
+    """Ends what a process was at when it was killed in the very last moment of `writing`: between the two renames, or
+    before what was replaced and its work were removed."""
+    if not out.exists():
+        with suppress(OSError):
+            os.replace(_former(out), out)
+    else:
+        shutil.rmtree(_former(out), ignore_errors=True)
+    if (out / MANIFEST).is_file():
+        if (out / WORK / LOCK).is_file():
+            _remove(out / WORK)
+        with suppress(OSError):
+            # What is still there is not ours, and not empty.
+            (out / WORK).rmdir()
+
+
+def _remove(work: Path) -> None:
+    """A work folder, the lock last: without it nobody could tell that the folder is ours."""
+    with suppress(OSError):
+        for path in work.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, what: str, wait: bool = False) -> Iterator[None]:
+    """Holds the file `path` as a lock that dies with this process; it is made for this and removed after, and so are
+    its folders, where nothing else has come into them.
+
+    what: what only one process may be at work on at a time, in words. Where another process is: UserError, or with
+    `wait` as long as it takes.
+    """
+    with ExitStack() as opened:
+        opened.callback(_remove_empty, [parent for parent in path.parents if not parent.exists()])
+        while True:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                file = opened.enter_context(path.open("a"))
+            except FileNotFoundError:
+                # Its folder has been renamed since, because what was made there is complete.
+                continue
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise UserError(f"another process is at work on {what}; let it end first") from None
+                log(f"waiting for another process that is at work on {what}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in LOCKLESS:
+                    raise
+                log(f"this file system has no locks: see to it that no other process is at work on {what}")
+            # A lock on a file that its last owner has removed or renamed keeps nobody out.
+            if _same(file.fileno(), path):
+                break
+            file.close()
+        try:
+            yield
+        finally:
+            if _same(file.fileno(), path):
+                path.unlink()
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _same(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[Path]:
     """Yields a directory beside `out` to write into; on success writes the manifest and renames it to `out`.
 
     Whether `out` may be replaced is for `finished` to say, before any work. On any failure the directory is removed
-    and `out` stays as it was; what a killed process left is removed by the next one. A `resumable` stage goes on
-    with what it finds there, if it was begun with the same fingerprint; for it, Ctrl-C and a full disk leave the
-    directory as a kill would. It keeps what it needs for that, and nothing that belongs to the artifact, in WORK.
+    and `out` stays as it was; what a killed process left is removed by the next one, and UserError where another one
+    is at work on `out`. A `resumable` stage goes on with what it finds there, if it was begun with the same
+    fingerprint, and says so; for it, Ctrl-C and a full disk leave the directory as a kill would. It keeps what it needs
+    for that, and nothing that belongs to the artifact, in WORK.
     """
-    # A link to a directory stays; what it points to is replaced.
     out = out.resolve()
-    partial, former = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.former.partial")
+    partial, former = unfinished(out), _former(out)
     absent = [parent for parent in out.parents if not parent.exists()]
-    work, begun = partial / WORK, partial / WORK / BEGUN
-    try:
-        if partial.exists() and not (resumable and begun.is_file() and begun.read_text() == manifest.fingerprint):
-            shutil.rmtree(partial)
-        if former.exists():
-            shutil.rmtree(former)
-        partial.mkdir(parents=True, exist_ok=resumable)
-        if resumable:
-            work.mkdir(exist_ok=True)
-            begun.write_text(manifest.fingerprint)
-        yield partial
-        manifest.files = sorted({path.name for path in partial.iterdir()} - {WORK, MANIFEST})
-        manifest.save(partial)
-        if resumable:
-            begun.unlink()
-            shutil.rmtree(work)
+    begun, ours = partial / WORK / BEGUN, False
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(partial / WORK / LOCK, str(out)))
+            ours = True
+            if resumable and begun.is_file() and begun.read_text() == manifest.fingerprint:
+                log(_resumed(out, partial))
+            else:
+                _empty(partial)
+                if resumable:
+                    begun.write_text(manifest.fingerprint)
+            if former.exists():
+                shutil.rmtree(former)
+            yield partial
+            names = sorted({path.name for path in partial.iterdir()} - {WORK, MANIFEST})
+            manifest.files = {name: sha256(partial / name) for name in progress(names, "hash")}
+            manifest.save(partial)
+            _appear(partial, out)
+        except BaseException as error:
+            full = _disk_is_full(error)
+            kept = ours and begun.is_file() and (full or isinstance(error, KeyboardInterrupt | Resumable))
+            if ours:
+                if former.exists() and not out.exists():
+                    os.replace(former, out)
+                for left in (former,) if kept else (partial, former):
+                    shutil.rmtree(left, ignore_errors=True)
+            resume = f"the same command goes on from what {partial} holds; delete it to give that up"
+            if kept and isinstance(error, KeyboardInterrupt):
+                raise Interrupted(resume) from error
+            if full:
+                free = shutil.disk_usage(next(p for p in out.parents if p.exists())).free
+                raise UserError(
+                    f"the disk is full ({free / 2**30:.1f} GiB free at {out.parent}): free some room or choose an "
+                    f"output on another disk; {resume if kept else 'nothing was written'}"
+                ) from error
+            place = error.filename if isinstance(error, OSError) else None
+            if place and (Path(place).is_relative_to(partial) or Path(place) in absent):
+                assert isinstance(error, OSError)
+                raise UserError(f"cannot write {out}: {error.strerror}; choose another output directory") from error
+            raise
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    # safetensors hides the number in its message.
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+
+
+def _empty(partial: Path) -> None:
+    """Removes what another run left, but for the lock, which is this one's."""
+    for folder, spared in ((partial, WORK), (partial / WORK, LOCK)):
+        for path in folder.iterdir():
+            if path.name != spared:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _resumed(out: Path, partial: Path) -> str:
+    """That a run goes on, and from where: what was finished last."""
+    work = partial / WORK
+    pieces = [p for p in work.rglob("*") if p.is_file() and p.suffix != UNFINISHED and p.name not in (BEGUN, LOCK)]
+    since = datetime.fromtimestamp((work / BEGUN).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    last = max(pieces, key=lambda path: path.stat().st_mtime, default=None)
+    after = "it had finished nothing" if last is None else f"the last of {len(pieces)} pieces is {last.stem}"
+    return f"{out}: going on where the run begun {since} stopped; in {partial} {after}"
+
+
+def _appear(partial: Path, out: Path) -> None:
+    """Renames what is complete, in place of what was there. Its work goes after that: until then a killed run goes on
+    from it."""
+    while True:
         if out.is_dir():
-            os.replace(out, former)
-        os.replace(partial, out)
-        shutil.rmtree(former, ignore_errors=True)
-    except BaseException as error:
-        if former.exists() and not out.exists():
-            os.replace(former, out)
-        system = error if isinstance(error, OSError) else OSError()
-        # safetensors hides the number of a full disk in its message.
-        full = system.errno in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
-        kept = resumable and begun.is_file() and (full or isinstance(error, KeyboardInterrupt | Resumable))
-        for left in (former,) if kept else (partial, former):
-            shutil.rmtree(left, ignore_errors=True)
-        for parent in () if kept else absent:
-            with suppress(OSError):
-                parent.rmdir()
-        resume = f"the same command goes on from what {partial} holds; delete it to give that up"
-        if kept and isinstance(error, KeyboardInterrupt):
-            raise Interrupted(resume) from error
-        if full:
-            free = shutil.disk_usage(next(p for p in out.parents if p.exists())).free
-            raise UserError(
-                f"the disk is full ({free / 2**30:.1f} GiB free at {out.parent}): free some room or choose an output "
-                f"on another disk; {resume if kept else 'nothing was written'}"
-            ) from error
-        if system.filename and (Path(system.filename).is_relative_to(partial) or Path(system.filename) in absent):
-            raise UserError(f"cannot write {out}: {system.strerror}; choose another output directory") from error
-        raise
+            os.replace(out, _former(out))
+        try:
+            os.replace(partial, out)
+            break
+        except OSError as error:
+            # Another process has come between the two renames and put back what is replaced (`_tidy`).
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    shutil.rmtree(_former(out), ignore_errors=True)
+    _remove(out / WORK)

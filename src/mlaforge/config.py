@@ -163,16 +163,29 @@ def _checked(field: dataclasses.Field[Any], kind: Any, value: Any, where: str) -
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The keys of a recipe file. Raises UserError where it is missing, not YAML, or not a mapping."""
+    """The keys of a recipe file, dashes in them as underscores. Raises UserError where it is missing, not YAML, or not
+    a mapping, and where a key is given twice, here or further down."""
     import yaml
 
+    class Strict(yaml.SafeLoader):
+        """YAML itself lets the last of several equal keys win."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys: set[str] = set()
+            for name, _ in node.value:
+                if (key := str(name.value).replace("-", "_")) in keys:
+                    line = name.start_mark.line + 1
+                    raise UserError(f"recipe {path}: {name.value} is given twice (line {line}); give it once")
+                keys.add(key)
+            return super().construct_mapping(node, deep)
+
     try:
-        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+        keys = yaml.load(path.read_text(encoding="utf-8"), Strict)
     except FileNotFoundError as error:
         raise UserError(f"recipe {path} does not exist") from error
     except OSError as error:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
     if keys is None:
         return {}
@@ -197,6 +210,8 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
             key = f"{key}_" if f"{key}_" in fields else key
             if key not in fields:
                 raise UserError(f"{where}unknown key {key!r}{nearest(key, fields)}")
+            if where and key in values:
+                raise UserError(f"{where}{key} is given twice; give it once")
             values[key] = _checked(fields[key], kinds[key], value, where)
     return cls(**values)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,8 @@ def resolve_device(name: str) -> torch.device:
         raise UserError(f"device {name!r} is not known to torch; use auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {name!r} is not supported; use auto, cpu or cuda")
+    if device.type == "cpu" and device.index:
+        raise UserError(f"device {name!r} was asked for, but a machine's processors are one device; use cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but torch sees no CUDA device here; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
@@ -127,11 +129,49 @@ def on_device(
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """Iterate with a progress bar on stderr that shows only what lasts longer than two seconds."""
+# Seconds between two lines of progress where nobody watches a terminal, and before a bar shows at all.
+LINE_SECONDS, BAR_SECONDS = 10.0, 2.0
+
+
+class Lines:
+    """A stream that makes lines of what progress bars draw again and again: of all bars one every LINE_SECONDS."""
+
+    last = time.monotonic()
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, drawn: str) -> None:
+        now = time.monotonic()
+        if (line := drawn.strip()) and now - Lines.last >= LINE_SECONDS:
+            Lines.last = now
+            self.stream.write(line + "\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def progress_bar(what: str, total: int | None = None, items: Iterable[Any] | None = None, **options: Any) -> Any:
+    """A bar of tqdm's on stderr (`options` are its own) that shows only what lasts longer than two seconds; lines now
+    and then where stderr is no terminal."""
     from tqdm import tqdm
 
-    yield from tqdm(items, desc=what, total=total, delay=2.0, leave=False, file=sys.stderr, dynamic_ncols=True)
+    drawn = (
+        {"file": sys.stderr, "dynamic_ncols": True} if sys.stderr.isatty() else {"file": Lines(sys.stderr), "ncols": 0}
+    )
+    return tqdm(items, desc=what, total=total, delay=BAR_SECONDS, leave=False, **drawn, **{"disable": False, **options})
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """Iterate with a progress bar as `progress_bar` makes it."""
+    yield from progress_bar(what, total, items)
+
+
+def hush() -> None:
+    """Without a terminal the bars of libraries that ask nobody are not drawn. To be called before they are imported."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def log(line: str) -> None:

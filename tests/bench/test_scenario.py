@@ -27,7 +27,7 @@ from mlaforge.ops.paged_attention import OP
 from mlaforge.runtime import UserError
 
 STUB = Path(__file__).parents[1] / "support" / "endpoint_stub.py"
-# A dtype, since finding the faster one takes a second.
+# A dtype that does not depend on the machine.
 SHORT = ["--context", "48", "--tokens", "8", "--rounds", "2", "--warm-up", "0", "--device", "cpu", "--cache-fraction",
          "0.001", "--dtype", "float32"]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("known_roof")
@@ -62,6 +62,15 @@ def read(folder, name):
 
 def cases(body, **wanted):
     return [case for case in body["cases"] if all(case[key] == value for key, value in wanted.items())]
+
+
+def test_models_beside_each_other_are_computed_in_one_dtype(bench, tiny_models, converted, monkeypatch):
+    """Whatever `auto` would choose for the second one alone."""
+    units = iter(["AMX", None, None])
+    monkeypatch.setattr("mlaforge.engine.execution.model.bfloat16_unit", lambda: next(units))
+    out = bench("single", tiny_models["llama"], converted("llama", "latent"), "--dtype", "auto", "--rounds", "1",
+                "--num-speculative-tokens", "0", "--scope", "cpu")  # fmt: skip
+    assert {case["dtype"] for case in read(out, "single")["cases"]} == {"bfloat16"}
 
 
 def test_a_case_says_what_its_repetitions_were(twins, tiny_models, known_roof):

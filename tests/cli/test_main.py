@@ -233,9 +233,6 @@ def test_env_prints_json(cli):
 def test_demo_is_the_whole_chain_and_reuses_what_is_finished(tiny_models, cli, tree, monkeypatch, tmp_path):
     monkeypatch.setattr("mlaforge.demo.model.fetch", lambda: tiny_models["llama"])
     monkeypatch.setattr("mlaforge.demo.model.head", lambda form: saved(tmp_path / form))
-    # Each of its engines would look for the faster one for a second.
-    seconds = {"float32": 1e-3, "bfloat16": 2e-3}
-    monkeypatch.setattr("mlaforge.engine.execution.model.fastest_format", lambda shapes: ("float32", seconds))
     more = ("--nsamples", 1, "--eval-windows", 1, "--prompt", "Hello")
     first = cli("demo", tmp_path / "demo", *more)
     assert printed(first).count("latent") >= 2 and first.stdout.count("> Hello") == 3

@@ -213,7 +213,7 @@ def test_factored_query_at_full_rank_is_exact(family, converted, tiny_models):
 
 
 def test_deepseek_style_has_uniform_ranks_and_standard_frequencies(converted):
-    directory = converted("llama", "latent", budget=0.75, deepseek_style=True, qk_rope_head_dim=16)
+    directory = converted("llama", "latent_rope", budget=0.75, deepseek_style=True, qk_rope_head_dim=16)
     config = checkpoint_reader.read_config(directory)
     assert set(config["mla_layer_types"]) == {"latent_rope"}
     assert set(config["mla_kv_lora_ranks"]) == {config["kv_lora_rank"]}
@@ -232,7 +232,7 @@ def test_deepseek_style_has_uniform_ranks_and_standard_frequencies(converted):
     ],
 )
 def test_transmla_names_mean_latent_rope(options, rope_dim, converted):
-    config = checkpoint_reader.read_config(converted("llama", "latent", budget=0.75, **options))
+    config = checkpoint_reader.read_config(converted("llama", None, budget=0.75, **options))
     assert config["qk_rope_head_dim"] == rope_dim
     assert set(config["mla_layer_types"]) == {"latent_rope"}
 
@@ -291,7 +291,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 def tell(directory, out):
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+    # Nothing is asked, which would be printed where only JSON may stand, and nothing run.
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    assert not [name for name in sys.modules if name.startswith("transformers_modules")]
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
     x = torch.tensor(ids)
     done = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False,
@@ -388,7 +390,7 @@ def test_sinks_scale_what_the_tokens_get(converted):
 @pytest.mark.parametrize("options", [{}, {"deepseek_style": True}, {"qk_mqa_dim": 8}])
 def test_norms_on_keys_refuse_a_shared_rotary_key(options, tiny_models, tmp_path):
     """In one line, before anything is loaded, under every name of that layout."""
-    layout = "latent" if options else "latent_rope"
+    layout = None if options else "latent_rope"
     with pytest.raises(UserError, match=r"layer 0 .* its key norm .* use layout latent$") as caught:
         convert.run(str(tiny_models["qwen3"]), tmp_path / "out", ConvertConfig(layout=layout, **options))
     assert "\n" not in str(caught.value)

@@ -68,7 +68,7 @@ def text(target, tmp_path_factory):
     ]
     (directory / dataset.TEXT).write_text("".join(json.dumps(line) + "\n" for line in lines))
     inputs = {"model": {"sha256": reader.fingerprint(target)}, "exclude": ["of judged prompts"]}
-    Manifest(dataset.STAGE, {}, inputs, files=[dataset.TEXT]).save(directory)
+    Manifest(dataset.STAGE, {}, inputs, files={dataset.TEXT: ""}).save(directory)
     return directory
 
 

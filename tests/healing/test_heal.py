@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import Manifest, writing
 from mlaforge.checkpoint import loading, reader, source_model
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
@@ -86,9 +86,7 @@ def test_it_comes_closer_to_the_original(healed, tiny_models, student, evaluatio
             assert before.dtype(name) == after.dtype(name)
             changed = not torch.equal(before[name], after[name])
             assert changed == any(part in moved for part in name.split(".")), name
-    assert not list(out.glob("work")) and manifest.files == sorted(
-        p.name for p in out.iterdir() if p.name != "manifest.json"
-    )
+    assert set(manifest.files) == {path.name for path in out.iterdir()} - {"manifest.json"}
 
 
 def test_it_remembers_all_text_that_it_was_tuned_on(healed, cli, student, healing_file, calibration_file):
@@ -378,6 +376,17 @@ def test_two_processes_lose_what_one_does(healed, tiny_models, student, healing_
     with reader.Reader(whole) as ours, reader.Reader(out) as theirs:
         for name in ours:
             torch.testing.assert_close(theirs[name], ours[name], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_every_process_says_that_another_run_is_at_work(student, tiny_models, healing_file, tmp_path):
+    """No process waits for the first one, which alone knows."""
+    options, out = json.dumps({**FEW, "text": str(healing_file)}), tmp_path / "sharded"
+    with writing(out, Manifest("heal", {}, {})) as partial:
+        (partial / "mine").write_text("x")
+        done = sharded(2, tiny_models["llama"], student, out, options)
+        assert done.returncode and (partial / "mine").is_file()
+        assert done.stderr.count(f"UserError: another process is at work on {out}") >= 2, done.stderr
 
 
 def test_the_recipe_is_one():

@@ -82,7 +82,7 @@ def test_what_stays_here(model: Path) -> None:
     (model / "tokenizer.json").symlink_to("/etc/hostname")
     manifest = Manifest.load(model)
     assert manifest is not None
-    manifest.files += ["weights.bin", "disguised.json", "torch.json", "script.py", "run.sh"]
+    manifest.files |= dict.fromkeys(("weights.bin", "disguised.json", "torch.json", "script.py", "run.sh"), "")
     (model / "disguised.json").write_bytes(pickle.dumps([1], protocol=4))
     torch.save({"a": torch.ones(1)}, model / "torch.json")
     (model / "script.py").write_text("import os\n")

@@ -172,3 +172,14 @@ def test_generate_keeps_what_it_measured(llama, llm, cli, tmp_path):
     again = ("generate", llama, out, *QUICK, "--max-new-tokens", 6, "--temperature", 1)
     assert printed(cli(*again, "--seed", 3)) == first
     assert cli(*again, "--seed", 4).exit_code == 2
+
+
+def test_two_models_beside_each_other_are_computed_in_one_dtype(llama, converted, cli, monkeypatch, tmp_path):
+    """Whatever `auto` would choose for the second one alone; and it is said once."""
+    units = iter(["AMX", None])
+    monkeypatch.setattr("mlaforge.engine.execution.model.bfloat16_unit", lambda: next(units))
+    more = ("--max-new-tokens", 2, "--device", "cpu", "--cache-bytes", 1 << 20)
+    done = cli("generate", llama, tmp_path / "out", "--against", converted("llama", "latent"), *more)
+    assert done.exit_code == 0 and done.stderr.count("dtype auto: bfloat16 (") == 1, done.stderr
+    runs = json.loads((tmp_path / "out" / "manifest.json").read_text())["metrics"]["runs"]
+    assert [run["dtype"] for run in runs] == ["bfloat16", "bfloat16"]

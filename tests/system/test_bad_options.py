@@ -19,7 +19,13 @@ OPTIONS = {
     "--layout laten": "did you mean 'latent'?",
     "--layout latent --qk-rope-head-dim 8": "does not fit layout latent",
     "--layout latent_rope --qk-rope-head-dim 7": "qk_rope_head_dim 7 must be even",
-    "--layout latent_rope --qk-rope-head-dim 0": "qk_rope_head_dim 0",
+    "--layout latent_rope --qk-rope-head-dim 0": "qk_rope_head_dim = 0 must be at least 2",
+    "--layout latent --qk-rope-head-dim 0": "qk_rope_head_dim = 0 must be at least 2",
+    "--qk-rope-head-dim 0": "qk_rope_head_dim = 0 must be at least 2",
+    "--layout latent --qk-mqa-dim 8": "qk_mqa_dim means layout latent_rope, but layout is latent; leave one of them",
+    "--layout latent --collapse 2": "collapse means layout latent_rope",
+    "--layout latent --freqfold 2": "freqfold means layout latent_rope",
+    "--layout latent --deepseek-style": "deepseek_style means layout latent_rope",
     "--layout latent_rope --qk-rope-head-dim 34": "at most 32",
     "--layout latent_rope --budget 0.5 --qk-rope-head-dim 32": "leaves 0 for the latent",
     "--layers 3": "the model has layers 0-2",
@@ -41,6 +47,7 @@ OPTIONS = {
     "--device gpu": "use auto, cpu or cuda",
     "--device meta": "use auto, cpu or cuda",
     "--device mps": "use auto, cpu or cuda",
+    "--device cpu:9": "'cpu:9' was asked for, but a machine's processors are one device; use cpu",
     "--collapse 3": "divides head_dim / 2 = 8",
     "--collapse 0": "divides head_dim / 2 = 8",
     "--collapse two": "divides head_dim / 2 = 8",
@@ -90,6 +97,8 @@ def test_what_the_parser_refuses(wrong, tiny_models, cli, tree, tmp_path):
         ("generate", ["--prompt", "", "--dtype", "float32"], "the prompt is empty"),
         ("generate", ["--against", "nothing"], "nothing does not exist"),
         ("plan", ["--gpu", "h300"], "h200"),
+        ("plan", ["--layout", "latent", "--qk-rope-head-dim", 0], "qk_rope_head_dim = 0 must be at least 2"),
+        ("serve", ["--device", "cpu:9"], "processors are one device"),
     ],
 )
 def test_options_of_the_other_verbs(verb, more, word, tiny_models, refused, tmp_path):
@@ -128,7 +137,31 @@ def test_out_is_not_ours(occupy, overwrite, tiny_models, refused, short, tmp_pat
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["plain", "overwrite"])
 def test_out_is_the_source(overwrite, model, refused, short):
     directory = model("llama")
-    refused("not made by mlaforge", "convert", directory, directory, *short, *overwrite)
+    refused("read and never written to", "convert", directory, directory, *short, *overwrite)
+
+
+def test_out_is_inside_an_input(model, converts, refused, short, evaluation_file, tmp_path):
+    """Of every stage, also where the way there is a detour or the input a folder of text."""
+    words, directory, texts = "read and never written to", model("llama"), tmp_path / "texts"
+    texts.mkdir()
+    (texts / "text.txt").write_text(evaluation_file.read_text())
+    (tmp_path / "link").symlink_to(directory)
+    converts(directory, tmp_path / "converted")
+    for out in (directory / "sub", tmp_path / "link" / "a" / "b", tmp_path / "converted" / ".." / "llama" / "sub"):
+        refused(words, "convert", directory, out, *short)
+    refused(words, "convert", directory, texts / "out", *short, "--evaluation", texts)
+    few = ("--text", evaluation_file, "--seqlen", 64)
+    refused(words, "eval", directory, texts / "out", "--text", texts, "--seqlen", 64)
+    refused(words, "eval", tmp_path / "converted", tmp_path / "converted" / "eval", *few, "--overwrite")
+    refused(words, "diagnose", directory, directory / "diagnosis", *few)
+    refused(words, "generate", directory, directory / "talk", "--dtype", "float32")
+    converts(directory, tmp_path / "d", "--deepseek-style", "--qk-rope-head-dim", 16, "--budget", 0.75)
+    refused(words, "export", "deepseek", tmp_path / "d", tmp_path / "d" / "e")
+    refused(words, "calibrate", "--source", texts, "--out", texts / "sets", "--embedder", directory)
+    heal = ("heal", "--teacher", directory, "--student", tmp_path / "converted", "--text", texts, "--steps", 1)
+    heal += ("--seqlen", 64, "--batch-tokens", 64, "--validation-tokens", 64)
+    for out in (directory / "healed", tmp_path / "converted", texts / "healed"):
+        refused(words, *heal, "--out", out, "--overwrite")
 
 
 def test_out_below_a_file(tiny_models, refused, short, tmp_path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import http.server
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,24 @@ def test_a_gguf_file_is_dequantised_once(gguf_file, converts, tree, tmp_path):
     assert "dequantising" not in converts(gguf_file, tmp_path / "out2", "--budget", 0.75).stderr
     assert tree(tmp_path / "home") == home
     assert gguf_file.read_bytes() == before
+
+
+def test_no_bar_of_any_library_is_drawn_where_there_is_no_terminal(gguf_file, evaluation_file):
+    """transformers has one for every tensor of a GGUF file, which asks nobody."""
+    words = [sys.executable, "-m", "mlaforge", "eval", str(gguf_file), "--text", str(evaluation_file), "--windows", "2"]
+    done = subprocess.run([*words, "--seqlen", "64", "--device", "cpu"], capture_output=True, text=True)
+    assert done.returncode == 0 and "dequantising" in done.stderr, done.stderr
+    assert "\r" not in done.stderr and "%" not in done.stderr, done.stderr
+
+
+def test_two_that_need_a_gguf_file_at_once(gguf_file, tree, tmp_path, capsys):
+    """One dequantises, the other waits for it."""
+    with ThreadPoolExecutor(2) as pool:
+        directories = list(pool.map(resolve.from_gguf, [gguf_file] * 2))
+    assert len(set(directories)) == 1 and (directories[0] / "config.json").is_file()
+    said = capsys.readouterr().err
+    assert said.count("dequantising") == said.count("waiting for another process") == 1, said
+    assert sorted(path.name for path in (tmp_path / "home" / "gguf").iterdir()) == [directories[0].name]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.00001, 0.0001, 0.001, 0.01, 0.05, 0.5, 0.999])

@@ -105,6 +105,7 @@ def test_commands_run(shown, run):
         "chat",
         "serve",
         "bench",
+        "verify",
         "list",
         "report",
         "card",

@@ -30,6 +30,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.drafting.dataset import check_unseen
 from mlaforge.engine.cache.kv_cache import CacheTooSmall
 from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.execution.model import choose_format
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
 from mlaforge.runtime import UserError, log, resolve_device
@@ -236,16 +237,15 @@ def loaded(
             peers.append(UnavailablePeer(name, model.name, dtype, error))
 
     try:
-        engines = [(model, dtype) for model in models for dtype in recipe.dtypes]
+        # One choice for all models: `auto` may come out differently for each, and may stand for another word.
+        formats = dict.fromkeys(choose_format(dtype, models[0].source, device) for dtype in recipe.dtypes)
+        engines = [(model, dtype) for model in models for dtype in formats]
         for model, dtype in engines:
             settings = EngineConfig(
                 dtype=dtype, device=config.device, cache_fraction=fraction / len(engines),
                 prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts),
             )  # fmt: skip
             load(EnginePeer.name, model, dtype, EnginePeer, recipe.head, settings, longest, most)
-            # `auto` may stand for what is loaded already.
-            if len({(peer.name, peer.model, peer.dtype) for peer in peers}) < len(peers):
-                peers.pop().close()
         for model in models if others else ():
             own = next(peer.dtype for peer in peers if peer.model == model.name)
             floating = own if own in FLOATING else "bfloat16"

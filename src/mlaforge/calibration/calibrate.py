@@ -60,7 +60,7 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
             },
         },
     )  # fmt: skip
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (own, counter, *(source.place for source in sources))):
         log(f"{out} is finished already")
         return done
     embed = embedder.Embedder(own, device, config.trust_remote_code)

@@ -27,6 +27,8 @@ from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+# Tensors of whole numbers.
+VOCABULARY = frozenset({"d2t", "t2d"})
 CONVENTIONS = ("boundary", "output", "hidden_states")
 # How a d2t may be meant: what is added to the head's token, or the target's token itself.
 OFFSETS, IDS = "offsets", "ids"
@@ -110,8 +112,9 @@ def read_head(directory: Path, num_layers: int) -> Eagle3Head:
     with Reader(directory) as reader:
         stored = {name: name.replace("layers.0.", "midlayer.", 1) for name in reader}
         shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-        reader.check({old: shapes[new] for old, new in stored.items() if new in shapes}
-                     | {new: shape for new, shape in shapes.items() if new not in stored.values()})  # fmt: skip
+        expected = {old: shapes[new] for old, new in stored.items() if new in shapes}
+        absent = {new: shape for new, shape in shapes.items() if new not in stored.values()}
+        reader.check(expected | absent, whole=VOCABULARY)
         state = {new: _widened(reader[old]) for old, new in stored.items()}
     head.load_state_dict(state, assign=True)
     head.requires_grad_(False).eval()

@@ -10,8 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 
 from mlaforge import families
 from mlaforge.checkpoint import mxfp4
+from mlaforge.checkpoint.converted_config import architecture, is_converted
 from mlaforge.checkpoint.reader import Reader
-from mlaforge.checkpoint.source_model import SourceModel, is_converted
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.runtime import UserError, resolve_dtype
 
 
@@ -26,7 +27,7 @@ def model_class(config: dict[str, Any]) -> tuple[Any, Any]:
         return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     from mlaforge.modeling import configuration_mla, modeling_mla
 
-    name = str(config["architectures"][0])
+    name = architecture(str(config["model_type"]))
     return (
         getattr(configuration_mla, name.replace("ForCausalLM", "Config")),
         getattr(modeling_mla, name),
@@ -43,7 +44,7 @@ def load_model(
     Strict: UserError for an unsupported family or any tensor that is missing, extra, wrongly shaped or not finite.
     """
     source = SourceModel.open(model)
-    _ = source.family  # an unsupported one is told before anything is read
+    _ = source.spec  # what no model can have is told before anything is read
     config_class, causal_lm = model_class(source.config)
     with Reader(source.path) as reader:
         reader.check_shapes(*expected_tensors(source.config))
@@ -78,15 +79,21 @@ def skeleton(config: dict[str, Any]) -> Any:
     try:
         with torch.device("meta"):
             return causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
-    except (StrictDataclassError, ValueError, KeyError, AssertionError) as error:
+    except (StrictDataclassError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
         # A KeyError is a name, such as hidden_act's, that transformers has nothing for.
         reason = f"{error} is not known" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"config.json makes no {config['model_type']} model: {reason}") from error
 
 
-def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """Names and shapes that a config.json calls for, and the names that may be absent because they are tied."""
+def expected_tensors(
+    config: dict[str, Any],
+) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset[str]]:
+    """Names and shapes that a config.json calls for, the names that may be absent because they are tied, and those of
+    whole numbers. All for `Reader.check`."""
     model = skeleton(config)
-    shapes = mxfp4.stored(config, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    tensors = model.state_dict()
+    shapes = mxfp4.stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else ()
-    return shapes, frozenset(tied)
+    # What MXFP4 packs has names that the model lacks.
+    whole = {name for name in shapes if name not in tensors or not tensors[name].is_floating_point()}
+    return shapes, frozenset(tied), frozenset(whole)

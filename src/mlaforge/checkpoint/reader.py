@@ -28,15 +28,26 @@ COMPANIONS = (
 # safetensors' names of what the supported models store.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "U8": torch.uint8,
+    "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+FLOATING, WHOLE = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "U8", "BOOL")
 # Old checkpoints carry RoPE's table, which transformers computes; it is never read.
 TABLE = "rotary_emb.inv_freq"
 
 
+def check_files(directory: Path) -> None:
+    """Raises UserError for the first file of a model that is none: a pipe would be waited for, for ever."""
+    for pattern in ("*.json", "*.safetensors", *COMPANIONS):
+        for path in directory.glob(pattern):
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise UserError(f"{path} is no file (a pipe, a socket or a device); fetch the model again")
+
+
 def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
-    """config.json as a dict; UserError where it is missing or not a JSON object."""
+    """config.json, or another JSON file of a model, as a dict; UserError where it is missing or not a JSON object."""
     path = directory / name
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is no file (a pipe, a socket or a device); fetch the model again")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -45,8 +56,10 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror}; fetch the model again") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} holds lists or objects too deep in each other to be read") from error
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object; a Hugging Face model's config.json is one")
+        raise UserError(f"{path} holds no JSON object; a Hugging Face model's {name} is one")
     return config
 
 
@@ -82,12 +95,11 @@ class Reader:
     def _index(self) -> list[str]:
         path = self.directory / INDEX
         if path.is_file():
-            try:
-                weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-                self.shards = sorted(set(map(str, weight_map.values())))
-                return list(weight_map)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{path} is not a safetensors index; fetch the model again") from error
+            weight_map = read_config(self.directory, INDEX).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UserError(f"{path} is not a safetensors index: it has no 'weight_map'; fetch the model again")
+            self.shards = sorted(set(map(str, weight_map.values())))
+            return list(weight_map)
         if (self.directory / SINGLE).is_file():
             self.shards = [SINGLE]
             return []
@@ -115,15 +127,22 @@ class Reader:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is stored in, the tensor itself not read."""
-        return DTYPES[self._file_of[name].get_slice(name).get_dtype()]
+        """The dtype a tensor is stored in, the tensor itself not read. UserError for one that no model is read in."""
+        kind = self._file_of[name].get_slice(name).get_dtype()
+        if kind not in DTYPES:
+            raise UserError(f"{self.directory}: {name!r} is stored as {kind}; {', '.join(DTYPES)} are read")
+        return DTYPES[kind]
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
-    def check_shapes(self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset()) -> None:
-        """Raises UserError for the first tensor that is missing, extra or wrongly shaped; reads no tensor."""
+    def check_shapes(
+        self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset(),
+        whole: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """Raises UserError for the first tensor that is missing, extra, wrongly shaped, or of whole numbers where it is
+        not among `whole`, or the other way round; reads no tensor."""
         again = "fetch the model again, config and weights from one place"
         for name in expected:
             if name not in self and name not in tied:
@@ -138,10 +157,17 @@ class Reader:
                     f"{self.directory}: {name!r} has shape {list(self.shape(name))}, its config.json calls for "
                     f"{list(expected[name])}; {again}"
                 )
+            kind = self._file_of[name].get_slice(name).get_dtype()
+            right = WHOLE if name in whole else FLOATING
+            if kind not in right:
+                raise UserError(f"{self.directory}: {name!r} is stored as {kind}; {', '.join(right)} are read; {again}")
 
-    def check(self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset()) -> None:
+    def check(
+        self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset(),
+        whole: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         """As `check_shapes`, and UserError for the first tensor that holds NaN or infinity."""
-        self.check_shapes(expected, tied)
+        self.check_shapes(expected, tied, whole)
         if self.left_out:
             log(f"left out: {len(self.left_out)} tensors that the logits do not depend on, such as {self.left_out[0]}")
         for name in progress(self, "check weights", len(self._file_of)):

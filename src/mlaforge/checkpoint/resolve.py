@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import sha256
+from mlaforge.artifact import Manifest, locked, sha256, writing
 from mlaforge.checkpoint.reader import COMPANIONS, read_config
 from mlaforge.runtime import UserError, cache_home, log
 
@@ -74,12 +74,19 @@ def find_config(model: str) -> dict[str, Any]:
 
 
 def from_gguf(path: Path) -> Path:
-    """Dequantises a GGUF file once, to fp32, into the cache; later calls find it by the file's SHA-256."""
+    """Dequantises a GGUF file once, to fp32, into the cache; later calls find it by the file's SHA-256, and one that
+    comes meanwhile waits."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a .gguf file or a model directory")
     out = cache_home() / "gguf" / f"{path.stem}-{sha256(path)[:12]}"
-    if (out / "config.json").is_file():
-        return out
+    if not (out / "config.json").is_file():
+        with locked(out.with_name(f".{out.name}.lock"), str(out), wait=True):
+            if not (out / "config.json").is_file():
+                _dequantise(path, out)
+    return out
+
+
+def _dequantise(path: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
@@ -87,8 +94,6 @@ def from_gguf(path: Path) -> Path:
         import gguf  # noqa: F401 (the same)
     except ImportError as error:
         raise UserError(f"reading .gguf files needs {error.name}: pip install 'mlaforge[gguf]'") from error
-    from mlaforge.artifact import Manifest, writing
-
     log(f"dequantising {path.name} once into {out}")
     try:
         # Without the explicit request transformers would keep quantised blocks that it cannot save.
@@ -101,4 +106,3 @@ def from_gguf(path: Path) -> Path:
     with writing(out, Manifest("gguf", {}, {"file": path.name, "sha256": sha256(path)})) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-    return out

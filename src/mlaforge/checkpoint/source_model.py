@@ -12,30 +12,34 @@ from torch import Tensor
 
 from mlaforge import families
 from mlaforge.artifact import record_name
-from mlaforge.checkpoint.reader import fingerprint, read_config
+from mlaforge.checkpoint.converted_config import SUFFIX, check_converted, completed, is_converted
+from mlaforge.checkpoint.reader import check_files, fingerprint, read_config
 from mlaforge.checkpoint.resolve import locate
 from mlaforge.families.family import Family
+from mlaforge.families.schema import GENERATION, check, check_config
 from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError, resolve_dtype
 
-SUFFIX = "_mla"
-
-
-def is_converted(config: dict[str, Any]) -> bool:
-    """Whether a config.json is one of ours."""
-    return str(config.get("model_type")).endswith(SUFFIX) and "mla_layer_types" in config
+GENERATION_CONFIG = "generation_config.json"
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
-    """The ModelSpec of a config.json, original or converted; UserError for an unsupported family."""
-    return family_of(config).read_spec(config)
+    """The ModelSpec of a config.json, for a converted one its original's. UserError for an unsupported family, and by
+    the field's name for what no model of it can have, ours or not."""
+    spec = families.read_spec(_original(config))
+    if is_converted(config):
+        check_converted(config, spec)
+    return spec
 
 
 def family_of(config: dict[str, Any]) -> Family:
     """The family of a config.json, for a converted one its original's; UserError for an unsupported one."""
+    return families.family_of(_original(config))
+
+
+def _original(config: dict[str, Any]) -> dict[str, Any]:
     model_type = config.get("model_type")
-    own = {"model_type": model_type.removesuffix(SUFFIX)} if isinstance(model_type, str) else {}
-    return families.family_of({**config, **own})
+    return {**config, "model_type": model_type.removesuffix(SUFFIX)} if isinstance(model_type, str) else config
 
 
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -48,10 +52,15 @@ def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a model directory; no code from it is run."""
     from transformers import PreTrainedTokenizerFast
 
+    check_files(directory)
     try:
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory} has no tokenizer that can be read (tokenizer.json); copy it there") from error
+    except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
+        reason = " ".join(str(error).split())[:100]
+        raise UserError(
+            f"{directory} has no tokenizer that can be read (tokenizer.json, tokenizer_config.json: {reason}); copy it "
+            "there"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +76,19 @@ class SourceModel:
     def open(cls, model: str | Path | SourceModel) -> SourceModel:
         """MODEL as users call it: a directory, a .gguf file (dequantised once) or a hub id; one that is open stays so.
 
-        Raises UserError where it is none of these, cannot be fetched, or has no config.json.
+        Raises UserError where it is none of these, cannot be fetched, or has no config.json, and for fields of it or of
+        generation_config.json that are of a wrong type.
         """
         if isinstance(model, SourceModel):
             return model
         path = locate(str(model))
-        return cls(path, record_name(model), read_config(path))
+        check_files(path)
+        config = read_config(path)
+        if str(config.get("model_type")).removesuffix(SUFFIX) in families.families():
+            check_config(config)
+        source = cls(path, record_name(model), completed(config) if is_converted(config) else config)
+        check(source.generation_config, GENERATION, str(path / GENERATION_CONFIG))
+        return source
 
     def __str__(self) -> str:
         return str(self.path)
@@ -95,6 +111,11 @@ class SourceModel:
     def spec(self) -> ModelSpec:
         """Raises UserError for an unsupported family, and for a config.json that makes none of its models."""
         return read_spec(self.config)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """Its generation_config.json; empty where it has none."""
+        return read_config(self.path, GENERATION_CONFIG) if (self.path / GENERATION_CONFIG).exists() else {}
 
     @cached_property
     def dtype(self) -> torch.dtype:

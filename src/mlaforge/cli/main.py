@@ -227,6 +227,13 @@ def serve(model: Model, config: ServeConfig) -> None:
     quiet()
     # Before anything is loaded.
     config = server.checked(config)
+    if config.verify:
+        from mlaforge.checkpoint import verify as files
+        from mlaforge.checkpoint.source_model import SourceModel
+
+        files.require(SourceModel.open(model).path)
+        if config.speculative not in ("none", "ngram"):
+            files.require(Path(config.speculative))
     server.run(Engine(model, config), config)
 
 
@@ -289,6 +296,20 @@ def gate(
 
     verdicts = stage.run(folder, gates)
     judged(verdicts, stage.table, verdicts["passed"])
+
+
+@verb()
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="what mlaforge wrote, or a model directory")],
+) -> None:
+    """Whether DIR still holds what was written into it, every file by its hash; exit code 1 where one is wrong."""
+    from mlaforge.checkpoint import verify as stage
+
+    quiet()
+    verification = stage.run(directory)
+    print(verification.render())
+    if verification.problems:
+        raise typer.Exit(1)
 
 
 @verb()

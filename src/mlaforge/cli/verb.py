@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from mlaforge import config as configuration
 from mlaforge.config import Options
-from mlaforge.runtime import Interrupted, UserError
+from mlaforge.runtime import Interrupted, UserError, hush
 
 # Where help shows the options that are not among the first.
 ADVANCED = "Advanced options"
@@ -39,6 +39,7 @@ def group(help: str) -> typer.Typer:
 
 def quiet() -> None:
     """transformers' own bars and advice would drown ours."""
+    hush()
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -19,9 +19,14 @@ class ConvertConfig(Options):
     budget: float = option(
         0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction", above=0, most=1
     )
-    layout: str = option("latent", "what a token caches", choices=("latent", "latent_rope"))
+    layout: str | None = option(
+        None, "what a token caches (latent; latent_rope where an option of TransMLA's says so)",
+        choices=("latent", "latent_rope"),
+    )  # fmt: skip
     kv_lora_rank: int | None = option(None, "latent rank of every converted layer, instead of --budget", "numbers")
-    qk_rope_head_dim: int | None = option(None, "shared rotary key of latent_rope (64, or half the budget)", "numbers")
+    qk_rope_head_dim: int | None = option(
+        None, "shared rotary key of latent_rope (64, or half the budget)", "numbers", least=2
+    )
     q_lora_rank: int | None = option(None, "factor the query projection to this rank", "numbers", least=1)
     layers: str = option(
         "auto", "layers to convert: all, full (those without a sliding window), a list such as 0,2,5-9, or auto: full "
@@ -46,7 +51,9 @@ class ConvertConfig(Options):
     dtype: str = option("auto", "dtype of the converted weights", choices=DTYPES)
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     seed: int = option(0, "seed of every random choice")
-    qk_mqa_dim: int | None = option(None, "TransMLA: the rotary key's dimensions; means latent_rope", "numbers")
+    qk_mqa_dim: int | None = option(
+        None, "TransMLA: the rotary key's dimensions; means latent_rope", "numbers", least=2
+    )
     collapse: str | None = option(None, "TransMLA: head_dim / rotary dimensions, or auto; means latent_rope")
     freqfold: str | None = option(
         None, "TransMLA: neighbouring frequencies that turn as one, or auto (none do); means latent_rope", "pairs"

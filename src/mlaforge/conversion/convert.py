@@ -36,6 +36,16 @@ from mlaforge.tensor_store import Spill
 # What a plan decides, so that options may not.
 PLANNED = ("budget", "layout", "kv_lora_rank", "qk_rope_head_dim", "layers", "ranks", "qk_mqa_dim", "collapse",
            "freqfold", "deepseek_style")  # fmt: skip
+# TransMLA's options; each means latent_rope.
+TRANSMLA = ("qk_mqa_dim", "collapse", "freqfold", "deepseek_style")
+
+
+def layout_of(config: ConvertConfig) -> str:
+    """The layout that the options mean. Raises UserError where they contradict each other."""
+    named = [name for name in TRANSMLA if getattr(config, name) != getattr(ConvertConfig, name)]
+    if named and config.layout == "latent":
+        raise UserError(f"{named[0]} means layout latent_rope, but layout is latent; leave one of them out")
+    return config.layout or ("latent_rope" if named else "latent")
 
 
 def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) -> Choices:
@@ -51,10 +61,7 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
             planned, allocated=False, fold=1, one_per_pair=False, refit=refit, q_lora_rank=config.q_lora_rank
         )
     head_dim = spec.layers[0].head_dim
-    rope_dim, layout = config.qk_rope_head_dim, config.layout
-    theirs = (config.qk_mqa_dim, config.collapse, config.freqfold, config.deepseek_style or None)
-    if any(value is not None for value in theirs):
-        layout = "latent_rope"
+    rope_dim, layout = config.qk_rope_head_dim, layout_of(config)
     if config.collapse not in (None, "auto"):
         if not config.collapse.isdigit() or not int(config.collapse) or head_dim % (2 * int(config.collapse)):
             raise UserError(
@@ -150,10 +157,11 @@ def run(
         if planned:
             judged = overlap.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
     source.check_tokens(*(text.ids for text in (*tuned.values(), judged) if text))
+    options = {**dataclasses.asdict(config), "layout": layout_of(config)}
     left = ("device", "plan", *(PLANNED if planned else ()))
     manifest = Manifest(
         "convert",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k not in left}
+        config={k: v for k, v in options.items() if k not in left}
         | record_names(config, "calibration", "evaluation"),
         inputs={
             "model": {**source.record, "model_type": spec.model_type},
@@ -162,7 +170,7 @@ def run(
             **({"plan": {"sha256": planned.sha256}} if planned else {}),
         },
     )
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (source.path, config.calibration, config.evaluation, config.plan)):
         log(f"{out} is finished already")
         return done
     # Calibration runs in fp32 on a CPU (half precision is slower there) and in the stored dtype on a GPU.

@@ -62,7 +62,7 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
         config=dataclasses.asdict(config),
         inputs={"model": {**source.record, "model_type": raw["model_type"]}},
     )
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (src,)):
         log(f"{out} is finished already")
         return done
     with Reader(source.path) as reader:
@@ -83,7 +83,6 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
                 "model": {key: export.settings[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "attention_bias")},
                 "cache": {"per_token": row, "bytes_per_token": row * dtype.itemsize},
             }
-            manifest.files = sorted(p.name for p in partial.iterdir())
     return manifest
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.converted_config import SUFFIX
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.checkpoint.source_model import SUFFIX, SourceModel
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.factorization.latent import Latent
 from mlaforge.modeling import configuration_mla, modeling_mla
 from mlaforge.planning.plan import Plan

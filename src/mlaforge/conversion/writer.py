@@ -34,7 +34,7 @@ def write_checkpoint(
     settings = {**settings, "dtype": str(dtype).removeprefix("torch.")}
     settings.pop("torch_dtype", None)
     replaced = tuple(source.family.attention.format(layer=i) for i in layers)
-    shapes, _ = loading.expected_tensors(settings)
+    shapes, _, _ = loading.expected_tensors(settings)
 
     latest = functools.lru_cache(maxsize=1)(weights)
 

@@ -66,7 +66,7 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
             "calibration": tuned.describe() if tuned else None,
         },
     )
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (source.path, config.text)):
         log(f"{out} is finished already")
         return done
     with writing(out, manifest) as partial:

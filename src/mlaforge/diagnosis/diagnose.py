@@ -133,7 +133,7 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"} | record_names(config, "text"),
         inputs={"model": {**source.record, "model_type": source.spec.model_type}, "text": text.describe()},
     )
-    if out is not None and (done := finished(out, manifest, overwrite)):
+    if out is not None and (done := finished(out, manifest, overwrite, (source.path, config.text))):
         return done
     stored = source.dtype
     with contextlib.ExitStack() as opened:

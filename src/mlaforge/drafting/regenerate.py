@@ -32,7 +32,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request import chat_template
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.runtime import UserError, log, timed
+from mlaforge.runtime import UserError, log, progress_bar, timed
 
 # Stands in a rendered template for what the user says.
 MARK = "WHAT THE USER SAYS"
@@ -70,7 +70,7 @@ def run(model: str, out: Path, config: RegenerateConfig, overwrite: bool = False
             **{name: [sha256(path) for path in paths] for name, paths in files.items()},
         },
     )
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (source.path,)):
         log(f"{out} is finished already")
         return done
     with writing(out, manifest, resumable=True) as partial:
@@ -133,17 +133,14 @@ class Regeneration:
 
     def run(self) -> list[dict[str, Any]]:
         """Every prompt's line: its answer, or why it was dropped."""
-        from tqdm import tqdm
-
         self._resume()
         done = {line["number"] for line in self.kept}
         numbers = iter([n for n in range(len(self.prompts) + self.config.synthesize) if n not in done])
         begun, tokens = time.perf_counter(), 0
         with (
             self.path.open("a", encoding="utf-8") as file,
-            tqdm(total=len(self.prompts) + self.config.synthesize, initial=len(done), desc="answer prompts",
-                 delay=2.0, leave=False, dynamic_ncols=True) as bar,
-        ):  # fmt: skip
+            progress_bar("answer prompts", len(self.prompts) + self.config.synthesize, initial=len(done)) as bar,
+        ):
             while self._fill(numbers, file, bar) or self.engine.has_work:
                 for output in self.engine.step():
                     new = output.outputs[0]

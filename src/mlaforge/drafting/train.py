@@ -153,7 +153,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     others = [text for text in manifest.inputs["text"] if text["written_by"] != manifest.inputs["model"]["sha256"]]
     if others and group.first:
         log(f"the text was not written by {model} itself: its own would teach more")
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (source.path, *folders, config.init, config.vocabulary)):
         if group.first:
             log(f"{out} is finished already")
         return done

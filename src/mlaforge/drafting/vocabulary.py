@@ -59,7 +59,7 @@ def run(
         config=dataclasses.asdict(config),
         inputs={"vocab_size": vocab_size, "special": special, "text": [sha256(text / TEXT) for text in texts]},
     )
-    if done := finished(out, manifest, overwrite):
+    if done := finished(out, manifest, overwrite, (source.path, *texts)):
         log(f"{out} is finished already")
         return done
     counted, judged = counts(learnt, vocab_size), counts(held, vocab_size)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mlaforge.checkpoint.eagle3 import check_head, read_head
-from mlaforge.checkpoint.reader import read_config
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
@@ -381,10 +380,7 @@ def _parts(items: list[int], size: int) -> list[list[int]]:
 
 def _eos_token_ids(source: SourceModel) -> tuple[int, ...]:
     """Token ids that end a text: generation_config.json's, and the tokenizer's."""
-    generation_config = (
-        read_config(source.path, "generation_config.json") if (source.path / "generation_config.json").is_file() else {}
-    )
-    ids = generation_config.get("eos_token_id", [])
+    ids = source.generation_config.get("eos_token_id", [])
     own = getattr(source.tokenizer, "eos_token_id", None)
     return tuple(sorted({*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 from mlaforge.artifact import Manifest, finished, record_names, writing
@@ -35,24 +36,24 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
         | record_names(config, "text"),
         inputs={"model": source.record, "text": text.describe()},
     )
-    if out is not None and (done := finished(out, manifest, overwrite)):
+    if out is not None and (done := finished(out, manifest, overwrite, (source.path, config.text))):
         return done
-    with timed(manifest.seconds, "eval"), LayerStream(source, dtype, device) as stream:
-        stream.check()
-        losses = window_losses(stream, text.ids, "evaluate")
-    mean, n = float(losses.mean()), len(losses)
-    if not math.isfinite(mean):
-        raise UserError(f"the loss of {model} is {mean}: its weights hold NaN or infinity, or it overflows in {dtype}")
-    manifest.metrics = {
-        "ppl": perplexity(losses),
-        "nll": mean,
-        "nll_stderr": standard_error(losses),
-        "windows": n,
-        "tokens": n * (config.seqlen - 1),
-    }
-    if out is not None:
-        with writing(out, manifest):
-            pass
+    with nullcontext() if out is None else writing(out, manifest):
+        with timed(manifest.seconds, "eval"), LayerStream(source, dtype, device) as stream:
+            stream.check()
+            losses = window_losses(stream, text.ids, "evaluate")
+        mean, n = float(losses.mean()), len(losses)
+        if not math.isfinite(mean):
+            raise UserError(
+                f"the loss of {model} is {mean}: its weights hold NaN or infinity, or it overflows in {dtype}"
+            )
+        manifest.metrics = {
+            "ppl": perplexity(losses),
+            "nll": mean,
+            "nll_stderr": standard_error(losses),
+            "windows": n,
+            "tokens": n * (config.seqlen - 1),
+        }
     return manifest
 
 

@@ -7,8 +7,8 @@ converted or healed on. Both models are read one layer at a time (checkpoint/lay
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.evaluation.criteria import Criterion, Measured, read
-from mlaforge.runtime import UserError, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.training.kl_loss import compare
 
 # Hay to draw from, in lengths of the longest needle's text.
@@ -165,6 +165,8 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     if student.config.get("vocab_size") != teacher.config.get("vocab_size"):
         raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
     dtype = resolve_dtype(config.dtype, teacher.dtype)
+    if config.dtype == "auto":
+        log(f"dtype auto: {str(dtype).removeprefix('torch.')} (that of {teacher.path.name}, for both)")
     manifest = Manifest(
         "acceptance",
         config={"dtype": str(dtype), "criteria": [c.describe() for c in criteria], "seed": seed},
@@ -174,15 +176,14 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
             "criteria": {"path": record_name(config.criteria), "sha256": sha256(Path(config.criteria).expanduser())},
         },
     )
-    done = finished(out, manifest, overwrite) if out is not None else None
+    texts = (criterion.text for criterion in criteria)
+    done = finished(out, manifest, overwrite, (teacher.path, student.path, *texts)) if out is not None else None
     if done is None:
-        judgement = Judgement(student, teacher, dtype, device, seed)
-        with timed(manifest.seconds, "judge"):
-            verdicts = [judgement.measure(criterion).judge(criterion, seed) for criterion in criteria]
-        manifest.metrics = {"criteria": verdicts, "passed": all(verdict["passed"] for verdict in verdicts)}
-        if out is not None:
-            with writing(out, manifest):
-                pass
+        with nullcontext() if out is None else writing(out, manifest):
+            judgement = Judgement(student, teacher, dtype, device, seed)
+            with timed(manifest.seconds, "judge"):
+                verdicts = [judgement.measure(criterion).judge(criterion, seed) for criterion in criteria]
+            manifest.metrics = {"criteria": verdicts, "passed": all(verdict["passed"] for verdict in verdicts)}
     else:
         manifest = done
     mark(student.path, manifest)
@@ -195,12 +196,7 @@ def mark(student: Path, judged: Manifest) -> None:
     assert own is not None
     own.canonical = judged.metrics["passed"]
     own.acceptance = {"inputs": judged.inputs, **judged.metrics}
-    # Whole or not at all.
-    unfinished = student / f".{MANIFEST}.partial"
-    unfinished.mkdir(exist_ok=True)
-    own.save(unfinished)
-    os.replace(unfinished / MANIFEST, student / MANIFEST)
-    unfinished.rmdir()
+    own.save(student)
 
 
 def table(metrics: dict[str, Any]) -> str:

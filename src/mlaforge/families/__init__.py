@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlaforge.families import schema
 from mlaforge.families.family import Config, Family
 from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError
@@ -50,5 +51,19 @@ def left_out(config: Config) -> tuple[str, ...]:
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The ModelSpec of a config.json; a converted model's is that of the model it came from."""
-    return family_of(config).read_spec(config)
+    """The ModelSpec of a config.json. Raises UserError for an unsupported family, and by the field's name for what no
+    model of it can have."""
+    family = family_of(config)
+    schema.check_config(config)
+    spec = family.read_spec(config)
+    for layer in spec.layers:
+        if layer.head_dim % 2:
+            raise UserError(f"config.json: head_dim = {layer.head_dim} must be even: RoPE turns pairs")
+        if layer.num_heads % layer.num_kv_heads:
+            raise UserError(
+                f"config.json: {layer.num_heads} attention heads are not a multiple of {layer.num_kv_heads} KV heads"
+            )
+        if layer.moe and layer.moe.top_k > layer.moe.num_experts:
+            words = f"at most num_local_experts = {layer.moe.num_experts}"
+            raise schema.broken("config.json", "num_experts_per_tok", layer.moe.top_k, words)
+    return spec

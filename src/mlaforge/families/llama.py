@@ -14,13 +14,10 @@ def dense_spec(config: Config, window: int | None = None) -> ModelSpec:
     hidden, layers, heads, mlp, vocab = require(
         config, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"
     )
-    require(config, *(key for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None))
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     if not head_dim:
         raise UserError(f"config.json: hidden_size {hidden} is too small for {heads} attention heads")
-    if heads % kv_heads:
-        raise UserError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} KV heads")
     bits = weight_bits(config)
     layer = LayerSpec(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, mlp_params=3 * hidden * mlp, mlp_bits=bits,

@@ -7,7 +7,6 @@ import dataclasses
 from mlaforge.families.family import Config, Family, require
 from mlaforge.families.llama import dense_spec
 from mlaforge.families.spec import ModelSpec
-from mlaforge.runtime import UserError
 
 
 def with_windows(spec: ModelSpec, config: Config) -> ModelSpec:
@@ -18,8 +17,6 @@ def with_windows(spec: ModelSpec, config: Config) -> ModelSpec:
     kinds = config.get("layer_types") or [
         "sliding_attention" if window and i >= first else "full_attention" for i in range(spec.num_layers)
     ]
-    if not isinstance(kinds, list) or len(kinds) != spec.num_layers:
-        raise UserError(f"config.json: layer_types = {kinds!r} must name each of the {spec.num_layers} layers")
     layers = tuple(
         dataclasses.replace(layer, window=window if kind == "sliding_attention" else None)
         for layer, kind in zip(spec.layers, kinds, strict=True)

@@ -123,7 +123,8 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
             **texts.described,
         },
     )
-    if done := finished(out, manifest, overwrite):
+    phases = (*config.text, *(config.swa_text or ()), *(config.full_text or ()))
+    if done := finished(out, manifest, overwrite, [original.path, converted.path, *map(Path, phases)]):
         if group.first:
             log(f"{out} is finished already")
         return done

@@ -22,7 +22,7 @@ class PlanConfig(Options):
     budget: float | None = option(None, "share of the converted layers' GQA cache to keep", "fraction", above=0, most=1)
     layout: str | None = option(None, "cache layout of the converted layers", choices=LATENT_LAYOUTS)
     kv_lora_rank: int | None = option(None, "latent numbers per token, in place of a budget", "numbers")
-    qk_rope_head_dim: int | None = option(None, "rotary key numbers per token (latent_rope)", "numbers")
+    qk_rope_head_dim: int | None = option(None, "rotary key numbers per token (latent_rope)", "numbers", least=2)
     layers: str = option(
         "auto", "layers to convert: all, full, auto (full beside sliding ones) or a list such as 0,2,5-9"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, str, str]]:
     place = PLACES[stage]
     for file in sorted(folder.iterdir()):
         own = stage != "card" and file.name == MANIFEST
-        reason = _reason(file, whole is None or own, whole or [])
+        reason = _reason(file, whole is None or own, whole or ())
         if not (place or reason) and file.suffix == ".safetensors" and not file.name.startswith("model"):
             reason = "no weights that the model loads"
         yield file, f"{place}/{file.name}" if place else file.name, reason
@@ -133,8 +133,8 @@ def _head(folder: Path) -> str:
     return "draft train" if isinstance(config, dict) and HEAD in (config.get("architectures") or ()) else ""
 
 
-def _reason(file: Path, known: bool, whole: list[str]) -> str:
-    """Why a file is left out, "" where it goes. known: it needs no place in its manifest's list `whole`."""
+def _reason(file: Path, known: bool, whole: Collection[str]) -> str:
+    """Why a file is left out, "" where it goes. known: it needs no place in its manifest's files `whole`."""
     name = file.name
     if name.endswith(".partial"):
         return "unfinished"

@@ -56,5 +56,6 @@ class ServeConfig(EngineConfig):
     client_timeout: float = option(
         60.0, "how long a client may take to send a request, or may read nothing", "seconds", above=0, most=86400
     )
+    verify: bool = option(False, "first compare every file of model and head with its hash, as `mlaforge verify` does")
     drain_timeout: float = option(30.0, "how long running requests may go on after SIGTERM", "seconds", least=0)
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from mlaforge.artifact import Manifest, finished, record_names, writing
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.engine.execution.model import choose_format
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.runtime import timed
+from mlaforge.runtime import resolve_device, timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
 
 
@@ -73,14 +75,15 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
             "head": fingerprint(head) if (head / "config.json").is_file() else None,
         },
     )
-    if out is not None and (done := finished(out, manifest, overwrite)):
+    if out is not None and (done := finished(out, manifest, overwrite, (head, *(source.path for source in sources)))):
         return done
-    with timed(manifest.seconds, "generate"):
-        runs = [{"model": source.path.name, **continue_prompt(source, config)} for source in sources]
-    manifest.metrics = {"prompt": config.prompt, "runs": runs}
-    if out is not None:
-        with writing(out, manifest):
-            pass
+    with nullcontext() if out is None else writing(out, manifest):
+        # One choice for both models: a difference between them is then not one of dtypes.
+        format = choose_format(config.dtype, sources[0], resolve_device(config.device))
+        config = dataclasses.replace(config, dtype=format)
+        with timed(manifest.seconds, "generate"):
+            runs = [{"model": source.path.name, **continue_prompt(source, config)} for source in sources]
+        manifest.metrics = {"prompt": config.prompt, "runs": runs}
     return manifest
 
 

@@ -29,6 +29,13 @@ class Group:
         if self.world > 1:
             distributed.barrier()
 
+    def from_first(self, words: str | None) -> str | None:
+        """The first process's `words`, to every process when all have come here."""
+        message = [words]
+        if self.world > 1:
+            distributed.broadcast_object_list(message)
+        return message[0]
+
 
 def join(device: torch.device) -> Group:
     """The group that torchrun started this process in, or a group of one."""

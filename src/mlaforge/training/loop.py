@@ -12,16 +12,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mlaforge.artifact import WORK, Manifest, writing
+from mlaforge.artifact import WORK, Manifest, unfinished, writing
 from mlaforge.data.packing import Feed, Rows
-from mlaforge.runtime import Resumable, UserError, log, resolve_dtype
+from mlaforge.runtime import Resumable, UserError, log, progress_bar, resolve_dtype
 from mlaforge.tensor_store import Spill
 from mlaforge.training import distributed
 from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
@@ -97,17 +97,12 @@ class Trainer:
 
     def run(self) -> None:
         """Trains to the end; the best weights are then in `best`."""
-        from tqdm import tqdm
-
         self._resume()
         optimizer, steps = self.optimizer, self.optimizer.feed.steps
         if not self.history["curve"]:
             self._evaluate()
         begun, tokens = time.perf_counter(), 0
-        with tqdm(
-            total=steps, initial=optimizer.step, desc=self.what, delay=2.0, leave=False, dynamic_ncols=True,
-            disable=not self.group.first,
-        ) as bar:  # fmt: skip
+        with progress_bar(self.what, steps, initial=optimizer.step, disable=not self.group.first) as bar:
             while optimizer.step < steps:
                 start = time.perf_counter()
                 terms = optimizer.advance()
@@ -296,15 +291,16 @@ def running(out: Path, manifest: Manifest, group: distributed.Group) -> Iterator
 
 @contextmanager
 def _writing(out: Path, manifest: Manifest, group: distributed.Group) -> Iterator[Path]:
-    if group.first:
-        with writing(out, manifest, resumable=True) as partial:
-            group.wait()
-            yield partial
-            group.wait()
-    else:
-        group.wait()
-        resolved = out.resolve()
-        yield resolved.with_name(f".{resolved.name}.partial")
+    with ExitStack() as opened:
+        partial, refusal = unfinished(out), None
+        if group.first:
+            try:
+                partial = opened.enter_context(writing(out, manifest, resumable=True))
+            except UserError as error:
+                refusal = str(error)
+        if refusal := group.from_first(refusal):
+            raise UserError(refusal)
+        yield partial
         group.wait()
 
 

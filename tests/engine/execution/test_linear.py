@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution import linear
 from mlaforge.engine.execution import model as loading
-from mlaforge.engine.execution.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fastest_format, fused
+from mlaforge.engine.execution.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fused
 from mlaforge.engine.execution.mlp import rewritten
 from mlaforge.runtime import UserError
 from support.engine_driver import greedy, idle, random_prompts, watched
@@ -229,31 +230,32 @@ def test_rms_norm_as_a_layer_norm(tiny_models):
 # Which format
 
 
-def test_the_fastest_format_is_one_of_the_two_that_were_timed():
-    best, seconds = fastest_format([(64, 64), (128, 64)], seconds=0.01)
-    assert set(seconds) == {"float32", "bfloat16"}
-    assert seconds[best] == min(seconds.values()) and all(0 < time < 10 for time in seconds.values())
+@pytest.mark.parametrize(
+    ("amx", "avx512", "chosen", "why"),
+    [
+        (True, True, "bfloat16", "AMX"),
+        (False, True, "bfloat16", "AVX-512 BF16"),
+        (False, False, "float32", "neither AMX nor AVX-512 BF16"),
+    ],
+)
+def test_auto_is_what_the_processor_has_and_is_said(amx, avx512, chosen, why, tiny_models, monkeypatch, capsys):
+    """Nothing is timed: what else the machine does cannot matter."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(linear, "available", lambda: avx512)
+    source = SourceModel.open(tiny_models["llama"])
+    assert loading.choose_format("auto", source, torch.device("cpu")) == chosen
+    line = capsys.readouterr().err
+    assert line.startswith(f"dtype auto: {chosen} (") and why in line
+    for name in FORMATS:
+        assert loading.choose_format(name, source, torch.device("cpu")) == name
+    assert capsys.readouterr().err == ""
 
 
-def test_the_fastest_format_takes_each_ones_least_time(monkeypatch):
-    """A clock under which every run of bf16 takes a third of fp32's, but its first one ten times as much."""
-    clock, taken = [0.0], {"float32": iter([3.0] * 99), "bfloat16": iter([30.0] + [1.0] * 99)}
-
-    def run(layers, rows):
-        clock[0] += next(taken[layers[0].format])
-
-    monkeypatch.setattr(linear, "_run", run)
-    monkeypatch.setattr(linear.time, "perf_counter", lambda: clock[0])
-    best, seconds = fastest_format([(2048, 4096)], seconds=50.0)
-    # 32 MiB of weights: two copies of the layer, and the time is that of one.
-    assert (best, seconds) == ("bfloat16", {"float32": 1.5, "bfloat16": 0.5})
-
-
-def test_auto_says_what_it_chose(tiny_models, monkeypatch, capsys):
-    monkeypatch.setattr(loading, "fastest_format", lambda shapes: ("float32", {"float32": 1e-3, "bfloat16": 2e-3}))
-    llm = watched(tiny_models["gpt_oss"], dtype="auto")
-    assert llm.engine.model.format == "float32"
-    assert "dtype auto: float32 (a layer at one token: float32 1.00 ms, bfloat16 2.00 ms)" in capsys.readouterr().err
+def test_auto_on_a_gpu_is_the_checkpoints(converted, tiny_models, capsys):
+    half = SourceModel.open(converted("llama", "latent", dtype="bfloat16"))
+    assert loading.choose_format("auto", half, torch.device("cuda")) == "bfloat16"
+    assert "dtype auto: bfloat16 (that of model)" in capsys.readouterr().err
+    assert loading.choose_format("auto", SourceModel.open(tiny_models["llama"]), torch.device("cuda")) == "float32"
 
 
 # In the engine

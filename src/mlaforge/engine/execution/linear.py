@@ -10,15 +10,13 @@ Legend: N rows (tokens), K input width, M output width.
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge.ops.native import kernels, pack, unpack
+from mlaforge.ops.native import available, kernels, pack, unpack
 from mlaforge.runtime import UserError
 
 # Formats of weights that are not a torch dtype, and the activations that go with them.
@@ -155,32 +153,9 @@ def _bias(linear: nn.Linear) -> Tensor:
     return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
 
 
-def _run(layers: Sequence[PackedLinear], rows: Mapping[int, Tensor]) -> None:
-    for layer in layers:
-        layer(rows[layer.in_features])
-
-
-def fastest_format(shapes_MK: Sequence[tuple[int, int]], seconds: float = 1.0) -> tuple[str, dict[str, float]]:
-    """float32 or bfloat16, whichever reads a decoder layer's weights faster at one row on this CPU.
-
-    `shapes_MK` are the layer's linear layers. Enough copies are made that they do not stay in a core's own cache.
-    Returns the format and both times in seconds per layer.
-    """
-    size = 4 * sum(m * k for m, k in shapes_MK)
-    copies = max(1, min(16, (64 << 20) // size))
-    runs: dict[str, Callable[[], None]] = {}
-    for name in ("float32", "bfloat16"):
-        dtype = getattr(torch, name)
-        layers = [PackedLinear(torch.randn(m, k, dtype=dtype), None, name) for m, k in [*shapes_MK] * copies]
-        rows = {k: torch.randn(1, k, dtype=dtype) for _, k in shapes_MK}
-
-        runs[name] = functools.partial(_run, layers, rows)
-    best = dict.fromkeys(runs, float("inf"))
-    end = time.perf_counter() + seconds
-    # Interleaved, and the least time of each: what else the machine does hits both.
-    while time.perf_counter() < end or float("inf") in best.values():
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            best[name] = min(best[name], (time.perf_counter() - start) / copies)
-    return min(best, key=lambda name: best[name]), best
+def bfloat16_unit() -> str | None:
+    """What multiplies bfloat16 in this processor, None where nothing does. Where something does, decoding is faster in
+    bfloat16, whose weights are half of float32's bytes; elsewhere every product would widen them first."""
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX"
+    return "AVX-512 BF16" if available() else None

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution.attention import PagedAttention, Step
-from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, fastest_format
+from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, bfloat16_unit
 from mlaforge.engine.execution.mlp import Mlp, rewritten
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
@@ -25,19 +25,20 @@ from mlaforge.runtime import log, progress, resolve_dtype
 
 
 def choose_format(name: str, source: SourceModel, device: torch.device) -> str:
-    """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU it is measured and said."""
+    """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU bfloat16 where the processor
+    multiplies it, else float32, whatever else the machine is doing. What was chosen is said."""
     if name in QUANTIZED:
         return name
-    if name != "auto" or device.type != "cpu":
+    if name != "auto":
         return str(resolve_dtype(name, source.dtype)).removeprefix("torch.")
-    layer, hidden = source.spec.layers[0], source.spec.hidden_size
-    heads = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-    mlp = layer.mlp_params // (3 * hidden)
-    shapes = [(heads, hidden), (hidden, layer.num_heads * layer.head_dim), (2 * mlp, hidden), (hidden, mlp)]
-    best, seconds = fastest_format(shapes)
-    timings = ", ".join(f"{name} {1e3 * time:.2f} ms" for name, time in seconds.items())
-    log(f"dtype auto: {best} (a layer at one token: {timings})")
-    return best
+    if device.type != "cpu":
+        chosen, why = str(source.dtype).removeprefix("torch."), f"that of {source.path.name}"
+    elif unit := bfloat16_unit():
+        chosen, why = "bfloat16", f"which this processor multiplies: {unit}"
+    else:
+        chosen, why = "float32", "this processor has neither AMX nor AVX-512 BF16"
+    log(f"dtype auto: {chosen} ({why})")
+    return chosen
 
 
 class RmsNorm:

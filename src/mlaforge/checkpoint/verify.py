@@ -1,0 +1,92 @@
+"""`verify`: whether a directory still holds what was written into it, every file by its hash."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from mlaforge.artifact import MANIFEST, Manifest, sha256
+from mlaforge.checkpoint import eagle3, loading, source_model
+from mlaforge.checkpoint.reader import Reader, read_config
+from mlaforge.runtime import UserError, log, progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """`problems`: one line per file that is wrong. `checked`: what the others were compared with."""
+
+    directory: Path
+    problems: list[str]
+    checked: str
+
+    def render(self) -> str:
+        """As text, the conclusion last."""
+        right = (
+            f"{self.checked}: as it should be" if not self.problems else f"{len(self.problems)} wrong; {self.checked}"
+        )
+        return "\n".join([*self.problems, f"{self.directory}: {right}"])
+
+
+def run(directory: Path) -> Verification:
+    """Compares an artifact with its manifest's hashes. Without them (an original model, a manifest of an older version)
+    a model's tensors are compared with its config.json: names, shapes, finite numbers.
+
+    Raises UserError for a directory that holds neither manifest.json nor config.json.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory} is no directory; give what mlaforge wrote, or a model directory")
+    manifest, model = Manifest.load(directory), (directory / "config.json").exists()
+    unreadable = manifest is None and (directory / MANIFEST).exists()
+    if not (manifest or model or unreadable):
+        raise UserError(f"{directory} holds neither {MANIFEST} nor config.json: there is nothing to compare it with")
+    problems, files = [f"{MANIFEST}: cannot be read"] if unreadable else [], manifest.files if manifest else {}
+    hashes = sum(map(bool, files.values()))
+    for name in progress(sorted(files), "verify"):
+        if problem := _compared(directory / name, files[name]):
+            problems.append(f"{name}: {problem}")
+    if manifest:
+        others = sorted({path.name for path in directory.glob("*.safetensors")} - set(files))
+        problems += [f"{name}: not in {MANIFEST}, but whatever loads the directory may read it" for name in others]
+    if hashes:
+        return Verification(directory, problems, f"{hashes} files by their SHA-256 in {MANIFEST}")
+    why = f"no {MANIFEST}" if manifest is None else f"a {MANIFEST} without hashes"
+    if not model:
+        return Verification(directory, problems, f"{why}, the names of {len(files)} files")
+    if problem := _tensors(directory):
+        problems.append(problem)
+    return Verification(
+        directory, problems, f"{why}; tensors by config.json: their names, shapes, and that all numbers are finite"
+    )
+
+
+def require(directory: Path) -> None:
+    """Raises UserError for the first file that `run` finds wrong; else says what was compared."""
+    verification = run(directory)
+    if verification.problems:
+        raise UserError(f"{directory}: {verification.problems[0]}; `mlaforge verify {directory}` names every such file")
+    log(verification.render())
+
+
+def _compared(path: Path, digest: str) -> str | None:
+    """What is wrong with a file that its manifest names."""
+    if not path.is_file():
+        return "missing"
+    if digest and (now := sha256(path)) != digest:
+        return f"not what was written: SHA-256 {now[:12]}…, {MANIFEST} has {digest[:12]}…"
+    return None
+
+
+def _tensors(directory: Path) -> str | None:
+    """The first thing that is wrong with the config or the tensors of a model, or of an EAGLE-3 head, whose shapes
+    depend on its target."""
+    try:
+        config = read_config(directory)
+        with Reader(directory) as reader:
+            if eagle3.ARCHITECTURE in (config.get("architectures") or ()):
+                reader.check({name: reader.shape(name) for name in reader}, whole=eagle3.VOCABULARY)
+            else:
+                _ = source_model.read_spec(config)
+                reader.check(*loading.expected_tensors(config))
+    except UserError as error:
+        return str(error)
+    return None
