@@ -28,12 +28,14 @@ sys.path.insert(0, str(ROOT / "tests"))
 import mlaforge  # noqa: E402
 from benchmarks.attack import connections, corruptions, kills, requests  # noqa: E402
 from benchmarks.attack.ledger import Ledger  # noqa: E402
+from benchmarks.attack.processes import IMPORTED, make_home  # noqa: E402
 from benchmarks.attack.served import Served  # noqa: E402
 from benchmarks.attack.specimens import Specimens  # noqa: E402
 from benchmarks.rows import Results  # noqa: E402
+from mlaforge.cli.verb import quiet  # noqa: E402
 from mlaforge.demo import model as demo_model  # noqa: E402
 from mlaforge.rendering.table import text_table  # noqa: E402
-from mlaforge.runtime import cache_home  # noqa: E402
+from support import killed  # noqa: E402
 
 # How many of each at --share 1; kills are those of all stages.
 COUNTS = {"requests": 10_000, "connections": 6_000, "corruptions": 300, "kills": 200}
@@ -45,19 +47,17 @@ class Attack:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out = options, options.out
+        killed.PROCESSES.set_forkserver_preload(IMPORTED)
         self.work = self.out / "work"
         shutil.rmtree(self.work, ignore_errors=True)
-        # What a part dequantises stays with it; compiled kernels are the machine's.
-        (self.work / "home").mkdir(parents=True)
-        (cache_home() / "native").mkdir(parents=True, exist_ok=True)
-        (self.work / "home" / "native").symlink_to((cache_home() / "native").absolute())
+        self.home = make_home(self.work / "home")
         self._specimens: Specimens | None = None
 
     @property
     def specimens(self) -> Specimens:
         if self._specimens is None:
-            self._specimens = Specimens(self.work / "specimens", self.work / "home")
-            self._specimens.make_artifacts()
+            quiet()
+            self._specimens = Specimens(self.work / "specimens", self.home)
         return self._specimens
 
     def count(self, part: str) -> int:
@@ -74,7 +74,7 @@ class Attack:
                 own = ["--max-model-len", "512", "--max-concurrent", "32", "--max-queue", "32", *connections.OPTIONS]
                 facts = asyncio.run(self._serve(ledger, connections.run, own))
             case "corruptions":
-                facts = corruptions.run(ledger, self.count(part), self.specimens, self.work / "corruptions")
+                facts = corruptions.run(ledger, self.count(part), self.specimens, self.work / part)
             case _:
                 assert of is not None
                 count = math.ceil(self.count(part) / len(kills.STAGES))

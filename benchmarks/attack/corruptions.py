@@ -37,8 +37,8 @@ class Case:
     def __init__(self, dice: Random, have: Specimens, folder: Path) -> None:
         self.dice, self.have, self.folder = dice, have, folder
         self.out = folder / "results" / "out"
-        (self.kind,) = dice.choices(list(KINDS), (4, 4, 1, 2, 1, 2, 1, 1))
-        make, verbs = KINDS[self.kind]
+        (self.kind,) = dice.choices(list(KINDS), [weight for weight, *_ in KINDS.values()])
+        _, make, verbs = KINDS[self.kind]
         self.victim: Path = make(self)
         files = [path for path in sorted(self.victim.rglob("*")) if path.is_file()] or [self.victim]
         # Weights and configs as often as all the rest.
@@ -173,11 +173,12 @@ def reading_answers(case: Case) -> list[Words]:
             ["draft", "vocab", model, case.victim, "--out", case.out, "--size", "128"]]  # fmt: skip
 
 
-KINDS: dict[str, tuple[Callable[[Case], Path], Callable[[Case], list[Words]]]] = {
-    "checkpoint": (original, reading_originals), "converted": (converted, reading_converted),
-    "gguf": (gguf, reading_gguf), "head": (head, reading_heads), "plan": (plan, reading_plans),
-    "recipe": (recipe, reading_recipes), "calibration sets": (golden, reading_golden),
-    "answers": (answers, reading_answers),
+# How often it is drawn, what is damaged, and what reads it.
+KINDS: dict[str, tuple[int, Callable[[Case], Path], Callable[[Case], list[Words]]]] = {
+    "checkpoint": (4, original, reading_originals), "converted": (4, converted, reading_converted),
+    "gguf": (1, gguf, reading_gguf), "head": (2, head, reading_heads), "plan": (1, plan, reading_plans),
+    "recipe": (2, recipe, reading_recipes), "calibration sets": (1, golden, reading_golden),
+    "answers": (1, answers, reading_answers),
 }  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def run(ledger: Ledger, count: int, have: Specimens, work: Path) -> dict[str, An
         case = Case(ledger.dice(number), have, folder)
         before = tree(folder / "given")
         for at, words in enumerate(case.commands):
-            ended = Command(words, folder / f"run-{at}", work / "home").wait()
+            ended = Command(words, folder / f"run-{at}", have.home).wait()
             why = fault(case, ended)
             if not why and tree(folder / "given") != before:
                 why = "what it was given is no longer what it was"

@@ -79,7 +79,8 @@ def in_place(dice: random.Random, path: Path) -> Damage:
             return Damage("a link to itself")
         case 5:
             path.write_bytes(b"")
-            return Damage("empty", True)
+            # An empty recipe changes nothing.
+            return Damage("empty", path.suffix != ".yaml")
         case _:
             path.write_bytes(dice.choice((b"\0" * 4096, b"\x80\x04K*.", b"PK\x03\x04", b"\xef\xbb\xbf" + raw, raw * 2)))
             return Damage("zeros, a pickle, an archive, a byte order mark before it, or itself twice")

@@ -55,7 +55,7 @@ class Ledger:
         return {
             "part": self.part, "tried": sum(self.tried.values()), "ended": dict(self.ended.most_common()),
             "kinds": dict(sorted(self.tried.items())), "failed": len(self.failures),
-            "failures": self.failures[:SHOWN], **facts,
+            "failures": list(dict.fromkeys(self.failures))[:SHOWN], **facts,
         }  # fmt: skip
 
 

@@ -17,20 +17,28 @@ from pathlib import Path
 
 import psutil
 
-from support.killed import PROCESSES
+from mlaforge.runtime import cache_home
+from support import killed
 
-PROCESSES.set_forkserver_preload(
-    [f"mlaforge.{module}" for module in (
-        "cli.main", "conversion.convert", "conversion.deepseek", "healing.heal", "drafting.train", "drafting.check",
-        "drafting.parity", "diagnosis.diagnose", "evaluation.perplexity", "serving.generate", "calibration.calibrate",
-        "calibration.embedder", "engine.engine", "report.report",
-    )]
-    + ["sentence_transformers", "sklearn.cluster", "gguf"]
-    + [f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "gpt_oss")]
-)  # fmt: skip
-
+# What the commands import.
+IMPORTED = [
+    *killed.IMPORTED, "mlaforge.cli.main", "mlaforge.conversion.deepseek", "mlaforge.drafting.check",
+    "mlaforge.drafting.parity", "mlaforge.diagnosis.diagnose", "mlaforge.evaluation.perplexity",
+    "mlaforge.serving.generate", "mlaforge.calibration.calibrate", "mlaforge.engine.engine", "mlaforge.report.report",
+    "sentence_transformers", "sklearn.cluster", "gguf", "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+]  # fmt: skip
 # Far beyond what a command needs for a tiny model: seconds, and bytes of its own memory.
 LONGEST, LARGEST = 90.0, 6 * 2**30
+
+
+def make_home(folder: Path) -> Path:
+    """A $MLAFORGE_HOME of its own, for what is dequantised; compiled kernels are the machine's."""
+    kernels = cache_home() / "native"
+    kernels.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
+    (folder / "native").symlink_to(kernels.absolute())
+    return folder
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class Command:
         self.pid, self._exit_code = (self._fresh if fresh else self._forked)(home)
 
     def _forked(self, home: Path) -> tuple[int, Callable[[], int | None]]:
-        process = PROCESSES.Process(target=_become, args=(self.words, *map(str, (*self._files, home))))
+        process = killed.PROCESSES.Process(target=_become, args=(self.words, *map(str, (*self._files, home))))
         process.start()
         return process.pid, lambda: process.exitcode
 
@@ -83,7 +91,7 @@ class Command:
         with self._files[0].open("wb") as stdout, self._files[1].open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-m", "mlaforge", *self.words], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                env={**os.environ, "MLAFORGE_HOME": str(home)},
+                env={**os.environ, "MLAFORGE_HOME": str(home), "OMP_NUM_THREADS": "1"},
                 # A shell's background job ignores it, and so would its children.
                 preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )  # fmt: skip
@@ -131,6 +139,11 @@ def _become(words: list[str], stdout: str, stderr: str, home: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["MLAFORGE_HOME"] = home
     sys.argv = ["mlaforge", *words]
+    import torch
+
     from mlaforge.cli.main import main
+
+    # Commands run side by side; and the same bits are promised for the same number of threads.
+    torch.set_num_threads(1)
 
     main()

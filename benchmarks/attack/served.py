@@ -30,6 +30,10 @@ HELD = (
 )  # fmt: skip
 # Tokens of a prompt that fills a step, `mlaforge serve`'s default.
 STEP = 512
+# Seconds for which it is measured what the witness waits when nobody else asks.
+ALONE = 3.0
+# Tokens of the witness before which a new server is not judged.
+WARM_UP = 64
 SHOWN = 12
 
 
@@ -88,16 +92,17 @@ class Served:
         self.client = httpx.AsyncClient(base_url=self._url, timeout=None, limits=httpx.Limits(max_connections=None))
         self.waits = self.log.with_suffix(".waits")
         self.waits.unlink(missing_ok=True)
-        words = [sys.executable, "-m", "benchmarks.attack.witness", self._url, str(self.waits)]
-        self._witness = subprocess.Popen(words)
+        words = [sys.executable, "-m", "benchmarks.attack.witness", self._url, str(self.waits.absolute())]
+        self._witness = subprocess.Popen(words, cwd=Path(__file__).parents[2])
         self._alive = self._moved = time.monotonic()
-        while not read(self.waits):
-            await asyncio.sleep(0.05)
+        with self._measured("warm-up"):
+            while len(read(self.waits)) < WARM_UP:
+                await asyncio.sleep(0.05)
 
     async def _measure(self) -> None:
         """How long the witness waits alone, and beside one well-behaved neighbour whose prompt fills a step."""
         with self._measured("alone"):
-            await asyncio.sleep(3)
+            await asyncio.sleep(ALONE)
         for number in range(4):
             # Another one each time: what is cached costs nothing.
             prompt = [(number + 3 * at + os.getpid()) % 250 for at in range(STEP)]
@@ -173,7 +178,8 @@ class Served:
         name = f"server {self._lives}"
         during = ", ".join(self._during(Wait("", time.monotonic(), seconds=3))[:SHOWN])
         self._ledger.fail(None, name, f"{why}; under way: {during}", {"server.log": self.log})
-        self._witness.kill()
+        self._witness.terminate()
+        await asyncio.to_thread(self._witness.wait)
         if self._process.poll() is None:
             for _ in range(2):
                 self._process.send_signal(signal.SIGTERM)

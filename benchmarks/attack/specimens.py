@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -15,17 +16,26 @@ from support.gguf_file import save_gguf
 from support.tiny_models import save_model, shard
 
 FAMILIES = ("llama", "qwen3", "gpt_oss", "mimo")
-# Options with which stages take a second on a tiny model.
+# Options with which `convert` takes a second on a tiny model.
 SHORT = ("--seqlen", "64", "--nsamples", "4", "--eval-windows", "2", "--device", "cpu")
-GOLDEN = ("--window", "120", "--passage", "4", "--clusters", "6", "--neighbours", "3", "--device", "cpu")
+_TEXTS = ("--calibration", "{folder}/calibration.txt", "--evaluation", "{folder}/evaluation.txt")
+# Name -> the command that makes it when it is first asked for.
+ARTIFACTS = {
+    "latent": ("convert", "{folder}/llama", "{out}", *_TEXTS, *SHORT[:-2]),
+    "latent_rope": ("convert", "{folder}/gpt_oss", "{out}", *_TEXTS, *SHORT[:-2], "--layout", "latent_rope"),
+    "diagnosed": ("diagnose", "{folder}/llama", "{out}", "--text", "{folder}/calibration.txt", "--seqlen", "64",
+                  "--windows", "2"),
+    "golden": ("calibrate", "--source", "{folder}/prose", "--out", "{out}", "--window", "120", "--passage", "4",
+               "--clusters", "6", "--neighbours", "3"),
+}  # fmt: skip
 ANSWERS = 64
 
 
 class Specimens:
-    """Everything in `folder`, made once; nothing of it is changed."""
+    """Everything in `folder`, by its name there; made once, and nothing of it is changed."""
 
     def __init__(self, folder: Path, home: Path) -> None:
-        self.folder, self._home = folder, home
+        self.folder, self.home, self._making = folder, home, threading.Lock()
         folder.mkdir(parents=True)
         self._write_texts()
         for seed, family in enumerate(FAMILIES):
@@ -36,24 +46,24 @@ class Specimens:
         self._write_answers()
 
     def __getitem__(self, name: str) -> Path:
-        return self.folder / name
+        path = self.folder / name
+        with self._making:
+            if not path.exists() and name in ARTIFACTS:
+                self._make(name)
+        return path
 
-    def make_artifacts(self) -> None:
-        """What stages make of them: converted models, a plan, calibration sets."""
-        self._run("convert", self["llama"], self["latent"], *self.texts, *SHORT)
-        self._run("convert", self["gpt_oss"], self["latent_rope"], *self.texts, *SHORT, "--layout", "latent_rope")
-        self._run("diagnose", self["llama"], self["diagnosed"], "--text", self["calibration.txt"], "--seqlen", "64",
-                  "--windows", "2", "--device", "cpu")  # fmt: skip
-        self._run("calibrate", "--source", self["prose"], "--out", self["golden"], *GOLDEN)
+    def _make(self, name: str) -> None:
+        """What a stage makes of the others."""
+        words = [
+            word.format(folder=self.folder, out=self.folder / name) for word in (*ARTIFACTS[name], "--device", "cpu")
+        ]
+        ended = Command(words, self.folder / "logs", self.home).wait()
+        if ended.code:
+            raise SystemExit(f"{' '.join(words)} ended with {ended.code}: {ended.stderr}")
 
     @property
     def texts(self) -> tuple[str | Path, ...]:
         return ("--calibration", self["calibration.txt"], "--evaluation", self["evaluation.txt"])
-
-    def _run(self, *words: str | Path) -> None:
-        ended = Command(words, self["logs"], self._home).wait()
-        if ended.code:
-            raise SystemExit(f"{' '.join(map(str, words))} ended with {ended.code}: {ended.stderr}")
 
     def _write_texts(self) -> None:
         """Disjoint ones."""

@@ -58,14 +58,19 @@ def _answer(client: httpx.Client, file: TextIO) -> None:
             file.write(f"refused {time.monotonic():.6f} {answer.status_code}\n")
             time.sleep(0.2)
             return
-        for line in answer.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            now = time.monotonic()
-            done = line == "data: [DONE]"
-            if not done and '"error"' not in line:
-                file.write(f"{kind} {now:.6f} {now - last:.6f}\n")
-                kind, last = "gap", now
+        try:
+            for line in answer.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                now = time.monotonic()
+                done = line == "data: [DONE]"
+                if not done and '"error"' not in line:
+                    file.write(f"{kind} {now:.6f} {now - last:.6f}\n")
+                    kind, last = "gap", now
+        except SystemExit:
+            # So long at least.
+            file.write(f"{kind} {time.monotonic():.6f} {time.monotonic() - last:.6f}\n")
+            raise
     if not done:
         file.write(f"lost {time.monotonic():.6f} {time.monotonic() - begin:.6f}\n")
 
