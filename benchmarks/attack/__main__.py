@@ -77,7 +77,7 @@ class Attack:
                 facts = corruptions.run(ledger, self.count(part), self.specimens, self.work / part)
             case _:
                 assert of is not None
-                count = math.ceil(self.count(part) / len(kills.STAGES))
+                count = math.ceil(self.count(part) * kills.STAGES[of])
                 facts = kills.run(ledger, of, count, self.specimens, self.work / ledger.part)
         row = ledger.row(**facts, minutes=round((time.perf_counter() - begin) / 60, 2))
         return {**row, **_key(part, of)}

@@ -285,6 +285,6 @@ async def one(ledger: Ledger, served: Served, kind: Kind, number: int) -> None:
         await served.look()
     if served.life != life:
         why = ""
-    ledger.ended_as(kind.__name__, "fault" if why else "closed")
+    ledger.ended_as(number, kind.__name__, "fault" if why else "closed", why)
     if why:
         ledger.fail(number, kind.__name__, why)

@@ -199,9 +199,10 @@ def run(ledger: Ledger, count: int, have: Specimens, work: Path) -> dict[str, An
             why = fault(case, ended)
             if not why and tree(folder / "given") != before:
                 why = "what it was given is no longer what it was"
-            ledger.ended_as(case.kind, "refused" if ended.code == 2 else f"exit code {ended.code}")
+            shown = " ".join(word.name if isinstance(word, Path) else word for word in words)
+            said = f"{case.damage.what}; {shown}: {ended.last_line}"
+            ledger.ended_as(number, case.kind, "refused" if ended.code == 2 else f"exit code {ended.code}", said)
             if why:
-                shown = " ".join(word.name if isinstance(word, Path) else word for word in words)
                 ledger.fail(number, case.kind, f"{case.damage.what}; {shown}: {why}", {"case": folder})
             shutil.rmtree(folder / "results", ignore_errors=True)
         shutil.rmtree(folder)

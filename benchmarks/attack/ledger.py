@@ -16,10 +16,13 @@ SHOWN = 50
 
 
 class Ledger:
-    """Counts of one part. Every failing case is printed with what it is drawn from, and kept below `folder`."""
+    """Counts of one part. A case that fails is printed with what it is drawn from, and kept in `folder`/failures."""
 
     def __init__(self, part: str, seed: int, folder: Path) -> None:
         self.part, self.seed, self.folder = part, seed, folder / "failures"
+        self._tried = folder / f"tried-{part}.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tried.unlink(missing_ok=True)
         self.tried: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.failures: list[str] = []
@@ -28,9 +31,12 @@ class Ledger:
         """What case `number` is drawn from; the same for the same seed, whatever ran before."""
         return random.Random(f"{self.seed}/{self.part}/{number}")
 
-    def ended_as(self, kind: str, outcome: str) -> None:
+    def ended_as(self, number: int, kind: str, outcome: str, what: str = "") -> None:
+        """A line of tried-PART.txt, for who wants to know what exactly was accepted."""
         self.tried[kind] += 1
         self.ended[outcome] += 1
+        with self._tried.open("a", encoding="utf-8") as file:
+            file.write(" ".join(f"{self.part}-{number} {kind}: {outcome}; {what}".split()) + "\n")
 
     def fail(self, number: int | None, kind: str, why: str, keep: Mapping[str, bytes | Path] | None = None) -> None:
         """A case that broke the bar; `number` None: the part as a whole. `keep`: name -> content, or what to copy."""

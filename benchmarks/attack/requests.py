@@ -54,7 +54,7 @@ async def one(ledger: Ledger, served: Served, number: int) -> None:
         await served.look()
     if served.life != life:
         outcome, why = "fell with its server", ""
-    ledger.ended_as(kind, outcome)
+    ledger.ended_as(number, kind, outcome, request.kind)
     if why:
         text = f"{request.method} {request.path} HTTP/1.1\r\n" + "".join(
             f"{name}: {value}\r\n" for name, value in request.headers.items()

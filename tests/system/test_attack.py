@@ -89,15 +89,15 @@ def test_kills(tmp_path, monkeypatch):
     from benchmarks.attack import __main__ as attack
     from benchmarks.attack import kills
 
-    monkeypatch.setattr(kills, "STAGES", ("draft train",))
+    monkeypatch.setattr(kills, "STAGES", {"draft train": 1})
     monkeypatch.setattr(attack, "IMPORTED", killed.IMPORTED)
     monkeypatch.setattr(sys, "argv", ["attack", "kills", "--share", "0.005", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
         attack.main()
     (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert ended.value.code == 0 and (row["tried"], row["failed"], row["of"]) == (1, 0, "draft train")
-    assert row["kinds"] == {"SIGKILL": 1} and row["undisturbed_seconds"].keys() == {"forked"}
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["results.json"]
+    assert row["kinds"] == {"SIGINT": 1} and row["undisturbed_seconds"].keys() == {"forked"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "tried-kills-draft-train.txt"}
 
 
 def test_corruptions(specimens, ledger, tmp_path, monkeypatch):
