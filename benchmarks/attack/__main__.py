@@ -39,7 +39,8 @@ from support import killed  # noqa: E402
 
 # How many of each at --share 1; kills are those of all stages.
 COUNTS = {"requests": 10_000, "connections": 6_000, "corruptions": 300, "kills": 200}
-SERVE = ["--device", "cpu", "--dtype", "float32", "--cache-bytes", str(2**28), "--drain-timeout", "10"]
+SERVE = ["--device", "cpu", "--dtype", "float32", "--cache-bytes", str(2**28), "--max-model-len", "1024",
+         "--drain-timeout", "10"]  # fmt: skip
 
 
 class Attack:
@@ -69,10 +70,9 @@ class Attack:
         begin = time.perf_counter()
         match part:
             case "requests":
-                facts = asyncio.run(self._serve(ledger, requests.run, ["--max-model-len", "1024"]))
+                facts = asyncio.run(self._serve(ledger, requests.run, []))
             case "connections":
-                own = ["--max-model-len", "512", "--max-concurrent", "32", "--max-queue", "32", *connections.OPTIONS]
-                facts = asyncio.run(self._serve(ledger, connections.run, own))
+                facts = asyncio.run(self._serve(ledger, connections.run, connections.OPTIONS))
             case "corruptions":
                 facts = corruptions.run(ledger, self.count(part), self.specimens, self.work / part)
             case _:

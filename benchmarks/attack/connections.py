@@ -21,9 +21,10 @@ from benchmarks.attack.ledger import Ledger
 from benchmarks.attack.requests import Fault
 from benchmarks.attack.served import Served
 
-# Of the server, in seconds and bytes.
-CLIENT_TIMEOUT, MAX_BODY = 4, 100_000
-OPTIONS = ["--client-timeout", str(CLIENT_TIMEOUT), "--max-body", str(MAX_BODY)]
+# Of the server: seconds; and fewer places than a wave has connections.
+CLIENT_TIMEOUT = 4
+OPTIONS = ["--client-timeout", str(CLIENT_TIMEOUT), "--max-body", "100000", "--max-concurrent", "32",
+           "--max-queue", "32"]  # fmt: skip
 WAVE = 200
 # Seconds beyond its time within which a connection has to be closed, and sending that is spread over time ends.
 GRACE, DRIPS = 6, 3 * CLIENT_TIMEOUT

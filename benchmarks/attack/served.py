@@ -28,8 +28,8 @@ HELD = (
     "mlaforge_requests_running", "mlaforge_requests_waiting", "mlaforge_http_requests_queued",
     "mlaforge_cache_blocks_used",
 )  # fmt: skip
-# Tokens of a prompt that fills a step, `mlaforge serve`'s default.
-STEP = 512
+# Tokens of a prompt that fills a step: nearly the 512 that `mlaforge serve` takes at most.
+STEP = 500
 # Seconds for which it is measured what the witness waits when nobody else asks.
 ALONE = 3.0
 # Tokens of the witness before which a new server is not judged.
@@ -107,7 +107,8 @@ class Served:
             # Another one each time: what is cached costs nothing.
             prompt = [(number + 3 * at + os.getpid()) % 250 for at in range(STEP)]
             with self._measured("a step"):
-                await self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+                answer = await self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+                answer.raise_for_status()
                 await asyncio.sleep(0.2)
 
     @contextmanager
