@@ -256,11 +256,11 @@ async def _open_connections(served: Served) -> int:
     """Once there are two, or after 30 s."""
     process = psutil.Process(served.pid)
     for _ in range(60):
-        found = sum(each.status == psutil.CONN_ESTABLISHED for each in process.net_connections("tcp"))
-        if found <= 2:
+        established = sum(each.status == psutil.CONN_ESTABLISHED for each in process.net_connections("tcp"))
+        if established <= 2:
             break
         await asyncio.sleep(0.5)
-    return found
+    return established
 
 
 async def one(ledger: Ledger, served: Served, kind: Kind, number: int) -> None:

@@ -49,7 +49,7 @@ class Case:
         self.commands = dice.sample(offered, min(2, len(offered)))
 
     def copy(self, name: str) -> Path:
-        source, target = self.have[name], self.folder / "given" / name
+        source, target = self.have[name], self.folder / "victim" / name
         target.parent.mkdir(parents=True)
         return Path(shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target))
 
@@ -137,7 +137,7 @@ def reading_plans(case: Case) -> list[Words]:
 
 
 def recipe(case: Case) -> Path:
-    path = case.folder / "given" / "recipe.yaml"
+    path = case.folder / "victim" / "recipe.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(RECIPE, encoding="utf-8")
     return path
@@ -193,12 +193,12 @@ def run(ledger: Ledger, count: int, have: Specimens, work: Path) -> dict[str, An
     def one(number: int) -> None:
         folder = work / str(number)
         case = Case(ledger.dice(number), have, folder)
-        before = tree(folder / "given")
+        before = tree(folder / "victim")
         for at, words in enumerate(case.commands):
             ended = Command(words, folder / f"run-{at}", have.home).wait()
             why = fault(case, ended)
-            if not why and tree(folder / "given") != before:
-                why = "what it was given is no longer what it was"
+            if not why and tree(folder / "victim") != before:
+                why = "its victim is no longer what it was"
             shown = " ".join(word.name if isinstance(word, Path) else word for word in words)
             said = f"{case.damage.what}; {shown}: {ended.last_line}"
             ledger.ended_as(number, case.kind, "refused" if ended.code == 2 else f"exit code {ended.code}", said)

@@ -91,9 +91,9 @@ def in_bytes(dice: random.Random, path: Path) -> Damage:
     raw = bytearray(path.read_bytes())
     match dice.randrange(4):
         case 0:
-            kept = int(len(raw) * dice.random() ** 2)
-            path.write_bytes(raw[:kept])
-            return Damage(f"cut after {kept} of {len(raw)} bytes", path.suffix in (".safetensors", ".gguf"))
+            size = int(len(raw) * dice.random() ** 2)
+            path.write_bytes(raw[:size])
+            return Damage(f"cut after {size} of {len(raw)} bytes", path.suffix in (".safetensors", ".gguf"))
         case 1:
             # Where headers are, as often as anywhere.
             end = dice.choice((min(64, len(raw)), min(4096, len(raw)), len(raw)))

@@ -107,8 +107,8 @@ def judge(killed: Ended, number: signal.Signals, out: Path, wanted: dict[str, st
         return killed.stopped or f"a traceback: {killed.last_line}"
     if killed.code and killed.code not in CODES[number]:
         return f"exit code {killed.code} after {number.name}: {killed.last_line}"
-    if out.exists() and (found := contents(out)) != wanted:
-        return f"it left half a result: {difference(found, wanted)}"
+    if out.exists() and (left := contents(out)) != wanted:
+        return f"it left half a result: {difference(left, wanted)}"
     return ""
 
 
@@ -116,8 +116,8 @@ def resumed(again: Ended, out: Path, wanted: dict[str, str]) -> str:
     """What is wrong with the same command's second run."""
     if again.fault or again.code:
         return f"the same command again: exit code {again.code}, {again.fault or again.last_line}"
-    if (found := contents(out)) != wanted:
-        return f"the same command again makes something else: {difference(found, wanted)}"
+    if (files := contents(out)) != wanted:
+        return f"the same command again makes something else: {difference(files, wanted)}"
     # What belongs to the watch lies beside it.
     left = {path.name for path in out.parent.iterdir()} - {"killed", "again", out.name}
     return f"it leaves {sorted(left)}" if left else ""
@@ -125,13 +125,13 @@ def resumed(again: Ended, out: Path, wanted: dict[str, str]) -> str:
 
 def contents(out: Path) -> dict[str, str]:
     """Every file's SHA-256; the manifest's without what is a time."""
-    found = {}
+    files = {}
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         raw = path.read_bytes()
         if path.name == MANIFEST:
             raw = json.dumps(timeless(json.loads(raw)), sort_keys=True).encode()
-        found[path.relative_to(out).as_posix()] = hashlib.sha256(raw).hexdigest()
-    return found
+        files[path.relative_to(out).as_posix()] = hashlib.sha256(raw).hexdigest()
+    return files
 
 
 def timeless(value: Any) -> Any:
@@ -141,6 +141,6 @@ def timeless(value: Any) -> Any:
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
 
-def difference(found: dict[str, str], wanted: dict[str, str]) -> str:
-    names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-    return ", ".join(f"{name} {'differs' if name in found and name in wanted else 'is in one only'}" for name in names)
+def difference(files: dict[str, str], wanted: dict[str, str]) -> str:
+    names = sorted(name for name in files.keys() | wanted.keys() if files.get(name) != wanted.get(name))
+    return ", ".join(f"{name} {'differs' if name in files and name in wanted else 'is in one only'}" for name in names)

@@ -126,10 +126,10 @@ class Command:
 
 def _own_memory(pid: int) -> int:
     try:
-        found = psutil.Process(pid).memory_info()
+        memory = psutil.Process(pid).memory_info()
     except psutil.NoSuchProcess:
         return 0
-    return int(found.rss - found.shared)
+    return int(memory.rss - memory.shared)
 
 
 def _become(words: list[str], stdout: str, stderr: str, home: str) -> None:

@@ -132,8 +132,8 @@ class Served:
         """What was under way while the witness waited; what took longest comes first, for it is the likely cause."""
         now = time.monotonic()
         every = [*self._attacks, *((begin, now, what) for begin, what in self._running.values())]
-        found = [(end - begin, what) for begin, end, what in every if begin <= wait.at and end >= wait.since]
-        return [what for _, what in sorted(found, reverse=True)]
+        overlapping = [(end - begin, what) for begin, end, what in every if begin <= wait.at and end >= wait.since]
+        return [what for _, what in sorted(overlapping, reverse=True)]
 
     async def _watching(self) -> None:
         while True:
@@ -153,16 +153,16 @@ class Served:
         if self._process.poll() is not None:
             return f"the server ended with {self._process.returncode}"
         try:
-            found = await asyncio.wait_for(gauges(self.client), 10)
+            metrics = await asyncio.wait_for(gauges(self.client), 10)
         except (TimeoutError, httpx.HTTPError):
             silent = now - self._alive > STUCK
             return f"the server answers nobody for {STUCK:g} s" if silent else ""
         self._alive = now
         self._rss.append(rss_mib(self._process.pid))
-        steps = found["mlaforge_engine_steps_total"]
-        if steps != self._steps or not found["mlaforge_requests_running"]:
+        steps = metrics["mlaforge_engine_steps_total"]
+        if steps != self._steps or not metrics["mlaforge_requests_running"]:
             self._moved, self._steps = now, steps
-        if not found["mlaforge_engine_up"]:
+        if not metrics["mlaforge_engine_up"]:
             return "the engine has failed"
         if now - self._moved > STUCK:
             return f"no step ends for {STUCK:g} s although there is work; /health: {await self._health()}"
@@ -203,8 +203,8 @@ class Served:
             # What the witness has asked for is finished, unread.
             end = time.monotonic() + seconds
             while time.monotonic() < end:
-                found = await gauges(self.client)
-                held = {name: found[name] for name in HELD if found[name]}
+                metrics = await gauges(self.client)
+                held = {name: metrics[name] for name in HELD if metrics[name]}
                 if not held:
                     break
                 await asyncio.sleep(0.2)

@@ -82,6 +82,6 @@ class Specimens:
         with (out / dataset.TEXT).open("w", encoding="utf-8") as file:
             for n in range(ANSWERS):
                 ids = [(11 * n + (1 + n % 4) * k) % 256 for k in range(29)]
-                file.write(json.dumps(dataset.told(n, "", ids[:5], ids[5:])) + "\n")
+                file.write(json.dumps(dataset.answer_line(n, "", ids[:5], ids[5:])) + "\n")
         inputs = {"model": {"sha256": fingerprint(self["llama"])}, "exclude": []}
         Manifest(dataset.STAGE, {}, inputs, files=[dataset.TEXT]).save(out)

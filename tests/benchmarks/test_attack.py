@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def found(monkeypatch):
+def importable(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
 
 
@@ -118,7 +118,7 @@ def test_the_witness_and_what_was_under_way(tmp_path):
     served.waits, served._lives = path, 1
     served._measuring = [(now + 9, now + 12, "a step")]
     served._attacks = [(now + 29, now + 30, "short"), (now + 25, now + 40, "long"), (now, now + 15, "over")]
-    found = served.facts()["witness"]
-    assert (found["largest_gap"], found["largest_step"], found["refused"]) == (2.5, 1.0, 1)
-    assert found["largest_gaps"][0]["during"] == ["long", "short"] and ledger.failures == ["part-witness gap"]
+    seen = served.facts()["witness"]
+    assert (seen["largest_gap"], seen["largest_step"], seen["refused"]) == (2.5, 1.0, 1)
+    assert seen["largest_gaps"][0]["during"] == ["long", "short"] and ledger.failures == ["part-witness gap"]
     assert served.refused_during("long") == 1 and served.refused_during("over") == 0

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def found(monkeypatch):
+def importable(monkeypatch):
     """benchmarks/attack can be imported, here and in the processes that it starts."""
     monkeypatch.syspath_prepend(ROOT)
 
