@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VLLM ?= .venv-vllm/bin/python
 
 .PHONY: demo architecture test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
-  bench-load bench-kernels bench-speculation bench-healing bench clean
+  bench-load bench-kernels bench-speculation bench-healing bench attack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -81,6 +81,10 @@ bench: $(VENV)/.ready
 	model='$(MODEL)'; $(BIN)/mlaforge bench single,batch --perf \
 	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}"
 	$(BIN)/mlaforge gate
+
+# The product attacked from outside (benchmarks/attack): requests, connections, corrupted files, kills. SHARE=0.02 for a look.
+attack: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.attack $(if $(SHARE),--share $(SHARE)) $(if $(MODEL),--model $(MODEL))
 
 clean:
 	rm -rf $(VENV) .venv-vllm runs build *.egg-info

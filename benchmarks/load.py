@@ -25,7 +25,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -171,13 +171,13 @@ def memory(samples: list[tuple[float, float]]) -> dict[str, Any]:
     return {"rss_mib": [[round(at), round(mib, 1)] for at, mib in shown], "rss_slope_mib_per_minute": round(slope, 3)}
 
 
-def start(model: str, options: list[str]) -> tuple[subprocess.Popen[bytes], str]:
-    """`mlaforge serve` on a free port, once it answers."""
+def start(model: str, options: list[str], log: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], str]:
+    """`mlaforge serve` on a free port, once it answers; what it says goes to `log`, else to this process's stderr."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "mlaforge", "serve", model, "--port", str(port), *options]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stderr=log)
     url = f"http://127.0.0.1:{port}"
     while process.poll() is None:
         try:

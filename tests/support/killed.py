@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["mlaforge.conversion.convert", "mlaforge.healing.heal", "mlaforge.drafting.train"]
-    + [f"transformers.models.{family}.modeling_{family}" for family in ("llama", "gpt_oss")]
-)
+IMPORTED = [
+    "mlaforge.conversion.convert", "mlaforge.healing.heal", "mlaforge.drafting.train",
+    "transformers.models.llama.modeling_llama", "transformers.models.gpt_oss.modeling_gpt_oss",
+]  # fmt: skip
+PROCESSES.set_forkserver_preload(IMPORTED)
 
 
 def started(function, *arguments):

@@ -26,6 +26,9 @@ YARN = {
 }  # fmt: skip
 
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
 FAMILIES = ("llama", "qwen2", "mistral", "qwen3", "mimo", "gpt_oss")
 
 
@@ -119,4 +122,18 @@ def save_model(directory: Path, family: str, seed: int, **changes: Any) -> Path:
     if family == "mimo":
         add_drafting_layer(directory)
     save_tokenizer(directory)
+    return directory
+
+
+def shard(directory: Path) -> Path:
+    """Splits the weights into three shards with an index, as large models have it."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / WEIGHTS)
+    (directory / WEIGHTS).unlink()
+    weight_map = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        part = {name: tensors[name] for name in tensors if weight_map[name] == file}
+        save_file(part, directory / file, metadata={"format": "pt"})
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return directory

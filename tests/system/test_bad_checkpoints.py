@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mlaforge.checkpoint.reader import TABLE
+from support.tiny_models import INDEX, WEIGHTS, shard
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM = "model.layers.1.post_attention_layernorm.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -37,18 +37,6 @@ def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], An
 def put(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
     """Writes one value into the middle of a tensor."""
     return lambda tensors: tensors[name].view(-1)[tensors[name].numel() // 2].fill_(value)
-
-
-def shard(directory: Path) -> Path:
-    """Splits the weights into three shards with an index, as large models have it."""
-    tensors = load_file(directory / WEIGHTS)
-    (directory / WEIGHTS).unlink()
-    weight_map = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(sorted(tensors))}
-    for file in set(weight_map.values()):
-        part = {name: tensors[name] for name in tensors if weight_map[name] == file}
-        save_file(part, directory / file, metadata={"format": "pt"})
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return directory
 
 
 def edit_index(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
