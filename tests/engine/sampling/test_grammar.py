@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaforge.checkpoint.loading import load_tokenizer
+from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.sampling import grammar
 from mlaforge.engine.sampling.grammar import IDLE, Grammars, wait_for
 from mlaforge.engine.sampling.params import SamplingParams
