@@ -162,7 +162,7 @@ class LatentAttention(nn.Module):
         saved = self.rank * self.num_kv_heads * (self.nope_dim + self.v_dim)
         return per_head * (2 * self.rank - self.nope_dim - self.v_dim) < saved
 
-    def _up_projections(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def up_projections(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """W_uk [G, D, R], W_uv [G, V, R] and their biases b_k [G, D], b_v [G, V]."""
         shape = (self.num_kv_heads, self.nope_dim + self.v_dim, self.rank)
         w_uk, w_uv = self.kv_b_proj.weight.view(shape).split([self.nope_dim, self.v_dim], dim=1)
@@ -224,7 +224,7 @@ class LatentAttention(nn.Module):
         B, G, R = len(q_BHTD), self.num_kv_heads, self.rank
         latent_B1SR = row_BSR[:, None, :, :R]
         if self.layout == "latent":
-            w_uk, _, b_k, _ = self._up_projections()
+            w_uk, _, b_k, _ = self.up_projections()
             k = nn.functional.linear(row_BSR, w_uk.reshape(-1, R), b_k.reshape(-1))
             k_BGSD = self._rotated_keys(k.view(B, -1, G, self.nope_dim).transpose(1, 2), at_S)
             out_BHTR, lse = attend(q_BHTD, k_BGSD, latent_B1SR.expand(-1, G, -1, -1), mask, self.scaling)
@@ -238,7 +238,7 @@ class LatentAttention(nn.Module):
         """latent_rope: queries that are multiplied with cached rows as they are, [B, H, T, R+E], and by how much the
         key bias moves all of a query's logits, [B, H, T] in fp32: no weight changes by it, but a sink's share does."""
         B, H, T, _ = q_BHTD.shape
-        w_uk, _, b_k, _ = self._up_projections()
+        w_uk, _, b_k, _ = self.up_projections()
         q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
         q_nope = q_nope.reshape(B, self.num_kv_heads, -1, self.nope_dim)
         q_row = torch.cat(((q_nope @ w_uk).view(B, H, T, self.rank), q_rope), dim=-1)
@@ -247,7 +247,7 @@ class LatentAttention(nn.Module):
     def lift(self, out_BHTR: Tensor, lse_BHT: Tensor) -> Tensor:
         """Attention over latents -> attention over values, [B, H, T, V]; `lse_BHT` decides a learned sink's share."""
         B, H, T, R = out_BHTR.shape
-        _, w_uv, _, b_v = self._up_projections()
+        _, w_uv, _, b_v = self.up_projections()
         out = out_BHTR.reshape(B, self.num_kv_heads, -1, R) @ w_uv.transpose(1, 2) + b_v[:, None]
         out = out.view(B, H, T, self.v_dim)
         if self.config.mla_sinks:

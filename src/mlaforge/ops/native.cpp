@@ -34,7 +34,7 @@ inline __mmask16 tail16(int64_t left) { return left >= 16 ? ~__mmask16(0) : __mm
 // outputs, so a block is one stretch of memory read in order, and no sum runs across lanes. With few rows several sums
 // run side by side, because one that waits for itself is slower than memory.
 template <int N>
-void block(const bf16* w, const float* x, int64_t K, float* out) {
+void block(const bf16* w, const float* x, int64_t stride, int64_t K, float* out) {
   // The processor multiplies bf16 pairs at half the rate of fp32, so weights are widened: a shift and a mask.
   constexpr int U = N <= 2 ? 4 : N <= 4 ? 2 : 1;
   __m512 acc[U][N];
@@ -49,8 +49,8 @@ void block(const bf16* w, const float* x, int64_t K, float* out) {
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(row, 16));
     const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(row, high));
     for (int n = 0; n < N; ++n) {
-      sum[n] = _mm512_fmadd_ps(even, _mm512_set1_ps(x[n * K + 2 * k]), sum[n]);
-      sum[n] = _mm512_fmadd_ps(odd, _mm512_set1_ps(x[n * K + 2 * k + 1]), sum[n]);
+      sum[n] = _mm512_fmadd_ps(even, _mm512_set1_ps(x[n * stride + 2 * k]), sum[n]);
+      sum[n] = _mm512_fmadd_ps(odd, _mm512_set1_ps(x[n * stride + 2 * k + 1]), sum[n]);
     }
   };
   int64_t k = 0;
@@ -63,7 +63,7 @@ void block(const bf16* w, const float* x, int64_t K, float* out) {
   }
 }
 
-using Block = void (*)(const bf16*, const float*, int64_t, float*);
+using Block = void (*)(const bf16*, const float*, int64_t, int64_t, float*);
 constexpr Block BLOCKS[TILE] = {block<1>, block<2>, block<3>, block<4>, block<5>, block<6>, block<7>, block<8>};
 
 at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M,
@@ -84,7 +84,7 @@ at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M,
         const int64_t rows = std::min(TILE, N - n);
         const int64_t m = b * 16;
         const __mmask16 mask = tail16(M - m);
-        BLOCKS[rows - 1](ws + b * 16 * K, xs + n * K, K, found);
+        BLOCKS[rows - 1](ws + b * 16 * K, xs + n * K, K, K, found);
         for (int64_t r = 0; r < rows; ++r) {
           __m512 y = _mm512_loadu_ps(found + r * 16);
           if (bias) y = _mm512_add_ps(y, widened(bias + m, mask));
@@ -256,10 +256,14 @@ void weigh(const float* weights, const bf16* const* values, int64_t count, int64
   }
 }
 
-// Calls f<1>, ..., f<8> for all heads of a group, at most eight at a time: f(first head, J as a type).
+// Calls f<1>, ..., f<8> for all heads of a group, at most eight at a time and as evenly as it goes: f(first head, J as a
+// type).
 template <typename F>
 void by_heads(int64_t heads, F&& f) {
-  for (int64_t j = 0; j < heads; j += 8) switch (std::min<int64_t>(8, heads - j)) {
+  const int64_t parts = (heads + 7) / 8;
+  for (int64_t part = 0, j = 0; part < parts; ++part) {
+    const int64_t count = (heads - j + parts - part - 1) / (parts - part);
+    switch (count) {
       case 1: f(j, std::integral_constant<int, 1>()); break;
       case 2: f(j, std::integral_constant<int, 2>()); break;
       case 3: f(j, std::integral_constant<int, 3>()); break;
@@ -269,6 +273,8 @@ void by_heads(int64_t heads, F&& f) {
       case 7: f(j, std::integral_constant<int, 7>()); break;
       default: f(j, std::integral_constant<int, 8>());
     }
+    j += count;
+  }
 }
 
 // Softmax weights of `count` scores in place (not yet divided by their sum); returns the largest score and the sum.
@@ -286,34 +292,45 @@ std::pair<float, float> soften(float* score, int64_t count) {
   return {top, _mm512_reduce_add_ps(sum)};
 }
 
-// The last T query tokens of each sequence, T being few: one pass over the cache serves all of them. `tree` as in
-// ops/cache_view.py.
-std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,
-                                          const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
-                                          const at::Tensor& first_S, const at::Tensor& query_start_S1,
-                                          int64_t block_size, int64_t window, double scale,
-                                          const std::optional<at::Tensor>& tree_Tn) {
-  const at::Tensor q = q_NHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
-  const int64_t N = q.size(0), H = q.size(1), D = q.size(2), G = k_LGD.size(1), V = v_LGV.size(2), J = H / G;
-  const int64_t S = seq_lens_S.size(0);
-  const int64_t width = k_LGD.stride(0), k_head = k_LGD.stride(1), v_head = v_LGV.stride(1);
-  const bf16* keys = k_LGD.const_data_ptr<bf16>();
-  const int64_t v_offset = v_LGV.const_data_ptr<bf16>() - keys;
-  const int32_t* lens = seq_lens_S.const_data_ptr<int32_t>();
-  const int32_t* firsts = first_S.const_data_ptr<int32_t>();
-  const int32_t* query = query_start_S1.const_data_ptr<int32_t>();
-  const float* qs = q.const_data_ptr<float>();
-  const int32_t* tree = tree_Tn ? tree_Tn->const_data_ptr<int32_t>() : nullptr;
-  const int64_t nodes = tree_Tn ? tree_Tn->size(1) : 0;
+// What the query tokens of a step see of the cache, as ops/cache_view.py describes it.
+struct View {
+  at::Tensor table_SB, seq_lens_S, first_S, query_start_S1;
+  int64_t block_size, window;
+  std::optional<at::Tensor> tree_Tn;
 
-  // `at` is the first of its T * H places among the partial results.
-  struct Task { int64_t sequence, begin, end, at; };
+  int64_t sequences() const { return seq_lens_S.size(0); }
+  int64_t rows(int64_t s) const { return seq_lens_S.const_data_ptr<int32_t>()[s] - first_S.const_data_ptr<int32_t>()[s]; }
+  int64_t query(int64_t s) const { return query_start_S1.const_data_ptr<int32_t>()[s]; }
+  int64_t queries(int64_t s) const { return query(s + 1) - query(s); }
+  int64_t nodes() const { return tree_Tn ? tree_Tn->size(1) : 0; }
+};
+
+// Where a token's keys and values lie in a row of the cache: `width` numbers from one row to the next, `k_head` from one
+// key head to the next.
+struct Rows {
+  const bf16* keys;
+  int64_t width, k_head, v_head, v_offset;
+};
+
+// Attention of the last T query tokens of each sequence, T being few: one pass over the cache serves all of them. Chunks
+// of the cache are tasks of their own, and their results are merged per query token: `finish(n, out [H, V], lse [H])`,
+// from several threads at once.
+//
+// Limit: reading the rows once (G (D + V) numbers a token), or 2 H (D + V) FLOPs a token where heads share a row.
+template <typename Finish>
+void attend(const float* qs, int64_t H, int64_t G, int64_t D, int64_t V, const Rows& at_row, const View& view,
+            float scale, Finish finish) {
+  const int64_t S = view.sequences(), J = H / G, N = view.query(S), nodes = view.nodes(), window = view.window;
+  const int32_t* tree = view.tree_Tn ? view.tree_Tn->const_data_ptr<int32_t>() : nullptr;
+  // `place` is the first of its T * H places among the partial results.
+  struct Task { int64_t sequence, begin, end, place; };
   std::vector<Task> tasks;
-  std::vector<int64_t> starts(S + 1);
+  std::vector<int64_t> starts(S + 1), sequence_of(N);
   int64_t places = 0, most_queries = 0;
   for (int64_t s = 0; s < S; ++s) {
     starts[s] = tasks.size();
-    const int64_t rows = lens[s] - firsts[s], T = query[s + 1] - query[s];
+    const int64_t rows = view.rows(s), T = view.queries(s);
+    std::fill_n(sequence_of.begin() + view.query(s), T, s);
     const int64_t begin = window > 0 ? std::max<int64_t>(0, rows - (tree ? nodes : T) + 1 - window) : 0;
     for (int64_t r = begin; r < rows; r += CHUNK, places += T * H)
       tasks.push_back({s, r, std::min(r + CHUNK, rows), places});
@@ -328,34 +345,34 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Ten
     const bf16* row[CHUNK + 2 * AHEAD];
     for (int64_t i = from; i < to; ++i) {
       const auto [s, begin, end, at] = tasks[i];
-      const int64_t T = query[s + 1] - query[s];
-      const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
+      const int64_t T = view.queries(s), query = view.query(s), rows = view.rows(s);
+      const int32_t* blocks = view.table_SB.const_data_ptr<int32_t>() + s * view.table_SB.size(1);
       const int64_t count = end - begin;
-      const int64_t reach = std::min(CHUNK + 2 * AHEAD, lens[s] - firsts[s] - begin);
-      for (int64_t t = 0, b = begin / block_size, slot = begin % block_size; t < reach; ++t) {
-        row[t] = keys + (blocks[b] * block_size + slot) * width;
-        if (++slot == block_size) ++b, slot = 0;
+      const int64_t reach = std::min(CHUNK + 2 * AHEAD, rows - begin);
+      for (int64_t t = 0, b = begin / view.block_size, slot = begin % view.block_size; t < reach; ++t) {
+        row[t] = at_row.keys + (blocks[b] * view.block_size + slot) * at_row.width;
+        if (++slot == view.block_size) ++b, slot = 0;
       }
       // The last tile is filled up with its own last row.
       if (reach < CHUNK) std::fill(row + reach, row + CHUNK, row[reach - 1]);
       for (int64_t t = 0; t < count; t += 16) {
         for (int64_t ahead = t + AHEAD; ahead < std::min(t + AHEAD + 16, reach); ++ahead)
-          for (int64_t w = 0; w < width; w += 32) _mm_prefetch((const char*)(row[ahead] + w), _MM_HINT_T0);
+          for (int64_t w = 0; w < at_row.width; w += 32) _mm_prefetch((const char*)(row[ahead] + w), _MM_HINT_T0);
         for (int64_t g = 0; g < G; ++g) {
-          transpose(row + t, D, g * k_head, tile.data());
+          transpose(row + t, D, g * at_row.k_head, tile.data());
           for (int64_t m = 0; m < T; ++m)
             by_heads(J, [&](int64_t j, auto n) {
               const int64_t h = g * J + j;
               float* to = score.data() + (m * H + h) * CHUNK + t;
-              scores<n>(qs + ((query[s] + m) * H + h) * D, D, tile.data(), scale, to);
+              scores<n>(qs + ((query + m) * H + h) * D, D, tile.data(), scale, to);
             });
         }
       }
       for (int64_t m = 0; m < T; ++m) {
         // Query token m sees the rows low to high of this chunk.
-        int64_t seen = lens[s] - firsts[s] - T + m + 1 - begin;
+        int64_t seen = rows - T + m + 1 - begin;
         // Where the tree's rows begin in this chunk, and how far back each of them is.
-        const int64_t tail = lens[s] - firsts[s] - nodes - begin;
+        const int64_t tail = rows - nodes - begin;
         const int32_t* back = tree + m * nodes;
         if (tree) seen = tail + *std::max_element(back, back + nodes) + 1;
         const int64_t low = window > 0 ? std::min(count, std::max<int64_t>(0, seen - window)) : 0;
@@ -383,35 +400,143 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Ten
         for (int64_t g = 0; g < G; ++g)
           by_heads(J, [&](int64_t j, auto n) {
             const int64_t h = g * J + j;
-            weigh<n>(score.data() + (m * H + h) * CHUNK, row, high, v_offset + g * v_head, V,
+            weigh<n>(score.data() + (m * H + h) * CHUNK, row, high, at_row.v_offset + g * at_row.v_head, V,
                      partial.data() + (place + h) * V);
           });
       }
     }
   });
 
+  at::parallel_for(0, N, 4, [&](int64_t from, int64_t to) {
+    std::vector<float> out(H * V), lse(H);
+    for (int64_t n = from; n < to; ++n) {
+      const int64_t s = sequence_of[n], m = (n - view.query(s)) * H;
+      std::fill(out.begin(), out.end(), 0.0f);
+      for (int64_t h = 0; h < H; ++h) {
+        float top = -INF, sum = 0, *total = out.data() + h * V;
+        for (int64_t i = starts[s]; i < starts[s + 1]; ++i) top = std::max(top, most[tasks[i].place + m + h]);
+        for (int64_t i = starts[s]; i < starts[s + 1]; ++i) {
+          const int64_t place = tasks[i].place + m + h;
+          if (most[place] == -INF) continue;
+          const float share = std::exp(most[place] - top);
+          sum += share * sums[place];
+          const float* part = partial.data() + place * V;
+          for (int64_t v = 0; v < V; ++v) total[v] += share * part[v];
+        }
+        lse[h] = sum > 0 ? top + std::log(sum) : -INF;
+        for (int64_t v = 0; v < V; ++v) total[v] = sum > 0 ? total[v] / sum : 0.0f;
+      }
+      finish(n, out.data(), lse.data());
+    }
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,
+                                          const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
+                                          const at::Tensor& first_S, const at::Tensor& query_start_S1,
+                                          int64_t block_size, int64_t window, double scale,
+                                          const std::optional<at::Tensor>& tree_Tn) {
+  const at::Tensor q = q_NHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
+  const int64_t N = q.size(0), H = q.size(1), D = q.size(2), G = k_LGD.size(1), V = v_LGV.size(2);
+  const bf16* keys = k_LGD.const_data_ptr<bf16>();
+  const Rows rows{keys, k_LGD.stride(0), k_LGD.stride(1), v_LGV.stride(1), v_LGV.const_data_ptr<bf16>() - keys};
+  const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
   at::Tensor out = at::empty({N, H, V}, q_NHD.options()), lse = at::empty({N, H}, q.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
   float* lses = lse.mutable_data_ptr<float>();
-  std::vector<float> total(V);
-  for (int64_t s = 0; s < S; ++s)
-    for (int64_t m = 0; m < (query[s + 1] - query[s]) * H; ++m) {
-      float top = -INF, sum = 0;
-      for (int64_t i = starts[s]; i < starts[s + 1]; ++i) top = std::max(top, most[tasks[i].at + m]);
-      std::fill(total.begin(), total.end(), 0.0f);
-      for (int64_t i = starts[s]; i < starts[s + 1]; ++i) {
-        const int64_t place = tasks[i].at + m;
-        if (most[place] == -INF) continue;
-        const float share = std::exp(most[place] - top);
-        sum += share * sums[place];
-        const float* part = partial.data() + place * V;
-        for (int64_t v = 0; v < V; ++v) total[v] += share * part[v];
-      }
-      const int64_t to = query[s] * H + m;
-      lses[to] = sum > 0 ? top + std::log(sum) : -INF;
-      for (int64_t v = 0; v < V; ++v) outs[to * V + v] = bf16(sum > 0 ? total[v] / sum : 0.0f);
-    }
+  attend(q.const_data_ptr<float>(), H, G, D, V, rows, view, float(scale),
+         [&](int64_t n, const float* attended, const float* own) {
+           for (int64_t i = 0; i < H * V; ++i) outs[n * H * V + i] = bf16(attended[i]);
+           std::copy_n(own, H, lses + n * H);
+         });
   return {out, lse};
+}
+
+// A few rows of x times packed weights, 16 outputs at a time: y [rows, M], `to` numbers from one row to the next.
+void product(const bf16* w, const float* x, int64_t rows, int64_t stride, int64_t K, int64_t M, float* y, int64_t to) {
+  float part[TILE * 16];
+  for (int64_t n = 0; n < rows; n += TILE) {
+    const int64_t count = std::min(TILE, rows - n);
+    for (int64_t m = 0; m < M; m += 16) {
+      BLOCKS[count - 1](w + m * K, x + n * stride, stride, K, part);
+      for (int64_t r = 0; r < count; ++r)
+        _mm512_mask_storeu_ps(y + (n + r) * to + m, tail16(M - m), _mm512_loadu_ps(part + r * 16));
+    }
+  }
+}
+
+// One layer of multi-head latent attention in the layout `latent_rope` (modeling/latent_attention_mla.py, absorbed), from
+// its projections of the input to what o_proj reads: rows [q (H (D + E)), c (R), rotary key (E)] in; the rotary parts
+// are turned, [c, rotary key] is written to its slot, queries go through W_uk, all heads attend over the same cached rows
+// and what they bring goes through W_uv. Returns [N, H V].
+//
+// Limit: 2 (R + E) bytes and 2 H (2 R + E) FLOPs a cached token.
+at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, const at::Tensor& rope_index_P,
+                       const at::Tensor& w_uk, const at::Tensor& w_uv, const at::Tensor& b_k_GD,
+                       const at::Tensor& b_v_GV, const std::optional<at::Tensor>& sinks_H, at::Tensor& rows_LW,
+                       const at::Tensor& slots_N, const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
+                       const at::Tensor& first_S, const at::Tensor& query_start_S1, int64_t block_size, int64_t window,
+                       double scale, const std::optional<at::Tensor>& tree_Tn) {
+  const at::Tensor both = both_NX.contiguous();
+  const int64_t N = both.size(0), X = both.size(1), W = rows_LW.size(1), E = 2 * rope_index_P.size(0), R = W - E;
+  const int64_t G = b_k_GD.size(0), D = b_k_GD.size(1), V = b_v_GV.size(1), H = (X - W) / (D + E), J = H / G;
+  const int64_t angles = turn_N1P.size(2), K = D + E, up = w_uk.stride(0), down = w_uv.stride(0);
+  const bf16 *xs = both.const_data_ptr<bf16>(), *uk = w_uk.const_data_ptr<bf16>(), *uv = w_uv.const_data_ptr<bf16>();
+  const auto* turns = turn_N1P.const_data_ptr<c10::complex<float>>();
+  const int64_t *pairs = rope_index_P.const_data_ptr<int64_t>(), *slots = slots_N.const_data_ptr<int64_t>();
+  const float *b_k = b_k_GD.const_data_ptr<float>(), *b_v = b_v_GV.const_data_ptr<float>();
+  const float* sinks = sinks_H ? sinks_H->const_data_ptr<float>() : nullptr;
+  bf16* rows = rows_LW.mutable_data_ptr<bf16>();
+
+  std::vector<float> q(N * H * W), shift(sinks ? N * H : 0);
+  at::parallel_for(0, N, 1, [&](int64_t from, int64_t to) {
+    std::vector<float> own(H * K);
+    for (int64_t n = from; n < to; ++n) {
+      const bf16* x = xs + n * X;
+      const auto* turn = turns + n * angles;
+      for (int64_t i = 0; i < H * K; ++i) own[i] = x[i];
+      for (int64_t h = 0; h < H; ++h) {
+        float *rotary = own.data() + h * K + D, *to_rotary = q.data() + (n * H + h) * W + R;
+        for (int64_t p = 0; p < E / 2; ++p) {
+          const float a = rotary[p], b = rotary[p + E / 2], cos = turn[pairs[p]].real(), sin = turn[pairs[p]].imag();
+          to_rotary[p] = a * cos - b * sin;
+          to_rotary[p + E / 2] = b * cos + a * sin;
+        }
+      }
+      for (int64_t g = 0; g < G; ++g)
+        product(uk + g * up, own.data() + g * J * K, J, K, D, R, q.data() + (n * H + g * J) * W, W);
+      for (int64_t h = 0; sinks && h < H; ++h)
+        for (int64_t d = 0; d < D; ++d) shift[n * H + h] += own[h * K + d] * b_k[h / J * D + d] * float(scale);
+      const bf16* row = x + H * K;
+      bf16* slot = rows + slots[n] * W;
+      std::copy_n(row, R, slot);
+      for (int64_t p = 0; p < E / 2; ++p) {
+        const float a = row[R + p], b = row[R + p + E / 2], cos = turn[pairs[p]].real(), sin = turn[pairs[p]].imag();
+        slot[R + p] = a * cos - b * sin;
+        slot[R + p + E / 2] = b * cos + a * sin;
+      }
+    }
+  });
+
+  at::Tensor out = at::empty({N, H * V}, both.options());
+  bf16* outs = out.mutable_data_ptr<bf16>();
+  const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
+  attend(q.data(), H, 1, W, R, {rows, W, 0, 0, 0}, view, float(scale),
+         [&](int64_t n, const float* latent, const float* lse) {
+           float lifted[TILE * 256];
+           for (int64_t g = 0; g < G; ++g)
+             for (int64_t j = 0; j < J; j += TILE) {
+               const int64_t count = std::min(TILE, J - j), h = g * J + j;
+               product(uv + g * down, latent + h * R, count, R, R, V, lifted, V);
+               for (int64_t r = 0; r < count; ++r) {
+                 const float own = lse[h + r] + (sinks ? shift[n * H + h + r] : 0.0f);
+                 const float share = sinks ? 1.0f / (1.0f + std::exp(sinks[h + r] - own)) : 1.0f;
+                 bf16* y = outs + (n * H + h + r) * V;
+                 for (int64_t v = 0; v < V; ++v) y[v] = bf16((lifted[r * V + v] + b_v[g * V + v]) * share);
+               }
+             }
+         });
+  return out;
 }
 
 }  // namespace
@@ -424,6 +549,10 @@ TORCH_LIBRARY(mlaforge_native, m) {
   m.def(
       "decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
       "int block_size, int window, float scale, Tensor? tree) -> (Tensor, Tensor)");
+  m.def(
+      "latent_rope(Tensor both, Tensor turn, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
+      "Tensor? sinks, Tensor(a!) rows, Tensor slots, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
+      "int block_size, int window, float scale, Tensor? tree) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {
@@ -432,4 +561,5 @@ TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {
   m.impl("silu_mul", silu_mul);
   m.impl("turn_and_store", turn_and_store);
   m.impl("decode", decode);
+  m.impl("latent_rope", latent_rope);
 }

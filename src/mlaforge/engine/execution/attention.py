@@ -22,8 +22,8 @@ from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.native import kernels
-from mlaforge.ops.paged_attention import capturable, paged_attention
+from mlaforge.ops.native import kernels, pack
+from mlaforge.ops.paged_attention import FEW_QUERIES, capturable, paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +126,7 @@ class PagedLatentAttention:
         self.q_b_proj = fused([attention.q_b_proj], format) if self.factored else None
         self.o_proj = fused([attention.o_proj], format)
         del attention.o_proj, attention.kv_a_proj_with_mqa
+        self.native = NativeLatentRope.of(attention, rows)
         # On a CPU the product with decompressed keys and values is limited by arithmetic.
         self.latent = attention.float() if rows.device.type == "cpu" else attention
 
@@ -141,6 +142,9 @@ class PagedLatentAttention:
         q, row_NW = both[:, :-W], both[:, -W:]
         if self.q_b_proj is not None:
             q = self.q_b_proj(q)
+        if self.native is not None and view.max_query <= FEW_QUERIES:
+            both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
+            return self.o_proj(self.native(both, step.turn_N1P, self.rows_LW, view), plus_NC)
         q_NHD = q.view(N, latent.num_heads, -1)
         if latent.rope_dim:
             cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]
@@ -194,6 +198,37 @@ class PagedLatentAttention:
             form = latent.absorbed if latent.cheaper_absorbed(T) else latent.expanded
             outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask, at_L)[0].transpose(0, 1))
         return torch.cat(outs)
+
+
+class NativeLatentRope:
+    """latent_rope from the projections of the input to what o_proj reads, for few query tokens of each sequence, as one
+    kernel of ops/native.cpp."""
+
+    @classmethod
+    def of(cls, attention: LatentAttention, rows_LW: Tensor) -> NativeLatentRope | None:
+        """None where the kernel cannot run, or the layer has the other layout."""
+        fits = rows_LW.device.type == "cpu" and rows_LW.dtype == torch.bfloat16 and rows_LW.is_contiguous()
+        even = attention.rank % 2 == 0 and attention.nope_dim % 2 == 0 and attention.v_dim <= 256
+        native = kernels() if fits and even and attention.rope_dim else None
+        return None if native is None else cls(attention, native.latent_rope.default)
+
+    def __init__(self, attention: LatentAttention, kernel: Any):
+        w_uk, w_uv, b_k, b_v = attention.up_projections()
+        self.kernel, self.scaling = kernel, attention.scaling
+        self.rope_index = attention.rope_index
+        self.w_uk = torch.stack([pack(weight.T) for weight in w_uk])
+        self.w_uv = torch.stack([pack(weight) for weight in w_uv])
+        self.b_k, self.b_v = b_k.float().contiguous(), b_v.float().contiguous()
+        self.sinks = attention.sinks.detach().float() if attention.config.mla_sinks else None
+
+    def __call__(self, both_NX: Tensor, turn_N1P: Tensor, rows_LW: Tensor, view: CacheView) -> Tensor:
+        """[N, H·V] from queries and the row to cache side by side; writes the rows."""
+        out: Tensor = self.kernel(
+            both_NX, turn_N1P, self.rope_index, self.w_uk, self.w_uv, self.b_k, self.b_v, self.sinks, rows_LW,
+            view.slots_N, view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size,
+            view.window or 0, self.scaling, view.tree_Tn,
+        )  # fmt: skip
+        return out
 
 
 def _reordered(parameter: Tensor, order: Tensor) -> nn.Parameter:
