@@ -41,6 +41,17 @@ def test_linear(compiled, N, M, half, with_bias, with_plus, seed):
     near(found, wanted, 2 * half)
 
 
+@pytest.mark.parametrize("K", [32, 250, 576])
+def test_a_row_has_one_product(compiled, K):
+    if not native.tiles():
+        pytest.skip("the processor has no AMX: the number of partial sums depends on the number of rows")
+    torch.manual_seed(0)
+    x, packed = torch.randn(70, K).bfloat16(), pack(torch.randn(100, K))
+    whole = compiled.linear(x, packed, 100, None, None)
+    for first, last in ((0, 1), (5, 9), (16, 33), (3, 70)):
+        assert torch.equal(compiled.linear(x[first:last], packed, 100, None, None), whole[first:last])
+
+
 def test_linear_takes_rows_that_are_parts_of_wider_ones(compiled):
     torch.manual_seed(0)
     wide, w, plus = torch.randn(5, 96).bfloat16(), torch.randn(33, 64).bfloat16(), torch.randn(33, 5).bfloat16().T

@@ -21,7 +21,7 @@ from torch import Tensor
 from mlaforge import runtime
 from mlaforge.modeling.attention_mla import attend
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.native import why_not
+from mlaforge.ops.native import kernels, pack, tiles, why_not
 from mlaforge.ops.paged_attention import OP, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,19 +253,52 @@ DECODING = {
 @pytest.mark.parametrize("window", [None, 7, 300], ids=["all", "narrow", "wide"])
 @pytest.mark.parametrize("shape", DECODING.values(), ids=DECODING)
 @pytest.mark.parametrize(
-    "sequences", [[(1, 1)], [(5, 1), (300, 1), (700, 1)], [(1100, 1)], [(300, 4), (5, 5), (9, 1), (700, 9)]], ids=str
+    ("sequences", "block_size"),
+    [
+        ([(1, 1)], 8),
+        ([(5, 1), (300, 1), (700, 1)], 16),
+        ([(1100, 1)], 8),
+        ([(300, 4), (5, 5), (9, 1), (700, 9)], 8),
+        ([(300, 4), (5, 5), (9, 1), (700, 9)], 32),
+        ([(40, 40), (600, 130), (513, 1)], 16),
+    ],
+    ids=str,
 )
-def test_decoding_from_the_engines_rows(sequences, shape, window, implementation):
-    """More tokens than one task takes, several sequences, some of several query tokens (verification), rows in which
-    keys and values lie side by side."""
-    step = make_step(shape, sequences, block_size=8, window=window, dtype=torch.bfloat16)
-    k, v = cached_rows(shape, len(step.k) // 8, 8)
+def test_decoding_from_the_engines_rows(sequences, block_size, shape, window, implementation):
+    """More tokens than one task takes, several sequences, some of several query tokens (verification) or many (prompts),
+    rows in which keys and values lie side by side."""
+    step = engine_step(shape, sequences, block_size, window)
+    assert_right(step, attention(step, implementation), tolerance=1e-2)
+
+
+def engine_step(shape: Shape, sequences: list[tuple[int, int]], block_size: int, window: int | None) -> Step:
+    """As `make_step`, from rows as the engine has them."""
+    step = make_step(shape, sequences, block_size=block_size, window=window, dtype=torch.bfloat16)
+    k, v = cached_rows(shape, len(step.k) // block_size, block_size)
     for slots in step.slots:
         if not shape.aliased:
             v[slots] = step.v[slots]
         k[slots] = step.k[slots]
-    step = dataclasses.replace(step, k=k, v=v)
-    assert_right(step, attention(step, implementation), tolerance=1e-2)
+    return dataclasses.replace(step, k=k, v=v)
+
+
+@pytest.mark.skipif(not tiles(), reason="the processor has no AMX: sums depend on how many rows are computed together")
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("shape", [DECODING["smollm2"], DECODING["nine-per-head"]], ids=["gqa", "mla"])
+def test_a_query_token_has_one_result(shape, window):
+    """Decoded, verified among others, or in a prompt: equal to the bit."""
+    step = engine_step(shape, [(700, 300)], 16, window)
+    whole, lse = attention(step, "native")
+    for first, last in ((0, 1), (3, 8), (17, 140), (299, 300)):
+        seen = 400 + last
+        view = dataclasses.replace(
+            step.view, seq_lens_S=torch.tensor([seen], dtype=torch.int32), max_query=last - first, max_seq_len=seen,
+            query_start_S1=torch.tensor([0, last - first], dtype=torch.int32), queries=(last - first,),
+            slots_N=step.view.slots_N[first:last],
+        )  # fmt: skip
+        part, part_lse = attention(dataclasses.replace(step, q=step.q[first:last], view=view), "native")
+        assert torch.equal(part, whole[first:last])
+        assert torch.equal(part_lse, lse[first:last])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -365,3 +398,52 @@ def test_the_kernel_compiles_for_hopper_and_fits(monkeypatch):
         assert line["shared"] <= 227 * 1024, line
         assert line["spilled"] <= 256, line
         assert line["wgmma"] or line.get("tile", [0])[0] < 64, f"{name} does not use the asynchronous tensor cores"
+
+
+@pytest.mark.skipif(DEVICE != "cpu" or why_not() is not None, reason=f"a kernel of the CPU: {why_not()}")
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
+@pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)])
+@pytest.mark.parametrize(
+    "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (300, 200)]], ids=str
+)
+def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks):
+    """The kernel from projections to heads' outputs against absorbed attention by its definition, in fp32."""
+    H, G, D, V, R, E = heads, kv_heads, 16, 24, rank, rope
+    step = make_step(Shape(H, 1, R + E, R, aliased=True), sequences, 16, window, dtype=torch.bfloat16)
+    generator, view, N = torch.Generator().manual_seed(1), step.view, len(step.q)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    w_uk, w_uv, b_k, b_v = normal(G, D, R).bfloat16() / 4, normal(G, V, R).bfloat16() / 4, normal(G, D), normal(G, V)
+    both, sink_H = normal(N, H * (D + E) + R + E).bfloat16(), normal(H)
+    index, angles = torch.randperm(E, generator=generator)[: E // 2], normal(N, 1, E)
+    turn = torch.complex(angles.cos(), angles.sin())
+    rows = step.k[:, 0].contiguous()
+    assert kernels() is not None
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = angles.cos()[..., index], angles.sin()[..., index]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    out = torch.ops.mlaforge_native.latent_rope(
+        both, turn, index, torch.stack([pack(w.T) for w in w_uk]), torch.stack([pack(w) for w in w_uv]), b_k, b_v,
+        sink_H if sinks else None, rows, view.slots_N, view.block_table_SB, view.seq_lens_S, view.first_S,
+        view.query_start_S1, view.block_size, view.window or 0, 0.3, None,
+    )  # fmt: skip
+    q, row = both.float().split([H * (D + E), R + E], dim=1)
+    wanted_rows = torch.cat((row[:, :R], turned(row[:, None, R:])[:, 0]), dim=1)
+    torch.testing.assert_close(rows[view.slots_N].float(), wanted_rows, rtol=2**-8, atol=1e-6)
+    nope, rotary = q.view(N, H, D + E).split([D, E], dim=-1)
+    nope = nope.unflatten(1, (G, H // G))
+    absorbed = torch.cat((torch.einsum("ngjd,gdr->ngjr", nope, w_uk.float()).flatten(1, 2), turned(rotary)), dim=-1)
+    keys = rows[:, None].float()
+    latent, lse = paged_attention(absorbed, keys, keys[..., :R], view, 0.3, implementation="reference")
+    wanted = torch.einsum("ngjr,gvr->ngjv", latent.unflatten(1, (G, H // G)), w_uv.float()) + b_v[:, None]
+    if sinks:
+        shift = torch.einsum("ngjd,gd->ngj", nope, b_k).flatten(1, 2) * 0.3
+        wanted = wanted * torch.sigmoid(lse + shift - sink_H).unflatten(1, (G, H // G))[..., None]
+    size = wanted.abs().amax()
+    torch.testing.assert_close(out.float(), wanted.flatten(1), rtol=2e-2, atol=float(1e-2 * size))

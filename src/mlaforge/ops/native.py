@@ -1,4 +1,4 @@
-"""The CPU kernels of native.cpp, compiled once per machine by the C++ compiler that is there.
+"""The CPU kernels in cpu/, compiled once per machine by the C++ compiler that is there.
 
 Where there is none, or the processor has no AVX-512 BF16, everything runs on torch's own operations; the reason is said
 once. Kept under runtime.cache_home(), by a hash of the source and of torch's version.
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mlaforge import runtime
 
-SOURCE = Path(__file__).with_name("native.cpp")
+FOLDER = Path(__file__).with_name("cpu")
+SOURCE = FOLDER / "native.cpp"
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma")
 
 
@@ -56,6 +57,13 @@ def kernels() -> Any | None:
     return torch.ops.mlaforge_native
 
 
+@functools.cache
+def tiles() -> bool:
+    """Whether the kernels multiply by tiles (AMX): then they are the fastest product for any number of rows."""
+    native = kernels()
+    return native is not None and bool(native.tiles())
+
+
 def pack(weight_MK: Tensor) -> Tensor:
     """The layout that `linear` reads: bf16 [M / 16, K / 2, 16, 2], outputs filled up with zeros. K must be even."""
     M, K = weight_MK.shape
@@ -68,8 +76,12 @@ def unpack(packed: Tensor, out_features: int) -> Tensor:
     return packed.transpose(1, 2).reshape(len(packed) * 16, -1)[:out_features]
 
 
+def _sources() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(FOLDER.iterdir()))
+
+
 def _load() -> str | None:
-    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {FLAGS}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(_sources() + f"{torch.__version__} {FLAGS}".encode()).hexdigest()[:16]
     library = runtime.cache_home() / "native" / f"{key}.so"
     if not library.is_file():
         runtime.log("compiling CPU kernels, once on this machine (about half a minute)")

@@ -22,7 +22,7 @@ from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.native import kernels, pack
+from mlaforge.ops.native import kernels, pack, tiles
 from mlaforge.ops.paged_attention import FEW_QUERIES, capturable, paged_attention
 
 
@@ -142,7 +142,7 @@ class PagedLatentAttention:
         q, row_NW = both[:, :-W], both[:, -W:]
         if self.q_b_proj is not None:
             q = self.q_b_proj(q)
-        if self.native is not None and view.max_query <= FEW_QUERIES:
+        if self.native is not None and (tiles() or view.max_query <= FEW_QUERIES):
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
             return self.o_proj(self.native(both, step.turn_N1P, self.rows_LW, view), plus_NC)
         q_NHD = q.view(N, latent.num_heads, -1)
@@ -202,7 +202,7 @@ class PagedLatentAttention:
 
 class NativeLatentRope:
     """latent_rope from the projections of the input to what o_proj reads, for few query tokens of each sequence, as one
-    kernel of ops/native.cpp."""
+    kernel of ops/cpu/latent_rope.h."""
 
     @classmethod
     def of(cls, attention: LatentAttention, rows_LW: Tensor) -> NativeLatentRope | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge.ops.native import available, kernels, pack, unpack
+from mlaforge.ops.native import available, kernels, pack, tiles, unpack
 from mlaforge.runtime import UserError
 
 # Formats of weights that are not a torch dtype, and the activations that go with them.
@@ -29,8 +29,8 @@ INT8_COLUMNS = 16
 INT4_GROUP = 32
 
 Product = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-# The product for few rows, and what unpacks the weights to fp32 for many.
-Packed = tuple[Product, Callable[[], Tensor]]
+# The product for few rows, and what unpacks the weights to fp32 for many; None where the first is fastest for all.
+Packed = tuple[Product, Callable[[], Tensor] | None]
 
 
 class PackedLinear:
@@ -84,7 +84,7 @@ def _packed_bf16(weight_MK: Tensor) -> Packed:
         def native_few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
             return native_product(x_NK, native_packed, M, bias, plus_NM)
 
-        return native_few, lambda: unpack(native_packed, M).float()
+        return native_few, None if tiles() else lambda: unpack(native_packed, M).float()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.bfloat16().contiguous(), 1)
     product, product_plus = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 

@@ -1,0 +1,79 @@
+// Multi-head latent attention in the layout latent_rope.
+#pragma once
+#include "linear.h"
+#include "decode.h"
+
+// One layer of multi-head latent attention in the layout `latent_rope` (modeling/latent_attention_mla.py, absorbed), from
+// its projections of the input to what o_proj reads: rows [q (H (D + E)), c (R), rotary key (E)] in; the rotary parts
+// are turned, [c, rotary key] is written to its slot, queries go through W_uk, all heads attend over the same cached rows
+// and what they bring goes through W_uv. Returns [N, H V].
+//
+// Limit: 2 (R + E) bytes and 2 H (2 R + E) FLOPs a cached token.
+at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, const at::Tensor& rope_index_P,
+                       const at::Tensor& w_uk, const at::Tensor& w_uv, const at::Tensor& b_k_GD,
+                       const at::Tensor& b_v_GV, const std::optional<at::Tensor>& sinks_H, at::Tensor& rows_LW,
+                       const at::Tensor& slots_N, const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
+                       const at::Tensor& first_S, const at::Tensor& query_start_S1, int64_t block_size, int64_t window,
+                       double scale, const std::optional<at::Tensor>& tree_Tn) {
+  const at::Tensor both = both_NX.contiguous();
+  const int64_t N = both.size(0), X = both.size(1), W = rows_LW.size(1), E = 2 * rope_index_P.size(0), R = W - E;
+  const int64_t G = b_k_GD.size(0), D = b_k_GD.size(1), V = b_v_GV.size(1), H = (X - W) / (D + E), J = H / G;
+  const int64_t angles = turn_N1P.size(2), K = D + E, up = w_uk.stride(0), down = w_uv.stride(0);
+  const bf16 *xs = both.const_data_ptr<bf16>(), *uk = w_uk.const_data_ptr<bf16>(), *uv = w_uv.const_data_ptr<bf16>();
+  const auto* turns = turn_N1P.const_data_ptr<c10::complex<float>>();
+  const int64_t *pairs = rope_index_P.const_data_ptr<int64_t>(), *slots = slots_N.const_data_ptr<int64_t>();
+  const float *b_k = b_k_GD.const_data_ptr<float>(), *b_v = b_v_GV.const_data_ptr<float>();
+  const float* sinks = sinks_H ? sinks_H->const_data_ptr<float>() : nullptr;
+  bf16* rows = rows_LW.mutable_data_ptr<bf16>();
+
+  std::vector<float> q(N * H * W), shift(sinks ? N * H : 0);
+  at::parallel_for(0, N, 1, [&](int64_t from, int64_t to) {
+    std::vector<float> own(H * K);
+    for (int64_t n = from; n < to; ++n) {
+      const bf16* x = xs + n * X;
+      const auto* turn = turns + n * angles;
+      for (int64_t i = 0; i < H * K; ++i) own[i] = x[i];
+      for (int64_t h = 0; h < H; ++h) {
+        float *rotary = own.data() + h * K + D, *to_rotary = q.data() + (n * H + h) * W + R;
+        for (int64_t p = 0; p < E / 2; ++p) {
+          const float a = rotary[p], b = rotary[p + E / 2], cos = turn[pairs[p]].real(), sin = turn[pairs[p]].imag();
+          to_rotary[p] = a * cos - b * sin;
+          to_rotary[p + E / 2] = b * cos + a * sin;
+        }
+      }
+      for (int64_t g = 0; g < G; ++g)
+        product(uk + g * up, own.data() + g * J * K, J, K, D, R, q.data() + (n * H + g * J) * W, W);
+      for (int64_t h = 0; sinks && h < H; ++h)
+        for (int64_t d = 0; d < D; ++d) shift[n * H + h] += own[h * K + d] * b_k[h / J * D + d] * float(scale);
+      const bf16* row = x + H * K;
+      bf16* slot = rows + slots[n] * W;
+      std::copy_n(row, R, slot);
+      for (int64_t p = 0; p < E / 2; ++p) {
+        const float a = row[R + p], b = row[R + p + E / 2], cos = turn[pairs[p]].real(), sin = turn[pairs[p]].imag();
+        slot[R + p] = a * cos - b * sin;
+        slot[R + p + E / 2] = b * cos + a * sin;
+      }
+    }
+  });
+
+  at::Tensor out = at::empty({N, H * V}, both.options());
+  bf16* outs = out.mutable_data_ptr<bf16>();
+  const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
+  attend(q.data(), H, 1, W, R, {rows, W, 0, 0, 0}, view, float(scale),
+         [&](int64_t n, const float* latent, const float* lse) {
+           float lifted[TILE * 256];
+           for (int64_t g = 0; g < G; ++g)
+             for (int64_t j = 0; j < J; j += TILE) {
+               const int64_t count = std::min(TILE, J - j), h = g * J + j;
+               product(uv + g * down, latent + h * R, count, R, R, V, lifted, V);
+               for (int64_t r = 0; r < count; ++r) {
+                 const float own = lse[h + r] + (sinks ? shift[n * H + h + r] : 0.0f);
+                 const float share = sinks ? 1.0f / (1.0f + std::exp(sinks[h + r] - own)) : 1.0f;
+                 bf16* y = outs + (n * H + h + r) * V;
+                 for (int64_t v = 0; v < V; ++v) y[v] = bf16((lifted[r * V + v] + b_v[g * V + v]) * share);
+               }
+             }
+         });
+  return out;
+}
+

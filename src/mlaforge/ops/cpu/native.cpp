@@ -1,0 +1,35 @@
+// The CPU kernels: decoding with AVX-512 BF16, few rows times a weight matrix, and attention of a few query tokens per
+// sequence over the paged cache. Both are limited by reading memory once; torch's own paths read slower and cost 30 us a
+// call. Compiled on first use by ops/native.py; references stand in Python. Threads are torch's own.
+#include <torch/library.h>
+
+#include "decode.h"
+#include "elementwise.h"
+#include "latent_rope.h"
+#include "linear.h"
+
+TORCH_LIBRARY(mlaforge_native, m) {
+  m.def("tiles() -> bool");
+  m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("silu_mul(Tensor gate_up) -> Tensor");
+  m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor slots, int heads, int head_dim) -> ()");
+  m.def(
+      "decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
+      "int block_size, int window, float scale, Tensor? tree) -> (Tensor, Tensor)");
+  m.def(
+      "latent_rope(Tensor both, Tensor turn, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
+      "Tensor? sinks, Tensor(a!) rows, Tensor slots, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
+      "int block_size, int window, float scale, Tensor? tree) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(mlaforge_native, CatchAll, m) { m.impl("tiles", tiles); }
+
+TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {
+  m.impl("linear", linear);
+  m.impl("rms_norm", rms_norm);
+  m.impl("silu_mul", silu_mul);
+  m.impl("turn_and_store", turn_and_store);
+  m.impl("decode", decode);
+  m.impl("latent_rope", latent_rope);
+}
