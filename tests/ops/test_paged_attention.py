@@ -265,8 +265,8 @@ DECODING = {
     ids=str,
 )
 def test_decoding_from_the_engines_rows(sequences, block_size, shape, window, implementation):
-    """More tokens than one task takes, several sequences, some of several query tokens (verification) or many (prompts),
-    rows in which keys and values lie side by side."""
+    """More tokens than one task takes, several sequences, some of several query tokens (verification) or many
+    (prompts), rows in which keys and values lie side by side."""
     step = engine_step(shape, sequences, block_size, window)
     assert_right(step, attention(step, implementation), tolerance=1e-2)
 
