@@ -447,3 +447,59 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks):
         wanted = wanted * torch.sigmoid(lse + shift - sink_H).unflatten(1, (G, H // G))[..., None]
     size = wanted.abs().amax()
     torch.testing.assert_close(out.float(), wanted.flatten(1), rtol=2e-2, atol=float(1e-2 * size))
+
+
+@pytest.mark.skipif(DEVICE != "cpu" or why_not() is not None, reason=f"a kernel of the CPU: {why_not()}")
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("norms", [False, True], ids=["bare", "norms"])
+@pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
+@pytest.mark.parametrize(("heads", "kv_heads", "rank"), [(9, 3, 128), (4, 2, 40), (16, 1, 66)])
+@pytest.mark.parametrize(
+    "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (5000, 20), (300, 200)]], ids=str
+)
+def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks):
+    """The kernel from projections to heads' outputs against attention over decompressed keys by its definition."""
+    H, G, D, V, R = heads, kv_heads, 16, 24, rank
+    step = make_step(Shape(H, 1, R, R, aliased=True), sequences, 16, window, dtype=torch.bfloat16)
+    generator, view, N = torch.Generator().manual_seed(1), step.view, len(step.q)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else torch.nn.functional.rms_norm(x, (D,), weight.float(), 1e-5).bfloat16().float()
+
+    def turned(x: Tensor, at: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = angles.cos()[at][:, None], angles.sin()[at][:, None]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    w_uk, w_uv, b_k, b_v = normal(G, D, R).bfloat16() / 8, normal(G, V, R).bfloat16() / 4, normal(G, D), normal(G, V)
+    both, sink_H, angles = normal(N, H * D + R).bfloat16(), normal(H), normal(max(view.max_seq_len, 1), D // 2)
+    q_norm, k_norm = (normal(D).bfloat16(), normal(D).bfloat16()) if norms else (None, None)
+    b_k = b_k.bfloat16()
+    rows = step.k[:, 0].contiguous()
+    assert kernels() is not None
+
+    out = torch.ops.mlaforge_native.latent(
+        both, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1)), torch.stack([pack(w) for w in w_uv]),
+        b_k.flatten(), b_v, q_norm, k_norm, 1e-5, sink_H if sinks else None, rows, view.slots_N, view.block_table_SB,
+        view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size, view.window or 0, 0.3, None,
+    )  # fmt: skip
+    q, c = both.float().split([H * D, R], dim=1)
+    assert torch.equal(rows[view.slots_N].float(), c)
+    keys = torch.zeros(len(rows), G, D)
+    at = []
+    for slots, length, T in zip(step.slots, view.seq_lens_S.tolist(), view.queries, strict=True):
+        raw = rows[slots].float() @ w_uk.flatten(0, 1).float().T + b_k.flatten().float()
+        positions = torch.arange(length - len(slots), length)
+        keys[slots] = turned(normed(raw.bfloat16().float().view(-1, G, D), k_norm), positions)
+        at += range(length - T, length)
+    queries = turned(normed(q.view(N, H, D), q_norm), torch.tensor(at))
+    values = rows[:, None].float().expand(-1, G, -1)
+    latent, lse = paged_attention(queries, keys, values, view, 0.3, implementation="reference")
+    wanted = torch.einsum("ngjr,gvr->ngjv", latent.unflatten(1, (G, H // G)), w_uv.float()) + b_v[:, None]
+    if sinks:
+        wanted = wanted * torch.sigmoid(lse - sink_H).unflatten(1, (G, H // G))[..., None]
+    size = wanted.abs().amax()
+    torch.testing.assert_close(out.float(), wanted.flatten(1), rtol=3e-2, atol=float(1.5e-2 * size))

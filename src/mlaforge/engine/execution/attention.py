@@ -126,7 +126,7 @@ class PagedLatentAttention:
         self.q_b_proj = fused([attention.q_b_proj], format) if self.factored else None
         self.o_proj = fused([attention.o_proj], format)
         del attention.o_proj, attention.kv_a_proj_with_mqa
-        self.native = NativeLatentRope.of(attention, rows)
+        self.native = NativeLatent.of(attention, rows)
         # On a CPU the product with decompressed keys and values is limited by arithmetic.
         self.latent = attention.float() if rows.device.type == "cpu" else attention
 
@@ -200,34 +200,47 @@ class PagedLatentAttention:
         return torch.cat(outs)
 
 
-class NativeLatentRope:
-    """latent_rope from the projections of the input to what o_proj reads, for few query tokens of each sequence, as one
-    kernel of ops/cpu/latent_rope.h."""
+class NativeLatent:
+    """Latent attention from the projections of the input to what o_proj reads, as one kernel: ops/cpu/latent.h or
+    ops/cpu/latent_rope.h by the layer's layout."""
 
     @classmethod
-    def of(cls, attention: LatentAttention, rows_LW: Tensor) -> NativeLatentRope | None:
-        """None where the kernel cannot run, or the layer has the other layout."""
+    def of(cls, attention: LatentAttention, rows_LW: Tensor) -> NativeLatent | None:
+        """None where the kernels cannot run."""
         fits = rows_LW.device.type == "cpu" and rows_LW.dtype == torch.bfloat16 and rows_LW.is_contiguous()
         even = attention.rank % 2 == 0 and attention.nope_dim % 2 == 0 and attention.v_dim <= 256
-        native = kernels() if fits and even and attention.rope_dim else None
-        return None if native is None else cls(attention, native.latent_rope.default)
+        native = kernels() if fits and even else None
+        return None if native is None else cls(attention, native)
 
-    def __init__(self, attention: LatentAttention, kernel: Any):
+    def __init__(self, attention: LatentAttention, native: Any):
         w_uk, w_uv, b_k, b_v = attention.up_projections()
-        self.kernel, self.scaling = kernel, attention.scaling
-        self.rope_index = attention.rope_index
-        self.w_uk = torch.stack([pack(weight.T) for weight in w_uk])
+        self.scaling, self.rope_dim = attention.scaling, attention.rope_dim
+        if self.rope_dim:
+            self.kernel, self.rope_index = native.latent_rope.default, attention.rope_index
+            # Queries go through it, head by head.
+            self.w_uk = torch.stack([pack(weight.T) for weight in w_uk])
+            self.b_k = b_k.float().contiguous()
+        else:
+            self.kernel, self.table = native.latent.default, attention.table
+            # Cached rows go through it, for all heads at once.
+            self.w_uk, self.b_k = pack(w_uk.flatten(0, 1)), b_k.flatten().bfloat16()
+            norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
+            self.norms: list[Tensor | None] = [norm.weight.detach().bfloat16() for norm in norms] or [None, None]
+            self.eps = norms[0].eps if norms else 0.0
         self.w_uv = torch.stack([pack(weight) for weight in w_uv])
-        self.b_k, self.b_v = b_k.float().contiguous(), b_v.float().contiguous()
+        self.b_v = b_v.float().contiguous()
         self.sinks = attention.sinks.detach().float() if attention.config.mla_sinks else None
 
     def __call__(self, both_NX: Tensor, turn_N1P: Tensor, rows_LW: Tensor, view: CacheView) -> Tensor:
         """[N, H·V] from queries and the row to cache side by side; writes the rows."""
-        out: Tensor = self.kernel(
-            both_NX, turn_N1P, self.rope_index, self.w_uk, self.w_uv, self.b_k, self.b_v, self.sinks, rows_LW,
-            view.slots_N, view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size,
-            view.window or 0, self.scaling, view.tree_Tn,
-        )  # fmt: skip
+        table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
+        step = (self.sinks, rows_LW, view.slots_N, *table, view.window or 0, self.scaling, view.tree_Tn)
+        weights = (self.w_uk, self.w_uv, self.b_k, self.b_v)
+        if self.rope_dim:
+            out: Tensor = self.kernel(both_NX, turn_N1P, self.rope_index, *weights, *step)
+        else:
+            cos, sin = self.table(view.max_seq_len, turn_N1P.real)
+            out = self.kernel(both_NX, cos[0], sin[0], *weights, *self.norms, self.eps, *step)
         return out
 
 

@@ -38,18 +38,22 @@ class GatedMlp:
 class CpuExperts:
     """A mixture of experts on a CPU: only the experts that were chosen are read, each once per step for all its tokens.
 
-    Router and gate are the source's own; its expert weights, stored [E, in, out], are packed one by one.
+    The gate is the source's own; its expert weights, stored [E, in, out], are packed one by one. The router's product
+    is one whose rows do not depend on each other: what was drafted must meet the experts that decoding meets.
     """
 
     def __init__(self, mlp: Any, format: str):
-        self.router, experts = mlp.router, mlp.experts
+        router, experts = mlp.router, mlp.experts
+        self.router = PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."))
+        self.top_k = router.top_k
         self.gate = experts._apply_gate
         self.gate_up = _packed(experts.gate_up_proj, experts.gate_up_proj_bias, format)
         self.down = _packed(experts.down_proj, experts.down_proj_bias, format)
         del experts.gate_up_proj, experts.down_proj
 
     def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
-        _, weights_NK, chosen_NK = self.router(normed_NC)
+        best_NK, chosen_NK = self.router(normed_NC).topk(self.top_k)
+        weights_NK = best_NK.softmax(dim=-1)
         out_NC = plus_NC.clone()
         order = chosen_NK.flatten().argsort(stable=True)
         row_of = order // chosen_NK.shape[1]

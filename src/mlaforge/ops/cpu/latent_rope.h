@@ -1,7 +1,8 @@
 // Multi-head latent attention in the layout latent_rope.
 #pragma once
-#include "linear.h"
 #include "decode.h"
+#include "lift.h"
+#include "linear.h"
 
 // One layer of multi-head latent attention in the layout `latent_rope` (modeling/latent_attention_mla.py, absorbed), from
 // its projections of the input to what o_proj reads: rows [q (H (D + E)), c (R), rotary key (E)] in; the rotary parts
@@ -18,11 +19,11 @@ at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, co
   const at::Tensor both = both_NX.contiguous();
   const int64_t N = both.size(0), X = both.size(1), W = rows_LW.size(1), E = 2 * rope_index_P.size(0), R = W - E;
   const int64_t G = b_k_GD.size(0), D = b_k_GD.size(1), V = b_v_GV.size(1), H = (X - W) / (D + E), J = H / G;
-  const int64_t angles = turn_N1P.size(2), K = D + E, up = w_uk.stride(0), down = w_uv.stride(0);
-  const bf16 *xs = both.const_data_ptr<bf16>(), *uk = w_uk.const_data_ptr<bf16>(), *uv = w_uv.const_data_ptr<bf16>();
+  const int64_t angles = turn_N1P.size(2), K = D + E, up = w_uk.stride(0);
+  const bf16 *xs = both.const_data_ptr<bf16>(), *uk = w_uk.const_data_ptr<bf16>();
   const auto* turns = turn_N1P.const_data_ptr<c10::complex<float>>();
   const int64_t *pairs = rope_index_P.const_data_ptr<int64_t>(), *slots = slots_N.const_data_ptr<int64_t>();
-  const float *b_k = b_k_GD.const_data_ptr<float>(), *b_v = b_v_GV.const_data_ptr<float>();
+  const float* b_k = b_k_GD.const_data_ptr<float>();
   const float* sinks = sinks_H ? sinks_H->const_data_ptr<float>() : nullptr;
   bf16* rows = rows_LW.mutable_data_ptr<bf16>();
 
@@ -58,22 +59,12 @@ at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, co
 
   at::Tensor out = at::empty({N, H * V}, both.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
+  const Lift lift{w_uv.const_data_ptr<bf16>(), w_uv.stride(0), b_v_GV.const_data_ptr<float>(), sinks, G, J, R, V};
   const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
   attend(q.data(), H, 1, W, R, {rows, W, 0, 0, 0}, view, float(scale),
-         [&](int64_t n, const float* latent, const float* lse) {
-           float lifted[TILE * 256];
-           for (int64_t g = 0; g < G; ++g)
-             for (int64_t j = 0; j < J; j += TILE) {
-               const int64_t count = std::min(TILE, J - j), h = g * J + j;
-               product(uv + g * down, latent + h * R, count, R, R, V, lifted, V);
-               for (int64_t r = 0; r < count; ++r) {
-                 const float own = lse[h + r] + (sinks ? shift[n * H + h + r] : 0.0f);
-                 const float share = sinks ? 1.0f / (1.0f + std::exp(sinks[h + r] - own)) : 1.0f;
-                 bf16* y = outs + (n * H + h + r) * V;
-                 for (int64_t v = 0; v < V; ++v) y[v] = bf16((lifted[r * V + v] + b_v[g * V + v]) * share);
-               }
-             }
+         [&](int64_t n, const float* latents, float* lse) {
+           for (int64_t h = 0; sinks && h < H; ++h) lse[h] += shift[n * H + h];
+           lift(latents, lse, outs + n * H * V);
          });
   return out;
 }
-

@@ -5,6 +5,7 @@
 
 #include "decode.h"
 #include "elementwise.h"
+#include "latent.h"
 #include "latent_rope.h"
 #include "linear.h"
 
@@ -17,6 +18,10 @@ TORCH_LIBRARY(mlaforge_native, m) {
   m.def(
       "decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
       "int block_size, int window, float scale, Tensor? tree) -> (Tensor, Tensor)");
+  m.def(
+      "latent(Tensor both, Tensor cos, Tensor sin, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, Tensor? q_norm, "
+      "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor slots, Tensor table, Tensor seq_lens, "
+      "Tensor first, Tensor query_start, int block_size, int window, float scale, Tensor? tree) -> Tensor");
   m.def(
       "latent_rope(Tensor both, Tensor turn, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
       "Tensor? sinks, Tensor(a!) rows, Tensor slots, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
@@ -31,5 +36,6 @@ TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {
   m.impl("silu_mul", silu_mul);
   m.impl("turn_and_store", turn_and_store);
   m.impl("decode", decode);
+  m.impl("latent", latent);
   m.impl("latent_rope", latent_rope);
 }
