@@ -56,6 +56,21 @@ def pytest_runtest_setup() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture(scope="module", params=["amx", "avx512", "avx2"])
+def compiled(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The compiled CPU kernels in every form that this processor runs; paged attention is by them."""
+    from mlaforge.ops import native, paged_attention
+
+    if not native.runs(request.param) or native.compiler() is None:
+        pytest.skip(f"no compiler, or this processor lacks {request.param}")
+    reason = native.load(request.param)
+    assert reason is None, reason
+    with pytest.MonkeyPatch.context() as patch:
+        operations = native.operations(request.param)
+        patch.setattr(paged_attention, "kernels", lambda: operations)
+        yield operations
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nameless_places() -> Iterator[None]:
     """No manifest that any test makes in this process says where on this machine its inputs lie."""

@@ -47,9 +47,13 @@ def ops_choice() -> str:
     return os.environ.get("MLAFORGE_OPS", "")
 
 
-def native_wanted() -> bool:
-    """Whether ops/native.py may compile and use its CPU kernels: unless $MLAFORGE_NATIVE is 0."""
-    return os.environ.get("MLAFORGE_NATIVE", "1") != "0"
+def native_choice() -> str:
+    """$MLAFORGE_NATIVE: which form of its CPU kernels ops/native.py may compile and use. 1 (unset) is the fastest that
+    the processor has, 0 none; amx, avx512 and avx2 are forms. Raises UserError for anything else."""
+    choice = os.environ.get("MLAFORGE_NATIVE", "1")
+    if choice not in ("0", "1", "amx", "avx512", "avx2"):
+        raise UserError(f"MLAFORGE_NATIVE={choice!r} is not known; use 0, 1, amx, avx512 or avx2")
+    return choice
 
 
 def compiler_name() -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mlaforge import runtime
 from mlaforge.modeling.attention_mla import attend
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.native import kernels, pack, tiles, why_not
+from mlaforge.ops.native import pack, why_not
 from mlaforge.ops.paged_attention import OP, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -248,27 +248,35 @@ DECODING = {
 }
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="implementations of the CPU")
-@pytest.mark.parametrize("implementation", ["native", "runs"])
+# Sequences (length, query tokens) and a block size: more tokens than one task takes, several sequences, some of several
+# query tokens (verification) or many (prompts).
+STEPS = [
+    ([(1, 1)], 8),
+    ([(5, 1), (300, 1), (700, 1)], 16),
+    ([(1100, 1)], 8),
+    ([(300, 4), (5, 5), (9, 1), (700, 9)], 8),
+    ([(300, 4), (5, 5), (9, 1), (700, 9)], 32),
+    ([(40, 40), (600, 130), (513, 1)], 16),
+    ([(600, 130), (90, 70)], 8),
+]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="kernels of the CPU")
 @pytest.mark.parametrize("window", [None, 7, 300], ids=["all", "narrow", "wide"])
 @pytest.mark.parametrize("shape", DECODING.values(), ids=DECODING)
-@pytest.mark.parametrize(
-    ("sequences", "block_size"),
-    [
-        ([(1, 1)], 8),
-        ([(5, 1), (300, 1), (700, 1)], 16),
-        ([(1100, 1)], 8),
-        ([(300, 4), (5, 5), (9, 1), (700, 9)], 8),
-        ([(300, 4), (5, 5), (9, 1), (700, 9)], 32),
-        ([(40, 40), (600, 130), (513, 1)], 16),
-    ],
-    ids=str,
-)
-def test_decoding_from_the_engines_rows(sequences, block_size, shape, window, implementation):
-    """More tokens than one task takes, several sequences, some of several query tokens (verification) or many
-    (prompts), rows in which keys and values lie side by side."""
+@pytest.mark.parametrize(("sequences", "block_size"), STEPS, ids=str)
+def test_the_kernels_on_the_engines_rows(sequences, block_size, shape, window, compiled):
     step = engine_step(shape, sequences, block_size, window)
-    assert_right(step, attention(step, implementation), tolerance=1e-2)
+    assert_right(step, attention(step, "native"), tolerance=1e-2)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="an implementation of the CPU")
+@pytest.mark.parametrize("window", [None, 7, 300], ids=["all", "narrow", "wide"])
+@pytest.mark.parametrize("shape", DECODING.values(), ids=DECODING)
+@pytest.mark.parametrize(("sequences", "block_size"), STEPS, ids=str)
+def test_runs_on_the_engines_rows(sequences, block_size, shape, window):
+    step = engine_step(shape, sequences, block_size, window)
+    assert_right(step, attention(step, "runs"), tolerance=1e-2)
 
 
 def engine_step(shape: Shape, sequences: list[tuple[int, int]], block_size: int, window: int | None) -> Step:
@@ -282,19 +290,22 @@ def engine_step(shape: Shape, sequences: list[tuple[int, int]], block_size: int,
     return dataclasses.replace(step, k=k, v=v)
 
 
-@pytest.mark.skipif(not tiles(), reason="the processor has no AMX: sums depend on how many rows are computed together")
+@pytest.mark.skipif(DEVICE != "cpu", reason="kernels of the CPU")
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("shape", [DECODING["smollm2"], DECODING["nine-per-head"]], ids=["gqa", "mla"])
-def test_a_query_token_has_one_result(shape, window):
-    """Decoded, verified among others, or in a prompt: equal to the bit."""
+def test_a_query_token_has_one_result(shape, window, compiled):
+    """Decoded, verified among others, or in a prompt; blocks before its window gone or not: equal to the bit."""
     step = engine_step(shape, [(700, 300)], 16, window)
     whole, lse = attention(step, "native")
+    start = int(step.view.first_S)
     for first, last in ((0, 1), (3, 8), (17, 140), (299, 300)):
         seen = 400 + last
+        gone = max(0, 401 + first - window - start) // 16 if window else 0
         view = dataclasses.replace(
             step.view, seq_lens_S=torch.tensor([seen], dtype=torch.int32), max_query=last - first, max_seq_len=seen,
             query_start_S1=torch.tensor([0, last - first], dtype=torch.int32), queries=(last - first,),
-            slots_N=step.view.slots_N[first:last],
+            slots_N=step.view.slots_N[first:last], first_S=step.view.first_S + 16 * gone,
+            block_table_SB=step.view.block_table_SB[:, gone:].contiguous(),
         )  # fmt: skip
         part, part_lse = attention(dataclasses.replace(step, q=step.q[first:last], view=view), "native")
         assert torch.equal(part, whole[first:last])
@@ -400,14 +411,14 @@ def test_the_kernel_compiles_for_hopper_and_fits(monkeypatch):
         assert line["wgmma"] or line.get("tile", [0])[0] < 64, f"{name} does not use the asynchronous tensor cores"
 
 
-@pytest.mark.skipif(DEVICE != "cpu" or why_not() is not None, reason=f"a kernel of the CPU: {why_not()}")
+@pytest.mark.skipif(DEVICE != "cpu", reason="a kernel of the CPU")
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
 @pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)])
 @pytest.mark.parametrize(
     "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (300, 200)]], ids=str
 )
-def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks):
+def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, compiled):
     """The kernel from projections to heads' outputs against absorbed attention by its definition, in fp32."""
     H, G, D, V, R, E = heads, kv_heads, 16, 24, rank, rope
     step = make_step(Shape(H, 1, R + E, R, aliased=True), sequences, 16, window, dtype=torch.bfloat16)
@@ -421,14 +432,13 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks):
     index, angles = torch.randperm(E, generator=generator)[: E // 2], normal(N, 1, E)
     turn = torch.complex(angles.cos(), angles.sin())
     rows = step.k[:, 0].contiguous()
-    assert kernels() is not None
 
     def turned(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
         cos, sin = angles.cos()[..., index], angles.sin()[..., index]
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
-    out = torch.ops.mlaforge_native.latent_rope(
+    out = compiled.latent_rope(
         both, turn, index, torch.stack([pack(w.T) for w in w_uk]), torch.stack([pack(w) for w in w_uv]), b_k, b_v,
         sink_H if sinks else None, rows, view.slots_N, view.block_table_SB, view.seq_lens_S, view.first_S,
         view.query_start_S1, view.block_size, view.window or 0, 0.3, None,
@@ -449,7 +459,7 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks):
     torch.testing.assert_close(out.float(), wanted.flatten(1), rtol=2e-2, atol=float(1e-2 * size))
 
 
-@pytest.mark.skipif(DEVICE != "cpu" or why_not() is not None, reason=f"a kernel of the CPU: {why_not()}")
+@pytest.mark.skipif(DEVICE != "cpu", reason="a kernel of the CPU")
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("norms", [False, True], ids=["bare", "norms"])
 @pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
@@ -457,7 +467,7 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks):
 @pytest.mark.parametrize(
     "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (5000, 20), (300, 200)]], ids=str
 )
-def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks):
+def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, compiled):
     """The kernel from projections to heads' outputs against attention over decompressed keys by its definition."""
     H, G, D, V, R = heads, kv_heads, 16, 24, rank
     step = make_step(Shape(H, 1, R, R, aliased=True), sequences, 16, window, dtype=torch.bfloat16)
@@ -479,9 +489,7 @@ def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks):
     q_norm, k_norm = (normal(D).bfloat16(), normal(D).bfloat16()) if norms else (None, None)
     b_k = b_k.bfloat16()
     rows = step.k[:, 0].contiguous()
-    assert kernels() is not None
-
-    out = torch.ops.mlaforge_native.latent(
+    out = compiled.latent(
         both, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1)), torch.stack([pack(w) for w in w_uv]),
         b_k.flatten(), b_v, q_norm, k_norm, 1e-5, sink_H if sinks else None, rows, view.slots_N, view.block_table_SB,
         view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size, view.window or 0, 0.3, None,

@@ -199,7 +199,7 @@ def untuned(op: Op, name: str, inputs: Sequence[Any]) -> str | None:
         if reason is True:
             return f"{candidate} would run here"
         # Made for other inputs, or for another processor: there is nothing faster to be had.
-        if reason == NOT_COMPILED and native.available():
+        if reason == NOT_COMPILED and native.form() is not None:
             return f"not {candidate}: {reason}"
         if not implementation.quiet:
             return f"not {candidate}: {reason}"

@@ -1,7 +1,8 @@
 """The CPU kernels in cpu/, compiled once per machine by the C++ compiler that is there.
 
-Where there is none, or the processor has no AVX-512 BF16, everything runs on torch's own operations; the reason is said
-once. Kept under runtime.cache_home(), by a hash of the source and of torch's version.
+They exist in three forms, and the fastest that the processor has is taken: with AMX, for AVX-512 BF16, and for AVX2.
+Where there is no compiler everything runs on torch's own operations; the reason is said once. Kept under
+runtime.cache_home(), by a hash of the source and of torch's version.
 """
 
 from __future__ import annotations
@@ -22,23 +23,39 @@ from mlaforge import runtime
 
 FOLDER = Path(__file__).with_name("cpu")
 SOURCE = FOLDER / "native.cpp"
-FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma")
+# A sum must not depend on how the compiler joins its products with it. What is not exported cannot be taken for another
+# form's.
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
+# What the compiler may use in each form, the fastest form first.
+FORMS = {"amx": (*AVX512, "-mamx-tile", "-mamx-bf16"), "avx512": AVX512, "avx2": AVX2}
 
 
 def why_not() -> str | None:
     """Why the kernels cannot be had here; None where they can."""
-    if not runtime.native_wanted():
+    if runtime.native_choice() == "0":
         return "MLAFORGE_NATIVE is 0"
-    if not available():
-        return "this processor has no AVX-512 BF16"
+    if form() is None:
+        return f"this processor has neither of {', '.join(FORMS)}, or MLAFORGE_NATIVE is another one's name"
     if compiler() is None:
         return "there is no C++ compiler (g++)"
     return None
 
 
-def available() -> bool:
-    """Whether this processor can run the kernels, were they compiled."""
-    return torch.cpu._is_avx512_bf16_supported()
+def runs(name: str) -> bool:
+    """Whether this processor can run a form of the kernels, were it compiled."""
+    if name == "amx":
+        return runs("avx512") and torch.cpu._is_amx_tile_supported() and bool(torch.cpu._init_amx())
+    if name == "avx512":
+        return torch.cpu._is_avx512_bf16_supported()
+    return torch.cpu._is_avx2_supported()
+
+
+def form() -> str | None:
+    """The form of the kernels that is taken here: the fastest, or the one that runtime.native_choice() names."""
+    choice = runtime.native_choice()
+    return next((name for name in FORMS if choice in ("1", name) and runs(name)), None)
 
 
 def compiler() -> str | None:
@@ -47,21 +64,19 @@ def compiler() -> str | None:
 
 @functools.cache
 def kernels() -> Any | None:
-    """torch.ops.mlaforge_native with `linear` and `decode`, or None; compiles on the first call of a machine."""
-    reason = why_not()
-    if reason is None:
-        reason = _load()
-    if reason is not None:
+    """The compiled kernels as torch's operations, or None; compiles on the first call of a machine."""
+    reason, name = why_not(), form()
+    if reason is None and name is not None:
+        reason = load(name)
+    if reason is not None or name is None:
         runtime.log(f"compiled CPU kernels are not used: {reason}")
         return None
-    return torch.ops.mlaforge_native
+    return operations(name)
 
 
-@functools.cache
-def tiles() -> bool:
-    """Whether the kernels multiply by tiles (AMX): then they are the fastest product for any number of rows."""
-    native = kernels()
-    return native is not None and bool(native.tiles())
+def operations(name: str) -> Any:
+    """The operations of a form that was loaded."""
+    return getattr(torch.ops, f"mlaforge_{name}")
 
 
 def pack(weight_MK: Tensor) -> Tensor:
@@ -71,27 +86,24 @@ def pack(weight_MK: Tensor) -> Tensor:
     return padded.view(-1, 16, K // 2, 2).transpose(1, 2).contiguous()
 
 
-def unpack(packed: Tensor, out_features: int) -> Tensor:
-    """[M, K] bf16 again."""
-    return packed.transpose(1, 2).reshape(len(packed) * 16, -1)[:out_features]
-
-
 def _sources() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(FOLDER.iterdir()))
 
 
-def _load() -> str | None:
-    key = hashlib.sha256(_sources() + f"{torch.__version__} {FLAGS}".encode()).hexdigest()[:16]
-    library = runtime.cache_home() / "native" / f"{key}.so"
+def load(name: str) -> str | None:
+    """Compiles a form of the kernels where that was not done before and loads it; why not, where it cannot be."""
+    assert runs(name), f"this processor lacks {name}"
+    key = hashlib.sha256(_sources() + f"{torch.__version__} {FLAGS} {FORMS[name]}".encode()).hexdigest()[:16]
+    library = runtime.cache_home() / "native" / f"{name}-{key}.so"
     if not library.is_file():
         runtime.log("compiling CPU kernels, once on this machine (about half a minute)")
-        if (failed := _compile(library)) is not None:
+        if (failed := _compile(library, name)) is not None:
             return failed
     torch.ops.load_library(library)
     return None
 
 
-def _compile(library: Path) -> str | None:
+def _compile(library: Path, name: str) -> str | None:
     """Writes `library`; or nothing, and the compiler's first complaint."""
     from torch.utils.cpp_extension import include_paths
 
@@ -101,11 +113,10 @@ def _compile(library: Path) -> str | None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         shared_object, unit = Path(scratch) / "native.so", Path(scratch) / "native.o"
-        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+        defined = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-DFORM=mlaforge_{name}"]
         includes = [f"-I{path}" for path in include_paths()]
-        flags = [flag for flag in FLAGS if flag != "-shared"]
         runs = [
-            [compiler(), *flags, "-fopenmp", abi, *includes, "-c", str(SOURCE), "-o", str(unit)],
+            [compiler(), *FLAGS, *FORMS[name], *defined, *includes, "-c", str(SOURCE), "-o", str(unit)],
             [compiler(), "-shared", str(unit), "-o", str(shared_object), f"-L{libraries}", "-ltorch_cpu", "-lc10"]
             + ([str(openmp)] if openmp else ["-fopenmp"]),
         ]

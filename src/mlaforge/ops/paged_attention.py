@@ -20,11 +20,8 @@ from mlaforge import runtime
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import load
 from mlaforge.ops.dispatch import Op
-from mlaforge.ops.native import kernels, tiles
+from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention_cpu import paged_attention_runs
-
-# Query tokens per sequence up to which a pass over the cache is limited by reading it: decoding and verification.
-FEW_QUERIES = 16
 
 
 def paged_attention(
@@ -117,8 +114,6 @@ def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale:
 
 
 def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
-    if view.max_query > FEW_QUERIES and not tiles():
-        return f"without AMX it is for up to {FEW_QUERIES} query tokens per sequence"
     if q_NHD.dtype != torch.bfloat16 or k_LGD.dtype != torch.bfloat16:
         return f"it is for bfloat16, these are {q_NHD.dtype}"
     if k_LGD.stride(2) != 1 or v_LGV.stride(2) != 1 or k_LGD.stride(0) != v_LGV.stride(0):

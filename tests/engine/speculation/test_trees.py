@@ -11,7 +11,6 @@ from mlaforge.engine.execution.batch import Chunk, make_batch
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.controller import DraftPolicy
 from mlaforge.engine.speculation.drafter import Draft, ancestry
-from mlaforge.ops.native import kernels, why_not
 from mlaforge.ops.paged_attention import OP
 from support.drafters import Branching
 from support.eagle3_heads import HEADS, draft_logits, recorded, saved
@@ -104,10 +103,8 @@ def test_attention_sees_the_path_and_what_came_before(parents, before, window, b
 @settings(max_examples=30)
 @given(parents=forests, before=st.integers(0, 300), window=st.none() | st.integers(1, 14), asked=st.integers(1, 12),
        heads=st.sampled_from([(4, 2, 8, 8), (6, 1, 24, 16), (9, 3, 64, 64)]))  # fmt: skip
-def test_the_compiled_kernel_sees_the_same(parents, before, window, asked, heads):
+def test_the_compiled_kernel_sees_the_same(compiled, parents, before, window, asked, heads):
     """In bf16, chunks of the cache that end inside the tree, and what nobody wrote beside it."""
-    if kernels() is None:
-        pytest.skip(why_not() or "the compiler failed")
     H, G, D, V = heads
     n, T = len(parents), min(asked, len(parents))
     tables = BlockTables([CacheGroup("it", 60, window)], 8)

@@ -22,8 +22,8 @@ from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.native import kernels, pack, tiles
-from mlaforge.ops.paged_attention import FEW_QUERIES, capturable, paged_attention
+from mlaforge.ops.native import kernels, pack
+from mlaforge.ops.paged_attention import capturable, paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class PagedLatentAttention:
         q, row_NW = both[:, :-W], both[:, -W:]
         if self.q_b_proj is not None:
             q = self.q_b_proj(q)
-        if self.native is not None and (tiles() or view.max_query <= FEW_QUERIES):
+        if self.native is not None:
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
             return self.o_proj(self.native(both, step.turn_N1P, self.rows_LW, view), plus_NC)
         q_NHD = q.view(N, latent.num_heads, -1)

@@ -1,9 +1,9 @@
 """Linear layers as a serving engine wants them: fused where they read the same input, packed for the device.
 
 At decoding a linear layer is limited by reading its weights, so what counts is their bytes and how close to the
-memory's speed they are read; at prefill it is limited by arithmetic. On a CPU without AMX these differ: few rows go
-through oneDNN's packed bf16 (or torch's int8 and int4 kernels), many rows through an fp32 product of weights unpacked
-on the way, which is the fastest product such a CPU has.
+memory's speed they are read; at prefill it is limited by arithmetic. On a CPU bfloat16 goes through our own kernel for
+any number of rows (ops/cpu/linear.h); int8 and int4 at few rows through torch's kernels, at many through an fp32
+product of weights unpacked on the way.
 
 Legend: N rows (tokens), K input width, M output width.
 """
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge.ops.native import available, kernels, pack, tiles, unpack
+from mlaforge.ops.native import kernels, pack
 from mlaforge.runtime import UserError
 
 # Formats of weights that are not a torch dtype, and the activations that go with them.
 QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
 # Rows from which on unpacking to fp32 pays (measured on 2 cores with AVX-512: LOG.md).
-WIDE = {"bfloat16": 128, "int8": 64, "int4": 64}
+WIDE = {"int8": 64, "int4": 64}
 # torch's int8 kernel takes widths that are multiples of this; it checks nothing.
 INT8_COLUMNS = 16
 # Input columns that share one scale and zero point in int4.
@@ -54,12 +54,9 @@ class PackedLinear:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
             # Experts' weights come transposed, and the kernels read neither them nor rows with gaps between.
             self._product, self._weight = {"int8": _int8, "int4": _int4}[format](weight_MK.contiguous())
-        # oneDNN packs bf16 from AVX-512 on only; F.linear takes it everywhere.
-        elif format == "bfloat16" and on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            self._product, self._weight = _packed_bf16(weight_MK)
         else:
-            weight = weight_MK.clone()
-            self._product, self._weight = (lambda x, bias, plus: _plus(F.linear(x, weight, bias), plus)), None
+            self._product = (_bfloat16 if format == "bfloat16" and on_cpu else _plain)(weight_MK)
+            self._weight = None
 
     def __call__(self, x_NK: Tensor, plus_NM: Tensor | None = None) -> Tensor:
         """y [N, M], with `plus_NM` added."""
@@ -74,26 +71,29 @@ def _plus(out_NM: Tensor, plus_NM: Tensor | None) -> Tensor:
     return out_NM if plus_NM is None else out_NM.add_(plus_NM)
 
 
-def _packed_bf16(weight_MK: Tensor) -> Packed:
-    """Our own kernel's layout where it is compiled, else oneDNN's: 1.3 to 1.5 times the speed of F.linear at one to
-    eight rows."""
+def _plain(weight_MK: Tensor) -> Product:
+    weight = weight_MK.clone()
+    return lambda x, bias, plus: _plus(F.linear(x, weight, bias), plus)
+
+
+def _bfloat16(weight_MK: Tensor) -> Product:
+    """By our own kernel where it is compiled; else by oneDNN's, which packs from AVX-512 on only: 1.3 to 1.5 times the
+    speed of F.linear at one to eight rows."""
     M, K = weight_MK.shape
     if (native := kernels()) is not None and K % 2 == 0:
         native_packed, native_product = pack(weight_MK), native.linear.default
-
-        def native_few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-            return native_product(x_NK, native_packed, M, bias, plus_NM)
-
-        return native_few, None if tiles() else lambda: unpack(native_packed, M).float()
+        return lambda x, bias, plus: native_product(x, native_packed, M, bias, plus)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return _plain(weight_MK)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.bfloat16().contiguous(), 1)
     product, product_plus = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
-    def few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
+    def by_onednn(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
         if plus_NM is None:
             return product(x_NK, packed, bias, "none", [], "")
         return product_plus(x_NK, plus_NM, packed, bias, "add")
 
-    return few, lambda: packed.to_dense().float()
+    return by_onednn
 
 
 def _int8(weight_MK: Tensor) -> Packed:
@@ -158,4 +158,4 @@ def bfloat16_unit() -> str | None:
     bfloat16, whose weights are half of float32's bytes; elsewhere every product would widen them first."""
     if torch.cpu._is_amx_tile_supported():
         return "AMX"
-    return "AVX-512 BF16" if available() else None
+    return "AVX-512 BF16" if torch.cpu._is_avx512_bf16_supported() else None

@@ -1,14 +1,19 @@
 // Attention over the paged cache as an operation: by tiles where the processor has them, else by vectors.
 #pragma once
-#include "paged_attention.h"
+#include "vector_attention.h"
+#ifdef __AMX_TILE__
 #include "tiled_attention.h"
+#endif
 
 template <typename Finish>
 void attend(const float* q, int64_t H, int64_t G, int64_t D, int64_t V, const Rows& rows, const View& view, float scale,
             Finish finish) {
+  const Attention attention{q, H, G, D, V, rows, view, scale};
+#ifdef __AMX_TILE__
   // Sixteen rows of a tile lie one after another in a block.
-  if (tiles() && view.block_size % 16 == 0 && D % 2 == 0) TiledAttention(q, H, G, D, V, rows, view, scale).run(finish);
-  else attend_by_vectors(q, H, G, D, V, rows, view, scale, finish);
+  if (view.block_size % 16 == 0 && D % 2 == 0) return PagedAttention<TileKernel>(attention).run(finish);
+#endif
+  PagedAttention<VectorKernel>(attention).run(finish);
 }
 
 std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,

@@ -11,16 +11,15 @@ at::Tensor rms_norm(const at::Tensor& x_NC, const at::Tensor& weight_C, double e
   bf16* ys = out.mutable_data_ptr<bf16>();
   at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
-      __m512 sum = _mm512_setzero_ps();
+      Floats squares = all(0.0f);
       for (int64_t c = 0; c < C; c += 16) {
-        const __m512 v = widened(xs + n * C + c, tail16(C - c));
-        sum = _mm512_fmadd_ps(v, v, sum);
+        const Floats v = widened(xs + n * C + c, std::min<int64_t>(16, C - c));
+        squares = fma(v, v, squares);
       }
-      const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / C + float(eps)));
+      const Floats scale = all(1.0f / std::sqrt(sum(squares) / C + float(eps)));
       for (int64_t c = 0; c < C; c += 16) {
-        const __mmask16 mask = tail16(C - c);
-        const __m512 y = _mm512_mul_ps(_mm512_mul_ps(widened(xs + n * C + c, mask), scale), widened(ws + c, mask));
-        _mm256_mask_storeu_epi16(ys + n * C + c, mask, (__m256i)_mm512_cvtneps_pbh(y));
+        const int64_t count = std::min<int64_t>(16, C - c);
+        narrow(ys + n * C + c, widened(xs + n * C + c, count) * scale * widened(ws + c, count), count);
       }
     }
   });
@@ -35,17 +34,15 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
   const bf16* xs = x.const_data_ptr<bf16>();
   bf16* ys = out.mutable_data_ptr<bf16>();
   at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
-    const __m512 one = _mm512_set1_ps(1.0f);
+    const Floats zero = all(0.0f), one = all(1.0f);
     for (int64_t n = begin; n < end; ++n)
       for (int64_t i = 0; i < I; i += 16) {
-        const __mmask16 mask = tail16(I - i);
-        const __m512 gate = widened(xs + 2 * n * I + i, mask), up = widened(xs + (2 * n + 1) * I + i, mask);
+        const int64_t count = std::min<int64_t>(16, I - i);
+        const Floats gate = widened(xs + 2 * n * I + i, count), up = widened(xs + (2 * n + 1) * I + i, count);
         // 1 / (1 + e^-g), with e^-|g| so that nothing overflows.
-        const __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(gate)));
-        const __mmask16 positive = _mm512_cmp_ps_mask(gate, _mm512_setzero_ps(), _CMP_GE_OQ);
-        const __m512 share = _mm512_div_ps(_mm512_mask_blend_ps(positive, e, one), _mm512_add_ps(one, e));
-        const __m512 y = _mm512_mul_ps(_mm512_mul_ps(gate, share), up);
-        _mm256_mask_storeu_epi16(ys + n * I + i, mask, (__m256i)_mm512_cvtneps_pbh(y));
+        const Floats e = exponential(zero - abs(gate));
+        const Floats share = select(above(gate, zero), one, e) / (one + e);
+        narrow(ys + n * I + i, gate * share * up, count);
       }
   });
   return out;

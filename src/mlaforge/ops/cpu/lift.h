@@ -13,10 +13,10 @@ struct Lift {
   int64_t G, J, R, V;
 
   void operator()(const float* latent, const float* lse, bf16* out) const {
-    float lifted[TILE * 256];
+    float lifted[ROWS * 256];
     for (int64_t g = 0; g < G; ++g)
-      for (int64_t j = 0; j < J; j += TILE) {
-        const int64_t count = std::min(TILE, J - j), h = g * J + j;
+      for (int64_t j = 0; j < J; j += ROWS) {
+        const int64_t count = std::min<int64_t>(ROWS, J - j), h = g * J + j;
         product(w_uv + g * step, latent + h * R, count, R, R, V, lifted, V);
         for (int64_t r = 0; r < count; ++r) {
           const float share = sinks ? 1.0f / (1.0f + std::exp(sinks[h + r] - lse[h + r])) : 1.0f;

@@ -1,6 +1,6 @@
-// The CPU kernels: decoding with AVX-512 BF16, few rows times a weight matrix, and attention of a few query tokens per
-// sequence over the paged cache. Both are limited by reading memory once; torch's own paths read slower and cost 30 us a
-// call. Compiled on first use by ops/native.py; references stand in Python. Threads are torch's own.
+// The CPU kernels for bfloat16: products with packed weights, attention over the paged cache, and what lies between.
+// Compiled by ops/native.py on first use, for what the processor has: FORM is the library's name. References stand in
+// Python; threads are torch's own.
 #include <torch/library.h>
 
 #include "decode.h"
@@ -9,8 +9,11 @@
 #include "latent_rope.h"
 #include "linear.h"
 
-TORCH_LIBRARY(mlaforge_native, m) {
-  m.def("tiles() -> bool");
+// Names that are macros are not joined to others before they are replaced.
+#define LIBRARY(name, m) TORCH_LIBRARY(name, m)
+#define LIBRARY_OF_CPU(name, m) TORCH_LIBRARY_IMPL(name, CPU, m)
+
+LIBRARY(FORM, m) {
   m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
@@ -28,9 +31,7 @@ TORCH_LIBRARY(mlaforge_native, m) {
       "int block_size, int window, float scale, Tensor? tree) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(mlaforge_native, CatchAll, m) { m.impl("tiles", tiles); }
-
-TORCH_LIBRARY_IMPL(mlaforge_native, CPU, m) {
+LIBRARY_OF_CPU(FORM, m) {
   m.impl("linear", linear);
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);

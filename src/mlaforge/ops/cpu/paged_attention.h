@@ -1,139 +1,22 @@
-// Attention of a few query tokens per sequence over the paged cache.
+// Attention over the paged cache, for any number of query tokens: decoding, verification and prompts alike.
 //
-// Legend: N rows, S sequences, H query heads, G key heads, J = H / G, D key and V value dimensions, L slots, W numbers of a
-// cached row.
+// A column is a query token and a head of one sequence. What a column gets depends on itself alone: the cache is cut into
+// chunks at fixed positions, each chunk's result is a column's own, and chunks are merged in order. So a query token has
+// the same result to the bit alone, among others, in a prompt or decoded. What a processor does best with one chunk and a
+// task's columns is a part of its own: vector_attention.h and tiled_attention.h.
+//
+// Legend: N rows, S sequences, T query tokens of a sequence, H query heads, G key heads, J = H / G, D key and V value
+// dimensions.
+//
+// Limit: few query tokens, reading the rows once (G (D + V) numbers a token); many, or heads that share a row,
+// 2 H (D + V) FLOPs a cached and query token.
 #pragma once
+#include <atomic>
+
 #include "vectors.h"
 
-constexpr int64_t CHUNK = 256;  // cached tokens of one task
-constexpr int64_t AHEAD = 16;   // cached tokens that are fetched before they are needed
-
-// Keys of 16 tokens, numbers [0, D) from `offset` on, widened: out[d] holds number d of all 16; D rounded up to 8.
-void transpose(const bf16* const* keys, int64_t D, int64_t offset, __m512* out) {
-  const __m512i high = _mm512_set1_epi32(0xffff0000);
-  auto columns = [&](int64_t d, auto piece) {
-    __m512i row[4];
-    for (int t = 0; t < 4; ++t) {
-      auto quarter = [&](int q) { return piece(keys[t + 4 * q] + offset + d); };
-      row[t] = _mm512_inserti32x4(_mm512_castsi128_si512(quarter(0)), quarter(1), 1);
-      row[t] = _mm512_inserti32x4(_mm512_inserti32x4(row[t], quarter(2), 2), quarter(3), 3);
-    }
-    const __m512i low01 = _mm512_unpacklo_epi32(row[0], row[1]), high01 = _mm512_unpackhi_epi32(row[0], row[1]);
-    const __m512i low23 = _mm512_unpacklo_epi32(row[2], row[3]), high23 = _mm512_unpackhi_epi32(row[2], row[3]);
-    const __m512i pairs[4] = {_mm512_unpacklo_epi64(low01, low23), _mm512_unpackhi_epi64(low01, low23),
-                              _mm512_unpacklo_epi64(high01, high23), _mm512_unpackhi_epi64(high01, high23)};
-    for (int p = 0; p < 4; ++p) {
-      out[d + 2 * p] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs[p], 16));
-      out[d + 2 * p + 1] = _mm512_castsi512_ps(_mm512_and_si512(pairs[p], high));
-    }
-  };
-  int64_t d = 0;
-  for (; d + 8 <= D; d += 8) columns(d, [](const bf16* at) { return _mm_loadu_si128((const __m128i*)at); });
-  const auto mask = __mmask8((1u << (D - d)) - 1);
-  if (d < D) columns(d, [mask](const bf16* at) { return _mm_maskz_loadu_epi16(mask, at); });
-}
-
-// Scores of 16 tokens, lane by lane, so that no sum runs across lanes. `keys` is transposed.
-template <int J>
-void scores(const float* q, int64_t D, const __m512* keys, float scale, float* out) {
-  constexpr int U = J <= 2 ? 4 : 2;
-  __m512 acc[U][J];
-  for (int u = 0; u < U; ++u)
-    for (int j = 0; j < J; ++j) acc[u][j] = _mm512_setzero_ps();
-  auto add = [&](int64_t d, __m512* sum) {
-    for (int j = 0; j < J; ++j) sum[j] = _mm512_fmadd_ps(_mm512_set1_ps(q[j * D + d]), keys[d], sum[j]);
-  };
-  int64_t d = 0;
-  for (; d + U <= D; d += U)
-    for (int u = 0; u < U; ++u) add(d + u, acc[u]);
-  for (; d < D; ++d) add(d, acc[0]);
-  for (int j = 0; j < J; ++j) {
-    for (int u = 1; u < U; ++u) acc[0][j] = _mm512_add_ps(acc[0][j], acc[u][j]);
-    _mm512_storeu_ps(out + j * CHUNK, _mm512_mul_ps(acc[0][j], _mm512_set1_ps(scale)));
-  }
-}
-
-template <int J>
-void weigh(const float* weights, const bf16* const* values, int64_t count, int64_t offset, int64_t V, float* out) {
-  constexpr int C = J <= 6 ? 2 : 1;  // vectors of a row at once: even and odd numbers of them fill the registers
-  const __m512i high = _mm512_set1_epi32(0xffff0000);
-  const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  for (int64_t v = 0; v < V; v += C * LANES) {
-    __m512 even[C][J], odd[C][J];
-    for (int c = 0; c < C; ++c)
-      for (int j = 0; j < J; ++j) even[c][j] = odd[c][j] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < count; ++t)
-      for (int c = 0; c < C; ++c) {
-        const int64_t at = v + c * LANES;
-        const __m512i value = _mm512_maskz_loadu_epi16(tail32(std::max<int64_t>(0, V - at)), values[t] + offset + at);
-        const __m512 lower = _mm512_castsi512_ps(_mm512_slli_epi32(value, 16));
-        const __m512 upper = _mm512_castsi512_ps(_mm512_and_si512(value, high));
-        for (int j = 0; j < J; ++j) {
-          const __m512 weight = _mm512_set1_ps(weights[j * CHUNK + t]);
-          even[c][j] = _mm512_fmadd_ps(weight, lower, even[c][j]);
-          odd[c][j] = _mm512_fmadd_ps(weight, upper, odd[c][j]);
-        }
-      }
-    for (int c = 0; c < C; ++c)
-      for (int j = 0; j < J; ++j) {
-        const int64_t at = v + c * LANES;
-        const __mmask32 mask = tail32(std::max<int64_t>(0, V - at));
-        float* to = out + j * V + at;
-        _mm512_mask_storeu_ps(to, __mmask16(mask), _mm512_permutex2var_ps(even[c][j], first, odd[c][j]));
-        _mm512_mask_storeu_ps(to + 16, __mmask16(mask >> 16), _mm512_permutex2var_ps(even[c][j], second, odd[c][j]));
-      }
-  }
-}
-
-// Calls f<1>, ..., f<8> for all heads of a group, at most eight at a time and as evenly as it goes: f(first head, J as a
-// type).
-template <typename F>
-void by_heads(int64_t heads, F&& f) {
-  const int64_t parts = (heads + 7) / 8;
-  for (int64_t part = 0, j = 0; part < parts; ++part) {
-    const int64_t count = (heads - j + parts - part - 1) / (parts - part);
-    switch (count) {
-      case 1: f(j, std::integral_constant<int, 1>()); break;
-      case 2: f(j, std::integral_constant<int, 2>()); break;
-      case 3: f(j, std::integral_constant<int, 3>()); break;
-      case 4: f(j, std::integral_constant<int, 4>()); break;
-      case 5: f(j, std::integral_constant<int, 5>()); break;
-      case 6: f(j, std::integral_constant<int, 6>()); break;
-      case 7: f(j, std::integral_constant<int, 7>()); break;
-      default: f(j, std::integral_constant<int, 8>());
-    }
-    j += count;
-  }
-}
-
-// Softmax weights of `count` scores in place (not yet divided by their sum); returns the largest score and the sum.
-std::pair<float, float> soften(float* score, int64_t count) {
-  __m512 most = _mm512_set1_ps(-INF), sum = _mm512_setzero_ps();
-  for (int64_t t = 0; t < count; t += 16)
-    most = _mm512_mask_max_ps(most, tail16(count - t), most, _mm512_maskz_loadu_ps(tail16(count - t), score + t));
-  const float top = _mm512_reduce_max_ps(most);
-  for (int64_t t = 0; t < count; t += 16) {
-    const __mmask16 mask = tail16(count - t);
-    const __m512 e = exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, score + t), _mm512_set1_ps(top)));
-    _mm512_mask_storeu_ps(score + t, mask, e);
-    sum = _mm512_mask_add_ps(sum, mask, sum, e);
-  }
-  return {top, _mm512_reduce_add_ps(sum)};
-}
-
-// What the query tokens of a step see of the cache, as ops/cache_view.py describes it.
-struct View {
-  at::Tensor table_SB, seq_lens_S, first_S, query_start_S1;
-  int64_t block_size, window;
-  std::optional<at::Tensor> tree_Tn;
-
-  int64_t sequences() const { return seq_lens_S.size(0); }
-  int64_t rows(int64_t s) const { return seq_lens_S.const_data_ptr<int32_t>()[s] - first_S.const_data_ptr<int32_t>()[s]; }
-  int64_t query(int64_t s) const { return query_start_S1.const_data_ptr<int32_t>()[s]; }
-  int64_t queries(int64_t s) const { return query(s + 1) - query(s); }
-  int64_t nodes() const { return tree_Tn ? tree_Tn->size(1) : 0; }
-};
+constexpr int64_t CHUNK = 256;   // cached tokens of a chunk
+constexpr int64_t COLUMNS = 64;  // columns that one task takes through the cache
 
 // Where a token's keys and values lie in a row of the cache: `width` numbers from one row to the next, `k_head` from one
 // key head to the next.
@@ -142,122 +25,181 @@ struct Rows {
   int64_t width, k_head, v_head, v_offset;
 };
 
-// Attention of the last T query tokens of each sequence, T being few: one pass over the cache serves all of them. Chunks
-// of the cache are tasks of their own, and their results are merged per query token: `finish(n, out [H, V], lse [H])`,
-// from several threads at once.
-//
-// Limit: reading the rows once (G (D + V) numbers a token), or 2 H (D + V) FLOPs a token where heads share a row.
-template <typename Finish>
-void attend_by_vectors(const float* qs, int64_t H, int64_t G, int64_t D, int64_t V, const Rows& at_row, const View& view,
-            float scale, Finish finish) {
-  const int64_t S = view.sequences(), J = H / G, N = view.query(S), nodes = view.nodes(), window = view.window;
-  const int32_t* tree = view.tree_Tn ? view.tree_Tn->const_data_ptr<int32_t>() : nullptr;
-  // `place` is the first of its T * H places among the partial results.
-  struct Task { int64_t sequence, begin, end, place; };
-  std::vector<Task> tasks;
-  std::vector<int64_t> starts(S + 1), sequence_of(N);
-  int64_t places = 0, most_queries = 0;
-  for (int64_t s = 0; s < S; ++s) {
-    starts[s] = tasks.size();
-    const int64_t rows = view.rows(s), T = view.queries(s);
-    std::fill_n(sequence_of.begin() + view.query(s), T, s);
-    const int64_t begin = window > 0 ? std::max<int64_t>(0, rows - (tree ? nodes : T) + 1 - window) : 0;
-    for (int64_t r = begin; r < rows; r += CHUNK, places += T * H)
-      tasks.push_back({s, r, std::min(r + CHUNK, rows), places});
-    most_queries = std::max(most_queries, T);
+// What the query tokens of a step see of the cache, as ops/cache_view.py describes it.
+struct View {
+  at::Tensor table_SB, seq_lens_S, first_S, query_start_S1;
+  int64_t block_size, window;
+  std::optional<at::Tensor> tree_Tn;
+
+  int64_t sequences() const { return seq_lens_S.size(0); }
+  int64_t length(int64_t s) const { return seq_lens_S.const_data_ptr<int32_t>()[s]; }
+  int64_t first(int64_t s) const { return first_S.const_data_ptr<int32_t>()[s]; }
+  int64_t rows(int64_t s) const { return length(s) - first(s); }
+  int64_t query(int64_t s) const { return query_start_S1.const_data_ptr<int32_t>()[s]; }
+  int64_t queries(int64_t s) const { return query(s + 1) - query(s); }
+  int64_t nodes() const { return tree_Tn ? tree_Tn->size(1) : 0; }
+  // How far before query token m each node of the tree stands, -1 where it is not seen.
+  const int32_t* back(int64_t m) const { return tree_Tn->const_data_ptr<int32_t>() + m * nodes(); }
+  // Position of the tree's first node, and past every position where there is no tree.
+  int64_t tail(int64_t s) const { return tree_Tn ? length(s) - nodes() : std::numeric_limits<int32_t>::max(); }
+
+  // Where `count` tokens from `position` on lie.
+  void locate(int64_t s, int64_t position, int64_t count, const Rows& of, const bf16** row) const {
+    const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
+    const int64_t at = position - first(s);
+    for (int64_t t = 0, b = at / block_size, slot = at % block_size; t < count; ++t) {
+      row[t] = of.keys + (blocks[b] * block_size + slot) * of.width;
+      if (++slot == block_size) ++b, slot = 0;
+    }
   }
-  starts[S] = tasks.size();
 
-  std::vector<float> partial(places * V), most(places), sums(places);
-  at::parallel_for(0, tasks.size(), 1, [&](int64_t from, int64_t to) {
-    std::vector<float> score(most_queries * H * CHUNK);
-    std::vector<__m512> tile((D + 7) / 8 * 8);
-    const bf16* row[CHUNK + 2 * AHEAD];
-    for (int64_t i = from; i < to; ++i) {
-      const auto [s, begin, end, at] = tasks[i];
-      const int64_t T = view.queries(s), query = view.query(s), rows = view.rows(s);
-      const int32_t* blocks = view.table_SB.const_data_ptr<int32_t>() + s * view.table_SB.size(1);
-      const int64_t count = end - begin;
-      const int64_t reach = std::min(CHUNK + 2 * AHEAD, rows - begin);
-      for (int64_t t = 0, b = begin / view.block_size, slot = begin % view.block_size; t < reach; ++t) {
-        row[t] = at_row.keys + (blocks[b] * view.block_size + slot) * at_row.width;
-        if (++slot == view.block_size) ++b, slot = 0;
-      }
-      // The last tile is filled up with its own last row.
-      if (reach < CHUNK) std::fill(row + reach, row + CHUNK, row[reach - 1]);
-      for (int64_t t = 0; t < count; t += 16) {
-        for (int64_t ahead = t + AHEAD; ahead < std::min(t + AHEAD + 16, reach); ++ahead)
-          for (int64_t w = 0; w < at_row.width; w += 32) _mm_prefetch((const char*)(row[ahead] + w), _MM_HINT_T0);
-        for (int64_t g = 0; g < G; ++g) {
-          transpose(row + t, D, g * at_row.k_head, tile.data());
-          for (int64_t m = 0; m < T; ++m)
-            by_heads(J, [&](int64_t j, auto n) {
-              const int64_t h = g * J + j;
-              float* to = score.data() + (m * H + h) * CHUNK + t;
-              scores<n>(qs + ((query + m) * H + h) * D, D, tile.data(), scale, to);
-            });
-        }
-      }
-      for (int64_t m = 0; m < T; ++m) {
-        // Query token m sees the rows low to high of this chunk.
-        int64_t seen = rows - T + m + 1 - begin;
-        // Where the tree's rows begin in this chunk, and how far back each of them is.
-        const int64_t tail = rows - nodes - begin;
-        const int32_t* back = tree + m * nodes;
-        if (tree) seen = tail + *std::max_element(back, back + nodes) + 1;
-        const int64_t low = window > 0 ? std::min(count, std::max<int64_t>(0, seen - window)) : 0;
-        const int64_t high = tree ? count : std::min(count, seen);
-        auto hidden = [&](int64_t t) {
-          return tree && t >= tail && (back[t - tail] < 0 || (window > 0 && back[t - tail] >= window));
-        };
-        int64_t visible = 0;
-        for (int64_t t = tree ? low : high; t < high; ++t) visible += !hidden(t);
-        const int64_t place = at + m * H;
-        if (tree ? visible == 0 : low >= high) {
-          std::fill_n(most.data() + place, H, -INF);
-          continue;
-        }
-        for (int64_t h = 0; h < H; ++h) {
-          float* own = score.data() + (m * H + h) * CHUNK;
-          std::fill_n(own, low, -INF);
-          for (int64_t t = std::max(low, tail); tree && t < high; ++t)
-            if (hidden(t)) own[t] = -INF;
-          std::tie(most[place + h], sums[place + h]) = soften(own, high);
-          std::fill_n(own, low, 0.0f);
-          for (int64_t t = std::max(low, tail); tree && t < high; ++t)
-            if (hidden(t)) own[t] = 0;
-        }
-        for (int64_t g = 0; g < G; ++g)
-          by_heads(J, [&](int64_t j, auto n) {
-            const int64_t h = g * J + j;
-            weigh<n>(score.data() + (m * H + h) * CHUNK, row, high, at_row.v_offset + g * at_row.v_head, V,
-                     partial.data() + (place + h) * V);
-          });
-      }
-    }
-  });
+  // Where query token m of a sequence stands.
+  int64_t position(int64_t s, int64_t m) const {
+    return tree_Tn ? tail(s) + *std::max_element(back(m), back(m) + nodes()) : length(s) - queries(s) + m;
+  }
 
-  at::parallel_for(0, N, 4, [&](int64_t from, int64_t to) {
-    std::vector<float> out(H * V), lse(H);
-    for (int64_t n = from; n < to; ++n) {
-      const int64_t s = sequence_of[n], m = (n - view.query(s)) * H;
-      std::fill(out.begin(), out.end(), 0.0f);
-      for (int64_t h = 0; h < H; ++h) {
-        float top = -INF, sum = 0, *total = out.data() + h * V;
-        for (int64_t i = starts[s]; i < starts[s + 1]; ++i) top = std::max(top, most[tasks[i].place + m + h]);
-        for (int64_t i = starts[s]; i < starts[s + 1]; ++i) {
-          const int64_t place = tasks[i].place + m + h;
-          if (most[place] == -INF) continue;
-          const float share = std::exp(most[place] - top);
-          sum += share * sums[place];
-          const float* part = partial.data() + place * V;
-          for (int64_t v = 0; v < V; ++v) total[v] += share * part[v];
-        }
-        lse[h] = sum > 0 ? top + std::log(sum) : -INF;
-        for (int64_t v = 0; v < V; ++v) total[v] = sum > 0 ? total[v] / sum : 0.0f;
-      }
-      finish(n, out.data(), lse.data());
-    }
-  });
+  // The first position that a token at `position` sees.
+  int64_t since(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0; }
+
+  // Whether query token m sees node j of the tree.
+  bool sees(int64_t m, int64_t j) const { return back(m)[j] >= 0 && (window <= 0 || back(m)[j] < window); }
+
+  // Chunks that query tokens m to before n of a sequence see, at fixed positions.
+  std::pair<int64_t, int64_t> chunks(int64_t s, int64_t m, int64_t n) const {
+    const int64_t last = tree_Tn ? length(s) : position(s, n - 1) + 1;
+    const int64_t begin = std::max(first(s), since(tree_Tn ? tail(s) : position(s, m)));
+    return {begin / CHUNK, (last + CHUNK - 1) / CHUNK};
+  }
+};
+
+// A step's attention. Queries are [N, H, D].
+struct Attention {
+  const float* q;
+  int64_t H, G, D, V;
+  Rows row;
+  View view;
+  float scale;
+
+  int64_t J() const { return H / G; }
+};
+
+// Heads that are computed together: they read keys [k, k + D) and values [v, v + V) of a row.
+struct HeadSet { int64_t first, heads, k, D, v, V; };
+
+// Columns first to first + count of a sequence and a set of heads, token by token; one chunk, or all (-1).
+struct Task {
+  int64_t sequence, first, count, chunk, place;
+  HeadSet set;
+
+  int64_t token(int64_t c) const { return (first + c) / set.heads; }
+  int64_t head(int64_t c) const { return set.first + (first + c) % set.heads; }
+};
+
+// A running result of attention over what came before, and that of one more chunk.
+inline void merge_chunk(float* total, float& top, float& sum, const float* part, float most, float own, int64_t V) {
+  if (most == -INF) return;
+  const float next = std::max(top, most), kept = std::exp(top - next), share = std::exp(most - next);
+  const Floats a = all(kept), b = all(share);
+  int64_t v = 0;
+  for (; v + 16 <= V; v += 16) store(total + v, fma(load(part + v), b, load(total + v) * a));
+  if (v < V) store(total + v, fma(load(part + v, V - v), b, load(total + v, V - v) * a), V - v);
+  sum = sum * kept + own * share;
+  top = next;
 }
 
+// `Kernel(attention)` is a thread's own: `pack(task)` takes a task's queries, `attend(task, chunk, out, most, sums)` gives
+// for every column its values' weighted sum [V], not yet divided, its largest score and the sum of its weights.
+template <typename Kernel>
+class PagedAttention {
+ public:
+  explicit PagedAttention(const Attention& of) : of_(of), view_(of.view) {}
+
+  // `finish(n, out [H, V], lse [H])` for every query token, from several threads at once.
+  template <typename Finish>
+  void run(Finish finish) {
+    const int64_t S = view_.sequences(), N = view_.query(S), H = of_.H, G = of_.G, V = of_.V;
+    const HeadSet every{0, H, 0, (G - 1) * of_.row.k_head + of_.D, 0, (G - 1) * of_.row.v_head + V};
+    std::vector<Task> tasks;
+    std::vector<Places> places(S);
+    std::vector<int64_t> sequence_of(N);
+    int64_t all_places = 0;
+    for (int64_t s = 0; s < S; ++s) {
+      const int64_t T = view_.queries(s), columns = T * H;
+      std::fill_n(sequence_of.begin() + view_.query(s), T, s);
+      if (columns <= COLUMNS) {
+        // Every chunk is a task; the results are merged afterwards.
+        const auto [from, to] = view_.chunks(s, 0, T);
+        places[s] = {all_places, to - from};
+        for (int64_t chunk = from; chunk < to; ++chunk, all_places += columns)
+          tasks.push_back({s, 0, columns, chunk, all_places, every});
+        continue;
+      }
+      // Each key head for itself. The last columns see most: longest tasks first.
+      const int64_t J = of_.J(), own = T * J;
+      for (int64_t first = (own - 1) / COLUMNS * COLUMNS; first >= 0; first -= COLUMNS)
+        for (int64_t g = 0; g < G; ++g)
+          tasks.push_back({s, first, std::min(COLUMNS, own - first), -1, 0,
+                           {g * J, J, g * of_.row.k_head, of_.D, g * of_.row.v_head, V}});
+    }
+    partial_.resize(all_places * V), most_.resize(all_places), sums_.resize(all_places);
+    out_.resize(N * H * V), lse_.resize(N * H);
+    std::atomic<int64_t> next{0};
+    at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+      if (begin >= end) return;
+      Kernel kernel(of_);
+      for (int64_t i = next++; i < int64_t(tasks.size()); i = next++) work(tasks[i], kernel);
+    });
+    at::parallel_for(0, N, 4, [&](int64_t from, int64_t to) {
+      for (int64_t n = from; n < to; ++n) {
+        const int64_t s = sequence_of[n];
+        if (view_.queries(s) * H <= COLUMNS) merge(n, s, places[s]);
+        finish(n, out_.data() + n * H * V, lse_.data() + n * H);
+      }
+    });
+  }
+
+ private:
+  // Results of chunks that were tasks of their own: the first one of a sequence, and how many chunks.
+  struct Places { int64_t first, chunks; };
+
+  void work(const Task& task, Kernel& kernel) {
+    const int64_t V = of_.V;
+    kernel.pack(task);
+    if (task.chunk >= 0) {
+      kernel.attend(task, task.chunk, partial_.data() + task.place * V, most_.data() + task.place, sums_.data() + task.place);
+      return;
+    }
+    std::vector<float> total(task.count * V), part(task.count * V), numbers(4 * task.count);
+    float *top = numbers.data(), *sum = top + task.count, *most = sum + task.count, *own = most + task.count;
+    std::fill_n(top, task.count, -INF);
+    const auto [from, to] = view_.chunks(task.sequence, task.token(0), task.token(task.count - 1) + 1);
+    for (int64_t chunk = from; chunk < to; ++chunk) {
+      kernel.attend(task, chunk, part.data(), most, own);
+      for (int64_t c = 0; c < task.count; ++c)
+        merge_chunk(total.data() + c * V, top[c], sum[c], part.data() + c * V, most[c], own[c], V);
+    }
+    for (int64_t c = 0; c < task.count; ++c)
+      give((view_.query(task.sequence) + task.token(c)) * of_.H + task.head(c), total.data() + c * V, top[c], sum[c]);
+  }
+
+  void merge(int64_t n, int64_t s, const Places& places) {
+    const int64_t H = of_.H, V = of_.V, columns = view_.queries(s) * H;
+    for (int64_t h = 0; h < H; ++h) {
+      float top = -INF, sum = 0, *total = out_.data() + (n * H + h) * V;
+      for (int64_t i = 0; i < places.chunks; ++i) {
+        const int64_t place = places.first + i * columns + (n - view_.query(s)) * H + h;
+        merge_chunk(total, top, sum, partial_.data() + place * V, most_[place], sums_[place], V);
+      }
+      give(n * H + h, total, top, sum);
+    }
+  }
+
+  void give(int64_t place, const float* total, float top, float sum) {
+    lse_[place] = sum > 0 ? top + std::log(sum) : -INF;
+    for (int64_t v = 0; v < of_.V; ++v) out_[place * of_.V + v] = sum > 0 ? total[v] / sum : 0.0f;
+  }
+
+  const Attention& of_;
+  const View& view_;
+  std::vector<float> partial_, most_, sums_, out_, lse_;
+};

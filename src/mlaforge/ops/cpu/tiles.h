@@ -1,17 +1,7 @@
 // AMX: products of bf16 tiles, 16 rows times 32 numbers. A row of a result depends on its own row alone, and on nothing
 // else that is computed with it.
 #pragma once
-#include <ATen/cpu/Utils.h>
-
 #include "vectors.h"
-
-#define WITH_TILES __attribute__((target("amx-tile,amx-bf16")))
-
-// Whether this processor has tiles and the system lets us use them; asked once.
-inline bool tiles() {
-  static const bool usable = at::cpu::init_amx();
-  return usable;
-}
 
 // Sizes of the eight tiles: rows of four of them, the others have sixteen; every row has 64 bytes.
 struct alignas(64) Shape {
@@ -26,7 +16,7 @@ inline void memory_is_read() { asm volatile("" ::: "memory"); }
 
 // The first `rows` rows of A and of the results that it makes, for two row groups: tiles 0 and 1 of the first, 2 and 3 of
 // the second, A in 4 and 5, B in 6 and 7.
-WITH_TILES inline void shape_tiles(int64_t first, int64_t second) {
+inline void shape_tiles(int64_t first, int64_t second) {
   Shape shape;
   for (int i : {0, 1, 4}) shape.rows[i] = uint8_t(first);
   for (int i : {2, 3, 5}) shape.rows[i] = uint8_t(second ? second : 16);
@@ -34,4 +24,4 @@ WITH_TILES inline void shape_tiles(int64_t first, int64_t second) {
   _tile_loadconfig(&shape);
 }
 
-WITH_TILES inline void release_tiles() { _tile_release(); }
+inline void release_tiles() { _tile_release(); }

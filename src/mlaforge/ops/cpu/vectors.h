@@ -1,4 +1,5 @@
-// What the kernels share: bf16 numbers widened, the ends of rows masked, e^x.
+// Sixteen numbers at a time, in what the processor has: one register of AVX-512, or two of AVX2. Kernels are written once
+// over this. A sum never depends on how many numbers stand beside it.
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -10,26 +11,224 @@
 #include <vector>
 
 using bf16 = at::BFloat16;
-constexpr int64_t LANES = 32;  // bf16 numbers of a vector
+constexpr int64_t LANES = 32;  // bf16 numbers of sixteen pairs
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-inline __m512 widened(const bf16* from, __mmask16 mask) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
+using Bits = uint32_t;  // one for each of sixteen numbers, the first one lowest
+
+// Those from `low` to before `high`, counted from the first.
+inline Bits between(int64_t low, int64_t high) {
+  auto below = [](int64_t n) { return n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1; };
+  return below(high) & ~below(low);
 }
 
-inline __m256i narrowed(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+#ifdef __AVX512F__
 
-inline __mmask32 tail32(int64_t left) { return left >= LANES ? ~__mmask32(0) : (__mmask32(1) << left) - 1; }
-inline __mmask16 tail16(int64_t left) { return left >= 16 ? ~__mmask16(0) : __mmask16((1u << left) - 1); }
+struct Floats { __m512 all; };
+
+inline Floats all(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline Floats load(const float* from, int64_t count) { return {_mm512_maskz_loadu_ps(__mmask16(between(0, count)), from)}; }
+inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x.all); }
+inline void store(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(to, __mmask16(between(0, count)), x.all); }
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.all, b.all)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.all, b.all)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.all, b.all)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.all, b.all)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.all, b.all)}; }
+inline Floats abs(Floats x) { return {_mm512_abs_ps(x.all)}; }
+inline Bits above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.all, b.all, _CMP_GT_OQ); }
+inline Floats select(Bits bits, Floats a, Floats b) { return {_mm512_mask_blend_ps(__mmask16(bits), b.all, a.all)}; }
+inline float sum(Floats x) { return _mm512_reduce_add_ps(x.all); }
+inline float greatest(Floats x) { return _mm512_reduce_max_ps(x.all); }
+
+inline Floats nearest(Floats x) { return {_mm512_roundscale_ps(x.all, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// x times 2^i.
+inline Floats scaled(Floats x, Floats i) { return {_mm512_scalef_ps(x.all, i.all)}; }
+constexpr float LEAST_EXPONENT = -104.0f;
+
+inline Floats widened(const bf16* from, int64_t count) {
+  const __m256i half = _mm256_maskz_loadu_epi16(__mmask16(between(0, count)), from);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+
+inline void narrow(bf16* to, Floats x, int64_t count) {
+  _mm256_mask_storeu_epi16(to, __mmask16(between(0, count)), (__m256i)_mm512_cvtneps_pbh(x.all));
+}
+
+// Sixteen pairs of bf16 numbers.
+struct Pairs { __m512i all; };
+
+inline Pairs pairs(const bf16* from) { return {_mm512_loadu_si512(from)}; }
+inline Pairs pairs(const bf16* from, int64_t count) {
+  return {_mm512_maskz_loadu_epi16(count >= LANES ? ~__mmask32(0) : (__mmask32(1) << count) - 1, from)};
+}
+// From four places four pairs each.
+inline Pairs four(const bf16* a, const bf16* b, const bf16* c, const bf16* d) {
+  auto at = [](const bf16* from) { return _mm_loadu_si128((const __m128i*)from); };
+  const __m512i two = _mm512_inserti32x4(_mm512_castsi128_si512(at(a)), at(b), 1);
+  return {_mm512_inserti32x4(_mm512_inserti32x4(two, at(c), 2), at(d), 3)};
+}
+inline void store(bf16* to, Pairs x) { _mm512_storeu_si512(to, x.all); }
+// bf16 is the upper half of fp32: a shift or a mask widens.
+inline Floats even(Pairs x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(x.all, 16))}; }
+inline Floats odd(Pairs x) { return {_mm512_castsi512_ps(_mm512_and_si512(x.all, _mm512_set1_epi32(0xffff0000)))}; }
+inline Pairs low32(Pairs a, Pairs b) { return {_mm512_unpacklo_epi32(a.all, b.all)}; }
+inline Pairs high32(Pairs a, Pairs b) { return {_mm512_unpackhi_epi32(a.all, b.all)}; }
+inline Pairs low64(Pairs a, Pairs b) { return {_mm512_unpacklo_epi64(a.all, b.all)}; }
+inline Pairs high64(Pairs a, Pairs b) { return {_mm512_unpackhi_epi64(a.all, b.all)}; }
+
+// The even and odd ones of 32 numbers in their order.
+inline void store_interleaved(float* to, Floats evens, Floats odds) {
+  const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  _mm512_storeu_ps(to, _mm512_permutex2var_ps(evens.all, first, odds.all));
+  _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(evens.all, second, odds.all));
+}
+
+#else
+
+struct Floats { __m256 low, high; };
+
+inline Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline Floats load(const float* from, int64_t count) {
+  if (count >= 16) return load(from);
+  alignas(32) float some[16] = {};
+  std::memcpy(some, from, count * sizeof(float));
+  return load(some);
+}
+inline void store(float* to, Floats x) { _mm256_storeu_ps(to, x.low), _mm256_storeu_ps(to + 8, x.high); }
+inline void store(float* to, Floats x, int64_t count) {
+  if (count >= 16) return store(to, x);
+  alignas(32) float some[16];
+  store(some, x);
+  std::memcpy(to, some, count * sizeof(float));
+}
+inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+inline Floats fma(Floats a, Floats b, Floats c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline Floats abs(Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
+}
+inline Bits above(Floats a, Floats b) {
+  return Bits(_mm256_movemask_ps(_mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ))) |
+         Bits(_mm256_movemask_ps(_mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ))) << 8;
+}
+inline Floats select(Bits bits, Floats a, Floats b) {
+  const __m256i one = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1);
+  auto mask = [&](Bits of) {
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(of)), one), one));
+  };
+  return {_mm256_blendv_ps(b.low, a.low, mask(bits)), _mm256_blendv_ps(b.high, a.high, mask(bits >> 8))};
+}
+inline float sum(Floats x) {
+  const __m256 both = _mm256_add_ps(x.low, x.high);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float greatest(Floats x) {
+  const __m256 both = _mm256_max_ps(x.low, x.high);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+inline Floats nearest(Floats x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.low, mode), _mm256_round_ps(x.high, mode)};
+}
+// x times 2^i, i being a normal number's exponent.
+inline Floats scaled(Floats x, Floats i) {
+  auto power = [](__m256 i) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(i), _mm256_set1_epi32(127)), 23));
+  };
+  return x * Floats{power(i.low), power(i.high)};
+}
+constexpr float LEAST_EXPONENT = -87.3f;
+
+struct Pairs { __m256i low, high; };
+
+inline Pairs pairs(const bf16* from) {
+  return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)(from + 16))};
+}
+inline Pairs pairs(const bf16* from, int64_t count) {
+  if (count >= LANES) return pairs(from);
+  alignas(32) uint16_t some[LANES] = {};
+  std::memcpy(some, from, count * 2);
+  return pairs((const bf16*)some);
+}
+// From four places four pairs each.
+inline Pairs four(const bf16* a, const bf16* b, const bf16* c, const bf16* d) {
+  auto at = [](const bf16* from) { return _mm_loadu_si128((const __m128i*)from); };
+  return {_mm256_inserti128_si256(_mm256_castsi128_si256(at(a)), at(b), 1),
+          _mm256_inserti128_si256(_mm256_castsi128_si256(at(c)), at(d), 1)};
+}
+inline void store(bf16* to, Pairs x) {
+  _mm256_storeu_si256((__m256i*)to, x.low), _mm256_storeu_si256((__m256i*)(to + 16), x.high);
+}
+// bf16 is the upper half of fp32: a shift or a mask widens.
+inline Floats even(Pairs x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x.low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x.high, 16))};
+}
+inline Floats odd(Pairs x) {
+  const __m256i upper = _mm256_set1_epi32(0xffff0000);
+  return {_mm256_castsi256_ps(_mm256_and_si256(x.low, upper)), _mm256_castsi256_ps(_mm256_and_si256(x.high, upper))};
+}
+inline Pairs low32(Pairs a, Pairs b) { return {_mm256_unpacklo_epi32(a.low, b.low), _mm256_unpacklo_epi32(a.high, b.high)}; }
+inline Pairs high32(Pairs a, Pairs b) { return {_mm256_unpackhi_epi32(a.low, b.low), _mm256_unpackhi_epi32(a.high, b.high)}; }
+inline Pairs low64(Pairs a, Pairs b) { return {_mm256_unpacklo_epi64(a.low, b.low), _mm256_unpacklo_epi64(a.high, b.high)}; }
+inline Pairs high64(Pairs a, Pairs b) { return {_mm256_unpackhi_epi64(a.low, b.low), _mm256_unpackhi_epi64(a.high, b.high)}; }
+
+inline Floats widened(const bf16* from, int64_t count) {
+  alignas(32) uint16_t some[16] = {};
+  if (count < 16) std::memcpy(some, from, count * 2), from = (const bf16*)some;
+  auto half = [](const bf16* at) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16));
+  };
+  return {half(from), half(from + 8)};
+}
+
+// To the nearest, ties to even; what is no number stays none.
+inline void narrow(bf16* to, Floats x, int64_t count) {
+  auto upper = [](__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan), 16);
+  };
+  const __m256i all = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper(x.low), upper(x.high)), 0xd8);
+  if (count >= 16) return _mm256_storeu_si256((__m256i*)to, all);
+  alignas(32) uint16_t some[16];
+  _mm256_store_si256((__m256i*)some, all);
+  std::memcpy((void*)to, some, count * 2);
+}
+
+// The even and odd ones of 32 numbers in their order.
+inline void store_interleaved(float* to, Floats evens, Floats odds) {
+  auto put = [](float* to, __m256 even, __m256 odd) {
+    const __m256 first = _mm256_unpacklo_ps(even, odd), second = _mm256_unpackhi_ps(even, odd);
+    _mm256_storeu_ps(to, _mm256_permute2f128_ps(first, second, 0x20));
+    _mm256_storeu_ps(to + 8, _mm256_permute2f128_ps(first, second, 0x31));
+  };
+  put(to, evens.low, odds.low);
+  put(to + 16, evens.high, odds.high);
+}
+
+#endif
 
 // e^x for x <= 0 to 2e-7: x = (i + f) ln 2, a polynomial in f on [-1/2, 1/2], the exponent by scaling.
-inline __m512 exponential(__m512 x) {
-  const __m512 t = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-104.0f)), _mm512_set1_ps(1.44269504088896341f));
-  const __m512 i = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(t, i);
-  __m512 y = _mm512_set1_ps(1.5403530e-4f);
-  for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(y, i);
+inline Floats exponential(Floats x) {
+  const Floats t = max(x, all(LEAST_EXPONENT)) * all(1.44269504088896341f), i = nearest(t), f = t - i;
+  Floats y = all(1.5403530e-4f);
+  for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = fma(y, f, all(c));
+  return scaled(y, i);
 }
-
