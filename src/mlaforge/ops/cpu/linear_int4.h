@@ -28,7 +28,6 @@ inline void unpack_step(const uint8_t* from, uint8_t* to) {
     for (int v = 0; v < 4; ++v) {
       const uint8_t* place = from + 64 + (group * 4 + v) * 64;
       const __m512i codes = _mm512_loadu_si512(place);
-      _mm_prefetch((const char*)place + 2048, _MM_HINT_T0);
       // The upper and the lower half of a product are a code's place, so nothing is shifted.
       const __m512i a = _mm512_mulhi_epu16(_mm512_and_si512(codes, highest), step);
       const __m512i b = _mm512_mullo_epi16(_mm512_and_si512(codes, second), step);
@@ -44,13 +43,19 @@ inline void unpack_step(const uint8_t* from, uint8_t* to) {
 
 struct Nibbles {
   const uint8_t* packed;
-  int64_t steps;
-  int64_t scratch() const { return 2 * steps * TILE_BYTES; }
 
-  const uint8_t* block(int64_t b, int64_t place, uint8_t* scratch) const {
-    uint8_t* to = scratch + place * steps * TILE_BYTES;
-    for (int64_t s = 0; s < steps; ++s) unpack_step(packed + (b * steps + s) * STEP_BYTES, to + s * TILE_BYTES);
-    return to;
+  Nibbles from(int64_t step) const { return {packed + step * STEP_BYTES}; }
+  const uint8_t* step(int64_t s, uint8_t* scratch) const {
+    unpack_step(packed + s * STEP_BYTES, scratch);
+    return scratch;
+  }
+  void prefetch(int64_t s) const {
+    for (int64_t line = 0; line < STEP_BYTES; line += 64)
+      _mm_prefetch((const char*)packed + s * STEP_BYTES + 2048 + line, _MM_HINT_T0);
+  }
+  Bytes unpacked(int64_t steps, uint8_t* to) const {
+    for (int64_t s = 0; s < steps; ++s) prefetch(s), step(s, to + s * TILE_BYTES);
+    return {to};
   }
 };
 
@@ -59,7 +64,7 @@ at::Tensor linear_int4(const at::Tensor& x_NK, const at::Tensor& packed, const a
                        const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM,
                        bool by_tiles) {
   const int64_t blocks = packed.size(0), steps = packed.size(1);
-  const Nibbles weights{packed.const_data_ptr<uint8_t>(), steps};
+  const Nibbles weights{packed.const_data_ptr<uint8_t>()};
   return whole_product(weights, steps, blocks, x_NK, scales, M, bias_M, plus_NM, by_tiles);
 }
 #endif

@@ -21,11 +21,12 @@
 
 constexpr int64_t STEP = 64;         // inputs of a tile
 constexpr int64_t TILE_BYTES = 1024;  // of weights or of x
+constexpr int64_t PANEL = 1 << 18;    // bytes of x that stay near while weights pass by
 constexpr int64_t MOST_ROWS = 8;      // rows of x that share one pass over a block of weights: 16 rows of bytes
 
 struct ByteRow {
   float scale;
-  int32_t low, high;  // sums of its bytes
+  int32_t low, high;  // 128 times the sums of its bytes: what weights that are 128 too large add
 };
 
 inline __mmask16 first16(int64_t count) { return count >= 16 ? __mmask16(~0) : __mmask16((1u << count) - 1); }
@@ -60,7 +61,7 @@ inline ByteRow to_bytes(const bf16* x, int64_t K, int64_t steps, int64_t n, int8
     low_sum = _mm512_add_epi32(low_sum, low);
     high_sum = _mm512_add_epi32(high_sum, high);
   }
-  return {none ? NAN : scale, _mm512_reduce_add_epi32(low_sum), _mm512_reduce_add_epi32(high_sum)};
+  return {none ? NAN : scale, 128 * _mm512_reduce_add_epi32(low_sum), 128 * _mm512_reduce_add_epi32(high_sum)};
 }
 
 // What a product of bytes becomes on its way out, and where it goes.
@@ -75,9 +76,8 @@ struct ByteSink {
   void put(int64_t n, int64_t m, __m512i low, __m512i high) const {
     const __mmask16 mask = first16(M - m);
     const ByteRow& row = rows[n];
-    // Weights are 128 too large. A difference is exact where the product is.
-    low = _mm512_sub_epi32(low, _mm512_set1_epi32(128 * row.low));
-    high = _mm512_sub_epi32(high, _mm512_set1_epi32(128 * row.high));
+    low = _mm512_sub_epi32(low, _mm512_set1_epi32(row.low));
+    high = _mm512_sub_epi32(high, _mm512_set1_epi32(row.high));
     __m512 y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
     y = _mm512_mul_ps(_mm512_mul_ps(y, _mm512_set1_ps(row.scale)), _mm512_loadu_ps(scales + m));
     if (bias) y = _mm512_add_ps(y, floats(bias + m, mask));
@@ -86,55 +86,74 @@ struct ByteSink {
   }
 };
 
-// A block of 16 outputs for N rows of x, from place `at` in their tiles on. With few rows several sums run side by side.
-template <int N>
-void byte_block(const uint8_t* w, const int8_t* x, int64_t steps, __m512i* y) {
+// Weights as they are multiplied: step s of a block is 64 inputs of 16 outputs, 1024 bytes.
+struct Bytes {
+  const uint8_t* packed;
+
+  Bytes from(int64_t step) const { return {packed + step * TILE_BYTES}; }
+  const uint8_t* step(int64_t s, uint8_t*) const { return packed + s * TILE_BYTES; }
+  // The processor's own prefetcher stops at the end of a page.
+  void prefetch(int64_t s) const {
+    for (int64_t line = 0; line < TILE_BYTES; line += 64)
+      _mm_prefetch((const char*)packed + (s + 2) * TILE_BYTES + line, _MM_HINT_T0);
+  }
+  // `steps` of them in one place, for rows that read them again.
+  Bytes unpacked(int64_t, uint8_t*) const { return *this; }
+};
+
+// A block of 16 outputs for N rows of x. With few rows several sums run side by side.
+template <int N, class Weights>
+void byte_block(const Weights& weights, const int8_t* x, int64_t steps, __m512i* y) {
   constexpr int R = 2 * N, U = N == 1 ? 4 : N <= 3 ? 2 : 1;
   __m512i acc[U][R];
   for (int u = 0; u < U; ++u)
     for (int r = 0; r < R; ++r) acc[u][r] = _mm512_setzero_si512();
-  for (int64_t s = 0; s < steps; ++s, w += TILE_BYTES, x += TILE_BYTES)
+  alignas(64) uint8_t scratch[TILE_BYTES];
+  for (int64_t s = 0; s < steps; ++s, x += TILE_BYTES) {
+    weights.prefetch(s);
+    const uint8_t* w = weights.step(s, scratch);
 #pragma GCC unroll 16
     for (int j = 0; j < 16; ++j) {
-      const __m512i line = _mm512_loadu_si512(w + j * 64);
-      // The processor's own prefetcher stops at the end of a page.
-      _mm_prefetch((const char*)w + j * 64 + 2048, _MM_HINT_T0);
+      const __m512i line = _mm512_load_si512(w + j * 64);
       for (int r = 0; r < R; ++r) {
         int32_t four;
         std::memcpy(&four, x + r * STEP + j * 4, 4);
         acc[j % U][r] = _mm512_dpbusd_epi32(acc[j % U][r], line, _mm512_set1_epi32(four));
       }
     }
+  }
   for (int r = 0; r < R; ++r) {
     for (int u = 1; u < U; ++u) acc[0][r] = _mm512_add_epi32(acc[0][r], acc[u][r]);
     y[r] = acc[0][r];
   }
 }
 
-using ByteBlock = void (*)(const uint8_t*, const int8_t*, int64_t, __m512i*);
-constexpr ByteBlock BYTE_BLOCKS[MOST_ROWS] = {byte_block<1>, byte_block<2>, byte_block<3>, byte_block<4>,
-                                              byte_block<5>, byte_block<6>, byte_block<7>, byte_block<8>};
+template <class Weights>
+using ByteBlock = void (*)(const Weights&, const int8_t*, int64_t, __m512i*);
+template <class Weights>
+constexpr ByteBlock<Weights> BYTE_BLOCKS[MOST_ROWS] = {
+    byte_block<1, Weights>, byte_block<2, Weights>, byte_block<3, Weights>, byte_block<4, Weights>,
+    byte_block<5, Weights>, byte_block<6, Weights>, byte_block<7, Weights>, byte_block<8, Weights>};
 
 // Up to 16 rows of x times two blocks of weights with tiles, into y [32, 32]. TWO: more than 8 rows.
-template <bool TWO>
-WITH_BYTE_TILES void byte_tiles(const uint8_t* w0, const uint8_t* w1, const int8_t* x, int64_t steps, int32_t* y) {
+template <bool TWO, class Weights>
+WITH_BYTE_TILES void byte_tiles(const Weights& w0, const Weights& w1, const int8_t* x, int64_t steps, int32_t* y) {
+  alignas(64) uint8_t scratch[2 * TILE_BYTES];
+  const int8_t* second = x + steps * TILE_BYTES;
   memory_is_read();
   _tile_zero(0);
   _tile_zero(1);
   if (TWO) _tile_zero(2);
   if (TWO) _tile_zero(3);
-  for (int64_t at = 0; at < steps * TILE_BYTES; at += TILE_BYTES) {
-    _tile_loadd(6, w0 + at, 64);
+  for (int64_t s = 0; s < steps; ++s) {
+    const int64_t at = s * TILE_BYTES;
+    if (!TWO) w0.prefetch(s), w1.prefetch(s);
+    const uint8_t *left = w0.step(s, scratch), *right = w1.step(s, scratch + TILE_BYTES);
+    memory_is_read();
+    _tile_loadd(6, left, 64);
     _tile_loadd(4, x + at, 64);
-    _tile_loadd(7, w1 + at, 64);
-    if (TWO) {
-      _tile_loadd(5, x + steps * TILE_BYTES + at, 64);
-    } else {
-      for (int64_t line = 2 * TILE_BYTES; line < 3 * TILE_BYTES; line += 64) {
-        _mm_prefetch((const char*)(w0 + at + line), _MM_HINT_T0);
-        _mm_prefetch((const char*)(w1 + at + line), _MM_HINT_T0);
-      }
-    }
+    _tile_loadd(7, right, 64);
+    if (TWO) _tile_loadd(5, second + at, 64);
     _tile_dpbsud(0, 4, 6);
     _tile_dpbsud(1, 4, 7);
     if (TWO) _tile_dpbsud(2, 5, 6);
@@ -149,35 +168,40 @@ WITH_BYTE_TILES void byte_tiles(const uint8_t* w0, const uint8_t* w1, const int8
 // Room that begins with a line of the cache.
 struct Room {
   uint8_t* data;
-  explicit Room(int64_t bytes) : data((uint8_t*)(bytes ? std::aligned_alloc(64, bytes) : nullptr)) {}
+  explicit Room(int64_t bytes) : data((uint8_t*)std::aligned_alloc(64, bytes)) {}
   ~Room() { std::free(data); }
   Room(const Room&) = delete;
 };
 
-// Rows of x times weights that `Weights` reads: block(b, place, scratch) is block b in the layout above, where it lies or
-// unpacked, the first (place 0) or the second of two in `scratch`.
 template <class Weights>
 void whole_by_tiles(const Weights& weights, const int8_t* x, int64_t N, int64_t steps, int64_t blocks,
                     const ByteSink& sink) {
-  const int64_t stretch = steps * TILE_BYTES;
+  const int64_t panel = std::max<int64_t>(1, PANEL / (2 * steps * TILE_BYTES)) * 16;
   at::parallel_for(0, (blocks + 1) / 2, 1, [&](int64_t begin, int64_t end) {
     alignas(64) int32_t y[32 * 32];
-    const Room scratch(weights.scratch());
+    const Room room(2 * steps * TILE_BYTES);
     int64_t shaped = -1;
-    for (int64_t b = 2 * begin; b < std::min(2 * end, blocks); b += 2) {
-      const bool both = b + 1 < blocks;
-      const uint8_t *w0 = weights.block(b, 0, scratch.data), *w1 = both ? weights.block(b + 1, 1, scratch.data) : w0;
-      for (int64_t n = 0; n < N; n += 16) {
-        const int64_t rows = std::min<int64_t>(16, N - n), first = std::min<int64_t>(8, rows);
-        if (rows != shaped) shape_tiles(2 * first, 2 * (rows - first)), shaped = rows;
-        (rows > 8 ? byte_tiles<true> : byte_tiles<false>)(w0, w1, x + n / 8 * stretch, steps, y);
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t i = 0; i <= both; ++i) {
-            const int32_t* from = y + 2 * r * 32 + i * 16;
-            sink.put(n + r, (b + i) * 16, _mm512_load_si512(from), _mm512_load_si512(from + 32));
+    for (int64_t top = 0; top < N; top += panel)
+      for (int64_t b = 2 * begin; b < std::min(2 * end, blocks); b += 2) {
+        const int64_t both = b + 1 < blocks;
+        auto rows_by = [&](const auto& w0, const auto& w1) {
+          using Reader = std::decay_t<decltype(w0)>;
+          for (int64_t n = top; n < std::min(N, top + panel); n += 16) {
+            const int64_t rows = std::min<int64_t>(16, N - n), first = std::min<int64_t>(8, rows);
+            if (rows != shaped) shape_tiles(2 * first, 2 * (rows - first)), shaped = rows;
+            (rows > 8 ? byte_tiles<true, Reader> : byte_tiles<false, Reader>)(w0, w1, x + n / 8 * steps * TILE_BYTES,
+                                                                              steps, y);
+            for (int64_t i = 0; i <= both; ++i)
+              for (int64_t r = 0; r < rows; ++r) {
+                const int32_t* from = y + 2 * r * 32 + i * 16;
+                sink.put(n + r, (b + i) * 16, _mm512_load_si512(from), _mm512_load_si512(from + 32));
+              }
           }
+        };
+        const Weights w0 = weights.from(b * steps), w1 = weights.from((b + both) * steps);
+        if (N <= 16) rows_by(w0, w1);
+        else rows_by(w0.unpacked(steps, room.data), w1.unpacked(steps, room.data + steps * TILE_BYTES));
       }
-    }
     release_tiles();
   });
 }
@@ -187,14 +211,18 @@ void whole_by_vectors(const Weights& weights, const int8_t* x, int64_t N, int64_
                       const ByteSink& sink) {
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     __m512i y[2 * MOST_ROWS];
-    const Room scratch(weights.scratch());
+    const Room room(steps * TILE_BYTES);
     for (int64_t b = begin; b < end; ++b) {
-      const uint8_t* w = weights.block(b, 0, scratch.data);
-      for (int64_t n = 0; n < N; n += MOST_ROWS) {
-        const int64_t rows = std::min(MOST_ROWS, N - n);
-        BYTE_BLOCKS[rows - 1](w, x + n / 8 * steps * TILE_BYTES, steps, y);
-        for (int64_t r = 0; r < rows; ++r) sink.put(n + r, b * 16, y[2 * r], y[2 * r + 1]);
-      }
+      auto rows_by = [&](const auto& w) {
+        for (int64_t n = 0; n < N; n += MOST_ROWS) {
+          const int64_t rows = std::min(MOST_ROWS, N - n);
+          BYTE_BLOCKS<std::decay_t<decltype(w)>>[rows - 1](w, x + n / 8 * steps * TILE_BYTES, steps, y);
+          for (int64_t r = 0; r < rows; ++r) sink.put(n + r, b * 16, y[2 * r], y[2 * r + 1]);
+        }
+      };
+      const Weights w = weights.from(b * steps);
+      if (N <= MOST_ROWS) rows_by(w);
+      else rows_by(w.unpacked(steps, room.data));
     }
   });
 }
@@ -219,19 +247,12 @@ at::Tensor whole_product(const Weights& weights, int64_t steps, int64_t blocks, 
   return out;
 }
 
-struct Bytes {
-  const uint8_t* packed;
-  int64_t stretch;
-  int64_t scratch() const { return 0; }
-  const uint8_t* block(int64_t b, int64_t, uint8_t*) const { return packed + b * stretch; }
-};
-
 // x [N, K] in bf16 times weights packed in bytes, scales [M] filled up to 16, a bias and what is added: y [N, M] in bf16.
 at::Tensor linear_int8(const at::Tensor& x_NK, const at::Tensor& packed, const at::Tensor& scales, int64_t M,
                        const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM,
                        bool by_tiles) {
   const int64_t blocks = packed.size(0), steps = packed.size(1) / 16;
-  const Bytes weights{packed.const_data_ptr<uint8_t>(), steps * TILE_BYTES};
+  const Bytes weights{packed.const_data_ptr<uint8_t>()};
   return whole_product(weights, steps, blocks, x_NK, scales, M, bias_M, plus_NM, by_tiles);
 }
 #endif
