@@ -22,7 +22,10 @@ from mlaforge import runtime
 
 FOLDER = Path(__file__).with_name("cpu")
 SOURCE = FOLDER / "native.cpp"
-FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vnni", "-mfma")
+FLAGS = (
+    "-O3", "-std=c++20", "-shared", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vnni",
+    "-mfma",
+)  # fmt: skip
 
 
 def why_not() -> str | None:

@@ -46,8 +46,8 @@ def packed4(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded4(weight_MK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """uint8 codes [M, K], steps and zeros [M, G], and fp32 scales [M]. Of steps and zeros near those that span a group's
-    weights, the ones with the least squared error."""
+    """uint8 codes [M, K], steps and zeros [M, G], and fp32 scales [M]: of steps and zeros near those that span a group,
+    the ones with the least squared error."""
     groups = weight_MK.view(len(weight_MK), -1, GROUP)
     least, most = groups.amin(-1), groups.amax(-1)
     # Weights within -127 to 127, groups within 15 steps of 255 / 16.
