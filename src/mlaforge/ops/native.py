@@ -27,9 +27,9 @@ SOURCE = FOLDER / "native.cpp"
 # form's.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
 # What the compiler may use in each form, the fastest form first.
-FORMS = {"amx": (*AVX512, "-mamx-tile", "-mamx-bf16"), "avx512": AVX512, "avx2": AVX2}
+FORMS = {"amx": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), "avx512": AVX512, "avx2": AVX2}
 
 
 def why_not() -> str | None:
@@ -48,7 +48,7 @@ def runs(name: str) -> bool:
     if name == "amx":
         return runs("avx512") and torch.cpu._is_amx_tile_supported() and bool(torch.cpu._init_amx())
     if name == "avx512":
-        return torch.cpu._is_avx512_bf16_supported()
+        return torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
     return torch.cpu._is_avx2_supported()
 
 

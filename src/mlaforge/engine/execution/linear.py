@@ -1,9 +1,9 @@
 """Linear layers as a serving engine wants them: fused where they read the same input, packed for the device.
 
 At decoding a linear layer is limited by reading its weights, so what counts is their bytes and how close to the
-memory's speed they are read; at prefill it is limited by arithmetic. On a CPU bfloat16 goes through our own kernel for
-any number of rows (ops/cpu/linear.h); int8 and int4 at few rows through torch's kernels, at many through an fp32
-product of weights unpacked on the way.
+memory's speed they are read; at prefill it is limited by arithmetic. Compiled kernels (ops/native.py) read one packed
+copy of the weights for any number of rows. Where they are not compiled, bf16 goes through oneDNN's packed product, int8
+and int4 through torch's kernels, many rows of int8 through an fp32 product of weights unpacked on the way.
 
 Legend: N rows (tokens), K input width, M output width.
 """
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mlaforge.ops.native import kernels, pack
+from mlaforge.ops.rounded_weights import packed4, packed8
 from mlaforge.runtime import UserError
 
 # Formats of weights that are not a torch dtype, and the activations that go with them.
@@ -25,7 +26,7 @@ QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
 WIDE = {"int8": 64, "int4": 64}
 # torch's int8 kernel takes widths that are multiples of this; it checks nothing.
 INT8_COLUMNS = 16
-# Input columns that share one scale and zero point in int4.
+# Input columns that share one scale and zero point in torch's int4.
 INT4_GROUP = 32
 
 Product = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -36,9 +37,10 @@ Packed = tuple[Product, Callable[[], Tensor] | None]
 class PackedLinear:
     """y = x Wᵀ + b for rows x [N, K], weights kept in `format`: a torch dtype's name, int8 or int4.
 
-    int8 is symmetric with one scale per output row; int4 asymmetric with a scale and a zero point per 32 inputs; both
-    are rounded to nearest, and the activations stay bf16. They exist on the CPU only. No nn.Module: at one row a
-    module's call costs a tenth of the product.
+    int8 is symmetric with one scale per output row; int4 asymmetric with a step and a zero per 32 inputs
+    (ops/rounded_weights.py); both are rounded to nearest. Activations are bf16, which the compiled kernels multiply as
+    whole numbers of 16 bits. They exist on the CPU only. No nn.Module: at one row a module's call costs a tenth of the
+    product.
     """
 
     def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, format: str):
@@ -53,7 +55,7 @@ class PackedLinear:
             if not on_cpu:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
             # Experts' weights come transposed, and the kernels read neither them nor rows with gaps between.
-            self._product, self._weight = {"int8": _int8, "int4": _int4}[format](weight_MK.contiguous())
+            self._product, self._weight = _rounded(weight_MK.contiguous(), format)
         else:
             self._product = (_bfloat16 if format == "bfloat16" and on_cpu else _plain)(weight_MK)
             self._weight = None
@@ -96,7 +98,25 @@ def _bfloat16(weight_MK: Tensor) -> Product:
     return by_onednn
 
 
-def _int8(weight_MK: Tensor) -> Packed:
+def _rounded(weight_MK: Tensor, format: str) -> Packed:
+    """Our own kernels' layouts where they are compiled, else torch's."""
+    if (native := kernels()) is None or not hasattr(native, "linear_int8"):
+        return _torch_int4(weight_MK) if format == "int4" else _torch_int8(weight_MK)
+    M = len(weight_MK)
+    if format == "int4":
+        packed, scale = packed4(weight_MK)
+        native_product = native.linear_int4.default
+    else:
+        packed, scale = packed8(weight_MK)
+        native_product = native.linear_int8.default
+
+    def product(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
+        return native_product(x_NK, packed, scale, M, bias, plus_NM)
+
+    return product, None
+
+
+def _torch_int8(weight_MK: Tensor) -> Packed:
     scale_M = (weight_MK.float().abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     # The kernel takes the scale in bf16, so the weights are rounded against that one.
     scale = scale_M.bfloat16()
@@ -113,10 +133,10 @@ def _int8(weight_MK: Tensor) -> Packed:
     return few, lambda: codes[:, :K].float().mul_(scale.float()[:, None])
 
 
-def _int4(weight_MK: Tensor) -> Packed:
+def _torch_int4(weight_MK: Tensor) -> Packed:
     M, K = weight_MK.shape
     if K % INT4_GROUP or M % 16:
-        return _int8(weight_MK)
+        return _torch_int8(weight_MK)
     groups = weight_MK.float().view(M, -1, INT4_GROUP)
     least, most = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     scale = ((most - least) / 15).clamp_min(1e-8).bfloat16().float()
@@ -125,19 +145,13 @@ def _int4(weight_MK: Tensor) -> Packed:
     codes = torch.round((groups - zero[..., None]) / scale[..., None]).add_(8).clamp_(0, 15).to(torch.int32).view(M, K)
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.stack((scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
-    # The kernel's layout is its own, so what prefill unpacks is kept a second time, two codes to a byte.
-    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
 
-    def few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
+    def product(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
         return _plus(
             _plus(torch._weight_int4pack_mm_for_cpu(x_NK.contiguous(), packed, INT4_GROUP, scales), bias), plus_NM
         )
 
-    def unpacked() -> Tensor:
-        values = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(M, -1, INT4_GROUP).float()
-        return values.sub_(8).mul_(scale[..., None]).add_(zero[..., None]).view(M, K)
-
-    return few, unpacked
+    return product, None
 
 
 def fused(linears: Sequence[nn.Linear], format: str) -> PackedLinear:
@@ -147,6 +161,11 @@ def fused(linears: Sequence[nn.Linear], format: str) -> PackedLinear:
     if any(linear.bias is not None for linear in linears):
         bias = torch.cat([_bias(linear) for linear in linears])
     return PackedLinear(weight, bias, format)
+
+
+def vocabulary_head(weight_VK: Tensor, format: str) -> PackedLinear:
+    """In int4 it keeps 8 bits: 4 cost more there than in all other layers together (LOG.md)."""
+    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format)
 
 
 def _bias(linear: nn.Linear) -> Tensor:

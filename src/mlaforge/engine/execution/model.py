@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution.attention import PagedAttention, Step
-from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, bfloat16_unit
+from mlaforge.engine.execution.linear import QUANTIZED, bfloat16_unit, vocabulary_head
 from mlaforge.engine.execution.mlp import Mlp, rewritten
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
@@ -117,7 +117,7 @@ class EngineModel:
             self.embedding = stream.tensor("model.embed_tokens.weight")
             tied = "lm_head.weight" not in stream.reader
             head = self.embedding if tied else stream.tensor("lm_head.weight")
-            self.head = PackedLinear(head, None, self.format)
+            self.head = vocabulary_head(head, self.format)
             self.rotary: Any = stream.decoder.rotary_emb
         del self._stream
 

@@ -24,7 +24,7 @@ from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk
-from mlaforge.engine.execution.linear import PackedLinear, fused
+from mlaforge.engine.execution.linear import fused, vocabulary_head
 from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
@@ -94,7 +94,7 @@ class EagleDrafter:
             layer.self_attn, LayerCache("gqa", cache.width, 0), rows, False, model.format
         )
         self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, model.format)
-        self.norm, self.head = norm(head.norm), PackedLinear(head.lm_head.weight, None, model.format)
+        self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, model.format)
         self.rotary = head.rotary()
         # Sequence -> how many of its positions are in the head's cache, and the output of the last of them.
         self._outs: dict[int, tuple[int, Tensor]] = {}

@@ -8,6 +8,8 @@
 #include "latent.h"
 #include "latent_rope.h"
 #include "linear.h"
+#include "linear_int4.h"
+#include "linear_int8.h"
 
 // Names that are macros are not joined to others before they are replaced.
 #define LIBRARY(name, m) TORCH_LIBRARY(name, m)
@@ -15,6 +17,10 @@
 
 LIBRARY(FORM, m) {
   m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
+#ifdef __AVX512VNNI__
+  m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
+  m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
+#endif
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor slots, int heads, int head_dim) -> ()");
@@ -33,6 +39,10 @@ LIBRARY(FORM, m) {
 
 LIBRARY_OF_CPU(FORM, m) {
   m.impl("linear", linear);
+#ifdef __AVX512VNNI__
+  m.impl("linear_int8", linear_int8);
+  m.impl("linear_int4", linear_int4);
+#endif
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
   m.impl("turn_and_store", turn_and_store);

@@ -1,0 +1,137 @@
+"""Weights of 8 and of 4 bits: what they stand for, and their compiled products against exact sums of whole numbers."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from mlaforge.ops.rounded_weights import packed4, packed8
+
+PACKED = {"linear_int8": packed8, "linear_int4": packed4}
+
+
+@pytest.fixture(scope="module")
+def product(compiled):
+    """(name) -> the compiled product with weights in that format."""
+
+    def get(name):
+        if not hasattr(compiled, name):
+            pytest.skip("this form of the kernels has no VNNI")
+        return getattr(compiled, name)
+
+    return get
+
+
+def whole8(packed):
+    """int64 [16 B, K] from the layout that packed8 describes."""
+    B, quads = packed.shape[:2]
+    return packed.transpose(1, 2).reshape(B * 16, quads * 4).long() - 128
+
+
+def whole4(packed):
+    """int64 [16 B, K] from the layout that linear_int4.h describes."""
+    B, steps = packed.shape[:2]
+    pairs = packed[..., :64].view(B, steps, 2, 16, 2).long()
+    step, zero = (part.permute(0, 3, 1, 2).reshape(B * 16, steps * 2, 1) for part in pairs.unbind(-1))
+    low, high = packed[..., 64:].view(B, steps, 8, 16, 2, 2).long().unbind(-1)
+    # Inputs 0 to 7 of a vector: two lines of four, a pair of bytes in each half.
+    of_line = [[high >> 4, low >> 4], [high & 15, low & 15]]
+    codes = torch.stack([torch.stack(halves, dim=-1).flatten(-2) for halves in of_line], dim=3)
+    codes = codes.permute(0, 4, 1, 2, 3, 5).reshape(B * 16, steps * 2, 32)
+    return ((codes * step >> 4) + zero).view(B * 16, -1) - 128
+
+
+WHOLE = {"linear_int8": whole8, "linear_int4": whole4}
+
+
+@pytest.mark.parametrize(("M", "K"), [(1, 1), (16, 64), (33, 100), (100, 250)])
+def test_eight_bits_are_the_nearest(M, K):
+    weight = torch.randn(M, K, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0
+    packed, scale = packed8(weight)
+    values = whole8(packed) * scale[:, None]
+    assert packed.dtype == torch.uint8 and values.shape == (M + -M % 16, K + -K % 64)
+    assert bool((values[:, K:] == 0).all() and (values[M:] == 0).all())
+    wanted = weight.abs().amax(1, keepdim=True) / 254
+    assert bool(((values[:M, :K] - weight).abs() <= wanted * 1.0001).all())
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.0, -5.0])
+@pytest.mark.parametrize(("M", "K"), [(16, 64), (33, 128), (5, 100)])
+def test_four_bits_span_each_group(M, K, bias):
+    """As near as sixteen even steps from least to most come, but for steps and zeros in 8 bits."""
+    torch.manual_seed(0)
+    weight = torch.randn(M, K) + bias
+    packed, scale = packed4(weight)
+    values = (whole4(packed) * scale[:, None])[:M, :K]
+    groups = F.pad(weight, (0, -K % 64)).view(M, -1, 32)
+    least, step = groups.amin(-1, keepdim=True), (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
+    free = (torch.round((groups - least) / step.clamp_min(1e-9)) * step + least).view(M, -1)[:, :K]
+    assert float((values - weight).norm()) < 1.1 * float((free - weight).norm()) + float(scale[:M].norm() * K**0.5)
+
+
+def test_weights_that_were_of_four_bits_stay():
+    """A checkpoint that was rounded to 16 even steps per group of 32 loses no more than in 8 bits."""
+    torch.manual_seed(0)
+    codes, step, least = torch.randint(0, 16, (32, 8, 32)), torch.rand(32, 8, 1) + 0.5, torch.randn(32, 8, 1) - 7
+    codes[..., 0], codes[..., 1] = 0, 15
+    weight = (codes * step + least).view(32, 256)
+    packed, scale = packed4(weight)
+    error = (whole4(packed) * scale[:, None] - weight) / scale[:, None]
+    # A byte is a step of 1: rounding a zero and cutting off a product.
+    assert float(error.square().mean().sqrt()) < 0.6 and float(error.abs().max()) < 2
+
+
+def bytes_of(x):
+    """x as whole numbers of 16 bits, and their scale, in the kernel's own arithmetic."""
+    x = x.float()
+    largest = x.abs().amax(1, keepdim=True)
+    scale = torch.where(largest > 1e-30, largest / 32639, torch.tensor(1e-30))
+    return torch.round(x * (1 / scale)).long(), scale
+
+
+@given(
+    st.sampled_from(["linear_int8", "linear_int4"]), st.integers(1, 40), st.integers(1, 70), st.integers(1, 150),
+    st.booleans(), st.booleans(), st.integers(0, 9),
+)  # fmt: skip
+def test_products_are_those_of_whole_numbers(product, name, N, M, K, with_bias, with_plus, seed):
+    """Exact sums, scaled once: nothing is off but the last rounding to bf16."""
+    torch.manual_seed(seed)
+    x, bias, plus = (torch.randn(*shape).bfloat16() for shape in ((N, K), (M,), (N, M)))
+    x[:, 0] *= 50  # an outlier, which 8 bits would drown the rest for
+    packed, scale = PACKED[name](torch.randn(M, K))
+    found = product(name)(x, packed, scale, M, bias if with_bias else None, plus if with_plus else None)
+    whole, x_scale = bytes_of(x)
+    sums = F.pad(whole, (0, packed.shape[1] * (64 if name == "linear_int4" else 4) - K)) @ WHOLE[name](packed)[:M].T
+    wanted = sums.double() * x_scale.double() * scale[:M].double()
+    size = wanted.abs()
+    for extra in (bias if with_bias else None, plus if with_plus else None):
+        if extra is not None:
+            wanted, size = wanted + extra.double(), size + extra.double().abs()
+    assert found.dtype == torch.bfloat16
+    assert bool(((found.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6 * size).all())
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("K", [32, 250, 576])
+def test_a_row_has_one_product(product, name, K):
+    """Alone and among others: bit by bit."""
+    torch.manual_seed(0)
+    x, (packed, scale) = torch.randn(600, K).bfloat16(), PACKED[name](torch.randn(100, K))
+    whole = product(name)(x, packed, scale, 100, None, None)
+    for first, last in ((0, 1), (5, 9), (16, 33), (3, 70)):
+        assert torch.equal(product(name)(x[first:last], packed, scale, 100, None, None), whole[first:last])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_rows_that_are_parts_of_wider_ones_zeros_and_no_numbers(product, name):
+    torch.manual_seed(0)
+    wide, plus = torch.randn(5, 96).bfloat16(), torch.randn(33, 5).bfloat16().T
+    packed, scale = PACKED[name](torch.randn(33, 64))
+    found = product(name)(wide[:, 16:80], packed, scale, 33, None, plus)
+    assert torch.equal(found, product(name)(wide[:, 16:80].contiguous(), packed, scale, 33, None, plus.contiguous()))
+    wide[1], wide[2, 20], wide[3, 20] = 0, torch.nan, torch.inf
+    found = product(name)(wide[:, 16:80], packed, scale, 33, None, None)
+    assert bool((found[1] == 0).all() and found[2].isnan().all() and (~found[3].isfinite()).all())
+    assert bool(found[[0, 4]].isfinite().all())
