@@ -232,7 +232,7 @@ def test_a_draw_takes_one_number_and_never_what_cannot_be(monkeypatch):
     states = [state(temperature=0.9, seed=n) for n in range(2)]
     for number, token in ((0.0, 7), (1 - 2**-53, 41)):
         with monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "uniform_", lambda self, generator: self.fill_(number))
+            patched.setattr(torch.Tensor, "uniform_", lambda self, generator, number=number: self.fill_(number))
             assert SAMPLER(logits, states).token_ids.tolist() == [token, token]
     before = states[0].generator.get_state()
     SAMPLER(logits, states)
