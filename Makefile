@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VLLM ?= .venv-vllm/bin/python
 
 .PHONY: demo architecture test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
-  bench-load bench-kernels bench-speculation bench-healing bench attack clean
+  bench-load bench-serving bench-kernels bench-speculation bench-healing bench attack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -71,6 +71,11 @@ bench-speculation: $(VENV)/.ready
 bench-load: $(VENV)/.ready
 	model='$(MODEL)'; $(BIN)/python benchmarks/load.py \
 	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}" --minutes 10
+
+# Requests that come at random. BASE: a second checkout of mlaforge, measured beside this one.
+bench-serving: $(VENV)/.ready
+	model='$(MODEL)'; $(BIN)/python benchmarks/serving.py \
+	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}" $(if $(BASE),--base $(BASE))
 
 # Needs a GPU.
 bench-kernels: $(VENV)/.ready

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
 import signal
 import socket
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +37,34 @@ from prometheus_client.parser import text_string_to_metric_families
 TEXT = "the of and a to in is was he for it with as his on be at by had not are but from or have an they"
 WORDS = TEXT.split()
 SHARED = [WORDS[i * 7 % len(WORDS)] for i in range(1000)]
+
+
+class Lost(Exception):
+    """An answer did not come, or not whole."""
+
+
+@contextlib.asynccontextmanager
+async def completion(
+    client: httpx.AsyncClient, body: dict[str, Any]
+) -> AsyncIterator[AsyncIterator[tuple[float, dict[str, Any]]]]:
+    """The events of a streamed completion, each with the time at which it came (time.perf_counter()), up to [DONE].
+    Raises Lost where it ends otherwise."""
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        if answer.status_code != 200:
+            raise Lost(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
+        yield _events(answer)
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    async for line in answer.aiter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise Lost(line)
+            yield time.perf_counter(), event
+    raise Lost("no [DONE]")
 
 
 class Tally:
@@ -58,39 +89,25 @@ async def one_request(client: httpx.AsyncClient, dice: random.Random, words: int
     count = int(2 ** dice.uniform(2, 8))
     # Given up after so many chunks; more than there are is never.
     leave = dice.randrange(count) if dice.random() < 1 / 8 else None
-    body = {"prompt": " ".join(prompt), "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0.8}
+    body = {"prompt": " ".join(prompt), "max_tokens": count, "ignore_eos": True, "temperature": 0.8}
     body |= {"seed": dice.randrange(2**31), "stream_options": {"include_usage": True}}
-    start = last = time.perf_counter()
-    chunks, usage = 0, None
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            return tally.lost(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
+    chunks, usage, last = 0, None, time.perf_counter()
+    async with completion(client, body) as events:
         if leave == 0:
             tally.ended["given up"] += 1
-            return None
-        async for line in answer.aiter_lines():
-            if line == "data: [DONE]":
-                break
-            if not line.startswith("data: "):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                return tally.lost(line)
+            return
+        async for at, event in events:
             usage = event.get("usage") or usage
-            now = time.perf_counter()
             if event.get("choices"):
-                (tally.between if chunks else tally.first).append(now - last)
-                chunks, last = chunks + 1, now
+                (tally.between if chunks else tally.first).append(at - last)
+                chunks, last = chunks + 1, at
             if leave is not None and chunks >= leave:
                 tally.ended["given up"] += 1
-                return None
-        else:
-            return tally.lost(f"no [DONE] after {time.perf_counter() - start:.1f} s and {chunks} chunks")
+                return
     if not usage or usage["completion_tokens"] != count:
-        return tally.lost(f"{usage} instead of {count} tokens")
+        raise Lost(f"{usage} instead of {count} tokens")
     tally.tokens += count
     tally.ended["finished"] += 1
-    return None
 
 
 async def one_client(client: httpx.AsyncClient, seed: int, words: int, until: float, tally: Tally) -> None:
@@ -98,6 +115,8 @@ async def one_client(client: httpx.AsyncClient, seed: int, words: int, until: fl
     while time.monotonic() < until:
         try:
             await one_request(client, dice, words, tally)
+        except Lost as error:
+            tally.lost(str(error))
         except httpx.HTTPError as error:
             tally.lost(repr(error))
             await asyncio.sleep(1)
@@ -171,13 +190,17 @@ def memory(samples: list[tuple[float, float]]) -> dict[str, Any]:
     return {"rss_mib": [[round(at), round(mib, 1)] for at, mib in shown], "rss_slope_mib_per_minute": round(slope, 3)}
 
 
-def start(model: str, options: list[str], log: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], str]:
-    """`mlaforge serve` on a free port, once it answers; what it says goes to `log`, else to this process's stderr."""
+def start(
+    model: str, options: list[str], log: IO[bytes] | None = None, checkout: Path | None = None
+) -> tuple[subprocess.Popen[bytes], str]:  # fmt: skip
+    """`mlaforge serve` on a free port, once it answers; what it says goes to `log`, else to this process's stderr.
+    With `checkout` it is the mlaforge of that folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "mlaforge", "serve", model, "--port", str(port), *options]
-    process = subprocess.Popen(command, stderr=log)
+    env = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout.absolute() / "src")}
+    process = subprocess.Popen(command, stderr=log, env=env)
     url = f"http://127.0.0.1:{port}"
     while process.poll() is None:
         try:

@@ -1,13 +1,16 @@
 """Whatever comes, whenever, into however small a cache: the tokens are the same, and nothing is left behind."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.engine.cache.block_tables import BlockTables
+from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import LayerCache, size_groups
+from mlaforge.engine.request.sequence import Request, Sequence
+from mlaforge.engine.scheduler import Scheduler
 from mlaforge.runtime import UserError
 from support.engine_driver import Oracle, greedy, idle, most_blocks, random_prompts, renew, watched
 
@@ -142,6 +145,102 @@ def test_who_decodes_comes_before_prompts_and_prompts_share_what_is_left(engine)
         {"a": 9, "b": 21, "c": 24},
         {"a": 10, "b": 22, "c": 30},
     ]
+
+
+def test_a_long_prompt_leaves_every_continuation_its_token(engine):
+    """A prompt that runs takes what they leave, though three of them began after it."""
+    engine.add("several", BASES[0][:10], greedy(30, n=3))
+    engine.add("long", BASES[1] + BASES[2], greedy(4))
+    engine.step()
+    long = engine.scheduler.running[1]
+    assert names(engine.scheduler.running) == ["several", "long", "several", "several"] and long.computed == 6
+    while long.computed < 80:
+        before = long.computed
+        outputs = {output.request_id: output for output in engine.step()}
+        assert sorted(done.index for done in outputs["several"].outputs) == [0, 1, 2]
+        assert long.computed == min(80, before + 13)
+    engine.abort("several")
+    engine.abort("long")
+
+
+# The scheduler alone: no model, whose step is nothing but more tokens
+
+
+class Played:
+    """A scheduler whose sequences compute what it plans; every draft is refused, every sequence ends by its length."""
+
+    def __init__(self, num_blocks: int, max_num_seqs: int, max_step: int):
+        groups = [CacheGroup("full", num_blocks), CacheGroup("window", num_blocks, 6)]
+        self.scheduler = Scheduler(BlockTables(groups, 4), max_num_seqs, max_step)
+        self.numbers = itertools.count()
+        self.left: dict[Sequence, int] = {}
+
+    def add(self, name: str, length: int, max_tokens: int, n: int, scored: bool) -> None:
+        params = greedy(max_tokens, n=n, prompt_logprobs=1 if scored else None)
+        # Prompts that begin alike share blocks.
+        request = Request(name, [0] * length, params)
+        request.sequences = [Sequence(next(self.numbers), request, i, [0] * length, None, None) for i in range(n)]
+        self.left |= dict.fromkeys(request.sequences, max_tokens)
+        self.scheduler.add(request.sequences[0])
+
+    def play(self, plan, drafts) -> None:
+        tables, forks, ended = self.scheduler.tables, [], []
+        for sequence, upto in plan.chunks:
+            assert sequence.computed < upto <= len(sequence.token_ids) + drafts * sequence.decoding
+            draws = upto >= len(sequence.token_ids)
+            sequence.computed = min(upto, len(sequence.token_ids))
+            tables.commit(sequence.number, sequence.token_ids, sequence.computed)
+            tables.rewind(sequence.number, sequence.computed)
+            if draws:
+                drawing = [sequence] if sequence.prefilled else sequence.request.sequences
+                forks += [(sequence, other) for other in drawing[1:]]
+                for each in drawing:
+                    each.prefilled = True
+                    each.token_ids.append(self.left[each])
+                    self.left[each] -= 1
+                    ended += [each] if not self.left[each] else []
+        for parent, child in forks:
+            self.scheduler.fork(parent, child)
+        for sequence in ended:
+            self.scheduler.finish(sequence)
+
+
+@settings(max_examples=150)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 12), st.integers(1, 4), st.booleans()),
+        min_size=1, max_size=8,
+    ),
+    max_num_seqs=st.integers(4, 6),
+    more=st.integers(0, 30),
+    spare=st.integers(0, 40),
+    drafts=st.integers(0, 3),
+    held=st.sets(st.integers(0, 40)),
+)  # fmt: skip
+def test_who_decodes_misses_no_step_unless_blocks_are_short(requests, max_num_seqs, more, spare, drafts, held):
+    played = Played(18 + spare, max_num_seqs, max_num_seqs + more)
+    scheduler, step = played.scheduler, 0
+    while step <= 12 or scheduler.running or scheduler.waiting:
+        for name, (arrives, *what) in enumerate(requests):
+            if arrives == step:
+                played.add(str(name), *what)
+        for sequence in scheduler.running:
+            sequence.held = (sequence.number + step) % 41 in held and step < 100
+        decoding = {sequence for sequence in scheduler.running if sequence.decoding and not sequence.held}
+        prompts = [sequence for sequence in scheduler.running if not (sequence.decoding or sequence.held)]
+        preempted = scheduler.preemptions
+        plan = scheduler.schedule(lambda sequence: drafts)
+        assert sum(upto - sequence.computed for sequence, upto in plan.chunks) <= scheduler.max_num_batched_tokens
+        chosen = {sequence for sequence, _ in plan.chunks}
+        assert len(chosen) == len(plan.chunks) and not any(sequence.held for sequence in chosen)
+        if scheduler.preemptions == preempted:
+            assert decoding <= chosen
+            # And neither those who decode nor their drafts stop the prompt that began first.
+            assert set(prompts[:1]) <= chosen
+        played.play(plan, drafts)
+        scheduler.tables.check_integrity()
+        step += 1
+        assert step < 2000, "this does not come to an end"
 
 
 def test_who_came_last_gives_way_and_comes_back_first(engine):

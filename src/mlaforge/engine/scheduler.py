@@ -1,8 +1,9 @@
 """Which tokens of which sequences the next step computes: continuous batching with chunked prefill.
 
-Running sequences come first, in the order in which they arrived, so that whoever has begun gets to the end; what is
-left of the step's tokens goes to prompts, cut where they do not fit. Where blocks run out, the sequence that came last
-gives up its own and is computed anew later (its full blocks stay known and are mostly found again).
+Every running sequence that decodes has its token in every step. What is left of the step's tokens goes to drafts and
+prompts that run, in the order in which they arrived, so that whoever has begun gets to the end, and then to prompts
+that wait, cut where they do not fit. Where blocks run out, the sequence that came last gives up its own and is computed
+anew later (its full blocks stay known and are mostly found again).
 """
 
 from __future__ import annotations
@@ -58,30 +59,40 @@ class Scheduler:
         """The next step, with room for it reserved; empty when there is nothing to do but to wait for the held.
 
         `drafts` says how many drafted tokens a decoding sequence is to verify. It gets fewer where that would take a
-        turn from sequences that run, and none where blocks are short: nobody is preempted for a draft.
+        token from a sequence that runs, and none where blocks are short: nobody is preempted for a draft.
         """
         plan = Plan()
-        budget = self.max_num_batched_tokens
+        # What a step may compute beyond the tokens of those who decode, each of whom has its own.
+        budget = self.max_num_batched_tokens - sum(map(_decodes, self.running))
+        prompts = sum(not (sequence.decoding or sequence.held) for sequence in self.running)
         preempted = False
-        for others, sequence in zip(reversed(range(len(self.running))), list(self.running), strict=True):
-            if budget and sequence in self.running and not sequence.held:
+        for index, sequence in enumerate(list(self.running)):
+            if index >= len(self.running):
+                # It and those after it were preempted for others.
+                break
+            if sequence.held or not (budget or sequence.decoding):
+                continue
+            count = 0
+            if sequence.decoding:
+                upto = len(sequence.token_ids)
+                count = max(0, min(drafts(sequence), budget - prompts))
+            else:
                 upto = min(len(sequence.token_ids), sequence.computed + _affordable(sequence, budget))
-                count = max(0, min(drafts(sequence), budget - 1 - others)) if sequence.decoding else 0
-                copies = self.tables.reserve(sequence.number, upto + count)
-                if copies is None and count:
-                    count, copies = 0, self.tables.reserve(sequence.number, upto)
-                upto += count
-                while copies is None:
-                    preempted = True
-                    last = self.running[-1]
-                    self._preempt(last)
-                    if last is sequence:
-                        break
-                    copies = self.tables.reserve(sequence.number, upto)
-                else:
-                    plan.chunks.append((sequence, upto))
-                    plan.copies += copies
-                    budget = max(0, budget - sequence.price * (upto - sequence.computed))
+                prompts -= 1
+            copies = self.tables.reserve(sequence.number, upto + count)
+            if copies is None and count:
+                count, copies = 0, self.tables.reserve(sequence.number, upto)
+            while copies is None:
+                preempted = True
+                last = self.running[-1]
+                self._preempt(last)
+                if last is sequence:
+                    break
+                copies = self.tables.reserve(sequence.number, upto)
+            else:
+                plan.chunks.append((sequence, upto + count))
+                plan.copies += copies
+                budget -= count if sequence.decoding else min(budget, sequence.price * (upto - sequence.computed))
         while self.waiting and budget and not preempted and self.tables.available > self._short:
             sequence = self.waiting[0]
             if sum(map(_num_sequences, self.running)) + _num_sequences(sequence) > self.max_num_seqs:
@@ -120,6 +131,11 @@ class Scheduler:
 def _num_sequences(sequence: Sequence) -> int:
     """How many sequences this one is, or becomes when its prompt is computed."""
     return 1 if sequence.prefilled else sequence.request.params.n
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """Whether a token of every step is its own."""
+    return sequence.decoding and not sequence.held
 
 
 def _affordable(sequence: Sequence, budget: int) -> int:

@@ -99,6 +99,29 @@ def test_a_sequence_reads_its_own_rows_in_order_and_masks_what_is_later(problem)
 
 
 @settings(max_examples=150)
+@given(problems())
+def test_tables_and_runs_are_what_a_loop_over_blocks_makes(problem):
+    """Filled up with 0 to the widest; stretches end where the next block is no neighbour, or with the length."""
+    (view,) = problem.batch().views
+    size, widest = problem.block_size, max(len(blocks) for _, blocks, _, _ in problem.sequences)
+    for index, (first, blocks, _, stop) in enumerate(problem.sequences):
+        assert view.block_table_SB[index].tolist() == blocks + [0] * (widest - len(blocks))
+        assert view.first_S[index] == first * size
+        runs, left = [], stop - first * size
+        for block in blocks[: -(-left // size)]:
+            rows = min(left, size)
+            if runs and sum(runs[-1]) == block * size:
+                runs[-1][1] += rows
+            else:
+                runs.append([block * size, rows])
+            left -= rows
+        assert view.runs[index] == tuple(map(tuple, runs))
+    assert (view.block_table_SB.dtype, view.first_S.dtype, view.slots_N.dtype) == (
+        torch.int32, torch.int32, torch.int64
+    )  # fmt: skip
+
+
+@settings(max_examples=150)
 @given(problems(decode=True))
 def test_decoding_side_by_side_sees_the_same_and_reads_nothing_foreign(problem):
     (view,) = problem.batch().views

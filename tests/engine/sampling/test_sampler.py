@@ -225,6 +225,21 @@ def test_unlikely_tokens_come_as_often_as_they_should():
     assert 15 <= first <= 45
 
 
+def test_a_draw_takes_one_number_and_never_what_cannot_be(monkeypatch):
+    """The least and the largest number there are, with impossible tokens at both ends and sums beside 1."""
+    logits = torch.full((2, V), -torch.inf)
+    logits[:, [7, 20, 41]] = torch.tensor([3.0, 1.0, 2.0])
+    states = [state(temperature=0.9, seed=n) for n in range(2)]
+    for number, token in ((0.0, 7), (1 - 2**-53, 41)):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "uniform_", lambda self, generator, number=number: self.fill_(number))
+            assert SAMPLER(logits, states).token_ids.tolist() == [token, token]
+    before = states[0].generator.get_state()
+    SAMPLER(logits, states)
+    torch.empty((), dtype=torch.float64).uniform_(generator=(same := torch.Generator()).set_state(before))
+    assert states[0].generator.get_state().equal(same.get_state())
+
+
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch():
     logits = [logits_of(5, seed=n) for n in range(8)]
 

@@ -29,6 +29,7 @@ from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
+from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.runtime import on_device
@@ -201,7 +202,7 @@ class EagleDrafter:
         self, logits_SV: Tensor, budgets: abc.Sequence[tuple[Sequence, int]]
     ) -> tuple[list[int], list[Tensor | None]]:
         """A token of the target's vocabulary for each row, and the distribution where it was drawn from one."""
-        tokens = logits_SV.argmax(-1)
+        tokens = likeliest(logits_SV)
         qs: list[Tensor | None] = [None] * len(budgets)
         for i, (sequence, _) in enumerate(budgets):
             params = sequence.request.params

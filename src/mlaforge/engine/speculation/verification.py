@@ -22,7 +22,7 @@ from mlaforge.engine.request import held
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
-from mlaforge.engine.sampling.sampler import Sampler
+from mlaforge.engine.sampling.sampler import Sampler, likeliest
 from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.runtime import on_device
 
@@ -79,7 +79,7 @@ class _Draw:
         self.likeliest: list[int] | None = None
         if all(sequence.state.plain for sequence in sequences):
             # Nothing of it depends on the tokens before: all rows at once, and the host waits once.
-            self.likeliest = logits_RV.argmax(-1).tolist()
+            self.likeliest = likeliest(logits_RV).tolist()
 
     def __call__(
         self, active: list[int], rows: list[int], nodes: list[int]
