@@ -31,6 +31,15 @@ def test_linear(compiled, N, M, half, with_bias, with_plus, seed):
     near(found, wanted, 2 * half)
 
 
+def test_sums_in_fp32(compiled):
+    torch.manual_seed(0)
+    x, w, b, plus = (torch.randn(*shape).bfloat16() for shape in ((5, 96), (33, 96), (33,), (5, 33)))
+    found = compiled.linear(x, pack(w), 33, b, plus, wide=True)
+    assert found.dtype == torch.float32
+    assert torch.equal(found.bfloat16(), compiled.linear(x, pack(w), 33, b, plus))
+    torch.testing.assert_close(found.double(), x.double() @ w.double().T + b + plus, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("K", [32, 250, 576])
 def test_a_row_has_one_product(compiled, K):
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution import linear
 from mlaforge.engine.execution import model as loading
-from mlaforge.engine.execution.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fused, vocabulary_head
+from mlaforge.engine.execution.linear import INT4_GROUP, MANY, QUANTIZED, PackedLinear, fused, vocabulary_head
 from mlaforge.engine.execution.mlp import rewritten
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
@@ -114,7 +114,7 @@ def test_a_packed_product_is_the_product(rows, inputs, outputs, bias, plus, gaps
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (100, 5)])
 def test_few_rows_and_many_rows_use_the_same_weights(inputs, outputs, format):
     """The packed product and the unpacked fp32 one agree to the rounding of activations, row by row."""
-    rows = WIDE[format]
+    rows = MANY
     x, weight, bias = problem(rows, inputs, outputs, True, format)
     with torchs_own():
         layer = PackedLinear(weight, bias, format)
@@ -179,7 +179,7 @@ def test_what_four_bits_cannot_hold_takes_eight():
 
 def test_four_bits_keep_eight_in_the_vocabulary_head():
     x, weight, _ = problem(3, 64, 16, False, "int4")
-    assert torch.equal(vocabulary_head(weight, "int4")(x), PackedLinear(weight, None, "int8")(x))
+    assert torch.equal(vocabulary_head(weight, "int4")(x), PackedLinear(weight, None, "int8", wide=True)(x))
     assert vocabulary_head(weight, "bfloat16").format == "bfloat16"
 
 

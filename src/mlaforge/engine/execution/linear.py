@@ -22,8 +22,8 @@ from mlaforge.runtime import UserError
 
 # Formats of weights that are not a torch dtype, and the activations that go with them.
 QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
-# Rows from which on unpacking to fp32 pays (measured on 2 cores with AVX-512: LOG.md).
-WIDE = {"int8": 64, "int4": 64}
+# Rows from which on unpacking torch's int8 to fp32 pays (measured on 2 cores with AVX-512: LOG.md).
+MANY = 64
 # torch's int8 kernel takes widths that are multiples of this; it checks nothing.
 INT8_COLUMNS = 16
 # Input columns that share one scale and zero point in torch's int4.
@@ -39,15 +39,14 @@ class PackedLinear:
 
     int8 is symmetric with one scale per output row; int4 asymmetric with a step and a zero per 32 inputs
     (ops/rounded_weights.py); both are rounded to nearest. Activations are bf16, which the compiled kernels multiply as
-    whole numbers of 16 bits. They exist on the CPU only. No nn.Module: at one row a module's call costs a tenth of the
-    product.
+    whole numbers of 16 bits. They exist on the CPU only. `wide`: y is in fp32 where a compiled kernel makes it,
+    else in the dtype of x. No nn.Module: at one row a module's call costs a tenth of the product.
     """
 
-    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, format: str):
+    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, format: str, wide: bool = False):
         self.out_features, self.in_features = weight_MK.shape
         self.format = format
         self.bias = None if bias_M is None else bias_M.clone()
-        self._wide = WIDE.get(format, 0)
         on_cpu = weight_MK.device.type == "cpu"
         self._product: Product
         self._weight: Callable[[], Tensor] | None
@@ -55,14 +54,14 @@ class PackedLinear:
             if not on_cpu:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
             # Experts' weights come transposed, and the kernels read neither them nor rows with gaps between.
-            self._product, self._weight = _rounded(weight_MK.contiguous(), format)
+            self._product, self._weight = _rounded(weight_MK.contiguous(), format, wide)
         else:
-            self._product = (_bfloat16 if format == "bfloat16" and on_cpu else _plain)(weight_MK)
+            self._product = _bfloat16(weight_MK, wide) if format == "bfloat16" and on_cpu else _plain(weight_MK)
             self._weight = None
 
     def __call__(self, x_NK: Tensor, plus_NM: Tensor | None = None) -> Tensor:
         """y [N, M], with `plus_NM` added."""
-        if self._weight is None or x_NK.shape[0] < self._wide:
+        if self._weight is None or x_NK.shape[0] < MANY:
             return self._product(x_NK, self.bias, plus_NM)
         bias = None if self.bias is None else self.bias.float()
         out = F.linear(x_NK.float(), self._weight(), bias)
@@ -78,13 +77,13 @@ def _plain(weight_MK: Tensor) -> Product:
     return lambda x, bias, plus: _plus(F.linear(x, weight, bias), plus)
 
 
-def _bfloat16(weight_MK: Tensor) -> Product:
+def _bfloat16(weight_MK: Tensor, wide: bool) -> Product:
     """By our own kernel where it is compiled; else by oneDNN's, which packs from AVX-512 on only: 1.3 to 1.5 times the
     speed of F.linear at one to eight rows."""
     M, K = weight_MK.shape
     if (native := kernels()) is not None and K % 2 == 0:
         native_packed, native_product = pack(weight_MK), native.linear.default
-        return lambda x, bias, plus: native_product(x, native_packed, M, bias, plus)
+        return lambda x, bias, plus: native_product(x, native_packed, M, bias, plus, wide)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return _plain(weight_MK)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.bfloat16().contiguous(), 1)
@@ -98,7 +97,7 @@ def _bfloat16(weight_MK: Tensor) -> Product:
     return by_onednn
 
 
-def _rounded(weight_MK: Tensor, format: str) -> Packed:
+def _rounded(weight_MK: Tensor, format: str, wide: bool) -> Packed:
     """Our own kernels' layouts where they are compiled, else torch's."""
     if (native := kernels()) is None or not hasattr(native, "linear_int8"):
         return _torch_int4(weight_MK) if format == "int4" else _torch_int8(weight_MK)
@@ -111,7 +110,7 @@ def _rounded(weight_MK: Tensor, format: str) -> Packed:
         native_product = native.linear_int8.default
 
     def product(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-        return native_product(x_NK, packed, scale, M, bias, plus_NM)
+        return native_product(x_NK, packed, scale, M, bias, plus_NM, wide)
 
     return product, None
 
@@ -164,8 +163,9 @@ def fused(linears: Sequence[nn.Linear], format: str) -> PackedLinear:
 
 
 def vocabulary_head(weight_VK: Tensor, format: str) -> PackedLinear:
-    """In int4 it keeps 8 bits: 4 cost more there than in all other layers together (LOG.md)."""
-    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format)
+    """In int4 it keeps 8 bits: 4 cost more there than in all other layers together (LOG.md). Logits are the kernel's
+    sums in fp32, where one is compiled: rounded to bf16, many of the likeliest would be equal."""
+    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format, wide=True)
 
 
 def _bias(linear: nn.Linear) -> Tensor:

@@ -95,7 +95,7 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
     at::parallel_for(0, blocks.size(), 8, [&](int64_t from, int64_t to) {
       for (int64_t b = from; b < to; ++b) std::copy_n(rows + blocks[b] * block_size * R, block_size * R, cs + b * block_size * R);
     });
-    at::Tensor keys = linear(c, w_uk, GD, b_k, std::nullopt);
+    at::Tensor keys = linear(c, w_uk, GD, b_k, std::nullopt, false);
     if (k_norm) keys = rms_norm(keys.view({P * G, D}), *k_norm, eps);
     const bf16* ks = keys.const_data_ptr<bf16>();
     at::Tensor decompressed = at::empty({P, W}, both.options());

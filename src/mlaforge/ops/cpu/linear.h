@@ -30,15 +30,13 @@ inline void linear_by_vectors(const float* x, const bf16* w, int64_t N, int64_t 
   });
 }
 
-// x [N, K] times weights packed [M / 16, K / 2, 16, 2], a bias and what is added: y [N, M] in bf16.
+// x [N, K] times weights packed [M / 16, K / 2, 16, 2], a bias and what is added: y [N, M] in bf16, or the sums as they
+// are, in fp32, where `wide`.
 at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M,
-                  const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM) {
+                  const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM, bool wide) {
   const int64_t N = x_NK.size(0), K = x_NK.size(1), blocks = w_packed.size(0);
-  const at::Tensor plus = plus_NM ? plus_NM->contiguous() : at::Tensor();
-  at::Tensor out = at::empty({N, M}, x_NK.options());
   const bf16* w = w_packed.const_data_ptr<bf16>();
-  const Sink sink{bias_M ? bias_M->const_data_ptr<bf16>() : nullptr, plus_NM ? plus.const_data_ptr<bf16>() : nullptr,
-                  out.mutable_data_ptr<bf16>(), M};
+  const Sink sink(x_NK, M, bias_M, plus_NM, wide);
 #ifdef __AMX_TILE__
   const at::Tensor x = x_NK.contiguous();
   linear_by_tiles(x.const_data_ptr<bf16>(), w, N, K, blocks, sink);
@@ -46,5 +44,5 @@ at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M,
   const at::Tensor x = x_NK.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
   linear_by_vectors(x.const_data_ptr<float>(), w, N, K, blocks, sink);
 #endif
-  return out;
+  return sink.out();
 }

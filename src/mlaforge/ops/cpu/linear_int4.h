@@ -59,11 +59,11 @@ struct Nibbles {
   }
 };
 
-// x [N, K] in bf16 times weights packed in codes, scales [M] filled up to 16, a bias and what is added: y [N, M] in bf16.
+// x [N, K] in bf16 times weights packed in codes, else as linear_int8.
 at::Tensor linear_int4(const at::Tensor& x_NK, const at::Tensor& packed, const at::Tensor& scales, int64_t M,
-                       const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM) {
+                       const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM, bool wide) {
   const int64_t blocks = packed.size(0), steps = packed.size(1);
   const Nibbles weights{packed.const_data_ptr<uint8_t>()};
-  return whole_product(weights, steps, blocks, x_NK, scales, M, bias_M, plus_NM);
+  return whole_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, plus_NM, wide));
 }
 #endif

@@ -13,6 +13,7 @@
 // 16 outputs is one stretch of memory. x is packed [2 N / 16, K / 64, 16, 64], in tiles too: row 2n holds the low bytes of
 // row n and row 2n + 1 the high ones.
 #pragma once
+#include "sink.h"
 #include "vectors.h"
 #ifdef __AMX_INT8__
 #include "tiles.h"
@@ -69,21 +70,15 @@ inline ByteRow to_bytes(const bf16* x, int64_t K, int64_t steps, int64_t n, int8
 struct ByteSink {
   const ByteRow* rows;
   const float* scales;
-  const bf16 *bias, *plus;
-  bf16* out;
-  int64_t M;
+  const Sink& sink;
 
   // Outputs m to m + 15 of row n.
   void put(int64_t n, int64_t m, __m512i low, __m512i high) const {
-    const __mmask16 mask = first16(M - m);
     const ByteRow& row = rows[n];
     low = _mm512_sub_epi32(low, _mm512_set1_epi32(row.low));
     high = _mm512_sub_epi32(high, _mm512_set1_epi32(row.high));
     __m512 y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
-    y = _mm512_mul_ps(_mm512_mul_ps(y, _mm512_set1_ps(row.scale)), _mm512_loadu_ps(scales + m));
-    if (bias) y = _mm512_add_ps(y, floats(bias + m, mask));
-    if (plus) y = _mm512_add_ps(y, floats(plus + n * M + m, mask));
-    _mm256_mask_storeu_epi16(out + n * M + m, mask, (__m256i)_mm512_cvtneps_pbh(y));
+    sink.put(n, m, {_mm512_mul_ps(_mm512_mul_ps(y, _mm512_set1_ps(row.scale)), _mm512_loadu_ps(scales + m))});
   }
 };
 
@@ -232,11 +227,9 @@ void whole_by_vectors(const Weights& weights, const int8_t* x, int64_t N, int64_
 
 template <class Weights>
 at::Tensor whole_product(const Weights& weights, int64_t steps, int64_t blocks, const at::Tensor& x_NK,
-                         const at::Tensor& scales, int64_t M, const std::optional<at::Tensor>& bias_M,
-                         const std::optional<at::Tensor>& plus_NM) {
+                         const at::Tensor& scales, const Sink& sink) {
   const int64_t N = x_NK.size(0), K = x_NK.size(1);
-  const at::Tensor x = x_NK.contiguous(), plus = plus_NM ? plus_NM->contiguous() : at::Tensor();
-  at::Tensor out = at::empty({N, M}, x_NK.options());
+  const at::Tensor x = x_NK.contiguous();
   const at::Tensor bytes = at::empty({(N + 7) / 8 * steps * TILE_BYTES}, x_NK.options().dtype(at::kChar));
   std::vector<ByteRow> rows(N);
   int8_t* to = bytes.mutable_data_ptr<int8_t>();
@@ -244,21 +237,21 @@ at::Tensor whole_product(const Weights& weights, int64_t steps, int64_t blocks, 
   at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) rows[n] = to_bytes(from + n * K, K, steps, n, to);
   });
-  const ByteSink sink{rows.data(), scales.const_data_ptr<float>(), bias_M ? bias_M->const_data_ptr<bf16>() : nullptr,
-                      plus_NM ? plus.const_data_ptr<bf16>() : nullptr, out.mutable_data_ptr<bf16>(), M};
+  const ByteSink scaled{rows.data(), scales.const_data_ptr<float>(), sink};
 #ifdef __AMX_INT8__
-  whole_by_tiles(weights, to, N, steps, blocks, sink);
+  whole_by_tiles(weights, to, N, steps, blocks, scaled);
 #else
-  whole_by_vectors(weights, to, N, steps, blocks, sink);
+  whole_by_vectors(weights, to, N, steps, blocks, scaled);
 #endif
-  return out;
+  return sink.out();
 }
 
-// x [N, K] in bf16 times weights packed in bytes, scales [M] filled up to 16, a bias and what is added: y [N, M] in bf16.
+// x [N, K] in bf16 times weights packed in bytes, scales [M] filled up to 16, a bias and what is added: y [N, M] in bf16,
+// or in fp32 where `wide`.
 at::Tensor linear_int8(const at::Tensor& x_NK, const at::Tensor& packed, const at::Tensor& scales, int64_t M,
-                       const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM) {
+                       const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM, bool wide) {
   const int64_t blocks = packed.size(0), steps = packed.size(1) / 16;
   const Bytes weights{packed.const_data_ptr<uint8_t>()};
-  return whole_product(weights, steps, blocks, x_NK, scales, M, bias_M, plus_NM);
+  return whole_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, plus_NM, wide));
 }
 #endif

@@ -16,10 +16,13 @@
 #define LIBRARY_OF_CPU(name, m) TORCH_LIBRARY_IMPL(name, CPU, m)
 
 LIBRARY(FORM, m) {
-  m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
+        "-> Tensor");
 #ifdef __AVX512VNNI__
-  m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
-  m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus) -> Tensor");
+  m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
+        "-> Tensor");
+  m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
+        "-> Tensor");
 #endif
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
