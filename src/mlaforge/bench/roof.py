@@ -21,8 +21,8 @@ from mlaforge.planning.plan import CACHE_BYTES, LayerPlan, Plan
 from mlaforge.planning.roofline import CACHE_LIMITS, WEIGHT_LIMITS, decode_step
 from mlaforge.runtime import UserError, log
 
-# Bits that a weight takes in the formats of the engine; int4 has a scale and a zero point per 32 weights.
-BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "int4": 5.0}
+# Bits that a weight takes in the formats of the engine; int4 has a step and a zero of 8 bits per 32 weights.
+BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "int4": 4.5}
 
 
 def memory_speed(passes: int = 5) -> float:

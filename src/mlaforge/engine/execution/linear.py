@@ -1,9 +1,9 @@
 """Linear layers as a serving engine wants them: fused where they read the same input, packed for the device.
 
 At decoding a linear layer is limited by reading its weights, so what counts is their bytes and how close to the
-memory's speed they are read; at prefill it is limited by arithmetic. Compiled kernels (ops/native.py) read one packed
-copy of the weights for any number of rows. Where they are not compiled, bf16 goes through oneDNN's packed product, int8
-and int4 through torch's kernels, many rows of int8 through an fp32 product of weights unpacked on the way.
+memory's speed they are read; at prefill it is limited by arithmetic. On a CPU all of bfloat16, int8 and int4 go through
+our own kernels (ops/cpu/linear*.h), which read one packed copy of the weights for any number of rows; where these are
+not compiled, through torch's.
 
 Legend: N rows (tokens), K input width, M output width.
 """
@@ -23,24 +23,22 @@ from mlaforge.runtime import UserError
 # Formats of weights that are not a torch dtype, and the activations that go with them.
 QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
 # Rows from which on unpacking torch's int8 to fp32 pays (measured on 2 cores with AVX-512: LOG.md).
-MANY = 64
+WIDE = 64
 # torch's int8 kernel takes widths that are multiples of this; it checks nothing.
 INT8_COLUMNS = 16
 # Input columns that share one scale and zero point in torch's int4.
 INT4_GROUP = 32
 
 Product = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-# The product for few rows, and what unpacks the weights to fp32 for many; None where the first is fastest for all.
-Packed = tuple[Product, Callable[[], Tensor] | None]
 
 
 class PackedLinear:
     """y = x Wᵀ + b for rows x [N, K], weights kept in `format`: a torch dtype's name, int8 or int4.
 
     int8 is symmetric with one scale per output row; int4 asymmetric with a step and a zero per 32 inputs
-    (ops/rounded_weights.py); both are rounded to nearest. Activations are bf16, which the compiled kernels multiply as
-    whole numbers of 16 bits. They exist on the CPU only. `wide`: y is in fp32 where a compiled kernel makes it,
-    else in the dtype of x. No nn.Module: at one row a module's call costs a tenth of the product.
+    (ops/rounded_weights.py); both are rounded to nearest. Activations are bf16, which our own kernels multiply as whole
+    numbers of 16 bits. They exist on the CPU only. `wide`: y is in fp32 where our own kernel makes it, else in the
+    dtype of x. No nn.Module: at one row a module's call costs a tenth of the product.
     """
 
     def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, format: str, wide: bool = False):
@@ -49,23 +47,17 @@ class PackedLinear:
         self.bias = None if bias_M is None else bias_M.clone()
         on_cpu = weight_MK.device.type == "cpu"
         self._product: Product
-        self._weight: Callable[[], Tensor] | None
         if format in QUANTIZED:
             if not on_cpu:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
             # Experts' weights come transposed, and the kernels read neither them nor rows with gaps between.
-            self._product, self._weight = _rounded(weight_MK.contiguous(), format, wide)
+            self._product = _rounded(weight_MK.contiguous(), format, wide)
         else:
             self._product = _bfloat16(weight_MK, wide) if format == "bfloat16" and on_cpu else _plain(weight_MK)
-            self._weight = None
 
     def __call__(self, x_NK: Tensor, plus_NM: Tensor | None = None) -> Tensor:
         """y [N, M], with `plus_NM` added."""
-        if self._weight is None or x_NK.shape[0] < MANY:
-            return self._product(x_NK, self.bias, plus_NM)
-        bias = None if self.bias is None else self.bias.float()
-        out = F.linear(x_NK.float(), self._weight(), bias)
-        return (out if plus_NM is None else out.add_(plus_NM)).to(x_NK.dtype)
+        return self._product(x_NK, self.bias, plus_NM)
 
 
 def _plus(out_NM: Tensor, plus_NM: Tensor | None) -> Tensor:
@@ -97,25 +89,17 @@ def _bfloat16(weight_MK: Tensor, wide: bool) -> Product:
     return by_onednn
 
 
-def _rounded(weight_MK: Tensor, format: str, wide: bool) -> Packed:
-    """Our own kernels' layouts where they are compiled, else torch's."""
+def _rounded(weight_MK: Tensor, format: str, wide: bool) -> Product:
+    """Our own kernels' layouts where they are compiled, which takes VNNI; else torch's."""
     if (native := kernels()) is None or not hasattr(native, "linear_int8"):
         return _torch_int4(weight_MK) if format == "int4" else _torch_int8(weight_MK)
     M = len(weight_MK)
-    if format == "int4":
-        packed, scale = packed4(weight_MK)
-        native_product = native.linear_int4.default
-    else:
-        packed, scale = packed8(weight_MK)
-        native_product = native.linear_int8.default
-
-    def product(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-        return native_product(x_NK, packed, scale, M, bias, plus_NM, wide)
-
-    return product, None
+    packed, scale = (packed4 if format == "int4" else packed8)(weight_MK)
+    product = (native.linear_int4 if format == "int4" else native.linear_int8).default
+    return lambda x, bias, plus: product(x, packed, scale, M, bias, plus, wide)
 
 
-def _torch_int8(weight_MK: Tensor) -> Packed:
+def _torch_int8(weight_MK: Tensor) -> Product:
     scale_M = (weight_MK.float().abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     # The kernel takes the scale in bf16, so the weights are rounded against that one.
     scale = scale_M.bfloat16()
@@ -125,14 +109,18 @@ def _torch_int8(weight_MK: Tensor) -> Packed:
     beyond = -K % INT8_COLUMNS
     codes = F.pad(codes, (0, beyond))
 
-    def few(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
+    def product(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
+        if len(x_NK) >= WIDE:
+            weight = codes[:, :K].float().mul_(scale.float()[:, None])
+            out = F.linear(x_NK.float(), weight, None if bias is None else bias.float())
+            return _plus(out, plus_NM).to(x_NK.dtype)
         x_NK = F.pad(x_NK, (0, beyond)) if beyond else x_NK.contiguous()
         return _plus(_plus(torch._weight_int8pack_mm(x_NK, codes, scale), bias), plus_NM)
 
-    return few, lambda: codes[:, :K].float().mul_(scale.float()[:, None])
+    return product
 
 
-def _torch_int4(weight_MK: Tensor) -> Packed:
+def _torch_int4(weight_MK: Tensor) -> Product:
     M, K = weight_MK.shape
     if K % INT4_GROUP or M % 16:
         return _torch_int8(weight_MK)
@@ -146,11 +134,16 @@ def _torch_int4(weight_MK: Tensor) -> Packed:
     scales = torch.stack((scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
 
     def product(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-        return _plus(
-            _plus(torch._weight_int4pack_mm_for_cpu(x_NK.contiguous(), packed, INT4_GROUP, scales), bias), plus_NM
-        )
+        out = torch._weight_int4pack_mm_for_cpu(x_NK.contiguous(), packed, INT4_GROUP, scales)
+        return _plus(_plus(out, bias), plus_NM)
 
-    return product, None
+    return product
+
+
+def vocabulary_head(weight_VK: Tensor, format: str) -> PackedLinear:
+    """In int4 it keeps 8 bits: 4 cost more there than in all other layers together (LOG.md). Logits are the kernel's
+    sums in fp32, where one is compiled: rounded to bf16, many of the likeliest would be equal."""
+    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format, wide=True)
 
 
 def fused(linears: Sequence[nn.Linear], format: str) -> PackedLinear:
@@ -160,12 +153,6 @@ def fused(linears: Sequence[nn.Linear], format: str) -> PackedLinear:
     if any(linear.bias is not None for linear in linears):
         bias = torch.cat([_bias(linear) for linear in linears])
     return PackedLinear(weight, bias, format)
-
-
-def vocabulary_head(weight_VK: Tensor, format: str) -> PackedLinear:
-    """In int4 it keeps 8 bits: 4 cost more there than in all other layers together (LOG.md). Logits are the kernel's
-    sums in fp32, where one is compiled: rounded to bf16, many of the likeliest would be equal."""
-    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format, wide=True)
 
 
 def _bias(linear: nn.Linear) -> Tensor:

@@ -3,11 +3,13 @@
 // A weight of 8 bits (linear_int8.h) is zero + (code * step >> 4), with a step and a zero for each group and output; a
 // block is unpacked into bytes and multiplied as those are. Whole numbers from end to end, and the same kernels.
 //
-// Limits: as for 8 bits, with 4.5 bits a weight to read, and unpacking: six instructions for 64 weights, about 4 cycles.
+// Limits: as for 8 bits, with 4.5 bits a weight to read, and unpacking: six instructions for 64 weights, about 4
+// cycles.
 //
-// Packed [M / 16, K / 64, 576]: for 64 inputs of 16 outputs twice 16 pairs of (step, zero), of the first and of the last 32
-// inputs, then eight vectors of codes. A vector holds two lines of linear_int8.h's layout: of 16 bits, the lowest four are
-// the second byte of the second line, then the second of the first, the first of the second, the first of the first.
+// Packed [M / 16, K / 64, 576]: for 64 inputs of 16 outputs twice 16 pairs of (step, zero), of the first and of the
+// last 32 inputs, then eight vectors of codes. A vector holds two lines of linear_int8.h's layout: of 16 bits, the
+// lowest four are the second byte of the second line, then the second of the first, the first of the second, the first
+// of the first.
 #pragma once
 #include "linear_int8.h"
 

@@ -1,25 +1,25 @@
 // Rows times weights of 8 bits, in whole numbers.
 //
 // A weight is (w - 128) times its output's scale, w of 0 to 255; x is a whole number of 16 bits times its row's scale,
-// taken apart into a low and a high byte, both signed: with 8 bits alone the outliers of a row drown the rest. So a row
-// of x is two rows of bytes, and a product is 256 high + low. Sums of whole numbers are exact: a row's result is the same
-// whatever is computed beside it, and by whatever instruction.
+// taken apart into a low and a high byte, both signed: with 8 bits alone the outliers of a row drown the rest. So a
+// row of x is two rows of bytes, and a product is 256 high + low. Sums of whole numbers are exact: a row's result is
+// the same whatever is computed beside it, and by whatever instruction.
 //
 // Limits. Few rows: reading K bytes an output once. Many: two bytes of x make twice the products of bf16, at twice the
 // rate with tiles (as fast as bf16 at the most), and at four times fp32's rate with VNNI (twice as fast).
 //
-// Legend: N rows, K input width, filled up to a multiple of 64 with zeros, M output width. Weights are packed
-// [M / 16, K / 4, 16, 4], outputs filled up too: 64 bytes are four inputs of 16 outputs, 1024 are one tile, and a block of
-// 16 outputs is one stretch of memory. x is packed [2 N / 16, K / 64, 16, 64], in tiles too: row 2n holds the low bytes of
-// row n and row 2n + 1 the high ones.
+// Legend: N rows, K input width, filled up to a multiple of 64 with zeros, M output width. Weights are packed [M / 16,
+// K / 4, 16, 4], outputs filled up too: 64 bytes are four inputs of 16 outputs, 1024 are one tile, and a block of 16
+// outputs is one stretch of memory. x is packed [2 N / 16, K / 64, 16, 64], in tiles too: row 2n holds the low bytes
+// of row n and row 2n + 1 the high ones.
 #pragma once
 #include "sink.h"
 #include "vectors.h"
+
+#ifdef __AVX512VNNI__
 #ifdef __AMX_INT8__
 #include "tiles.h"
 #endif
-
-#ifdef __AVX512VNNI__
 
 constexpr int64_t STEP = 64;         // inputs of a tile
 constexpr int64_t TILE_BYTES = 1024;  // of weights or of x
@@ -39,31 +39,36 @@ inline __m512 floats(const bf16* from, __mmask16 mask) {
 
 // Row n of x in bytes. A number that is none makes the scale, and so the whole result, none.
 inline ByteRow to_bytes(const bf16* x, int64_t K, int64_t steps, int64_t n, int8_t* bytes) {
-  __m512 most = _mm512_setzero_ps();
-  __mmask16 none = 0;
-  for (int64_t k = 0; k < K; k += 16) {
-    const __m512 part = floats(x + k, first16(K - k));
-    most = _mm512_max_ps(most, _mm512_abs_ps(part));
-    none |= _mm512_cmp_ps_mask(part, part, _CMP_UNORD_Q);
+  // Without their signs, bf16 numbers are in the order of their bits, and what is none comes last.
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t k = 0; k < K; k += 32) {
+    const __mmask32 mask = K - k >= 32 ? ~__mmask32(0) : (__mmask32(1) << (K - k)) - 1;
+    most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_maskz_loadu_epi16(mask, x + k), _mm512_set1_epi16(0x7fff)));
   }
+  const __m512i lower = _mm512_and_si512(most, _mm512_set1_epi32(0xffff)), upper = _mm512_srli_epi32(most, 16);
+  const uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(lower, upper)) << 16;
+  float largest;
+  std::memcpy(&largest, &bits, 4);
   // The largest number whose high byte is one: 127 * 256 + 127. A row of zeros takes any scale.
-  const float largest = _mm512_reduce_max_ps(most);
-  const float scale = largest > 1e-30f ? largest / 32639.0f : 1e-30f;
+  const float scale = largest < 1e-30f ? 1e-30f : largest / 32639.0f;
   const __m512 inverse = _mm512_set1_ps(1.0f / scale);
-  __m512i low_sum = _mm512_setzero_si512(), high_sum = _mm512_setzero_si512();
+  __m512i sum = _mm512_setzero_si512(), high_sum = _mm512_setzero_si512();
   int8_t* to = bytes + 2 * n / 16 * steps * TILE_BYTES + 2 * n % 16 * STEP;
-  for (int64_t k = 0; k < steps * STEP; k += 16) {
-    const __m512 part = k < K ? floats(x + k, first16(K - k)) : _mm512_setzero_ps();
+  auto put = [&](int64_t k, __m512 part) {
     const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(part, inverse));
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-    const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
     int8_t* place = to + k / STEP * TILE_BYTES + k % STEP;
-    _mm_storeu_si128((__m128i*)place, _mm512_cvtepi32_epi8(low));
+    _mm_storeu_si128((__m128i*)place, _mm512_cvtepi32_epi8(whole));
     _mm_storeu_si128((__m128i*)(place + STEP), _mm512_cvtepi32_epi8(high));
-    low_sum = _mm512_add_epi32(low_sum, low);
+    sum = _mm512_add_epi32(sum, whole);
     high_sum = _mm512_add_epi32(high_sum, high);
-  }
-  return {none ? NAN : scale, 128 * _mm512_reduce_add_epi32(low_sum), 128 * _mm512_reduce_add_epi32(high_sum)};
+  };
+  int64_t k = 0;
+  for (; k + 16 <= K; k += 16) put(k, floats(x + k, 0xffff));
+  if (k < K) put(k, floats(x + k, first16(K - k))), k += 16;
+  for (; k < steps * STEP; k += 16) put(k, _mm512_setzero_ps());
+  const int32_t high = _mm512_reduce_add_epi32(high_sum);
+  return {scale, 128 * (_mm512_reduce_add_epi32(sum) - 256 * high), 128 * high};
 }
 
 // What a product of bytes becomes on its way out, and where it goes.
@@ -77,7 +82,7 @@ struct ByteSink {
     const ByteRow& row = rows[n];
     low = _mm512_sub_epi32(low, _mm512_set1_epi32(row.low));
     high = _mm512_sub_epi32(high, _mm512_set1_epi32(row.high));
-    __m512 y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
+    const __m512 y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
     sink.put(n, m, {_mm512_mul_ps(_mm512_mul_ps(y, _mm512_set1_ps(row.scale)), _mm512_loadu_ps(scales + m))});
   }
 };
@@ -137,7 +142,7 @@ void byte_tiles(const Weights& w0, const Weights& w1, const int8_t* x, int64_t s
 }
 
 template <class Weights>
-void whole_by_tiles(const Weights& weights, const int8_t* x, int64_t N, int64_t steps, int64_t blocks,
+void whole_product_of_blocks(const Weights& weights, const int8_t* x, int64_t N, int64_t steps, int64_t blocks,
                     const ByteSink& sink) {
   const int64_t panel = std::max<int64_t>(1, BYTE_PANEL / (2 * steps * TILE_BYTES)) * 16;
   at::parallel_for(0, (blocks + 1) / 2, 1, [&](int64_t begin, int64_t end) {
@@ -154,8 +159,8 @@ void whole_by_tiles(const Weights& weights, const int8_t* x, int64_t N, int64_t 
             if (rows != shaped) shape_tiles(2 * first, 2 * (rows - first)), shaped = rows;
             (rows > 8 ? byte_tiles<true, Reader> : byte_tiles<false, Reader>)(w0, w1, x + n / 8 * steps * TILE_BYTES,
                                                                               steps, y);
-            for (int64_t i = 0; i <= both; ++i)
-              for (int64_t r = 0; r < rows; ++r) {
+            for (int64_t r = 0; r < rows; ++r)
+              for (int64_t i = 0; i <= both; ++i) {
                 const int32_t* from = y + 2 * r * 32 + i * 16;
                 sink.put(n + r, (b + i) * 16, _mm512_load_si512(from), _mm512_load_si512(from + 32));
               }
@@ -168,6 +173,7 @@ void whole_by_tiles(const Weights& weights, const int8_t* x, int64_t N, int64_t 
     release_tiles();
   });
 }
+
 #else
 // A block of 16 outputs for N rows of x. With few rows several sums run side by side.
 template <int N, class Weights>
@@ -204,7 +210,7 @@ constexpr ByteBlock<Weights> BYTE_BLOCKS[MOST_ROWS] = {
     byte_block<5, Weights>, byte_block<6, Weights>, byte_block<7, Weights>, byte_block<8, Weights>};
 
 template <class Weights>
-void whole_by_vectors(const Weights& weights, const int8_t* x, int64_t N, int64_t steps, int64_t blocks,
+void whole_product_of_blocks(const Weights& weights, const int8_t* x, int64_t N, int64_t steps, int64_t blocks,
                       const ByteSink& sink) {
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     __m512i y[2 * MOST_ROWS];
@@ -223,6 +229,7 @@ void whole_by_vectors(const Weights& weights, const int8_t* x, int64_t N, int64_
     }
   });
 }
+
 #endif
 
 template <class Weights>
@@ -237,12 +244,7 @@ at::Tensor whole_product(const Weights& weights, int64_t steps, int64_t blocks, 
   at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) rows[n] = to_bytes(from + n * K, K, steps, n, to);
   });
-  const ByteSink scaled{rows.data(), scales.const_data_ptr<float>(), sink};
-#ifdef __AMX_INT8__
-  whole_by_tiles(weights, to, N, steps, blocks, scaled);
-#else
-  whole_by_vectors(weights, to, N, steps, blocks, scaled);
-#endif
+  whole_product_of_blocks(weights, to, N, steps, blocks, ByteSink{rows.data(), scales.const_data_ptr<float>(), sink});
   return sink.out();
 }
 
