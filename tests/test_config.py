@@ -140,6 +140,7 @@ def test_yaml_means_what_it_looks_like(line, field, value, recipe):
         ("kv_lora_rank: 8\nkv-lora-rank: 16", "kv-lora-rank is given twice (line 2)"),
         ("budget: {a: 1, a: 2}", "a is given twice (line 1)"),
         pytest.param("[" * 100000, "is not YAML", id="deep"),
+        pytest.param("seed: " + "9" * 5000, "is not YAML", id="endless number"),
         ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )

@@ -185,7 +185,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"recipe {path} does not exist") from error
     except OSError as error:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except UserError:
+        raise
+    # ValueError: bytes that are no text, numbers and dates that are none.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
     if keys is None:
         return {}

@@ -264,3 +264,17 @@ main()
     assert done.returncode == 1
     assert "Traceback" in done.stderr and done.stderr.endswith("ZeroDivisionError: ours\n")
     assert "mlaforge: " not in done.stderr
+
+
+def test_an_interrupt_before_a_verb_has_begun():
+    code = """
+import mlaforge.cli.main as cli
+
+def interrupted():
+    raise KeyboardInterrupt
+
+cli.app = interrupted
+cli.main()
+"""
+    done = python(code)
+    assert (done.returncode, done.stderr) == (130, "mlaforge: interrupted; nothing had begun\n")

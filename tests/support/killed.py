@@ -28,9 +28,10 @@ def started(function, *arguments):
 
 def command(*arguments):
     """The command line, which ends the process."""
-    from mlaforge.cli.main import app
+    from mlaforge.cli.main import main
 
-    app([str(argument) for argument in arguments])
+    sys.argv = ["mlaforge", *map(str, arguments)]
+    main()
 
 
 def finish_artifact(out, manifest, moment):

@@ -78,6 +78,7 @@ SHARDED = {
     "index names a tensor": (lambda d: edit_index(d, lambda i: i["weight_map"].update(ghost=SHARD)), "'ghost'"),
     "index names a number": (lambda d: edit_index(d, lambda i: i["weight_map"].update(ghost=7)), "7 is missing"),
     "index without map": (lambda d: edit_index(d, lambda i: i.pop("weight_map")), INDEX),
+    "index's metadata is text": (lambda d: edit_index(d, lambda i: i.update(metadata="2")), "metadata = '2' must be"),
     "index is a list": (lambda d: (d / INDEX).write_text("[]"), INDEX),
     "index is not JSON": (lambda d: truncate(d / INDEX, 0.5), INDEX),
 }

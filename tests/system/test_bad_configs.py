@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.eagle3_heads import saved
+
 DEEP = ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000)
 HUGE = 10**12
 WEIGHTS = "model.safetensors"
@@ -134,6 +136,25 @@ def test_converted_models(how, mla, model, reads, tmp_path):
     heal = ("heal", "--teacher", model("llama"), "--student", mla, "--out", tmp_path / "out")
     export = ("export", "deepseek", mla, tmp_path / "out")
     reads(words, mla, heal, export)
+
+
+HEADS = {
+    "huge vocab_size as text": ({"vocab_size": str(2**63)}, "vocab_size"),
+    "huge intermediate_size": ({"intermediate_size": 10**30}, "intermediate_size"),
+    "negative heads": ({"num_attention_heads": -1}, "num_attention_heads = -1 must be"),
+    "half a vocabulary": ({"draft_vocab_size": 0.5}, "draft_vocab_size = 0.5 must be"),
+    "captured states are text": ({"eagle_aux_hidden_state_layer_ids": "0"}, "eagle_aux_hidden_state_layer_ids = '0'"),
+    "a config within is text": ({"eagle_config": "x"}, "eagle_config = 'x' must be an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HEADS)
+def test_draft_heads(how, tiny_models, refused, evaluation_file, tmp_path):
+    changes, words = HEADS[how]
+    head = saved(tmp_path / "head")
+    edit(head / "config.json", **changes)
+    refused(words, "generate", tiny_models["llama"], "--speculative", head, "--dtype", "float32")
+    refused(words, "draft", "check", head, "--target", tiny_models["llama"], "--text", evaluation_file)
 
 
 EXPERTS = {

@@ -137,6 +137,14 @@ def test_a_truncated_gguf(share, gguf_file, refused, short, tmp_path):
     refused(("tiny.gguf", "cannot be read as GGUF"), "convert", gguf_file, tmp_path / "out", *short)
 
 
+@pytest.mark.parametrize("bit", [25, 1719])
+def test_a_gguf_with_a_flipped_bit_in_its_header(bit, gguf_file, refused, short, tmp_path):
+    content = bytearray(gguf_file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    gguf_file.write_bytes(content)
+    refused(("tiny.gguf", "cannot be read as GGUF"), "convert", gguf_file, tmp_path / "out", *short)
+
+
 def test_a_gguf_that_is_none(gguf_file, refused, short, tmp_path):
     gguf_file.write_text("No GGUF, but a letter to my aunt. " * 100)
     refused(("tiny.gguf", "cannot be read as GGUF"), "convert", gguf_file, tmp_path / "out", *short)

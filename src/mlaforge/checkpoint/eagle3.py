@@ -22,6 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from mlaforge.checkpoint.reader import SINGLE, Reader, read_config
+from mlaforge.families.schema import COUNT, OBJECT, check, check_config, list_of, whole
 from mlaforge.families.spec import capture_boundaries
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
@@ -33,6 +34,13 @@ CONVENTIONS = ("boundary", "output", "hidden_states")
 # How a d2t may be meant: what is added to the head's token, or the target's token itself.
 OFFSETS, IDS = "offsets", "ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# What may stand beside a layer's own fields.
+RULES = {
+    "target_hidden_size": COUNT,
+    "draft_vocab_size": COUNT,
+    "eagle_config": OBJECT,
+    "eagle_aux_hidden_state_layer_ids": list_of(whole(-1)),
+}
 # Of the layer's own config, what is written: all that its shapes and angles follow from.
 LAYER_FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
@@ -53,6 +61,9 @@ def head_config(directory: Path, config_dict: dict[str, Any], num_layers: int, o
     """The same of a config.json as a dict; `directory` is where it came from."""
     from transformers import LlamaConfig
 
+    check_config(config_dict)
+    check(config_dict, RULES, "config.json")
+    check(config_dict.get("eagle_config") or {}, RULES, "config.json: eagle_config")
     if config_dict.get("num_hidden_layers", 1) != 1:
         raise UserError(
             f"{directory}: num_hidden_layers = {config_dict['num_hidden_layers']}; heads of 1 layer are read"

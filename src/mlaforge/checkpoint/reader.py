@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mlaforge import families
 from mlaforge.artifact import MANIFEST, sha256
+from mlaforge.families.schema import OBJECT, check
 from mlaforge.runtime import UserError, log, progress
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -95,7 +96,9 @@ class Reader:
     def _index(self) -> list[str]:
         path = self.directory / INDEX
         if path.is_file():
-            weight_map = read_config(self.directory, INDEX).get("weight_map")
+            index = read_config(self.directory, INDEX)
+            check(index, {"metadata": OBJECT}, str(path))
+            weight_map = index.get("weight_map")
             if not isinstance(weight_map, dict):
                 raise UserError(f"{path} is not a safetensors index: it has no 'weight_map'; fetch the model again")
             self.shards = sorted(set(map(str, weight_map.values())))

@@ -101,8 +101,11 @@ def _dequantise(path: Path, out: Path) -> None:
             path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, IndexError, NotImplementedError, struct.error) as error:
-        raise UserError(f"{path} cannot be read as GGUF: {' '.join(str(error).split())[:200]}") from error
+    except (ValueError, KeyError, IndexError, NotImplementedError, OSError, RuntimeError, struct.error) as error:
+        # What transformers says of these speaks of JSON and of its own settings.
+        damaged = isinstance(error, OSError | RuntimeError)
+        why = "its header is damaged" if damaged else " ".join(str(error).split())[:200]
+        raise UserError(f"{path} cannot be read as GGUF: {why}") from error
     with writing(out, Manifest("gguf", {}, {"file": path.name, "sha256": sha256(path)})) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

@@ -419,4 +419,9 @@ def continuations(metrics: dict[str, Any]) -> str:
 
 def main() -> None:
     """Entry point of the `mlaforge` command."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:
+        # It came before a verb had begun: verbs end by themselves.
+        print("mlaforge: interrupted; nothing had begun", file=sys.stderr)
+        raise SystemExit(130) from None
