@@ -219,8 +219,8 @@ def main() -> None:
     windows = corpus.windows(SourceModel.open(directory).tokenizer, wikitext(options.data)[1], 16, 2048).ids
     speeds = {dtype: roof.product_speed(10, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     cpu = Gpu("cpu", max(speeds.values()) / 1e12, roof.memory_speed(10) / 1e12, 0.0, "measured now", achievable=1.0)
-    log(f"memory is read at {1e3 * cpu.bandwidth:.1f} GB/s; products: {speeds}")
-    results = Results(options.out, [], command=command(), memory_bytes_per_second=1e12 * cpu.bandwidth,
+    log(f"memory is read at {cpu.bandwidth / 1e9:.1f} GB/s; products: {speeds}")
+    results = Results(options.out, [], command=command(), memory_bytes_per_second=cpu.bandwidth,
                       product_flops=speeds, perplexity={})  # fmt: skip
     with peers(options, directory) as running:
         for case in options.cases:

@@ -201,6 +201,8 @@ PEERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def main() -> None:
+    # No library's name may mean a script beside this one.
+    sys.path.pop(0)
     # What libraries print must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

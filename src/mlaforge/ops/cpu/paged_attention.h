@@ -98,13 +98,15 @@ struct Task {
 // A running result of attention over what came before, and that of one more chunk.
 inline void merge_chunk(float* total, float& top, float& sum, const float* part, float most, float own, int64_t V) {
   if (most == -INF) return;
-  const float next = std::max(top, most), kept = std::exp(top - next), share = std::exp(most - next);
+  // Of both, one keeps its size.
+  const float smaller = exponential(-std::abs(top - most)), kept = top < most ? smaller : 1.0f;
+  const float share = top < most ? 1.0f : smaller;
   const Floats a = all(kept), b = all(share);
   int64_t v = 0;
   for (; v + 16 <= V; v += 16) store(total + v, fma(load(part + v), b, load(total + v) * a));
   if (v < V) store(total + v, fma(load(part + v, V - v), b, load(total + v, V - v) * a), V - v);
   sum = sum * kept + own * share;
-  top = next;
+  top = std::max(top, most);
 }
 
 // `Kernel(attention)` is a thread's own: `pack(task)` takes a task's queries, `attend(task, chunk, out, most, sums)` gives

@@ -9,6 +9,9 @@
 constexpr int64_t GROUPS = COLUMNS / 16;
 constexpr int64_t SPANS = CHUNK / 32;  // stretches of 32 tokens in a chunk
 
+// 2^f for f from -1/2 to 1/2, highest power first.
+constexpr float POWER[5] = {9.570099669e-3f, 5.591786583e-2f, 2.402474493e-1f, 6.931218141e-1f, 9.999992614e-1f};
+
 // Rows of 16 numbers of 32 bits: columns become rows.
 inline void transpose16(__m512i* r) {
   __m512i t[16];
@@ -110,7 +113,10 @@ class TileKernel {
     std::memset((void*)to, 0, (task.count + 15) / 16 * steps * 1024);
     for (int64_t c = 0; c < task.count; ++c) {
       const int64_t h = task.head(c), offset = h / J * of_.row.k_head - task.set.k;
-      const float* from = of_.q + ((view_.query(task.sequence) + task.token(c)) * of_.H + h) * D;
+      query_[c] = int32_t(task.token(c));
+      stand_[c] = int32_t(view_.position(task.sequence, query_[c]));
+      value_[c] = h / J * of_.row.v_head - task.set.v;
+      const float* from = of_.q + ((view_.query(task.sequence) + query_[c]) * of_.H + h) * D;
       bf16* own = to + c / 16 * steps * 512 + c % 16 * 2;
       // Pairs of numbers, one below the other: a step's 16 pairs stand as those of the next one do.
       for (int64_t d = 0; d < D; d += 16) {
@@ -128,7 +134,7 @@ class TileKernel {
     const int64_t s = task.sequence, base = chunk * CHUNK, low = std::max(base, view_.first(s)) - base;
     const int64_t high = std::min(base + CHUNK, view_.length(s)) - base, from = low / 64 * 64;
     const int64_t groups = (task.count + 15) / 16, bytes = of_.row.width * 2;
-    const int64_t whole = set.D / 32, rest = set.D % 32, steps = whole + (rest > 0);
+    const int64_t whole = set.D / 32, rest = set.D % 32, steps = whole + (rest > 0), values = of_.row.v_offset + set.v;
     float* scores = Scratch::line(own_.scores);
     const bf16* queries = Scratch::line(own_.queries);
     // The rest of the last sixteen is of the same block; other rows stand where none is seen, so that four tiles can
@@ -138,8 +144,12 @@ class TileKernel {
     for (int64_t t = (high + 15) / 16 * 16; t < CHUNK; ++t) row_[t] = row_[low + t % 16];
     shape_attention(32);
     for (int64_t t = from; t < high; t += 64) {
-      for (int64_t ahead = t + 64; ahead < std::min(t + 128, high); ++ahead)
-        for (int64_t w = 0; w < of_.row.width; w += 32) _mm_prefetch((const char*)(row_[ahead] + w), _MM_HINT_T0);
+      for (int64_t ahead = t + 64; ahead < std::min(t + 128, high); ++ahead) {
+        for (int64_t w = set.k; w < set.k + set.D; w += 32) _mm_prefetch((const char*)(row_[ahead] + w), _MM_HINT_T0);
+        // Where they are no part of the keys.
+        for (int64_t w = values; values >= set.k + set.D && w < values + set.V; w += 32)
+          _mm_prefetch((const char*)(row_[ahead] + w), _MM_HINT_T0);
+      }
       for (int64_t g = 0; g < groups; ++g)
         score_tiles(row_ + t, set.k, bytes, queries + g * steps * 512, whole, scores + (g * CHUNK + t) * 16, false);
     }
@@ -158,61 +168,83 @@ class TileKernel {
  private:
   // Scores of a column group -> weights, not yet divided by their sum: [span, 16 columns, 32 tokens].
   void soften(const Task& task, int64_t g, int64_t base, int64_t from, int64_t high, float* largest, float* sums) {
-    const int64_t s = task.sequence, tail = view_.tail(s), columns = std::min<int64_t>(16, task.count - g * 16);
+    const int64_t s = task.sequence, columns = std::min<int64_t>(16, task.count - g * 16);
     float* scores = Scratch::line(own_.scores) + g * CHUNK * 16;
-    alignas(64) int32_t stand[16], since[16], query[16];
-    for (int64_t c = 0; c < 16; ++c) {
-      query[c] = c < columns ? int32_t(task.token(g * 16 + c)) : -1;
-      // A token of a tree sees what stands before the tree up to its own place, and of the tree what the view says.
-      stand[c] = c < columns ? int32_t(view_.position(s, query[c])) : -1;
-      since[c] = view_.window > 0 ? stand[c] - int32_t(view_.window) : -1;
-    }
-    const __m512i last = _mm512_load_si512(stand), low = _mm512_load_si512(since);
-    const __m512 scale = _mm512_set1_ps(of_.scale), none = _mm512_set1_ps(-INF);
-    __m512 most = none;
+    const auto [first, last] = std::minmax_element(stand_ + g * 16, stand_ + g * 16 + columns);
+    const __m512 none = _mm512_set1_ps(-INF);
+    // Mostly every column sees all of a chunk.
+    const bool all_seen =
+        base + high <= std::min<int64_t>(*first + 1, view_.tail(s)) && base + from >= std::max(view_.since(*last), view_.first(s));
+    if (!all_seen) hide(task, g, columns, base, from, high, scores);
+    __m512 tops[4] = {none, none, none, none};
+    for (int64_t t = from; t < high; ++t) tops[t % 4] = _mm512_max_ps(tops[t % 4], _mm512_load_ps(scores + t * 16));
+    const __m512 most = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
+    const __m512 top = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(most, none, _CMP_GT_OQ), most);
+    const __m512 sum = all_seen ? weights<true>(g, from, high, scores, top) : weights<false>(g, from, high, scores, top);
+    store(largest + g * 16, {_mm512_mul_ps(most, _mm512_set1_ps(of_.scale))}, columns);
+    store(sums + g * 16, {sum}, columns);
+  }
+
+  // Scores that a column does not see become -inf.
+  void hide(const Task& task, int64_t g, int64_t columns, int64_t base, int64_t from, int64_t high,
+            float* scores) const {
+    // A token of a tree sees what stands before the tree up to its own place, and of the tree what the view says.
+    const __m512i last = _mm512_maskz_loadu_epi32(__mmask16(between(0, columns)), stand_ + g * 16);
+    const __m512i low = _mm512_sub_epi32(last, _mm512_set1_epi32(int32_t(view_.window)));
+    const int64_t tail = view_.tail(task.sequence);
     for (int64_t t = from; t < high; ++t) {
       const int64_t p = base + t;
       const __m512i at = _mm512_set1_epi32(int32_t(p));
-      __mmask16 seen = _mm512_cmple_epi32_mask(at, last) & _mm512_cmpgt_epi32_mask(at, low);
+      __mmask16 seen = _mm512_cmple_epi32_mask(at, last);
+      if (view_.window > 0) seen &= _mm512_cmpgt_epi32_mask(at, low);
       if (p >= tail) {
         seen = 0;
         for (int64_t c = 0; c < columns; ++c)
-          if (view_.sees(query[c], p - tail)) seen |= __mmask16(1u << c);
+          if (view_.sees(query_[g * 16 + c], p - tail)) seen |= __mmask16(1u << c);
       }
-      const __m512 score = _mm512_mask_mul_ps(none, seen, _mm512_load_ps(scores + t * 16), scale);
-      _mm512_store_ps(scores + t * 16, score);
-      most = _mm512_max_ps(most, score);
+      _mm512_store_ps(scores + t * 16, _mm512_mask_mov_ps(_mm512_set1_ps(-INF), seen, _mm512_load_ps(scores + t * 16)));
     }
-    const __mmask16 any = _mm512_cmp_ps_mask(most, none, _CMP_GT_OQ);
-    const __m512 top = _mm512_maskz_mov_ps(any, most);
-    __m512 sum = _mm512_setzero_ps();
+  }
+
+  // e^((score - top) scale) as a power of two, to 4e-6, which is far below what bf16 keeps of it; their sums.
+  template <bool ALL_SEEN>
+  __m512 weights(int64_t g, int64_t from, int64_t high, const float* scores, __m512 top) {
+    const __m512 factor = _mm512_set1_ps(of_.scale * 1.44269504088896341f), none = _mm512_set1_ps(-INF);
+    const __m512 shift = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(top, factor));
+    // Added to a number, its last bits are the nearest whole number.
+    const __m512 whole = _mm512_set1_ps(12582912.0f), least = _mm512_set1_ps(-126.0f);
     auto weight = [&](int64_t t) {
       if (t >= high) return _mm512_setzero_ps();
       const __m512 score = _mm512_load_ps(scores + t * 16);
-      const __mmask16 seen = _mm512_cmp_ps_mask(score, none, _CMP_GT_OQ);
-      return _mm512_maskz_mov_ps(seen, exponential({_mm512_sub_ps(score, top)}).all);
+      const __m512 x = _mm512_max_ps(_mm512_fmadd_ps(score, factor, shift), least), i = _mm512_add_ps(x, whole);
+      const __m512 f = _mm512_sub_ps(x, _mm512_sub_ps(i, whole));
+      __m512 y = _mm512_set1_ps(POWER[0]);
+      for (int n = 1; n < 5; ++n) y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(POWER[n]));
+      y = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), _mm512_slli_epi32(_mm512_castps_si512(i), 23)));
+      return ALL_SEEN ? y : _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(score, none, _CMP_GT_OQ), y);
     };
     const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                                  6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     bf16* to = Scratch::line(own_.weights) + g * SPANS * 512;
+    __m512 evens = _mm512_setzero_ps(), odds = _mm512_setzero_ps();
     for (int64_t span = from / 32; span * 32 < high; ++span) {
       __m512i pairs[16];
       for (int64_t i = 0; i < 16; ++i) {
         const __m512 even = weight(span * 32 + 2 * i), odd = weight(span * 32 + 2 * i + 1);
-        sum = _mm512_add_ps(_mm512_add_ps(sum, even), odd);
+        evens = _mm512_add_ps(evens, even);
+        odds = _mm512_add_ps(odds, odd);
         pairs[i] = _mm512_permutexvar_epi16(interleaved, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
       }
       transpose16(pairs);
       for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + span * 512 + i * 32, pairs[i]);
     }
-    store(largest + g * 16, {most}, columns);
-    store(sums + g * 16, {sum}, columns);
+    return _mm512_add_ps(evens, odds);
   }
 
   // The weighted sum of values, 32 numbers of all columns at a time.
   void weigh(const Task& task, int64_t from, int64_t low, int64_t high, float* out) {
     const HeadSet& set = task.set;
-    const int64_t first_span = from / 32, end = (high + 31) / 32, J = of_.J(), V = of_.V, offset = of_.row.v_offset + set.v;
+    const int64_t first_span = from / 32, end = (high + 31) / 32, V = of_.V, offset = of_.row.v_offset + set.v;
     const __m512i zero = _mm512_setzero_si512();
     const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
@@ -234,18 +266,18 @@ class TileKernel {
       for (int64_t g = 0; g * 16 < task.count; ++g) {
         weigh_tiles(weights + (g * SPANS + first_span) * 512, values + first_span * 2048, end - first_span, part);
         for (int64_t c = 0; c < std::min<int64_t>(16, task.count - g * 16); ++c) {
-          const int64_t own = task.head(g * 16 + c) / J * of_.row.v_head - set.v;
+          const int64_t own = value_[g * 16 + c];
           // Of all key heads' values a head takes its own.
           if (v + 64 <= own || v >= own + V) continue;
-          alignas(64) float ordered[64];
-          for (int64_t half = 0; half < 2; ++half) {
-            const __m512 a = _mm512_load_ps(part + c * 64 + half * 32), b = _mm512_load_ps(part + c * 64 + half * 32 + 16);
-            _mm512_store_ps(ordered + half * 32, _mm512_permutex2var_ps(a, first, b));
-            _mm512_store_ps(ordered + half * 32 + 16, _mm512_permutex2var_ps(a, second, b));
-          }
           const int64_t skip = std::max<int64_t>(0, own - v);
           const int64_t numbers = std::min<int64_t>(64 - skip, own + V - v - skip);
-          std::copy_n(ordered + skip, numbers, out + (g * 16 + c) * V + v + skip - own);
+          float some[64], *to = out + (g * 16 + c) * V + v + skip - own, *ordered = numbers == 64 ? to : some;
+          for (int64_t half = 0; half < 2; ++half) {
+            const __m512 a = _mm512_load_ps(part + c * 64 + half * 32), b = _mm512_load_ps(part + c * 64 + half * 32 + 16);
+            _mm512_storeu_ps(ordered + half * 32, _mm512_permutex2var_ps(a, first, b));
+            _mm512_storeu_ps(ordered + half * 32 + 16, _mm512_permutex2var_ps(a, second, b));
+          }
+          if (numbers < 64) std::copy_n(some + skip, numbers, to);
         }
       }
     }
@@ -268,5 +300,8 @@ class TileKernel {
   const Attention& of_;
   const View& view_;
   Scratch& own_;
+  // Of a task's columns: query token, position, and where their values begin in those of the set.
+  int32_t query_[COLUMNS], stand_[COLUMNS];
+  int64_t value_[COLUMNS];
   const bf16* row_[CHUNK];  // of every token of the chunk, and of what a tile reads beyond it
 };

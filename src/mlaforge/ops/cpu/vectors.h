@@ -232,3 +232,9 @@ inline Floats exponential(Floats x) {
   for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = fma(y, f, all(c));
   return scaled(y, i);
 }
+
+inline float exponential(float x) {
+  float y[16];
+  store(y, exponential(all(x)));
+  return y[0];
+}
