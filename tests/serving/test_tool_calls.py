@@ -43,9 +43,13 @@ def valid(call):
 def test_required(served, parallel):
     client, names = served.client(), set()
     asked = {"model": served.service.model, **ASKED, "tool_choice": "required", "parallel_tool_calls": parallel}
-    for seed in range(5):
+    ended = 0
+    for seed in range(10):
         (choice,) = client.chat.completions.create(**asked, seed=seed).choices
-        calls = choice.message.tool_calls
+        if choice.finish_reason == "length" and parallel:
+            # A model that knows nothing calls on and on.
+            continue
+        ended, calls = ended + 1, choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         assert len({call.id for call in calls}) == len(calls) and (parallel or len(calls) == 1)
         assert all(call.type == "function" and valid(call.function) for call in calls)
@@ -60,7 +64,7 @@ def test_required(served, parallel):
             reasons.append(chunk.choices[0].finish_reason)
         assert streamed == [[call.function.name, call.function.arguments] for call in calls]
         assert reasons[-1] == "tool_calls"
-    assert names == {"weather", "now"}
+    assert ended >= 5 and names == {"weather", "now"}
 
 
 def test_a_named_tool(served):
