@@ -102,9 +102,14 @@ class Llama:
     """llama.cpp, one prompt at a time."""
 
     def __init__(self, model: str, dtype: str):
-        from llama_cpp import Llama as Model
+        from llama_cpp import llama_cpp as native
+        from llama_cpp.llama import Llama as Model
 
         path = Path(model) if dtype == "stored" else widened(Path(model))
+        settings = native.llama_model_default_params()
+        # Its AMX kernels end in a segmentation fault with Q4_1 (llama-cpp-python 0.3.36).
+        settings.use_extra_bufts = dtype != "stored"
+        native.llama_model_default_params = lambda: settings
         self._llm = Model(
             str(path), n_ctx=LONGEST, n_threads=THREADS, n_threads_batch=THREADS, n_gpu_layers=0, verbose=False
         )
