@@ -39,8 +39,7 @@ from support import killed  # noqa: E402
 
 # How many of each at --share 1; kills are those of all stages.
 COUNTS = {"requests": 10_000, "connections": 6_000, "corruptions": 300, "kills": 200}
-SERVE = ["--device", "cpu", "--dtype", "float32", "--cache-bytes", str(2**28), "--max-model-len", "1024",
-         "--drain-timeout", "10"]  # fmt: skip
+SERVE = ["--device", "cpu", "--cache-bytes", str(2**28), "--max-model-len", "1024", "--drain-timeout", "10"]
 
 
 class Attack:
