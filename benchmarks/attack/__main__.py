@@ -69,9 +69,9 @@ class Attack:
         begin = time.perf_counter()
         match part:
             case "requests":
-                facts = asyncio.run(self._serve(ledger, requests.run, []))
+                facts = asyncio.run(self._serve(ledger, requests.run, requests.CLIENTS, []))
             case "connections":
-                facts = asyncio.run(self._serve(ledger, connections.run, connections.OPTIONS))
+                facts = asyncio.run(self._serve(ledger, connections.run, connections.WAVE, connections.OPTIONS))
             case "corruptions":
                 facts = corruptions.run(ledger, self.count(part), self.specimens, self.work / part)
             case _:
@@ -81,8 +81,8 @@ class Attack:
         row = ledger.row(**facts, minutes=round((time.perf_counter() - begin) / 60, 2))
         return {**row, **_key(part, of)}
 
-    async def _serve(self, ledger: Ledger, attack: Callable[..., Any], own: list[str]) -> dict[str, Any]:
-        served = Served(self.options.model or demo_model.fetch(), ledger, self.out, [*SERVE, *own])
+    async def _serve(self, ledger: Ledger, attack: Callable[..., Any], clients: int, own: list[str]) -> dict[str, Any]:
+        served = Served(self.options.model or demo_model.fetch(), ledger, self.out, [*SERVE, *own], clients)
         async with served:
             facts: dict[str, Any] = await attack(ledger, served, self.count(ledger.part))
         return {**facts, **served.facts()}

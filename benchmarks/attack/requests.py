@@ -10,8 +10,10 @@ import httpx
 
 from benchmarks.attack import fuzz
 from benchmarks.attack.ledger import Ledger
-from benchmarks.attack.served import CLIENTS, Served
+from benchmarks.attack.served import Served
 
+# Requests at the same time.
+CLIENTS = 16
 # Seconds after which an answer that is not long does not come any more.
 LONGEST = 120.0
 REFUSALS = range(400, 500)

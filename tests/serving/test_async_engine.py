@@ -47,6 +47,36 @@ async def settled(engine):
         await asyncio.sleep(0.005)
 
 
+def test_thousands_of_prompts_stand_in_nobodys_way(run):
+    """Of one stream the engine has a share at a time; another's request is taken at once, and all are answered."""
+
+    async def test(engine):
+        inner, most = engine.engine, 0
+        add = inner.add
+
+        def counted(*arguments):
+            nonlocal most
+            add(*arguments)
+            most = max(most, sum(len(own) for name, own in inner.running.items() if name != "other"))
+
+        inner.add, inner.delay = counted, 0.001
+        params = SamplingParams(max_tokens=3, n=4, ignore_eos=True)
+        async with engine.open({str(i): ([i], params) for i in range(200)}) as many:
+            await many.accepted()
+            async for _ in engine.generate("other", [7], SamplingParams(max_tokens=2, ignore_eos=True)):
+                pass
+            assert len(many._open) > 100
+            outputs = await many.complete()
+        assert most == 32
+        assert [output.request_id for output in outputs] == [str(i) for i in range(200)]
+        wide = SamplingParams(max_tokens=1, n=50, ignore_eos=True)
+        async with engine.open({"x": ([1], wide), "y": ([2], wide)}) as large:
+            assert [len(output.outputs) for output in await large.complete()] == [50, 50]
+        assert most == 50
+
+    run(test)
+
+
 def test_deltas_make_the_answer(run):
     async def test(engine):
         tokens, outputs = [], 0

@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -51,18 +51,21 @@ class EngineUnavailable(RuntimeError):
 
 
 class Stream:
-    """Outputs of requests that were given to the engine together: `async with` it, then iterate.
+    """Outputs of requests that belong together: `async with` it, then iterate.
 
     Leaving it, by whatever way, aborts the requests that are not finished. Iteration and `complete` raise UserError
     where the engine refused one of them or gave it up, EngineUnavailable where the engine ended first.
     """
 
-    def __init__(self, owner: AsyncEngine, request_ids: list[str], arrived: float) -> None:
+    def __init__(self, owner: AsyncEngine, requests: Requests, arrived: float) -> None:
         self.arrived = arrived  # seconds of time.perf_counter()
         self._owner = owner
-        self._order = request_ids
-        self._unanswered = set(request_ids)
-        self._open = set(request_ids)
+        self._order = list(requests)
+        # Those that the engine does not have yet, and how many continuations it has of the others.
+        self._waiting = dict(requests)
+        self._held: dict[str, int] = {}
+        self._unanswered: set[str] = set()
+        self._open = set(requests)
         self._pending: dict[str, RequestOutput] = {}
         self._error: UserError | EngineUnavailable | None = None
         self._news = asyncio.Event()
@@ -74,7 +77,7 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._owner._leave(self._open)
-        self._open = set()
+        self._open, self._waiting = set(), {}
         self._pending = {}
 
     async def _wait(self) -> None:
@@ -82,7 +85,7 @@ class Stream:
         await self._news.wait()
 
     async def accepted(self) -> None:
-        """Returns once the engine has taken every request."""
+        """Returns once the engine has taken the first of the requests. What it may refuse, they have in common."""
         while self._unanswered and self._error is None:
             await self._wait()
         if self._error is not None:
@@ -108,9 +111,22 @@ class Stream:
             await self._wait()
         return self._pending.pop(next(iter(self._pending)))
 
+    def _next(self, share: int) -> Iterator[tuple[str, list[int], SamplingParams]]:
+        """Those that are given to the engine now, so that it has at most `share` continuations, or one request."""
+        while self._waiting and self._error is None:
+            request_id, (prompt_ids, params) = next(iter(self._waiting.items()))
+            if self._held and sum(self._held.values()) + params.n > share:
+                return
+            del self._waiting[request_id]
+            self._held[request_id] = params.n
+            self._unanswered.add(request_id)
+            yield request_id, prompt_ids, params
+
     def _put(self, request_id: str, note: RequestOutput | UserError | None) -> None:
         """`note`: news of a request, why it was refused, or None when it was taken."""
         self._unanswered.discard(request_id)
+        if isinstance(note, UserError) or (note is not None and note.finished):
+            del self._held[request_id]
         if isinstance(note, UserError):
             self._open.discard(request_id)
             self._error = self._error or note
@@ -130,6 +146,8 @@ class Stream:
 
 # (stream's arrival, output, when its step ended): both times in seconds of time.perf_counter().
 Observer = Callable[[float, RequestOutput, float], None]
+# Id -> prompt and parameters.
+Requests = Mapping[str, tuple[list[int], SamplingParams]]
 _Command = tuple[str, list[int], SamplingParams] | str | None
 _Note = tuple[str, RequestOutput | UserError | None, float]
 
@@ -137,11 +155,13 @@ _Note = tuple[str, RequestOutput | UserError | None, float]
 class AsyncEngine:
     """One engine, its thread, and the streams that wait for it. Used from one event loop, the first that opens one.
 
-    `stats` is the engine's state after its last step. `on_output` sees every output as it comes, read or not.
+    `stats` is the engine's state after its last step. `on_output` sees every output as it comes, read or not. Of one
+    stream the engine has at most `share` continuations at a time, or one request: thousands of prompts of one client
+    neither fill the queue before everybody else nor are taken in one go.
     """
 
-    def __init__(self, engine: SyncEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: SyncEngine, share: int = 32) -> None:
+        self.engine, self._share = engine, share
         self.stats = engine.stats()
         self.on_output: Observer | None = None
         # Why no request is taken any more; None while all is well.
@@ -170,19 +190,22 @@ class AsyncEngine:
             self._no_streams.set()
             self._thread.start()
 
-    def open(self, requests: Mapping[str, tuple[list[int], SamplingParams]], arrived: float | None = None) -> Stream:
-        """Gives requests (id -> prompt and parameters) to the engine. Raises EngineUnavailable."""
+    def open(self, requests: Requests, arrived: float | None = None) -> Stream:
+        """Gives requests to the engine. Raises EngineUnavailable."""
         self.start()
         assert self._no_streams is not None
         if self.unavailable is not None:
             raise self.unavailable
         assert not self._streams.keys() & requests.keys(), "request ids must be unique"
-        stream = Stream(self, list(requests), time.perf_counter() if arrived is None else arrived)
-        for request_id, (prompt_ids, params) in requests.items():
-            self._streams[request_id] = stream
-            self._commands.put((request_id, prompt_ids, params))
+        stream = Stream(self, requests, time.perf_counter() if arrived is None else arrived)
+        self._streams.update(dict.fromkeys(requests, stream))
         self._no_streams.clear()
+        self._give(stream)
         return stream
+
+    def _give(self, stream: Stream) -> None:
+        for command in stream._next(self._share):
+            self._commands.put(command)
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], params: SamplingParams
@@ -292,6 +315,7 @@ class AsyncEngine:
                 self.on_output(stream.arrived, note, when)
             if isinstance(note, UserError) or (note is not None and note.finished):
                 self._forget(request_id)
+                self._give(stream)
 
     def _end(self, error: BaseException | None) -> None:
         self._deliver()

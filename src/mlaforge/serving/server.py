@@ -86,7 +86,7 @@ def listen(settings: uvicorn.Config) -> socket.socket:
 
 def run(engine: SyncEngine, config: ServeConfig) -> None:
     """Serves until a signal ends it. Raises UserError, also where the address cannot be had."""
-    app = create_app(AsyncEngine(engine), config)
+    app = create_app(AsyncEngine(engine, max(1, config.max_num_seqs // 2)), config)
     service: Service = app.state.service
     how = settings(app, config)
     listener = listen(how)
