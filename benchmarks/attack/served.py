@@ -28,8 +28,8 @@ HELD = (
 )  # fmt: skip
 # Tokens of a prompt that fills a step: nearly the 512 that `mlaforge serve` takes at most.
 STEP = 500
-# Continuations that fill a step: as many as `mlaforge serve` decodes together.
-SEQUENCES = 64
+# Continuations that fill a step beside the witness: `mlaforge serve` decodes 64 together.
+SEQUENCES = 63
 # Seconds for which it is measured what the witness waits when nobody else asks.
 ALONE = 3.0
 # Tokens of the witness before which a new server is not judged.

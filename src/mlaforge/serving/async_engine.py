@@ -21,6 +21,8 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
 from mlaforge.runtime import UserError
 
+# Requests that come and go between two steps take so long at most, or one of them.
+COMMAND_SECONDS = 0.02
 # How long `close` waits for the step that runs.
 CLOSE_SECONDS = 10.0
 
@@ -268,9 +270,12 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(self._end, error)
 
     def _obey(self) -> bool:
-        """Carries out what was asked; sleeps while there is nothing to do. False: the thread is to end."""
-        idle = not self.engine.has_work
+        """Carries out what was asked, so much at most that those who decode do not notice; sleeps while there is nothing
+        to do. False: the thread is to end."""
+        idle, begin = not self.engine.has_work, time.perf_counter()
         while True:
+            if not idle and time.perf_counter() - begin > COMMAND_SECONDS and self.engine.has_work:
+                return True
             if idle:
                 self._busy_since = None
             try:
@@ -278,7 +283,7 @@ class AsyncEngine:
             except queue.Empty:
                 return True
             if idle:
-                self._busy_since = time.perf_counter()
+                self._busy_since = begin = time.perf_counter()
             idle = False
             if command is None:
                 return False
