@@ -28,8 +28,8 @@ HELD = (
 )  # fmt: skip
 # Tokens of a prompt that fills a step: nearly the 512 that `mlaforge serve` takes at most.
 STEP = 500
-# Continuations that fill a step beside the witness: `mlaforge serve` decodes 64 together.
-SEQUENCES = 63
+# Continuations that fill a step beside the witness and one more: `mlaforge serve` decodes 64 together.
+SEQUENCES = 62
 # Seconds for which it is measured what the witness waits when nobody else asks.
 ALONE = 3.0
 # Tokens of the witness before which a new server is not judged.
@@ -102,18 +102,23 @@ class Served:
                 await asyncio.sleep(0.05)
 
     async def _measure(self) -> None:
-        """How long the witness waits alone, and beside well-behaved neighbours: a prompt that fills a step, and then as
-        many continuations as a step has, each drawn from what top_p leaves."""
+        """How long the witness waits alone, and beside two well-behaved neighbours who fill a step: with continuations
+        that are drawn from what top_p leaves, and with a prompt."""
         with self._measured("alone"):
             await asyncio.sleep(ALONE)
+        drawn = {"max_tokens": 48, "temperature": 1.0, "top_p": 0.9, "logprobs": 5}
         for number in range(4):
             # Another one each time: what is cached costs nothing.
             prompt = [(number + 3 * at + os.getpid()) % 250 for at in range(STEP)]
-            full = {"n": SEQUENCES, "max_tokens": 8, "temperature": 1.0, "top_p": 0.9, "logprobs": 5}
             with self._measured("a step"):
-                answer = await self.client.post("/v1/completions", json={"prompt": prompt, **full})
-                answer.raise_for_status()
+                several = asyncio.ensure_future(self._ask({"prompt": "The sky", "n": SEQUENCES, **drawn}))
+                await asyncio.sleep(0.5)
+                await self._ask({"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 5})
+                await several
                 await asyncio.sleep(0.2)
+
+    async def _ask(self, body: dict[str, Any]) -> None:
+        (await self.client.post("/v1/completions", json=body)).raise_for_status()
 
     @contextmanager
     def _measured(self, what: str) -> Iterator[None]:
