@@ -38,8 +38,8 @@ SHOWN = 12
 
 
 class Served:
-    """`async with Served(...) as served`: the server runs, the witness streams, the watch looks. `clients` attack at the
-    same time."""
+    """`async with Served(...) as served`: the server runs, the witness streams, the watch looks. So many `clients`
+    attack at the same time."""
 
     def __init__(self, model: Path, ledger: Ledger, folder: Path, options: list[str], clients: int) -> None:
         self._clients = clients

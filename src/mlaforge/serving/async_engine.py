@@ -270,8 +270,8 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(self._end, error)
 
     def _obey(self) -> bool:
-        """Carries out what was asked, so much at most that those who decode do not notice; sleeps while there is nothing
-        to do. False: the thread is to end."""
+        """Carries out what was asked, but no more than those who decode hardly notice; sleeps while there is nothing to
+        do. False: the thread is to end."""
         idle, begin = not self.engine.has_work, time.perf_counter()
         while True:
             if not idle and time.perf_counter() - begin > COMMAND_SECONDS and self.engine.has_work:
