@@ -103,6 +103,9 @@ def kill(
 
 def judge(killed: Ended, number: signal.Signals, out: Path, wanted: dict[str, str]) -> str:
     """What is wrong with how it ended; "" where nothing is."""
+    if not killed.stopped and "init_import_site" in killed.stderr and not out.exists():
+        # Python itself had not begun.
+        return ""
     if killed.stopped or "Traceback" in killed.stderr:
         return killed.stopped or f"a traceback: {killed.last_line}"
     if killed.code and killed.code not in CODES[number]:
