@@ -114,7 +114,7 @@ def test_the_witness_and_what_was_under_way(tmp_path):
     waits = witness.read(path)
     assert len(waits) == 5 and witness.largest(waits, "gap").seconds == 2.5
     ledger = Ledger("part", 0, tmp_path)
-    served = Served(tmp_path, ledger, tmp_path, [])
+    served = Served(tmp_path, ledger, tmp_path, [], 1)
     served.waits, served._lives = path, 1
     served._measuring = [(now + 9, now + 12, "a step")]
     served._attacks = [(now + 29, now + 30, "short"), (now + 25, now + 40, "long"), (now, now + 15, "over")]

@@ -55,6 +55,7 @@ class ScriptedEngine:
         self.fail_after: int | None = None
         self.hold = threading.Event()
         self.hold.set()
+        self.began = threading.Event()
         self.running: dict[str, list[Sequence]] = {}
         self.counts = dict.fromkeys(
             ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "aborted_requests"), 0
@@ -119,6 +120,7 @@ class ScriptedEngine:
         return Completion(sequence.index, [token], new, logprobs, sequence.finish_reason, stop_reason)
 
     def step(self) -> list[RequestOutput]:
+        self.began.set()
         self.hold.wait()
         if self.delay:
             time.sleep(self.delay)

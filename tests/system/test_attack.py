@@ -46,7 +46,7 @@ def test_requests_and_connections(tiny_models, ledger, tmp_path, monkeypatch):
     options = ["--device", "cpu", "--dtype", "float32", "--cache-bytes", str(2**24)]
 
     async def attacked():
-        async with served.Served(tiny_models["llama"], ledger, tmp_path, options) as server:
+        async with served.Served(tiny_models["llama"], ledger, tmp_path, options, 200) as server:
             await requests.run(ledger, server, 40)
             await connections.run(ledger, server, 24)
         return server.facts()
@@ -70,7 +70,7 @@ def test_a_server_that_falls_is_a_failure_and_is_replaced(tiny_models, ledger, t
 
     async def attacked():
         async with served.Served(
-            tiny_models["llama"], ledger, tmp_path, ["--device", "cpu", "--dtype", "float32"]
+            tiny_models["llama"], ledger, tmp_path, ["--device", "cpu", "--dtype", "float32"], 1
         ) as server:
             with server.attacked_by("a shot"):
                 server._process.kill()
