@@ -161,8 +161,7 @@ def run(
     left = ("device", "plan", *(PLANNED if planned else ()))
     manifest = Manifest(
         "convert",
-        config={k: v for k, v in options.items() if k not in left}
-        | record_names(config, "calibration", "evaluation"),
+        config={k: v for k, v in options.items() if k not in left} | record_names(config, "calibration", "evaluation"),
         inputs={
             "model": {**source.record, "model_type": spec.model_type},
             "calibration": described(tuned),

@@ -303,7 +303,12 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
 
     # No documentation pages: they would load scripts from elsewhere. No CORS: pages of others stay out.
     app = FastAPI(
-        title="mlaforge", version=runtime.version(), lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
+        title="mlaforge",
+        version=runtime.version(),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
         redirect_slashes=False,
     )
     app.state.service = service
