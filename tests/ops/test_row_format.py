@@ -1,0 +1,179 @@
+"""Row formats: what is read is what was written, to the error that the format's definition allows; and the bytes as the
+native kernels read them, by a second reading of the definition, number by number."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlaforge.ops.row_format import INT4_TOKENS, Int4, Int8, Plain
+
+FP8 = Plain(12, torch.float8_e4m3fn)
+FORMATS = [Int8((8, 8)), Int8((5,)), Int8((24, 7)), Int8((16,) * 6), Int4(1, 2), Int4(2, 16), Int4(3, 20), FP8]
+CPU = torch.device("cpu")
+
+
+def bf16(*shape, seed=0, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+
+
+def filled(format, row_NW, units=None):
+    """Rows of which some units were written, the others being NaN, and those units."""
+    count = len(row_NW) // format.tokens
+    rows = format.empty(count + 3, CPU)
+    rows.view(torch.uint8).fill_(255)
+    units = torch.randperm(count + 3, generator=torch.Generator().manual_seed(1))[:count] if units is None else units
+    format.write(rows, units, row_NW)
+    return rows, units
+
+
+def through(format, row_NW):
+    rows, units = filled(format, row_NW)
+    return format.read(rows, units)
+
+
+def steps(format, x_NW):
+    """The distance of two neighbouring codes at each number, as wide as its scale's rounding can make it."""
+    if isinstance(format, Int8):
+        each = [part.abs().amax(1, keepdim=True).expand_as(part) / 127 for part in x_NW.split(format.parts, dim=1)]
+        step = torch.cat(each, dim=1)
+    else:
+        k, v = x_NW.view(-1, INT4_TOKENS, 2, format.num_kv_heads, format.head_dim).unbind(2)
+        each = [(p.amax(d, keepdim=True) - p.amin(d, keepdim=True)).expand_as(p) for p, d in ((k, 1), (v, 3))]
+        step = torch.stack(each, dim=2).reshape(x_NW.shape) / 15
+    return step * (1 + 2**-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(FORMATS[:-1]), st.integers(0, 2**31), st.floats(-18, 18), st.booleans())
+def test_a_number_read_is_within_half_a_step(format, seed, magnitude, outlier):
+    x = bf16(2 * INT4_TOKENS, format.width, seed=seed, scale=10**magnitude)
+    if outlier:
+        x[3, 1] *= 3000
+    got, x = through(format, x).float(), x.float()
+    # What is read is rounded to bf16, which has 8 bits.
+    assert ((got - x).abs() <= steps(format, x) / 2 + (got.abs() + steps(format, x)) * 2**-8).all()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_read_rows_are_bf16_and_have_no_neighbours(format):
+    """Whatever else is written in the same call, and in which order."""
+    x = bf16(4 * format.tokens, format.width)
+    rows, units = filled(format, x)
+    assert format.read(rows, units).dtype == torch.bfloat16
+    assert len(rows[0].view(torch.uint8)) == format.unit_bytes
+    one = format.empty(len(rows), CPU)
+    for at in (2, 0, 3, 1):
+        format.write(one, units[at : at + 1], x[at * format.tokens :][: format.tokens])
+    for unit in units:
+        assert torch.equal(one[unit].view(torch.uint8), rows[unit].view(torch.uint8))
+    others = [unit for unit in range(len(rows)) if unit not in units]
+    assert all((rows[unit].view(torch.uint8) == 255).all() for unit in others)
+    # Read again, in another order, they are the same.
+    back = format.read(rows, units.flip(0)).view(4, format.tokens, -1).flip(0).flatten(0, 1)
+    assert torch.equal(back, format.read(rows, units))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_equal_numbers_and_zeros_are_exact(format):
+    for value in (0.0, 1.0, -0.3125, 448.0):
+        x = torch.full((INT4_TOKENS, format.width), value).bfloat16()
+        exact = isinstance(format, Int4 | Plain) or value == 0.0
+        torch.testing.assert_close(through(format, x), x, rtol=0 if exact else 2**-7, atol=0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_what_is_no_number_stays_none(format, bad):
+    """And nothing else is touched but what shares its scale."""
+    x = bf16(2 * INT4_TOKENS, format.width)
+    clean = through(format, x)
+    x[5, 0] = bad
+    got = through(format, x)
+    assert got[5, 0].isnan()
+    touched = got.isnan()
+    assert torch.equal(got[~touched], clean[~touched])
+    assert touched.sum() <= (INT4_TOKENS if isinstance(format, Int4) else format.width)
+    assert not touched[INT4_TOKENS:].any()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_what_was_never_written_is_none(format):
+    """A cache full of 255 is one full of NaN."""
+    rows = format.empty(2, CPU)
+    rows.view(torch.uint8).fill_(255)
+    assert format.read(rows, torch.tensor([0, 1])).isnan().all()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_rows_in_fp32_are_rounded_to_bf16_first(format):
+    x = torch.randn(INT4_TOKENS, format.width, generator=torch.Generator().manual_seed(3))
+    if format is not FP8:
+        assert torch.equal(through(format, x), through(format, x.bfloat16()))
+
+
+def test_fp8_saturates():
+    x = torch.tensor([[1.0, 447.0, 449.0, 1e30, -1e30, 2.0**-9, 2.0**-11, 0, 17, -3, 0.1, 5]]).bfloat16()
+    want = [1, 448, 448, 448, -448, 2.0**-9, 0, 0, 16, -3, 0.1015625, 5]
+    assert through(FP8, x)[0].tolist() == want
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain_rows_are_what_they_were(dtype):
+    x = torch.randn(4, 6).to(dtype)
+    assert torch.equal(through(Plain(6, dtype), x), x)
+
+
+# The bytes
+
+
+def number(pair):
+    """A bf16 number from its two bytes."""
+    return np.array([(pair[0] | pair[1] << 8) << 16], dtype=np.uint32).view(np.float32)[0]
+
+
+@pytest.mark.parametrize("parts", [(8, 8), (5,), (24, 7)])
+def test_bytes_of_int8(parts):
+    format, x = Int8(parts), bf16(1, sum(parts))
+    rows, units = filled(format, x)
+    data, even = rows[units[0]].tolist(), sum(parts) + sum(parts) % 2
+    assert len(data) == even + 2 * len(parts) and data[sum(parts) : even] == [0] * (sum(parts) % 2)
+    place, want = 0, []
+    for part, width in enumerate(parts):
+        scale, own = number(data[even + 2 * part :][:2]), x[0, place : place + width].float().numpy()
+        assert np.abs(own).max() / 127 <= scale < np.abs(own).max() / 127 * (1 + 2**-6)
+        for i, value in enumerate(own):
+            code = data[place + i] - 256 * (data[place + i] > 127)
+            assert code == np.rint(np.float32(value) / np.float32(scale))
+            want.append(code * scale)
+        place += width
+    assert torch.equal(format.read(rows, units[:1])[0], torch.tensor(np.array(want)).bfloat16())
+    assert format.numbers == [1, *parts]
+
+
+def test_bytes_of_int4():
+    G, D = 2, 6
+    format, x = Int4(G, D), bf16(INT4_TOKENS, 2 * G * D)
+    rows, units = filled(format, x)
+    data, codes, C = rows[units[0]].tolist(), INT4_TOKENS * G * D // 2, G * D
+    key_scales, value_scales = 2 * codes, 2 * codes + 4 * C
+    assert len(data) == format.unit_bytes == value_scales + 4 * INT4_TOKENS * G
+
+    def part(begin, index):
+        return number(data[begin + 2 * index :][:2])
+
+    want = np.zeros((INT4_TOKENS, 2 * C), dtype=np.float32)
+    for t in range(INT4_TOKENS):
+        for c in range(C):
+            nibbles = [data[which * codes + (t * C + c) // 2] >> 4 * (c % 2) & 15 for which in (0, 1)]
+            head = t * G + c // D
+            scales = part(key_scales, c), part(value_scales, head)
+            least = part(key_scales + 2 * C, c), part(value_scales + 2 * INT4_TOKENS * G, head)
+            for which in (0, 1):
+                value = np.float32(x[t, which * C + c].item())
+                assert nibbles[which] == np.rint((value - least[which]) / scales[which])
+                want[t, which * C + c] = np.float32(nibbles[which]) * scales[which] + least[which]
+            assert least[0] == x[:, c].min() and least[1] == x[t, C + c // D * D :][:D].min()
+    assert torch.equal(format.read(rows, units[:1]), torch.tensor(want).bfloat16())
+    assert format.numbers == [2, G, D]
