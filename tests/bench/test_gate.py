@@ -282,7 +282,7 @@ def spoil(monkeypatch, engine, name):
             engine.model, "hidden", lambda *w: hidden(*w) * (1 + 0 * float(engine.model.embedding[0, 0]))
         )
     elif name == "no_debug_copies":
-        monkeypatch.setattr(engine.model, "hidden", lambda *w: (engine.cache.rows[0].clone(), hidden(*w))[1])
+        monkeypatch.setattr(engine.model, "hidden", lambda *w: (engine.cache.tensors[0].clone(), hidden(*w))[1])
     else:
         logits, turns = engine.model.logits, itertools.count()
         monkeypatch.setattr(engine.model, "logits", lambda h: logits(h).roll(next(turns), -1))

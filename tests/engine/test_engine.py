@@ -255,7 +255,7 @@ def most_bytes(directory):
         stats = llm.engine.stats()
         most, blocks = max(most, stats.cache_bytes_used), max(blocks, stats.cache_blocks_used)
     idle(llm.engine)
-    assert stats.cache_bytes == sum(rows.untyped_storage().nbytes() for rows in llm.engine.cache.rows) <= 1 << 20
+    assert stats.cache_bytes == llm.engine.cache.bytes <= 1 << 20
     return most, blocks
 
 
@@ -432,7 +432,7 @@ def test_cached_rows_are_only_read_where_they_are_ones_own(ways, llama, oracle):
 
         keep[:] = False
         keep[pool.match(block_digests(LONG, size))] = True
-    for rows in llm.engine.cache.rows:
+    for rows in llm.engine.cache.tensors:
         rows[~keep.repeat_interleave(size)] = torch.nan
     (output,) = llm.generate([LONG], greedy(12))
     assert output.num_cached_tokens == len(LONG) // size * size

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import LayerCache, size_groups
 from mlaforge.engine.request.sequence import Request, Sequence
 from mlaforge.engine.scheduler import Scheduler
+from mlaforge.ops.row_format import Plain
 from mlaforge.runtime import UserError
 from support.engine_driver import Oracle, greedy, idle, most_blocks, random_prompts, renew, watched
 
@@ -295,28 +297,29 @@ def test_small_cache_bytes_preempt_and_change_nothing(tiny_models):
     widths=st.lists(st.tuples(st.integers(1, 64), st.integers(0, 2)), min_size=1, max_size=6),
     windows=st.lists(st.none() | st.integers(1, 200), min_size=1, max_size=3, unique=True),
     block_size=st.integers(1, 32),
-    itemsize=st.sampled_from([2, 4]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     max_num_seqs=st.integers(1, 64),
     max_model_len=st.integers(1, 4096),
     max_step=st.integers(64, 512),
     budget=st.integers(1, 1 << 26),
 )
 def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
-    widths, windows, block_size, itemsize, max_num_seqs, max_model_len, max_step, budget
+    widths, windows, block_size, dtype, max_num_seqs, max_model_len, max_step, budget
 ):
     windows = sorted(windows, key=lambda w: (w is not None, w))
-    layers = [LayerCache("gqa", width, index % len(windows)) for width, index in widths]
-    layers += [LayerCache("gqa", 8, index) for index in range(len(windows))]
+    layers = [LayerCache("gqa", Plain(width, dtype), index % len(windows)) for width, index in widths]
+    layers += [LayerCache("gqa", Plain(8, dtype), index) for index in range(len(windows))]
     rest = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_step": max_step}
     try:
-        groups = size_groups(layers, windows, budget, block_size, itemsize, **rest)
+        groups = size_groups(layers, windows, budget, block_size, **rest)
     except UserError as error:
         need = int(str(error).split("at least ")[1].split()[0])
         assert need > budget
         budget = need
-        groups = size_groups(layers, windows, budget, block_size, itemsize, **rest)
+        groups = size_groups(layers, windows, budget, block_size, **rest)
     sizes = [
-        sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(groups))
+        sum(layer.width for layer in layers if layer.group == g) * block_size * dtype.itemsize
+        for g in range(len(groups))
     ]
     used = sum(group.num_blocks * size for group, size in zip(groups, sizes, strict=True))
     assert used <= budget

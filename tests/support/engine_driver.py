@@ -85,8 +85,9 @@ def watched(model: Path, **options: Any) -> LLM:
 
 
 def poison(engine: Engine) -> None:
-    for rows in engine.cache.rows:
-        rows.fill_(torch.nan)
+    """What has not been written reads as NaN, however it is stored."""
+    for tensor in engine.cache.tensors:
+        tensor.view(torch.uint8).fill_(255)
 
 
 def watch(engine: Engine) -> None:
@@ -130,7 +131,8 @@ def renew(
     engine.config = dataclasses.replace(
         engine.config, block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_step
     )
-    slots = {layer.group: len(rows) for layer, rows in zip(engine.cache.layers, engine.cache.rows, strict=True)}
+    cache = engine.cache
+    slots = {layer.group: rows.slots for layer, rows in zip(cache.layers, cache.rows, strict=True)}
     probe = BlockTables(engine.tables.groups, block_size)
     groups = []
     for index, group in enumerate(engine.tables.groups):

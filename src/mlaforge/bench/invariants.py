@@ -251,7 +251,7 @@ class Hook(TorchDispatchMode):
         self.decoding = False
         self.steps = self.eager_decodes = self.reads = self.waits = 0
         self.copies: Counter[str] = Counter()
-        self.storages = {rows.untyped_storage().data_ptr() for rows in engine.cache.rows}
+        self.storages = {tensor.untyped_storage().data_ptr() for tensor in engine.cache.tensors}
         self.storages |= {tensor.untyped_storage().data_ptr() for tensor in weights(engine)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,6 +8,8 @@ from mlaforge.config import DTYPES, Options, option
 
 # What the engine can hold weights as.
 ENGINE_DTYPES = (*DTYPES, "int8", "int4")
+# How the cache can store its rows: names of ops/row_format.py.
+CACHE_DTYPES = ("auto", "bf16", "fp8", "int8")
 # Of tokens drafted in a row, and of tokens in a tree of them.
 MOST_DRAFTED, LARGEST_TREE = 8, 64
 
@@ -25,6 +27,9 @@ class EngineConfig(Options):
         0.5, "share of the free memory that the KV cache may take", "fraction", above=0, most=1
     )
     cache_bytes: int | None = option(None, "size of the KV cache, instead of --cache-fraction", "bytes", least=1)
+    kv_cache_dtype: str = option(
+        "auto", "how the KV cache stores its rows; auto: in the model's dtype", choices=CACHE_DTYPES
+    )
     block_size: int = option(16, "tokens per cache block", "tokens", least=1)
     max_num_seqs: int = option(64, "sequences that decode together", "sequences", least=1)
     max_num_batched_tokens: int = option(

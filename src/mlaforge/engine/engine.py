@@ -58,6 +58,8 @@ class Engine:
         source = SourceModel.open(model)
         self.config, self.model_name = config, source.path.name
         self.device = resolve_device(config.device)
+        if config.kv_cache_dtype == "int8" and self.device.type != "cpu":
+            raise UserError("kv_cache_dtype int8 is for CPUs; use fp8 on a GPU")
         self.tokenizer = source.tokenizer
         spec = source.spec
         format = choose_format(config.dtype, source, self.device)
@@ -67,14 +69,14 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(source)
 
         head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
-        layers, windows = layer_caches(spec, self.model.config)
+        layers, windows = layer_caches(spec, self.model.config, self.model.dtype, config.kv_cache_dtype)
         if head is not None:
-            layers.append(head_cache(head.config, len(windows)))
+            layers.append(head_cache(head.config, len(windows), self.model.dtype))
             windows.append(head.config.sliding_window)
         groups = size_groups(
             layers, windows, config.cache_bytes or int(config.cache_fraction * free_bytes(self.device)),
-            config.block_size, self.model.dtype.itemsize, max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len, max_step=config.max_num_batched_tokens,
+            config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
+            max_step=config.max_num_batched_tokens,
         )  # fmt: skip
         if head is not None:
             groups[-1] = dataclasses.replace(groups[-1], name="draft")
@@ -85,7 +87,12 @@ class Engine:
         self.tables = BlockTables(groups, config.block_size, config.prefix_caching)
         self.model.load(
             lambda index, attention: paged(
-                attention, layers[index], self.cache.rows[index], spec.layers[index].sinks, format
+                attention,
+                layers[index].kind,
+                layers[index].group,
+                self.cache.rows[index],
+                spec.layers[index].sinks,
+                format,
             )
         )
         # No sequence outgrows the cache: it ends as at the end of the context.
@@ -101,7 +108,7 @@ class Engine:
         if head is not None:
             group = len(groups) - 1
             self.speculate(EagleDrafter(
-                head, self.model, layers[-1], self.cache.rows[-1],
+                head, self.model, self.cache.rows[-1],
                 lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
             ))  # fmt: skip
         elif config.speculative == "ngram":

@@ -93,6 +93,24 @@ class CacheView:
         return torch.where(seen_SL, slots_SL, self.slots_N[:, None]), seen_SL
 
     @functools.cached_property
+    def gathered(self) -> tuple[Tensor, CacheView]:
+        """The blocks that hold the sequences' rows, int64, one sequence after another; and this view of a cache in
+        which they lie so. From host numbers alone."""
+        size, device = self.block_size, self.slots_N.device
+        lengths = [sum(length for _, length in runs) for runs in self.runs]
+        counts = [-(-length // size) for length in lengths]
+        begins = [0, *itertools.accumulate(counts)]
+        held_SB = torch.arange(self.block_table_SB.shape[1]) < torch.tensor(counts)[:, None]
+        table_SB = torch.zeros(held_SB.shape, dtype=torch.int32)
+        table_SB[held_SB] = torch.arange(begins[-1], dtype=torch.int32)
+        sequences = list(zip(begins, lengths, self.queries, strict=False))
+        slots_N = torch.cat([torch.arange(b * size + n - T, b * size + n) for b, n, T in sequences])
+        return self.block_table_SB[held_SB.to(device)].long(), dataclasses.replace(
+            self, block_table_SB=table_SB.to(device), slots_N=slots_N.to(device),
+            runs=tuple(((begin * size, length),) for begin, length, _ in sequences),
+        )  # fmt: skip
+
+    @functools.cached_property
     def _masks(self) -> dict[torch.dtype, Tensor]:
         return {}
 

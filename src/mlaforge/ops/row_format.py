@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +21,18 @@ from torch import Tensor
 # Tokens that int4 packs together.
 INT4_TOKENS = 32
 LARGEST_FP8 = 448.0
+
+
+def row_format(name: str, parts: Sequence[int], dtype: torch.dtype) -> RowFormat:
+    """The format that a user names; `auto` is plain rows in the model's `dtype`. `parts` are the widths of what lies in
+    a row and has a scale of its own: keys, then values, of each KV head; a latent; a rotary key. int4 is for equal
+    parts, keys and values."""
+    if name == "int8":
+        return Int8(tuple(parts))
+    if name == "int4":
+        assert len(parts) % 2 == 0 and len(set(parts)) == 1, f"int4 for parts {parts}"
+        return Int4(len(parts) // 2, parts[0])
+    return Plain(sum(parts), {"auto": dtype, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[name])
 
 
 class RowFormat(Protocol):
@@ -72,14 +85,14 @@ class Plain:
     def write(self, rows_UB: Tensor, units_U: Tensor, row_NW: Tensor) -> None:
         if self.dtype == torch.float8_e4m3fn:
             row_NW = row_NW.clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(row_NW.isinf(), torch.nan)
-            # torch indexes no float8.
-            _bytes(rows_UB).index_copy_(0, units_U, _bytes(row_NW.to(self.dtype)))
+            # Not every device indexes float8.
+            rows_UB.view(torch.uint8).index_copy_(0, units_U, _bytes(row_NW.to(self.dtype)))
         else:
             rows_UB.index_copy_(0, units_U, row_NW.to(self.dtype))
 
     def read(self, rows_UB: Tensor, units_U: Tensor) -> Tensor:
         if self.dtype == torch.float8_e4m3fn:
-            return _bytes(rows_UB)[units_U].view(self.dtype).bfloat16()
+            return rows_UB.view(torch.uint8)[units_U].view(self.dtype).bfloat16()
         return rows_UB[units_U]
 
 

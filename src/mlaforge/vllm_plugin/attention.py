@@ -14,9 +14,10 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from mlaforge import families
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.source_model import read_spec
-from mlaforge.engine.cache.kv_cache import LayerCache, layer_caches
+from mlaforge.engine.cache.kv_cache import layer_caches
 from mlaforge.engine.execution.attention import PagedAttention, Step, paged
 from mlaforge.engine.execution.batch import Batch
+from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.row_cache import RowCache
 
@@ -52,7 +53,7 @@ class Attentions:
 
     def _make_caches(self, spec: Any, config: Any, prefix: str) -> list[RowCache]:
         """`spec` and `config` are of the rank's heads."""
-        layers, windows = layer_caches(spec, config)
+        layers, windows = layer_caches(spec, config, self.dtype)
         self.kinds = [layer.kind for layer in layers]
         caches = []
         for group, window in enumerate(windows):
@@ -86,11 +87,10 @@ class Attentions:
             self.modules[index].requires_grad_(False).eval()
         self._pending = {}
 
-    def on(self, index: int, rows_LW: Tensor) -> PagedAttention:
+    def on(self, index: int, rows: PagedRows) -> PagedAttention:
         """Attention of a layer on its columns of a cache."""
-        cache = LayerCache(self.kinds[index], rows_LW.shape[1], 0)
         format = str(self.dtype).removeprefix("torch.")
-        return paged(self.modules[index], cache, rows_LW, self.spec.layers[index].sinks, format)
+        return paged(self.modules[index], self.kinds[index], 0, rows, self.spec.layers[index].sinks, format)
 
     def step(self, batch: Batch) -> Step:
         """A step's tokens with their rotations."""

@@ -24,6 +24,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.execution.attention import PagedAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_format import Plain
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.pages import even_pages
 
@@ -89,7 +91,7 @@ class _Tables:
 class Model(Protocol):
     """What a cache needs of the model whose layers it serves."""
 
-    def on(self, index: int, rows_LW: Tensor) -> PagedAttention:
+    def on(self, index: int, rows: PagedRows) -> PagedAttention:
         """Attention of a layer on its columns of a cache."""
 
     def step(self, batch: Batch) -> Step:
@@ -137,7 +139,8 @@ class RowCache(AttentionLayerBase):
         self.kv_cache = kv_cache
         rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
         for index, width in self.widths.items():
-            own = rows_LW[:, begin : begin + width]
+            columns = rows_LW[:, begin : begin + width]
+            own = PagedRows(Plain(width, self.dtype), columns, self.dtype)
             if index in self._layers:
                 self._layers[index].keep_in(own)
             else:

@@ -160,23 +160,23 @@ def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, o
     monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op}")
     engine = make_engine(models[name])
     cache, eager, met = engine.cache, engine.runner.eager, set()
-    for rows in cache.rows:
+    for rows in cache.tensors:
         rows.fill_(torch.nan)
 
     def both(batch: Batch) -> torch.Tensor:
-        before = [rows.clone() for rows in cache.rows]
+        before = [rows.clone() for rows in cache.tensors]
         want_NC = eager(batch)
         bucket = Bucket.of(batch, engine.config.max_num_seqs)
         if bucket is None:
             return want_NC
         met.add((bucket.queries, bucket.sequences > len(batch.last_S)))
-        wrote = [rows.clone() for rows in cache.rows]
-        for rows, old in zip(cache.rows, before, strict=True):
+        wrote = [rows.clone() for rows in cache.tensors]
+        for rows, old in zip(cache.tensors, before, strict=True):
             rows.copy_(old)
         got_NC = eager(padded(batch, bucket, cache.scratch))
         # A product of more rows may sum in another order: an expert's here, any on another machine.
         torch.testing.assert_close(got_NC[: len(want_NC)], want_NC, rtol=1e-4, atol=1e-5)
-        for rows, want, layer in zip(cache.rows, wrote, cache.layers, strict=True):
+        for rows, want, layer in zip(cache.tensors, wrote, cache.layers, strict=True):
             own = cache.scratch[layer.group] * cache.block_size
             torch.testing.assert_close(rows[:own], want[:own], rtol=1e-4, atol=1e-5, equal_nan=True)
             assert torch.isnan(rows[own + 1 :]).all()
@@ -209,7 +209,7 @@ def test_which_steps_a_graph_can_hold(models, name, monkeypatch):
 def test_a_cpu_has_no_graphs_and_no_scratch(tiny_models):
     engine = make_engine(tiny_models["llama"])
     assert engine.runner.graphs is None
-    assert {len(rows) for rows in engine.cache.rows} == {engine.tables.num_blocks * engine.cache.block_size}
+    assert {len(rows) for rows in engine.cache.tensors} == {engine.tables.num_blocks * engine.cache.block_size}
 
 
 class FakeCapture:

@@ -12,10 +12,13 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from mlaforge.engine.cache.block_tables import CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_format import RowFormat, row_format
 from mlaforge.runtime import UserError
 
 
@@ -25,28 +28,42 @@ class CacheTooSmall(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """What a layer keeps per token: `kind` is gqa, latent or latent_rope, `width` numbers; `group` is its index."""
+    """What a layer keeps per token: `kind` is gqa, latent or latent_rope, `format` how; `group` is its index."""
 
     kind: str
-    width: int
+    format: RowFormat
     group: int
 
+    @property
+    def width(self) -> int:
+        """Numbers of a token."""
+        return self.format.width
 
-def layer_caches(spec: ModelSpec, config: Any) -> tuple[list[LayerCache], list[int | None]]:
-    """Every layer's cache, and the window of each group. `config` is the model's own, converted or not."""
+    def block_bytes(self, block_size: int) -> int:
+        return self.format.unit_bytes * block_size // self.format.tokens
+
+
+def layer_caches(
+    spec: ModelSpec, config: Any, dtype: torch.dtype, stored: str = "auto"
+) -> tuple[list[LayerCache], list[int | None]]:
+    """Every layer's cache, and the window of each group. `config` is the model's own, converted or not, `dtype` what it
+    computes in, `stored` a name of ops/row_format.py. Raises UserError for one that does not suit a layer."""
     kinds = getattr(config, "mla_layer_types", None) or ["gqa"] * spec.num_layers
     windows = sorted({layer.window for layer in spec.layers}, key=lambda w: (w is not None, w))
     layers = []
     for index, (layer, kind) in enumerate(zip(spec.layers, kinds, strict=True)):
-        width = layer.cached
-        if kind != "gqa":
-            width = config.mla_kv_lora_ranks[index] + (config.qk_rope_head_dim if kind == "latent_rope" else 0)
-        layers.append(LayerCache(kind, width, windows.index(layer.window)))
+        if kind == "gqa":
+            parts = [layer.head_dim] * (2 * layer.num_kv_heads)
+        else:
+            if stored == "int4":
+                raise UserError(f"kv_cache_dtype int4 is for grouped-query layers; layer {index} is {kind}: use int8")
+            parts = [config.mla_kv_lora_ranks[index], *([config.qk_rope_head_dim] if kind == "latent_rope" else [])]
+        layers.append(LayerCache(kind, row_format(stored, parts, dtype), windows.index(layer.window)))
     return layers, windows
 
 
 def size_groups(
-    layers: Sequence[LayerCache], windows: Sequence[int | None], budget: int, block_size: int, itemsize: int,
+    layers: Sequence[LayerCache], windows: Sequence[int | None], budget: int, block_size: int,
     *, max_num_seqs: int, max_model_len: int, max_step: int,
 ) -> list[CacheGroup]:  # fmt: skip
     """Blocks per group that fit `budget` bytes. Every group gets what one short sequence needs. Of the rest windows get
@@ -56,7 +73,7 @@ def size_groups(
     Raises CacheTooSmall where the budget does not hold one short sequence.
     """
     bytes_per_block = [
-        sum(layer.width for layer in layers if layer.group == g) * block_size * itemsize for g in range(len(windows))
+        sum(layer.block_bytes(block_size) for layer in layers if layer.group == g) for g in range(len(windows))
     ]
     most = max_num_seqs * -(-max_model_len // block_size) + 1
     # What one sequence holds while a step is computed.
@@ -93,8 +110,8 @@ def size_groups(
 
 
 class Cache:
-    """`rows[layer]` is [num_blocks * block_size, width]. Not cleared: what no sequence has written is never read, and
-    on a CPU the system gives memory only where a block is written.
+    """`rows[layer]` has the blocks of its group. Not cleared: what no sequence has written is never read, and on
+    a CPU the system gives memory only where a block is written. `dtype` is the model's.
 
     `spare` more blocks per group than `groups` says stand behind those that the pools hand out: `scratch` is the first.
     """
@@ -106,37 +123,36 @@ class Cache:
         self.layers, self.groups, self.block_size = layers, groups, block_size
         self.scratch = tuple(group.num_blocks for group in groups)
         self.rows = [
-            torch.empty((groups[layer.group].num_blocks + spare) * block_size, layer.width, dtype=dtype, device=device)
+            PagedRows.empty(layer.format, (groups[layer.group].num_blocks + spare) * block_size, dtype, device)
             for layer in layers
         ]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All of its memory."""
+        return [rows.packed for rows in self.rows]
+
+    @property
     def bytes(self) -> int:
-        return sum(rows.untyped_storage().nbytes() for rows in self.rows)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
     def bytes_per_block(self, group: int) -> int:
         """Bytes of one block of a group, all its layers together."""
-        return sum(
-            rows.element_size() * layer.width * self.block_size
-            for rows, layer in zip(self.rows, self.layers, strict=True)
-            if layer.group == group
-        )
+        return sum(layer.block_bytes(self.block_size) for layer in self.layers if layer.group == group)
 
     def move(self, views: Sequence[CacheView], kept: Sequence[int]) -> None:
         """Of the rows that a step has written those numbered `kept`, rising, to where its first rows are."""
         if list(kept) == list(range(len(kept))):
             return
         for rows, layer in zip(self.rows, self.layers, strict=True):
-            slots = views[layer.group].slots_N
-            rows[slots[: len(kept)]] = rows[slots[list(kept)]]
+            rows.move(views[layer.group].slots_N, list(kept))
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Block by block, before a step writes: what is shared is copied before it is changed."""
         for copy in copies:
-            source, target = (slice(b * self.block_size, (b + 1) * self.block_size) for b in (copy.source, copy.target))
             for rows, layer in zip(self.rows, self.layers, strict=True):
                 if layer.group == copy.group:
-                    rows[target] = rows[source]
+                    rows.copy(copy.source, copy.target, self.block_size)
 
 
 def free_bytes(device: torch.device) -> int:

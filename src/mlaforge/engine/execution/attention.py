@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.linear import fused
 from mlaforge.modeling.attention_mla import sink_share
@@ -23,7 +22,9 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels, pack
+from mlaforge.ops.packed_attention import native_reads, native_rows, packed_attention
 from mlaforge.ops.paged_attention import capturable, paged_attention
+from mlaforge.ops.paged_rows import PagedRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +58,14 @@ def interleaved(head_dim: int) -> Tensor:
 class PagedGroupedQueryAttention:
     """Grouped-query attention with one product for q, k and v; biases, norms, sinks and windows as in the source."""
 
-    def __init__(self, attention: Any, cache: LayerCache, rows: Tensor, sinks: bool, format: str):
-        self.group = cache.group
+    def __init__(self, attention: Any, group: int, rows: PagedRows, sinks: bool, format: str):
+        self.group = group
         self.head_dim: int = attention.head_dim
-        self.num_kv_heads = cache.width // (2 * self.head_dim)
+        self.num_kv_heads = rows.format.width // (2 * self.head_dim)
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.keep_in(rows)
         self.scaling: float = attention.scaling
-        order = interleaved(self.head_dim).to(rows.device)
+        order = interleaved(self.head_dim).to(rows.packed.device)
         for projection in (attention.q_proj, attention.k_proj):
             projection.weight = _reordered(projection.weight, order)
             if projection.bias is not None:
@@ -75,15 +76,15 @@ class PagedGroupedQueryAttention:
         self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
-        # The kernel writes rows without gaps between them.
-        fits = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.is_contiguous()
-        native = kernels() if fits else None
+        native = kernels() if native_reads(rows) else None
         self.turn_and_store = native.turn_and_store.default if native is not None else None
 
-    def keep_in(self, rows_LW: Tensor) -> None:
-        """From now on the cache is `rows_LW`."""
-        self.rows_LW = rows_LW
-        self.k_LGD, self.v_LGD = rows_LW.view(-1, 2, self.num_kv_heads, self.head_dim).unbind(1)
+    def keep_in(self, rows: PagedRows) -> None:
+        """From now on the cache is `rows`."""
+        self.rows = rows
+        self.k_LGD = self.v_LGD = None
+        if rows.direct:
+            self.k_LGD, self.v_LGD = rows.packed.view(-1, 2, self.num_kv_heads, self.head_dim).unbind(1)
 
     def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
@@ -95,20 +96,25 @@ class PagedGroupedQueryAttention:
             for norm, part in zip(self.norms, qk_NHD.split([H, G], dim=1), strict=True):
                 part.copy_(norm(part))
         if self.turn_and_store is not None:
-            self.turn_and_store(qkv, step.turn_N1P, self.rows_LW, view.slots_N, H + G, D)
+            self.turn_and_store(qkv, step.turn_N1P, *native_rows(self.rows), view.slots_N, H + G, D)
         else:
             turned = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.turn_N1P
             # In place: what follows the queries is then the row to cache.
             qk_NHD.copy_(torch.view_as_real(turned).view(N, H + G, D))
-            self.rows_LW.index_copy_(0, view.slots_N, qkv[:, H * D :])
-        out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
+            self.rows.write(view.slots_N, qkv[:, H * D :])
+        if self.k_LGD is not None and self.v_LGD is not None:
+            out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
+        else:
+            out_NHD, lse_NH = packed_attention(qk_NHD[:, :H], self.rows, view, self.scaling)
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
         return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can hold a step of this layer."""
-        q_NHD = self.k_LGD.new_empty(0, self.num_heads, self.head_dim)
+        if self.k_LGD is None or self.v_LGD is None:
+            return False
+        q_NHD = self.k_LGD.new_empty(0, self.num_heads, self.head_dim, dtype=self.rows.dtype)
         return capturable(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
 
 
@@ -116,11 +122,11 @@ class PagedLatentAttention:
     """Multi-head latent attention. `attention` is the converted layer's own module, which does the mathematics; its
     projections of the input are fused into one, and on a CPU it computes in fp32, the fastest dtype there."""
 
-    def __init__(self, attention: LatentAttention, cache: LayerCache, rows: Tensor, format: str):
-        self.group = cache.group
+    def __init__(self, attention: LatentAttention, group: int, rows: PagedRows, format: str):
+        self.group = group
         self.keep_in(rows)
         self.factored = attention.config.q_lora_rank is not None
-        self.widths = [attention.num_heads * (attention.nope_dim + attention.rope_dim), cache.width]
+        self.widths = [attention.num_heads * (attention.nope_dim + attention.rope_dim), rows.format.width]
         first = attention.q_a_proj if self.factored else attention.q_proj
         self.q_kv_a = fused([first, attention.kv_a_proj_with_mqa], format)
         self.q_b_proj = fused([attention.q_b_proj], format) if self.factored else None
@@ -128,11 +134,11 @@ class PagedLatentAttention:
         del attention.o_proj, attention.kv_a_proj_with_mqa
         self.native = NativeLatent.of(attention, rows)
         # On a CPU the product with decompressed keys and values is limited by arithmetic.
-        self.latent = attention.float() if rows.device.type == "cpu" else attention
+        self.latent = attention.float() if rows.packed.device.type == "cpu" else attention
 
-    def keep_in(self, rows_LW: Tensor) -> None:
-        """From now on the cache is `rows_LW`."""
-        self.rows_LW = rows_LW
+    def keep_in(self, rows: PagedRows) -> None:
+        """From now on the cache is `rows`."""
+        self.rows = rows
 
     def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
@@ -144,7 +150,7 @@ class PagedLatentAttention:
             q = self.q_b_proj(q)
         if self.native is not None:
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
-            return self.o_proj(self.native(both, step.turn_N1P, self.rows_LW, view), plus_NC)
+            return self.o_proj(self.native(both, step.turn_N1P, self.rows, view), plus_NC)
         q_NHD = q.view(N, latent.num_heads, -1)
         if latent.rope_dim:
             cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]
@@ -154,7 +160,7 @@ class PagedLatentAttention:
             row_NW = torch.cat((c, _turn(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
         elif latent.qk_norm:
             q_NHD = latent.q_norm(q_NHD)
-        self.rows_LW.index_copy_(0, view.slots_N, row_NW)
+        self.rows.write(view.slots_N, row_NW)
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
         if self._absorbs(view):
             out_NHV = self._absorbed(q_NHD, view)
@@ -167,17 +173,19 @@ class PagedLatentAttention:
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can hold a step of this layer: not what goes sequence by sequence."""
-        rows_L1W = self.rows_LW[:, None]
-        q_NHW = rows_L1W.new_empty(0, self.latent.num_heads, rows_L1W.shape[2])
-        values = rows_L1W[..., : self.latent.rank]
-        return self._absorbs(view) and capturable(q_NHW, rows_L1W, values, view, self.latent.scaling)
+        if not (self._absorbs(view) and self.rows.direct):
+            return False
+        rows_L1W = self.rows.packed[:, None]
+        q_NHW = rows_L1W.new_empty(0, self.latent.num_heads, rows_L1W.shape[2], dtype=self.rows.dtype)
+        return capturable(q_NHW, rows_L1W, rows_L1W[..., : self.latent.rank], view, self.latent.scaling)
 
     def _absorbed(self, q_NHD: Tensor, view: CacheView) -> Tensor:
         """latent_rope: one cached row is key and value of all heads."""
         latent = self.latent
         q_row, shift = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])
-        rows_L1W = self.rows_LW[:, None]
-        q_NHW = q_row[0].transpose(0, 1).to(rows_L1W.dtype)
+        rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.numbers(view)
+        rows_L1W = rows_LW[:, None]
+        q_NHW = q_row[0].transpose(0, 1).to(self.rows.dtype)
         out_NHR, lse_NH = paged_attention(q_NHW, rows_L1W, rows_L1W[..., : latent.rank], view, latent.scaling)
         lifted = latent.lift(out_NHR.transpose(0, 1)[None].to(q_NHD.dtype), lse_NH.T[None] + shift)
         return lifted[0].transpose(0, 1)
@@ -185,9 +193,10 @@ class PagedLatentAttention:
     def _by_sequence(self, q_NHD: Tensor, view: CacheView) -> Tensor:
         """Keys are decompressed, one sequence after another; positions count from the first row that is read."""
         latent = self.latent
+        rows_LW, view = self.rows.numbers(view)
         outs = []
         for index, T in enumerate(view.queries):
-            rows_1LW, mask = view.sequence(index, self.rows_LW)
+            rows_1LW, mask = view.sequence(index, rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
             at_L = view.places(L)
@@ -205,11 +214,10 @@ class NativeLatent:
     ops/cpu/latent_rope.h by the layer's layout."""
 
     @classmethod
-    def of(cls, attention: LatentAttention, rows_LW: Tensor) -> NativeLatent | None:
+    def of(cls, attention: LatentAttention, rows: PagedRows) -> NativeLatent | None:
         """None where the kernels cannot run."""
-        fits = rows_LW.device.type == "cpu" and rows_LW.dtype == torch.bfloat16 and rows_LW.is_contiguous()
         even = attention.rank % 2 == 0 and attention.nope_dim % 2 == 0 and attention.v_dim <= 256
-        native = kernels() if fits and even else None
+        native = kernels() if native_reads(rows) and even else None
         return None if native is None else cls(attention, native)
 
     def __init__(self, attention: LatentAttention, native: Any):
@@ -231,10 +239,10 @@ class NativeLatent:
         self.b_v = b_v.float().contiguous()
         self.sinks = attention.sinks.detach().float() if attention.config.mla_sinks else None
 
-    def __call__(self, both_NX: Tensor, turn_N1P: Tensor, rows_LW: Tensor, view: CacheView) -> Tensor:
+    def __call__(self, both_NX: Tensor, turn_N1P: Tensor, rows: PagedRows, view: CacheView) -> Tensor:
         """[N, H·V] from queries and the row to cache side by side; writes the rows."""
         table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
-        step = (self.sinks, rows_LW, view.slots_N, *table, view.window or 0, self.scaling, view.tree_Tn)
+        step = (self.sinks, *native_rows(rows), view.slots_N, *table, view.window or 0, self.scaling, view.tree_Tn)
         weights = (self.w_uk, self.w_uv, self.b_k, self.b_v)
         if self.rope_dim:
             out: Tensor = self.kernel(both_NX, turn_N1P, self.rope_index, *weights, *step)
@@ -258,8 +266,9 @@ def _turn(x_NHE: Tensor, cos_N1P: Tensor, sin_N1P: Tensor) -> Tensor:
 PagedAttention = PagedGroupedQueryAttention | PagedLatentAttention
 
 
-def paged(attention: Any, cache: LayerCache, rows: Tensor, sinks: bool, format: str) -> PagedAttention:
-    """The paged attention of a decoder layer that has `attention` as its self_attn."""
-    if cache.kind == "gqa":
-        return PagedGroupedQueryAttention(attention, cache, rows, sinks, format)
-    return PagedLatentAttention(attention, cache, rows, format)
+def paged(attention: Any, kind: str, group: int, rows: PagedRows, sinks: bool, format: str) -> PagedAttention:
+    """The paged attention of a decoder layer that has `attention` as its self_attn; `kind` is LayerCache's, and `group`
+    the number of the layer's view."""
+    if kind == "gqa":
+        return PagedGroupedQueryAttention(attention, group, rows, sinks, format)
+    return PagedLatentAttention(attention, group, rows, format)

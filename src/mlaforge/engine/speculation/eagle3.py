@@ -32,6 +32,8 @@ from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_format import Plain
 from mlaforge.runtime import on_device
 
 # Children of a node in a tree, and nodes of a level that get any, at most.
@@ -40,9 +42,9 @@ BRANCHES = 8
 MakeBatch = Callable[[list[Chunk]], Batch]
 
 
-def head_cache(config: Eagle3Config, group: int) -> LayerCache:
-    """What the head caches per token, as the layer of cache group number `group`."""
-    return LayerCache("gqa", 2 * config.layer.num_key_value_heads * config.layer.head_dim, group)
+def head_cache(config: Eagle3Config, group: int, dtype: torch.dtype) -> LayerCache:
+    """What the head caches per token, as the layer of cache group number `group`: always in the model's dtype."""
+    return LayerCache("gqa", Plain(2 * config.layer.num_key_value_heads * config.layer.head_dim, dtype), group)
 
 
 @dataclasses.dataclass
@@ -79,7 +81,7 @@ class EagleDrafter:
     embedding.
     """
 
-    def __init__(self, head: Eagle3Head, model: EngineModel, cache: LayerCache, rows: Tensor, make_batch: MakeBatch):
+    def __init__(self, head: Eagle3Head, model: EngineModel, rows: PagedRows, make_batch: MakeBatch):
         config = head.config
         check_head(config, model.spec.hidden_size, model.spec.vocab_size)
         self.config, self.boundaries, self.model, self._make_batch = config, config.boundaries, model, make_batch
@@ -91,9 +93,7 @@ class EagleDrafter:
         self.states_norm = norm(head.input_norm) if config.norm_before_fc else None
         self.fc = fused([head.fc], model.format)
         self.hidden_norm, self.input_norm = norm(layer.hidden_norm), norm(layer.input_layernorm)
-        self.attention = PagedGroupedQueryAttention(
-            layer.self_attn, LayerCache("gqa", cache.width, 0), rows, False, model.format
-        )
+        self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, model.format)
         self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, model.format)
         self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, model.format)
         self.rotary = head.rotary()

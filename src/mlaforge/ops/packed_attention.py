@@ -1,0 +1,80 @@
+"""Grouped-query attention of a step's query tokens over rows that are packed (ops/row_format.py): attention over what
+they decode to, to the bit, whoever computes it.
+
+Legend: N query tokens, H query heads, G key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.dispatch import Op
+from mlaforge.ops.native import kernels
+from mlaforge.ops.paged_attention import paged_attention
+from mlaforge.ops.paged_rows import PagedRows
+
+
+def packed_attention(
+    q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ops/paged_attention.py; a row is the keys of all heads and then their values, each D numbers."""
+    out, lse = OP(q_NHD, rows, view, scale, implementation=implementation)
+    return out, lse
+
+
+def reference(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+    """Decodes all that the step reads."""
+    rows_LW, gathered = rows.numbers(view)
+    k_LGD, v_LGD = rows_LW.view(len(rows_LW), 2, -1, q_NHD.shape[2]).unbind(1)
+    return paged_attention(q_NHD, k_LGD, v_LGD, gathered, scale)
+
+
+def _native(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+    native = kernels()
+    assert native is not None
+    D = q_NHD.shape[2]
+    G = rows.format.width // (2 * D)
+    table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
+    out, lse = native.decode(
+        q_NHD, *native_rows(rows), G, D, G * D, *table, view.block_size, window, scale, view.tree_Tn
+    )
+    return out, lse
+
+
+def _native_supports(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float) -> Literal[True] | str:
+    if q_NHD.dtype != torch.bfloat16:
+        return f"it is for bfloat16, these are {q_NHD.dtype}"
+    if rows.packed.dtype != torch.uint8:
+        return f"it reads no {rows.packed.dtype}"
+    return True if native_reads(rows) else "it is not compiled"
+
+
+def native_reads(rows: PagedRows) -> bool:
+    """Whether the compiled kernels read and write rows like these."""
+    packed = rows.packed
+    # They write rows without gaps between them.
+    if packed.device.type != "cpu" or rows.dtype != torch.bfloat16 or not packed.is_contiguous():
+        return False
+    if rows.plain:
+        return kernels() is not None
+    return packed.dtype == torch.uint8 and _formats_known()
+
+
+def native_rows(rows: PagedRows) -> tuple[Any, ...]:
+    """What the compiled kernels take for a layer's rows."""
+    return (rows.packed, None, rows.format.numbers) if _formats_known() else (rows.packed,)
+
+
+@functools.cache
+def _formats_known() -> bool:
+    native = kernels()
+    return native is not None and "format" in {each.name for each in native.decode.default._schema.arguments}
+
+
+OP = Op("packed_attention", reference)
+OP.register("native", _native, _native_supports, device_type="cpu", quiet=True)
