@@ -95,7 +95,7 @@ class PagedGroupedQueryAttention:
             for norm, part in zip(self.norms, qk_NHD.split([H, G], dim=1), strict=True):
                 part.copy_(norm(part))
         if self.turn_and_store is not None:
-            self.turn_and_store(qkv, step.turn_N1P, self.rows_LW, view.slots_N, H + G, D)
+            self.turn_and_store(qkv, step.turn_N1P, self.rows_LW, None, [0], view.slots_N, H + G, D)
         else:
             turned = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.turn_N1P
             # In place: what follows the queries is then the row to cache.
@@ -234,7 +234,7 @@ class NativeLatent:
     def __call__(self, both_NX: Tensor, turn_N1P: Tensor, rows_LW: Tensor, view: CacheView) -> Tensor:
         """[N, H·V] from queries and the row to cache side by side; writes the rows."""
         table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
-        step = (self.sinks, rows_LW, view.slots_N, *table, view.window or 0, self.scaling, view.tree_Tn)
+        step = (self.sinks, rows_LW, None, [0], view.slots_N, *table, view.window or 0, self.scaling, view.tree_Tn)
         weights = (self.w_uk, self.w_uv, self.b_k, self.b_v)
         if self.rope_dim:
             out: Tensor = self.kernel(both_NX, turn_N1P, self.rope_index, *weights, *step)
