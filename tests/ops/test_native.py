@@ -83,7 +83,7 @@ def test_turn_and_store(compiled, N, heads, kv_heads, head_dim, seed):
     turned = (heads + kv_heads) * head_dim
     pairs = torch.view_as_complex(x[:, :turned].double().view(N, heads + kv_heads, -1, 2)) * turn.to(torch.complex128)
     wanted = torch.cat((torch.view_as_real(pairs).view(N, -1), x[:, turned:].double()), dim=1)
-    compiled.turn_and_store(x, turn, rows, slots, heads + kv_heads, head_dim)
+    compiled.turn_and_store(x, turn, rows, None, [0], slots, heads + kv_heads, head_dim)
     near(x, wanted, 1)
     assert torch.equal(rows[slots], x[:, -width:])
     others = torch.ones(50, dtype=torch.bool).index_fill(0, slots, False)

@@ -6,8 +6,7 @@ Legend: N query tokens, H query heads, G key heads, D head_dim.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,26 +53,23 @@ def _native_supports(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: flo
     return True if native_reads(rows) else "it is not compiled"
 
 
+# Formats that the compiled kernels know, by RowFormat.numbers[0].
+NATIVE_FORMATS = (0,)
+
+
 def native_reads(rows: PagedRows) -> bool:
     """Whether the compiled kernels read and write rows like these."""
     packed = rows.packed
     # They write rows without gaps between them.
     if packed.device.type != "cpu" or rows.dtype != torch.bfloat16 or not packed.is_contiguous():
         return False
-    if rows.plain:
-        return kernels() is not None
-    return packed.dtype == torch.uint8 and _formats_known()
+    known = rows.plain or (packed.dtype == torch.uint8 and rows.format.numbers[0] in NATIVE_FORMATS)
+    return known and kernels() is not None
 
 
-def native_rows(rows: PagedRows) -> tuple[Any, ...]:
+def native_rows(rows: PagedRows) -> tuple[Tensor, Tensor | None, list[int]]:
     """What the compiled kernels take for a layer's rows."""
-    return (rows.packed, None, rows.format.numbers) if _formats_known() else (rows.packed,)
-
-
-@functools.cache
-def _formats_known() -> bool:
-    native = kernels()
-    return native is not None and "format" in {each.name for each in native.decode.default._schema.arguments}
+    return rows.packed, None, rows.format.numbers
 
 
 OP = Op("packed_attention", reference)

@@ -108,8 +108,12 @@ def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView,
 def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
     native = kernels()
     assert native is not None
+    (L, G, _), W, V = k_LGD.shape, k_LGD.stride(0), v_LGV.shape[2]
+    rows_LW, values = k_LGD.as_strided((L, W), (W, 1)), v_LGV.storage_offset() - k_LGD.storage_offset()
     table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
-    out, lse = native.decode(q_NHD, k_LGD, v_LGV, *table, view.block_size, window, scale, view.tree_Tn)
+    out, lse = native.decode(
+        q_NHD, rows_LW, None, [0], G, V, values, *table, view.block_size, window, scale, view.tree_Tn
+    )
     return out, lse
 
 
@@ -120,6 +124,8 @@ def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
         return "keys and values are not parts of one row"
     if k_LGD.untyped_storage().data_ptr() != v_LGV.untyped_storage().data_ptr():
         return "keys and values are not parts of one row"
+    if k_LGD.shape[1] > 1 and (k_LGD.stride(1) != k_LGD.shape[2] or v_LGV.stride(1) != v_LGV.shape[2]):
+        return "heads do not lie side by side"
     return True if kernels() is not None else "it is not compiled"
 
 

@@ -6,9 +6,9 @@
 #endif
 
 template <typename Finish>
-void attend(const float* q, int64_t H, int64_t G, int64_t D, int64_t V, const Rows& rows, const View& view, float scale,
-            Finish finish) {
-  const Attention attention{q, H, G, D, V, rows, view, scale};
+void attend(const float* q, int64_t H, int64_t G, int64_t D, int64_t V, const Layout& row, const Rows& rows, const View& view,
+            float scale, Finish finish) {
+  const Attention attention{q, H, G, D, V, row, rows, view, scale};
 #ifdef __AMX_TILE__
   // Sixteen rows of a tile lie one after another in a block.
   if (view.block_size % 16 == 0 && D % 2 == 0) return PagedAttention<TileKernel>(attention).run(finish);
@@ -16,20 +16,21 @@ void attend(const float* q, int64_t H, int64_t G, int64_t D, int64_t V, const Ro
   PagedAttention<VectorKernel>(attention).run(finish);
 }
 
-std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Tensor& k_LGD, const at::Tensor& v_LGV,
+// `value_offset`: where in a row the values begin, behind the keys of all heads or, as a part of them, at 0.
+std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Tensor& rows_LW,
+                                          const std::optional<at::Tensor>& whole_LW, at::IntArrayRef format,
+                                          int64_t kv_heads, int64_t value_dim, int64_t value_offset,
                                           const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
                                           const at::Tensor& first_S, const at::Tensor& query_start_S1,
                                           int64_t block_size, int64_t window, double scale,
                                           const std::optional<at::Tensor>& tree_Tn) {
   const at::Tensor q = q_NHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
-  const int64_t N = q.size(0), H = q.size(1), D = q.size(2), G = k_LGD.size(1), V = v_LGV.size(2);
-  const bf16* keys = k_LGD.const_data_ptr<bf16>();
-  const Rows rows{keys, k_LGD.stride(0), k_LGD.stride(1), v_LGV.stride(1), v_LGV.const_data_ptr<bf16>() - keys};
+  const int64_t N = q.size(0), H = q.size(1), D = q.size(2), G = kv_heads, V = value_dim;
   const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
   at::Tensor out = at::empty({N, H, V}, q_NHD.options()), lse = at::empty({N, H}, q.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
   float* lses = lse.mutable_data_ptr<float>();
-  attend(q.const_data_ptr<float>(), H, G, D, V, rows, view, float(scale),
+  attend(q.const_data_ptr<float>(), H, G, D, V, {D, V, value_offset}, {rows_LW, whole_LW, format}, view, float(scale),
          [&](int64_t n, const float* attended, const float* own) {
            for (int64_t i = 0; i < H * V; ++i) outs[n * H * V + i] = bf16(attended[i]);
            std::copy_n(own, H, lses + n * H);

@@ -1,6 +1,6 @@
 // What is done number by number: norms, gates, rotations.
 #pragma once
-#include "vectors.h"
+#include "rows.h"
 
 // x / rms(x) * weight, row by row.
 at::Tensor rms_norm(const at::Tensor& x_NC, const at::Tensor& weight_C, double eps) {
@@ -49,10 +49,12 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 }
 
 // Turns queries and keys of rows [q, k, v] in place, rotary pairs being neighbours, and writes [k, v] to its slot.
-void turn_and_store(at::Tensor& qkv_NW, const at::Tensor& turn_N1P, at::Tensor& rows_LW, const at::Tensor& slots_N,
+void turn_and_store(at::Tensor& qkv_NW, const at::Tensor& turn_N1P, const at::Tensor& rows_LW,
+                    const std::optional<at::Tensor>& whole_LW, at::IntArrayRef format, const at::Tensor& slots_N,
                     int64_t heads, int64_t head_dim) {
-  const int64_t N = qkv_NW.size(0), W = qkv_NW.size(1), width = rows_LW.size(1), P = head_dim / 2;
-  bf16 *xs = qkv_NW.mutable_data_ptr<bf16>(), *rows = rows_LW.mutable_data_ptr<bf16>();
+  const int64_t N = qkv_NW.size(0), W = qkv_NW.size(1), P = head_dim / 2;
+  const Rows rows(rows_LW, whole_LW, format);
+  bf16* xs = qkv_NW.mutable_data_ptr<bf16>();
   const auto* turns = turn_N1P.const_data_ptr<c10::complex<float>>();
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   at::parallel_for(0, N, 8, [&](int64_t begin, int64_t end) {
@@ -65,7 +67,7 @@ void turn_and_store(at::Tensor& qkv_NW, const at::Tensor& turn_N1P, at::Tensor& 
           x[2 * p] = a * cos - b * sin;
           x[2 * p + 1] = b * cos + a * sin;
         }
-      std::copy_n(xs + (n + 1) * W - width, width, rows + slots[n] * width);
+      rows.put(slots[n], xs + (n + 1) * W - rows.width);
     }
   });
 }

@@ -36,18 +36,18 @@ struct Angles {
 at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at::Tensor& sin_LP, const at::Tensor& w_uk,
                   const at::Tensor& w_uv, const at::Tensor& b_k, const at::Tensor& b_v_GV,
                   const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm, double eps,
-                  const std::optional<at::Tensor>& sinks_H, at::Tensor& rows_LR, const at::Tensor& slots_N,
+                  const std::optional<at::Tensor>& sinks_H, const at::Tensor& rows_LR,
+                  const std::optional<at::Tensor>& whole_LR, at::IntArrayRef format, const at::Tensor& slots_N,
                   const at::Tensor& table_SB, const at::Tensor& seq_lens_S, const at::Tensor& first_S,
                   const at::Tensor& query_start_S1, int64_t block_size, int64_t window, double scale,
                   const std::optional<at::Tensor>& tree_Tn) {
+  const Rows rows(rows_LR, whole_LR, format);
   const at::Tensor both = both_NX.contiguous();
-  const int64_t N = both.size(0), X = both.size(1), R = rows_LR.size(1), D = 2 * cos_LP.size(1), GD = b_k.size(0);
+  const int64_t N = both.size(0), X = both.size(1), R = rows.width, D = 2 * cos_LP.size(1), GD = b_k.size(0);
   const int64_t G = GD / D, H = (X - R) / D, J = H / G, V = b_v_GV.size(1), W = GD + R;
   const Angles angles{cos_LP.const_data_ptr<float>(), sin_LP.const_data_ptr<float>(), cos_LP.size(0), D / 2};
-  bf16* rows = rows_LR.mutable_data_ptr<bf16>();
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
-  for (int64_t n = 0; n < N; ++n)
-    std::copy_n(both.const_data_ptr<bf16>() + n * X + H * D, R, rows + slots[n] * R);
+  for (int64_t n = 0; n < N; ++n) rows.put(slots[n], both.const_data_ptr<bf16>() + n * X + H * D);
 
   const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
   at::Tensor own = both.narrow(1, 0, H * D).reshape({N * H, D});
@@ -93,7 +93,13 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
     at::Tensor c = at::empty({P, R}, both.options()), numbered = at::zeros({end - s, most}, table_SB.options());
     bf16* cs = c.mutable_data_ptr<bf16>();
     at::parallel_for(0, blocks.size(), 8, [&](int64_t from, int64_t to) {
-      for (int64_t b = from; b < to; ++b) std::copy_n(rows + blocks[b] * block_size * R, block_size * R, cs + b * block_size * R);
+      std::vector<const bf16*> row(block_size);
+      for (int64_t b = from; b < to; ++b) {
+        bf16* own = cs + b * block_size * R;
+        rows.stage(blocks[b] * block_size, block_size, {Part{0, R}}, own, row.data());
+        for (int64_t t = 0; t < block_size; ++t)
+          if (row[t] != own + t * R) std::copy_n(row[t], R, own + t * R);
+      }
     });
     at::Tensor keys = linear(c, w_uk, GD, b_k, std::nullopt, false);
     if (k_norm) keys = rms_norm(keys.view({P * G, D}), *k_norm, eps);
@@ -114,7 +120,7 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
     const int64_t base = view.query(s);
     const View part{numbered, seq_lens_S.narrow(0, s, end - s), first_S.narrow(0, s, end - s),
                     query_start_S1.narrow(0, s, end - s + 1) - base, block_size, window, tree_Tn};
-    attend(q.data() + base * H * D, H, G, D, R, {to_rows, W, D, 0, GD}, part, float(scale),
+    attend(q.data() + base * H * D, H, G, D, R, {D, 0, GD}, {to_rows, W}, part, float(scale),
            [&](int64_t n, const float* latents, const float* lse) { lift(latents, lse, outs + (base + n) * H * V); });
   }
   return out;

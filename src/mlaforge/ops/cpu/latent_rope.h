@@ -12,12 +12,14 @@
 // Limit: 2 (R + E) bytes and 2 H (2 R + E) FLOPs a cached token.
 at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, const at::Tensor& rope_index_P,
                        const at::Tensor& w_uk, const at::Tensor& w_uv, const at::Tensor& b_k_GD,
-                       const at::Tensor& b_v_GV, const std::optional<at::Tensor>& sinks_H, at::Tensor& rows_LW,
-                       const at::Tensor& slots_N, const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
-                       const at::Tensor& first_S, const at::Tensor& query_start_S1, int64_t block_size, int64_t window,
-                       double scale, const std::optional<at::Tensor>& tree_Tn) {
+                       const at::Tensor& b_v_GV, const std::optional<at::Tensor>& sinks_H, const at::Tensor& rows_LW,
+                       const std::optional<at::Tensor>& whole_LW, at::IntArrayRef format, const at::Tensor& slots_N,
+                       const at::Tensor& table_SB, const at::Tensor& seq_lens_S, const at::Tensor& first_S,
+                       const at::Tensor& query_start_S1, int64_t block_size, int64_t window, double scale,
+                       const std::optional<at::Tensor>& tree_Tn) {
+  const Rows rows(rows_LW, whole_LW, format);
   const at::Tensor both = both_NX.contiguous();
-  const int64_t N = both.size(0), X = both.size(1), W = rows_LW.size(1), E = 2 * rope_index_P.size(0), R = W - E;
+  const int64_t N = both.size(0), X = both.size(1), W = rows.width, E = 2 * rope_index_P.size(0), R = W - E;
   const int64_t G = b_k_GD.size(0), D = b_k_GD.size(1), V = b_v_GV.size(1), H = (X - W) / (D + E), J = H / G;
   const int64_t angles = turn_N1P.size(2), K = D + E, up = w_uk.stride(0);
   const bf16 *xs = both.const_data_ptr<bf16>(), *uk = w_uk.const_data_ptr<bf16>();
@@ -25,11 +27,11 @@ at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, co
   const int64_t *pairs = rope_index_P.const_data_ptr<int64_t>(), *slots = slots_N.const_data_ptr<int64_t>();
   const float* b_k = b_k_GD.const_data_ptr<float>();
   const float* sinks = sinks_H ? sinks_H->const_data_ptr<float>() : nullptr;
-  bf16* rows = rows_LW.mutable_data_ptr<bf16>();
 
   std::vector<float> q(N * H * W), shift(sinks ? N * H : 0);
   at::parallel_for(0, N, 1, [&](int64_t from, int64_t to) {
     std::vector<float> own(H * K);
+    std::vector<bf16> row(W);
     for (int64_t n = from; n < to; ++n) {
       const bf16* x = xs + n * X;
       const auto* turn = turns + n * angles;
@@ -46,14 +48,13 @@ at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, co
         product(uk + g * up, own.data() + g * J * K, J, K, D, R, q.data() + (n * H + g * J) * W, W);
       for (int64_t h = 0; sinks && h < H; ++h)
         for (int64_t d = 0; d < D; ++d) shift[n * H + h] += own[h * K + d] * b_k[h / J * D + d] * float(scale);
-      const bf16* row = x + H * K;
-      bf16* slot = rows + slots[n] * W;
-      std::copy_n(row, R, slot);
+      std::copy_n(x + H * K, W, row.data());
       for (int64_t p = 0; p < E / 2; ++p) {
         const float a = row[R + p], b = row[R + p + E / 2], cos = turn[pairs[p]].real(), sin = turn[pairs[p]].imag();
-        slot[R + p] = a * cos - b * sin;
-        slot[R + p + E / 2] = b * cos + a * sin;
+        row[R + p] = a * cos - b * sin;
+        row[R + p + E / 2] = b * cos + a * sin;
       }
+      rows.put(slots[n], row.data());
     }
   });
 
@@ -61,7 +62,7 @@ at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, co
   bf16* outs = out.mutable_data_ptr<bf16>();
   const Lift lift{w_uv.const_data_ptr<bf16>(), w_uv.stride(0), b_v_GV.const_data_ptr<float>(), sinks, G, J, R, V};
   const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
-  attend(q.data(), H, 1, W, R, {rows, W, 0, 0, 0}, view, float(scale),
+  attend(q.data(), H, 1, W, R, {0, 0, 0}, rows, view, float(scale),
          [&](int64_t n, const float* latents, float* lse) {
            for (int64_t h = 0; sinks && h < H; ++h) lse[h] += shift[n * H + h];
            lift(latents, lse, outs + n * H * V);

@@ -26,18 +26,20 @@ LIBRARY(FORM, m) {
 #endif
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
-  m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor slots, int heads, int head_dim) -> ()");
+  m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor(c!)? whole, int[] format, "
+        "Tensor slots, int heads, int head_dim) -> ()");
   m.def(
-      "decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
-      "int block_size, int window, float scale, Tensor? tree) -> (Tensor, Tensor)");
+      "decode(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, int value_dim, int value_offset, "
+      "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
+      "Tensor? tree) -> (Tensor, Tensor)");
   m.def(
       "latent(Tensor both, Tensor cos, Tensor sin, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, Tensor? q_norm, "
-      "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor slots, Tensor table, Tensor seq_lens, "
-      "Tensor first, Tensor query_start, int block_size, int window, float scale, Tensor? tree) -> Tensor");
+      "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, "
+      "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, Tensor? tree) -> Tensor");
   m.def(
       "latent_rope(Tensor both, Tensor turn, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
-      "Tensor? sinks, Tensor(a!) rows, Tensor slots, Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, "
-      "int block_size, int window, float scale, Tensor? tree) -> Tensor");
+      "Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
+      "Tensor first, Tensor query_start, int block_size, int window, float scale, Tensor? tree) -> Tensor");
 }
 
 LIBRARY_OF_CPU(FORM, m) {

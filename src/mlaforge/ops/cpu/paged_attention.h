@@ -13,17 +13,14 @@
 #pragma once
 #include <atomic>
 
-#include "vectors.h"
+#include "rows.h"
 
 constexpr int64_t CHUNK = 256;   // cached tokens of a chunk
 constexpr int64_t COLUMNS = 64;  // columns that one task takes through the cache
 
-// Where a token's keys and values lie in a row of the cache: `width` numbers from one row to the next, `k_head` from one
-// key head to the next.
-struct Rows {
-  const bf16* keys;
-  int64_t width, k_head, v_head, v_offset;
-};
+// Where in a row of the cache keys and values lie: keys of the first key head at 0 and `k_head` numbers from one to the
+// next, values from `v_offset` on.
+struct Layout { int64_t k_head, v_head, v_offset; };
 
 // What the query tokens of a step see of the cache, as ops/cache_view.py describes it.
 struct View {
@@ -43,13 +40,14 @@ struct View {
   // Position of the tree's first node, and past every position where there is no tree.
   int64_t tail(int64_t s) const { return tree_Tn ? length(s) - nodes() : std::numeric_limits<int32_t>::max(); }
 
-  // Where `count` tokens from `position` on lie.
-  void locate(int64_t s, int64_t position, int64_t count, const Rows& of, const bf16** row) const {
+  // Places of the rows of `count` tokens from `position` on, as `Rows::stage`; scratch is [count, width].
+  void stage(int64_t s, int64_t position, int64_t count, const Rows& rows, const Parts& parts, bf16* scratch,
+             const bf16** row) const {
     const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
-    const int64_t at = position - first(s);
-    for (int64_t t = 0, b = at / block_size, slot = at % block_size; t < count; ++t) {
-      row[t] = of.keys + (blocks[b] * block_size + slot) * of.width;
-      if (++slot == block_size) ++b, slot = 0;
+    for (int64_t t = 0, at = position - first(s), own; t < count; t += own, at += own) {
+      const int64_t offset = at % block_size;
+      own = std::min(block_size - offset, count - t);
+      rows.stage(blocks[at / block_size] * block_size + offset, own, parts, scratch + t * rows.width, row + t);
     }
   }
 
@@ -76,15 +74,23 @@ struct View {
 struct Attention {
   const float* q;
   int64_t H, G, D, V;
-  Rows row;
+  Layout row;
+  Rows rows;
   View view;
   float scale;
 
   int64_t J() const { return H / G; }
 };
 
-// Heads that are computed together: they read keys [k, k + D) and values [v, v + V) of a row.
-struct HeadSet { int64_t first, heads, k, D, v, V; };
+// Heads that are computed together: they read keys [k, k + D) and values [v, v + V) of a row, v counted from the first
+// value.
+struct HeadSet {
+  int64_t first, heads, k, D, v, V;
+
+  // Values are often a part of the keys.
+  bool apart(const Layout& row) const { return row.v_offset + v >= k + D; }
+  Parts parts(const Layout& row) const { return {Part{k, D}, Part{row.v_offset + v, apart(row) ? V : 0}}; }
+};
 
 // Columns first to first + count of a sequence and a set of heads, token by token; one chunk, or all (-1).
 struct Task {

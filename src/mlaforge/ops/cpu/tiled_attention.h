@@ -102,7 +102,7 @@ inline void weigh_tiles(const bf16* weights, const bf16* values, int64_t spans, 
 class TileKernel {
  public:
   explicit TileKernel(const Attention& of)
-      : of_(of), view_(of.view), own_(Scratch::own(((of.G - 1) * of.row.k_head + of.D + 31) / 32)) {}
+      : of_(of), view_(of.view), own_(Scratch::own(((of.G - 1) * of.row.k_head + of.D + 31) / 32, of.rows)) {}
   TileKernel(const TileKernel&) = delete;
   ~TileKernel() { release_tiles(); }
 
@@ -133,13 +133,13 @@ class TileKernel {
     // Counted from the chunk's first position, wherever the cache begins: a sum's steps are the same for all.
     const int64_t s = task.sequence, base = chunk * CHUNK, low = std::max(base, view_.first(s)) - base;
     const int64_t high = std::min(base + CHUNK, view_.length(s)) - base, from = low / 64 * 64;
-    const int64_t groups = (task.count + 15) / 16, bytes = of_.row.width * 2;
+    const int64_t groups = (task.count + 15) / 16, bytes = of_.rows.width * 2;
     const int64_t whole = set.D / 32, rest = set.D % 32, steps = whole + (rest > 0), values = of_.row.v_offset + set.v;
     float* scores = Scratch::line(own_.scores);
     const bf16* queries = Scratch::line(own_.queries);
     // The rest of the last sixteen is of the same block; other rows stand where none is seen, so that four tiles can
     // always be read.
-    view_.locate(s, base + low, (high - low + 15) / 16 * 16, of_.row, row_ + low);
+    view_.stage(s, base + low, (high - low + 15) / 16 * 16, of_.rows, set.parts(of_.row), Scratch::line(own_.rows), row_ + low);
     for (int64_t t = from; t < low; ++t) row_[t] = row_[low + t % 16];
     for (int64_t t = (high + 15) / 16 * 16; t < CHUNK; ++t) row_[t] = row_[low + t % 16];
     shape_attention(32);
@@ -147,7 +147,7 @@ class TileKernel {
       for (int64_t ahead = t + 64; ahead < std::min(t + 128, high); ++ahead) {
         for (int64_t w = set.k; w < set.k + set.D; w += 32) _mm_prefetch((const char*)(row_[ahead] + w), _MM_HINT_T0);
         // Where they are no part of the keys.
-        for (int64_t w = values; values >= set.k + set.D && w < values + set.V; w += 32)
+        for (int64_t w = values; set.apart(of_.row) && w < values + set.V; w += 32)
           _mm_prefetch((const char*)(row_[ahead] + w), _MM_HINT_T0);
       }
       for (int64_t g = 0; g < groups; ++g)
@@ -285,11 +285,12 @@ class TileKernel {
 
   // Kept from call to call.
   struct Scratch {
-    std::vector<bf16> queries, weights = std::vector<bf16>(GROUPS * SPANS * 512 + 32), values = std::vector<bf16>(SPANS * 2048 + 32);
+    std::vector<bf16> queries, rows, weights = std::vector<bf16>(GROUPS * SPANS * 512 + 32), values = std::vector<bf16>(SPANS * 2048 + 32);
     std::vector<float> scores = std::vector<float>(GROUPS * CHUNK * 16 + 16), part = std::vector<float>(16 * 64 + 16);
 
-    static Scratch& own(int64_t steps) {
+    static Scratch& own(int64_t steps, const Rows& rows) {
       static thread_local Scratch scratch;
+      scratch.rows.resize(std::max<size_t>(scratch.rows.size(), rows.scratch(CHUNK) + 32));
       scratch.queries.resize(std::max<size_t>(scratch.queries.size(), GROUPS * steps * 512 + 32));
       return scratch;
     }

@@ -61,7 +61,7 @@ __attribute__((noinline)) void weigh(const float* weights, const bf16* const* va
 
 class VectorKernel {
  public:
-  explicit VectorKernel(const Attention& of) : of_(of), view_(of.view), width_((of.D + 7) / 8 * 8), own_(Scratch::own(width_)) {}
+  explicit VectorKernel(const Attention& of) : of_(of), view_(of.view), width_((of.D + 7) / 8 * 8), own_(Scratch::own(width_, of.rows)) {}
 
   // Columns are put in order of their key heads; scores come scaled.
   void pack(const Task& task) {
@@ -92,7 +92,7 @@ class VectorKernel {
       return;
     }
     const int64_t from = low / 16 * 16, to = (high + 15) / 16 * 16;
-    view_.locate(s, base + low, high - low, of_.row, row_ + low);
+    view_.stage(s, base + low, high - low, of_.rows, task.set.parts(of_.row), own_.rows.data(), row_ + low);
     // What is not seen of the first and the last sixteen.
     std::fill(row_ + from, row_ + low, row_[low]);
     std::fill(row_ + high, row_ + to, row_[low]);
@@ -142,10 +142,11 @@ class VectorKernel {
   // Kept from call to call.
   struct Scratch {
     std::vector<float> queries, scores = std::vector<float>(COLUMNS * CHUNK);
-    std::vector<bf16> keys;
+    std::vector<bf16> keys, rows;
 
-    static Scratch& own(int64_t width) {
+    static Scratch& own(int64_t width, const Rows& rows) {
       static thread_local Scratch scratch;
+      scratch.rows.resize(std::max<size_t>(scratch.rows.size(), rows.scratch(CHUNK)));
       scratch.queries.resize(std::max<size_t>(scratch.queries.size(), COLUMNS * width));
       scratch.keys.resize(std::max<size_t>(scratch.keys.size(), SPAN * 16 * width));
       return scratch;
