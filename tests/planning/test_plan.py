@@ -72,7 +72,7 @@ def test_windows_bound_the_cache_in_both(gpt_oss: ModelSpec) -> None:
     kept = 12 * 128 * 1024 + 12 * 32768 * 512
     assert full.model_fraction(32768) == pytest.approx(kept / (12 * 128 * 1024 + 12 * 32768 * 1024))
     # Below the window's 128 tokens every layer holds the same.
-    assert full.cache_bytes(100, 1, 4) == 4 * 100 * (12 * 1024 + 12 * 512)
+    assert dataclasses.replace(full, stored="fp32").cache_bytes(100) == 4 * 100 * (12 * 1024 + 12 * 512)
     assert full.cached_per_token == 12 * 1024 + 12 * 512
 
 

@@ -207,7 +207,7 @@ def check_cache(told, directory):
     assert told["blocks"] == told["memory"] // page
     if len(told["groups"]) == 1 and spec.layers[0].window is None:
         # All of the memory, but for less than a block.
-        planned = Plan(spec, tuple(plans)).cache_bytes(told["tokens"], bytes_per_number=4)
+        planned = Plan(spec, tuple(plans), "fp32").cache_bytes(told["tokens"])
         assert told["memory"] - page < planned <= told["memory"]
 
 

@@ -16,8 +16,8 @@ import torch
 
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import nearest
-from mlaforge.planning.costs import GPUS, Cost, Gpu
-from mlaforge.planning.plan import CACHE_BYTES, LayerPlan, Plan
+from mlaforge.planning.costs import GPUS, Gpu
+from mlaforge.planning.plan import LayerPlan, Plan
 from mlaforge.planning.roofline import CACHE_LIMITS, WEIGHT_LIMITS, decode_step
 from mlaforge.runtime import UserError, log
 
@@ -103,14 +103,12 @@ def step_seconds(plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, que
     layers = tuple(
         dataclasses.replace(la, mlp_bits=BITS[dtype] if la.mlp_bits == spec.bits else la.mlp_bits) for la in spec.layers
     )
-    own = Plan(dataclasses.replace(spec, bits=BITS[dtype], layers=layers), plan.layers)
-    wider = (4 if dtype == "float32" else CACHE_BYTES) / CACHE_BYTES
+    stored = "fp32" if dtype == "float32" else "bf16"
+    own = Plan(dataclasses.replace(spec, bits=BITS[dtype], layers=layers), plan.layers, stored)
     limits: dict[str, float] = {}
     for part, cost in decode_step(own, gpu, context, batch, queries).costs.items():
-        cache = part == "attention"
-        scaled = Cost(cost.flops, cost.bytes * (wider if cache else 1))
-        limit = (CACHE_LIMITS if cache else WEIGHT_LIMITS)[gpu.bound(scaled)]
-        limits[limit] = limits.get(limit, 0.0) + gpu.seconds(scaled)
+        limit = (CACHE_LIMITS if part == "attention" else WEIGHT_LIMITS)[gpu.bound(cost)]
+        limits[limit] = limits.get(limit, 0.0) + gpu.seconds(cost)
     return sum(limits.values()), max(limits, key=lambda name: limits[name])
 
 

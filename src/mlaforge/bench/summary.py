@@ -108,7 +108,9 @@ def _cache(repetitions: list[Repetition], plan: Plan, dtype: str, length: int, b
     held = [repetition.cache_bytes for repetition in repetitions if repetition.cache_bytes is not None]
     if not held:
         return None
-    return {"bytes": max(held), "planned_bytes": plan.cache_bytes(length, batch, 4 if dtype == "float32" else 2)}
+    stored = "fp32" if dtype == "float32" else "bf16"
+    planned = dataclasses.replace(plan, stored=stored).cache_bytes(length, batch)
+    return {"bytes": max(held), "planned_bytes": planned}
 
 
 def _block(repetitions: list[Repetition]) -> dict[str, Any] | None:

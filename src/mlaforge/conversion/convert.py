@@ -29,7 +29,7 @@ from mlaforge.data import corpus, overlap
 from mlaforge.factorization.moments import collect
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning import plan_file
-from mlaforge.planning.plan import CONTEXTS, Plan, make_plan, window_choices
+from mlaforge.planning.plan import CONTEXTS, Plan, make_plan, plain, window_choices
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.tensor_store import Spill
 
@@ -250,7 +250,7 @@ def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         "fraction": plan.model_fraction(CONTEXTS[-1]),
         "gqa_bytes_per_token": before * dtype.itemsize,
         "mla_bytes_per_token": plan.cached_per_token * dtype.itemsize,
-        "window_choices": window_choices(plan, dtype.itemsize),
+        "window_choices": window_choices(dataclasses.replace(plan, stored=plain(dtype.itemsize))),
     }
 
 

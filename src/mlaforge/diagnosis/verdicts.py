@@ -5,6 +5,7 @@ The thresholds and their reasons are in docs/diagnose.md. `layers` are the recor
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ import torch
 
 from mlaforge.diagnosis.attention_stats import RECENT
 from mlaforge.diagnosis.routing import DEAD, HOT
-from mlaforge.planning.plan import Plan, unconverted
+from mlaforge.planning.plan import Plan, plain, unconverted
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
@@ -157,7 +158,9 @@ def geometry(layers: list[dict[str, Any]]) -> dict[str, Any]:
 def cache(layers: list[dict[str, Any]], tokens: int, suggested: Plan, dtype: torch.dtype) -> dict[str, Any]:
     """Bytes that were allocated for one window, beside what the formula says."""
     before, after = (sum(layer["cache_bytes"][side] for layer in layers) for side in ("gqa", "plan"))
-    formula = [plan.cache_bytes(tokens, 1, dtype.itemsize) for plan in (unconverted(suggested.spec), suggested)]
+    stored = plain(dtype.itemsize)
+    plans = unconverted(suggested.spec, stored), dataclasses.replace(suggested, stored=stored)
+    formula = [plan.cache_bytes(tokens) for plan in plans]
     return {
         "verdict": f"{after / before:.1%} with the plan",
         "text": f"{before:,} bytes allocated for {tokens:,} tokens in {str(dtype).removeprefix('torch.')} (formula "

@@ -6,7 +6,7 @@ import dataclasses
 
 from mlaforge.config import Options, option
 from mlaforge.planning.costs import GPUS
-from mlaforge.planning.plan import LATENT_LAYOUTS
+from mlaforge.planning.plan import LATENT_LAYOUTS, STORED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +18,7 @@ class PlanConfig(Options):
     context: str = option("32k", "tokens in the cache of each request; k is 1024, m is 1024²", "tokens")
     batch: int = option(4, "requests decoded together", "requests", least=1)
     gpu: str = option("h200", "machine to compute for", choices=tuple(GPUS))
+    kv_cache_dtype: str = option("bf16", "how the cache stores its rows", choices=STORED)
     drafts: int = option(3, "draft tokens that a speculative step verifies", "tokens", least=0)
     budget: float | None = option(None, "share of the converted layers' GQA cache to keep", "fraction", above=0, most=1)
     layout: str | None = option(None, "cache layout of the converted layers", choices=LATENT_LAYOUTS)

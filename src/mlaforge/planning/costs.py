@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
-from mlaforge.planning.plan import CACHE_BYTES, LayerPlan, Plan, tokens_held
+from mlaforge.planning.plan import LayerPlan, Plan, tokens_held
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Cost:
         return self.flops / self.bytes
 
 
-def attention_op(layer: LayerSpec, chosen: LayerPlan, context: int, batch: int = 1, queries: int = 1) -> Cost:
+def attention_op(
+    layer: LayerSpec, chosen: LayerPlan, context: int, batch: int = 1, queries: int = 1, stored: str = "bf16"
+) -> Cost:
     """Attention over the cache in one layer and one step, T = `queries` per request, without its projections.
 
     FLOPs per cached token: gqa T·4·H·d. latent_rope, absorbed: T·(2·H·(r + d_r) + 2·H·r). latent: keys are
@@ -46,8 +48,8 @@ def attention_op(layer: LayerSpec, chosen: LayerPlan, context: int, batch: int =
     else:
         assert chosen.layout == "latent_rope"
         per_token = queries * 2 * H * (2 * r + d_r)
-    held = batch * tokens_held(layer, context)
-    return Cost(held * per_token, held * chosen.cached(layer) * CACHE_BYTES)
+    held = tokens_held(layer, context)
+    return Cost(batch * held * per_token, batch * chosen.cached_bytes(layer, held, stored))
 
 
 def projection_params(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan) -> int:

@@ -19,8 +19,10 @@ LATENT_LAYOUTS = ("latent", "latent_rope")
 # A budget becomes a rank that is a multiple of this: what vector loads and tensor cores take without padding.
 RANK_MULTIPLE = 8
 DEFAULT_ROPE_DIM = 64
-# The cache is held in bf16.
-CACHE_BYTES = 2
+# Bytes of a number in cached rows that are plain.
+ITEMSIZES = {"fp32": 4, "bf16": 2, "fp8": 1}
+# How the cache can store its rows: the engine's kv_cache_dtype, whose auto is one of these.
+STORED = (*ITEMSIZES, "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,31 @@ class LayerPlan:
         """Numbers in the cache per token: 2 · n_kv_heads · head_dim, r, or r + d_r."""
         return layer.cached if self.layout == "gqa" else self.kv_lora_rank + self.qk_rope_head_dim
 
+    def cached_bytes(self, layer: LayerSpec, tokens: int, stored: str) -> int:
+        """Bytes of so many tokens of a request in the cache, with their scales. As ops/row_format.py, which needs torch."""
+        numbers = self.cached(layer)
+        if stored == "int8":
+            scales = 2 * layer.num_kv_heads if self.layout == "gqa" else 1 + (self.qk_rope_head_dim > 0)
+            return tokens * (numbers + numbers % 2 + 2 * scales)
+        if stored == "int4":
+            # The newest tokens are packed when they are 32.
+            packed, rest = divmod(tokens, 32)
+            return packed * (16 * numbers + 2 * numbers + 128 * layer.num_kv_heads) + rest * 2 * numbers
+        return tokens * numbers * ITEMSIZES[stored]
+
 
 @dataclass(frozen=True)
 class Plan:
-    """One LayerPlan per layer of `spec`."""
+    """One LayerPlan per layer of `spec`. `stored` is one of STORED. Raises UserError where a layer cannot be."""
 
     spec: ModelSpec
     layers: tuple[LayerPlan, ...]
+    stored: str = "bf16"
 
     def __post_init__(self) -> None:
-        assert len(self.layers) == self.spec.num_layers
+        assert len(self.layers) == self.spec.num_layers and self.stored in STORED
+        if self.stored == "int4" and self.converted:
+            raise UserError("kv_cache_dtype int4 is for grouped-query layers; converted ones can be int8")
 
     @property
     def cached(self) -> tuple[int, ...]:
@@ -73,15 +90,22 @@ class Plan:
 
     def model_fraction(self, context: int) -> float:
         """Cache of the whole model over its GQA cache at `context` tokens; windows count in both."""
-        return self.cache_bytes(context) / unconverted(self.spec).cache_bytes(context)
+        return self.cache_bytes(context) / unconverted(self.spec, self.stored).cache_bytes(context)
 
-    def cache_bytes(self, context: int, batch: int = 1, bytes_per_number: int = CACHE_BYTES) -> int:
+    def cache_bytes(self, context: int, batch: int = 1) -> int:
         """Bytes of the cache of `batch` requests of `context` tokens each.
 
         A layer with a sliding window holds at most `window` tokens, converted or not.
         """
-        held = (tokens_held(layer, context) for layer in self.spec.layers)
-        return batch * bytes_per_number * sum(n * tokens for n, tokens in zip(self.cached, held, strict=True))
+        return batch * sum(
+            chosen.cached_bytes(layer, tokens_held(layer, context), self.stored)
+            for chosen, layer in zip(self.layers, self.spec.layers, strict=True)
+        )
+
+
+def plain(itemsize: int) -> str:
+    """How plain rows of a dtype with so many bytes are called."""
+    return next(name for name, size in ITEMSIZES.items() if size == itemsize)
 
 
 def tokens_held(layer: LayerSpec, context: int) -> int:
@@ -89,9 +113,9 @@ def tokens_held(layer: LayerSpec, context: int) -> int:
     return context if layer.window is None else min(context, layer.window)
 
 
-def unconverted(spec: ModelSpec) -> Plan:
+def unconverted(spec: ModelSpec, stored: str = "bf16") -> Plan:
     """The plan that changes nothing."""
-    return Plan(spec, (LayerPlan("gqa"),) * spec.num_layers)
+    return Plan(spec, (LayerPlan("gqa"),) * spec.num_layers, stored)
 
 
 def rank_limit(spec: ModelSpec, layer: LayerSpec, layout: str) -> int:
@@ -109,6 +133,7 @@ def make_plan(
     layers: str = "all",
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
+    stored: str = "bf16",
 ) -> Plan:
     """The same ranks for every layer that `layers` names; the others stay GQA.
 
@@ -133,6 +158,7 @@ def make_plan(
             else LayerPlan("gqa")
             for index in range(spec.num_layers)
         ),
+        stored,
     )
 
 
@@ -228,7 +254,7 @@ def _rope_dim(layer: LayerSpec, index: int, default: int, qk_rope_head_dim: int 
 CONTEXTS = (8192, 32768, 131072)
 
 
-def window_choices(plan: Plan, bytes_per_number: int = CACHE_BYTES) -> dict[str, dict[int, int]]:
+def window_choices(plan: Plan) -> dict[str, dict[int, int]]:
     """Cache bytes of one request at CONTEXTS for GQA, for `full` and for `all` layers converted as `plan` converts its
     first one; empty for a model whose layers do not differ in their window."""
     spec, chosen = plan.spec, plan.layers[plan.converted[0]]
@@ -236,9 +262,10 @@ def window_choices(plan: Plan, bytes_per_number: int = CACHE_BYTES) -> dict[str,
     if len(set(windows)) == 1:
         return {}
     gqa = LayerPlan("gqa")
-    full = Plan(spec, tuple(gqa if window else chosen for window in windows))
-    plans = {"gqa": unconverted(spec), "full": full, "all": Plan(spec, (chosen,) * spec.num_layers)}
-    return {
-        name: {tokens: each.cache_bytes(tokens, 1, bytes_per_number) for tokens in CONTEXTS}
-        for name, each in plans.items()
+    layers = {
+        "gqa": (gqa,) * spec.num_layers,
+        "full": tuple(gqa if window else chosen for window in windows),
+        "all": (chosen,) * spec.num_layers,
     }
+    plans = {name: Plan(spec, each, plan.stored) for name, each in layers.items()}
+    return {name: {tokens: each.cache_bytes(tokens) for tokens in CONTEXTS} for name, each in plans.items()}

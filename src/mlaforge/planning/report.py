@@ -45,12 +45,14 @@ def run_plan(config_json: Mapping[str, Any], options: PlanConfig) -> PlanReport:
     spec, context = read_spec(config_json), parse_context(options.context)
     if options.budget is not None and options.kv_lora_rank is not None:
         raise UserError(f"budget {options.budget}, kv_lora_rank {options.kv_lora_rank}: give one of the two")
-    gpu, asked = GPUS[options.gpu], None
-    rows, notes = compare(spec, gpu, context, options.batch, options.drafts, BUDGETS, layers=options.layers)
+    gpu, asked, stored = GPUS[options.gpu], None, options.kv_cache_dtype
+    rows, notes = compare(
+        spec, gpu, context, options.batch, options.drafts, BUDGETS, layers=options.layers, stored=stored
+    )
     if {options.budget, options.layout, options.kv_lora_rank, options.qk_rope_head_dim} != {None}:
         budget, layout = 0.5 if options.budget is None else options.budget, options.layout or "latent"
         ranks = options.kv_lora_rank, options.qk_rope_head_dim
-        plan = make_plan(spec, budget, layout, options.layers, *ranks)
+        plan = make_plan(spec, budget, layout, options.layers, *ranks, stored=stored)
         own = Row(plan, gpu, context, options.batch, options.drafts)
         asked = next((row for row in rows if row == own), own)
         rows += [] if asked in rows else [asked]
@@ -123,7 +125,7 @@ class PlanReport:
             "machine": f"{gpu.name}: {gpu.bf16_tflops:g} dense TFLOP/s x {gpu.achievable:g} achievable, "
             f"{gpu.bandwidth_tbs:g} TB/s, {gpu.memory_gib:g} GiB; ridge {gpu.ridge:.3g} FLOP/byte",
             "source": gpu.source,
-            "workload": f"{row.batch} x {row.context} tokens in bf16; T = {1 + row.drafts} query token(s)",
+            "workload": f"{row.batch} x {row.context} tokens in {row.plan.stored}; T = {1 + row.drafts} query token(s)",
         }
 
     def render(self) -> str:

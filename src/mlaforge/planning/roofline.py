@@ -59,7 +59,7 @@ def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1
         limits[names[gpu.bound(cost)]] += gpu.seconds(cost)
 
     for layer, chosen in zip(plan.spec.layers, plan.layers, strict=True):
-        run("attention", attention_op(layer, chosen, context, batch, queries))
+        run("attention", attention_op(layer, chosen, context, batch, queries, plan.stored))
         run("projections", projections(plan.spec, layer, chosen, tokens))
         run("mlp", mlp(layer, tokens))
     run("lm_head", lm_head(plan.spec, tokens))
@@ -99,7 +99,10 @@ class Row:
     def attention(self, queries: int) -> Cost:
         """The attention op of the converted layers (of every layer where none is) for one request."""
         spec, layers = self.plan.spec, self.plan.converted or range(self.plan.spec.num_layers)
-        costs = (attention_op(spec.layers[i], self.plan.layers[i], self.context, 1, queries) for i in layers)
+        costs = (
+            attention_op(spec.layers[i], self.plan.layers[i], self.context, 1, queries, self.plan.stored)
+            for i in layers
+        )
         return sum(costs, Cost(0.0, 0.0))
 
     @property
@@ -128,16 +131,18 @@ def compare(
     budgets: Sequence[float],
     layouts: Sequence[str] = LATENT_LAYOUTS,
     layers: str = "all",
+    stored: str = "bf16",
 ) -> tuple[list[Row], list[str]]:
     """The unconverted model, then each layout at each budget; and a line for each pair that no rank fits, or for a
     layout that fits at no budget for one reason."""
     select_layers(spec, layers)
-    rows, left_out = [Row(unconverted(spec), gpu, context, batch, drafts)], []
+    rows, left_out = [Row(unconverted(spec, stored), gpu, context, batch, drafts)], []
     for layout in layouts:
         reasons = {}
         for budget in budgets:
             try:
-                rows.append(Row(make_plan(spec, budget, layout, layers), gpu, context, batch, drafts))
+                plan = make_plan(spec, budget, layout, layers, stored=stored)
+                rows.append(Row(plan, gpu, context, batch, drafts))
             except UserError as error:
                 reasons[budget] = str(error)
         if len(reasons) == len(budgets) and len(set(reasons.values())) == 1:
