@@ -492,7 +492,8 @@ def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, compiled
     out = compiled.latent(
         both, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1)), torch.stack([pack(w) for w in w_uv]),
         b_k.flatten(), b_v, q_norm, k_norm, 1e-5, sink_H if sinks else None, rows, None, [0], view.slots_N,
-        view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size, view.window or 0, 0.3, None,
+        view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size, view.window or 0,
+        0.3, None,
     )  # fmt: skip
     q, c = both.float().split([H * D, R], dim=1)
     assert torch.equal(rows[view.slots_N].float(), c)

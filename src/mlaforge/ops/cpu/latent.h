@@ -93,13 +93,15 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
     at::Tensor c = at::empty({P, R}, both.options()), numbered = at::zeros({end - s, most}, table_SB.options());
     bf16* cs = c.mutable_data_ptr<bf16>();
     at::parallel_for(0, blocks.size(), 8, [&](int64_t from, int64_t to) {
-      std::vector<const bf16*> row(block_size);
-      for (int64_t b = from; b < to; ++b) {
-        bf16* own = cs + b * block_size * R;
-        rows.stage(blocks[b] * block_size, block_size, {Part{0, R}}, own, row.data());
-        for (int64_t t = 0; t < block_size; ++t)
-          if (row[t] != own + t * R) std::copy_n(row[t], R, own + t * R);
-      }
+      const bf16* row[STRETCH];
+      for (int64_t b = from; b < to; ++b)
+        for (int64_t t = 0; t < block_size; t += STRETCH) {
+          const int64_t count = std::min(STRETCH, block_size - t);
+          bf16* own = cs + (b * block_size + t) * R;
+          rows.stage(blocks[b] * block_size + t, count, -1, {Part{0, R}}, own, row);
+          // Whole rows lie in the cache one after another.
+          if (row[0] != own) std::copy_n(row[0], count * R, own);
+        }
     });
     at::Tensor keys = linear(c, w_uk, GD, b_k, std::nullopt, false);
     if (k_norm) keys = rms_norm(keys.view({P * G, D}), *k_norm, eps);

@@ -28,6 +28,7 @@ LIBRARY(FORM, m) {
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor(c!)? whole, int[] format, "
         "Tensor slots, int heads, int head_dim) -> ()");
+  m.def("pack_blocks(Tensor(a!) rows, Tensor whole, int[] format, Tensor from, Tensor to, int block_size) -> ()");
   m.def(
       "decode(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, int value_dim, int value_offset, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
@@ -51,6 +52,7 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
   m.impl("turn_and_store", turn_and_store);
+  m.impl("pack_blocks", pack_blocks);
   m.impl("decode", decode);
   m.impl("latent", latent);
   m.impl("latent_rope", latent_rope);

@@ -17,6 +17,7 @@
 
 constexpr int64_t CHUNK = 256;   // cached tokens of a chunk
 constexpr int64_t COLUMNS = 64;  // columns that one task takes through the cache
+constexpr int64_t STRETCH = 32;  // cached tokens that are staged at a time
 
 // Where in a row of the cache keys and values lie: keys of the first key head at 0 and `k_head` numbers from one to the
 // next, values from `v_offset` on.
@@ -44,10 +45,13 @@ struct View {
   void stage(int64_t s, int64_t position, int64_t count, const Rows& rows, const Parts& parts, bf16* scratch,
              const bf16** row) const {
     const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
-    for (int64_t t = 0, at = position - first(s), own; t < count; t += own, at += own) {
-      const int64_t offset = at % block_size;
-      own = std::min(block_size - offset, count - t);
-      rows.stage(blocks[at / block_size] * block_size + offset, own, parts, scratch + t * rows.width, row + t);
+    const int64_t at = position - first(s);
+    auto slot = [&](int64_t row) { return blocks[row / block_size] * block_size + row % block_size; };
+    for (int64_t t = 0, own; t < count; t += own) {
+      // Formats pack 32 tokens together at most.
+      own = std::min({block_size - (at + t) % block_size, STRETCH - (at + t) % STRETCH, count - t});
+      const int64_t next = t + own < count ? slot(at + t + own) : -1;
+      rows.stage(slot(at + t), own, next, parts, scratch + t * rows.width, row + t);
     }
   }
 

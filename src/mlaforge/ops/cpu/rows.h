@@ -6,34 +6,109 @@
 #pragma once
 #include <array>
 
-#include "vectors.h"
+#include "int4_rows.h"
+#include "int8_rows.h"
 
 // Numbers [first, first + numbers) of a row.
-struct Part { int64_t first, numbers; };
+struct Part {
+  int64_t first, numbers;
+
+  int64_t last() const { return first + numbers; }
+};
 using Parts = std::array<Part, 2>;
 
-struct Rows {
+class Rows {
+ public:
   int64_t width;
-  bf16* whole;  // the row of the first slot that is not packed
 
   // Rows that all are whole.
-  Rows(bf16* whole, int64_t width) : width(width), whole(whole) {}
+  Rows(bf16* whole, int64_t width) : width(width), whole_(whole) {}
 
-  // As operations are given them: rows as they are, or packed in `format`, `whole` then being those of the other blocks.
-  Rows(const at::Tensor& rows, const std::optional<at::Tensor>& whole, at::IntArrayRef format)
-      : Rows(rows.mutable_data_ptr<bf16>(), rows.size(1)) {
-    TORCH_CHECK(format[0] == 0 && !whole, "rows in format ", format[0], " are not known");
+  // As operations are given them: rows as they are, or packed in `format` (its id and sizes), `whole` then being those of
+  // the other blocks.
+  Rows(const at::Tensor& rows, const std::optional<at::Tensor>& whole, at::IntArrayRef format) : format_(Format(format[0])) {
+    TORCH_CHECK(rows.is_contiguous() && (!whole || whole->is_contiguous()), "rows have gaps between them");
+    if (format_ == BF16) {
+      width = rows.size(1), whole_ = rows.mutable_data_ptr<bf16>();
+      return;
+    }
+    packed_ = rows.mutable_data_ptr<uint8_t>(), bytes_ = rows.size(1);
+    if (format_ == INT8) {
+      int8_ = Int8Rows(format.slice(1)), width = int8_.width, slots_ = rows.size(0);
+      TORCH_CHECK(bytes_ == int8_.bytes(), "a row of int8 has ", int8_.bytes(), " bytes, this one ", bytes_);
+    } else {
+      TORCH_CHECK(format_ == INT4 && format.size() == 3 && format[2] % 2 == 0, "rows in format ", format, " are not known");
+      int4_ = {format[1], format[2]}, width = int4_.width(), slots_ = rows.size(0) * Int4Rows::TOKENS;
+      TORCH_CHECK(bytes_ == int4_.bytes(), "32 rows of int4 have ", int4_.bytes(), " bytes, these ", bytes_);
+    }
+    TORCH_CHECK(!whole || whole->size(1) == width, "whole rows are not ", width, " wide");
+    if (whole) whole_ = whole->mutable_data_ptr<bf16>();
   }
 
   // Writes a token's row.
-  void put(int64_t slot, const bf16* row) const { std::copy_n(row, width, whole + slot * width); }
+  void put(int64_t slot, const bf16* row) const {
+    if (slot >= slots_) {
+      std::copy_n(row, width, whole_ + (slot - slots_) * width);
+    } else {
+      TORCH_INTERNAL_ASSERT(format_ == INT8, "a row alone is not packed");
+      int8_.write(row, packed_ + slot * bytes_);
+    }
+  }
+
+  // Packs the 32 rows from a whole slot on.
+  void pack(int64_t from, int64_t to) const {
+    TORCH_INTERNAL_ASSERT(format_ == INT4 && from >= slots_ && to < slots_, "rows are packed from whole blocks");
+    int4_.write(whole_ + (from - slots_) * width, packed_ + to / Int4Rows::TOKENS * bytes_);
+  }
 
   // Numbers of scratch that staging `count` rows needs.
-  int64_t scratch(int64_t count) const { return 0; }
+  int64_t scratch(int64_t count) const { return packed_ ? count * width : 0; }
 
-  // Places of the rows of `count` slots from `slot` on, which lie in one block. Of packed ones the `parts` are decoded to
-  // scratch [count, width].
-  void stage(int64_t slot, int64_t count, const Parts& parts, bf16* scratch, const bf16** row) const {
-    for (int64_t t = 0; t < count; ++t) row[t] = whole + (slot + t) * width;
+  // Places of the rows of `count` slots from `slot` on, which lie in one block and one unit of what is packed together. Of
+  // packed ones the `parts` are decoded to scratch [count, width]; meanwhile the cache is given the same of the slots from
+  // `next` on, unless that is -1.
+  void stage(int64_t slot, int64_t count, int64_t next, const Parts& parts, bf16* scratch, const bf16** row) const {
+    if (slot >= slots_) {
+      for (int64_t t = 0; t < count; ++t) row[t] = whole_ + (slot - slots_ + t) * width;
+      return;
+    }
+    for (int64_t t = 0; t < count; ++t) row[t] = scratch + t * width;
+    const bool ahead = next >= 0 && next < slots_;
+    if (format_ == INT4) {
+      for (int64_t t = 0; ahead && t < count; ++t) int4_.fetch(packed_ + next / Int4Rows::TOKENS * bytes_, t);
+      const int64_t from = slot % Int4Rows::TOKENS;
+      for (const Part& part : parts)
+        int4_.read(packed_ + slot / Int4Rows::TOKENS * bytes_, from, from + count, part.first, part.last(), scratch);
+      return;
+    }
+    for (int64_t t = 0; t < count; ++t)
+      for (const Part& part : parts) {
+        if (ahead) int8_.fetch(packed_ + (next + t) * bytes_, part.first, part.last());
+        int8_.read(packed_ + (slot + t) * bytes_, part.first, part.last(), scratch + t * width);
+      }
   }
+
+ private:
+  enum Format : int64_t { BF16, INT8, INT4 };
+
+  Format format_ = BF16;
+  Int8Rows int8_;
+  Int4Rows int4_;
+  uint8_t* packed_ = nullptr;
+  int64_t slots_ = 0, bytes_ = 0;  // slots that are packed; bytes of what is packed together
+  bf16* whole_ = nullptr;          // the rows of the other slots
 };
+
+// Packs complete whole blocks `from` as packed blocks `to`.
+void pack_blocks(const at::Tensor& rows_UB, const at::Tensor& whole_LW, at::IntArrayRef format, const at::Tensor& from_K,
+                 const at::Tensor& to_K, int64_t block_size) {
+  const Rows rows(rows_UB, whole_LW, format);
+  const int64_t units = block_size / Int4Rows::TOKENS;
+  const int64_t *from = from_K.const_data_ptr<int64_t>(), *to = to_K.const_data_ptr<int64_t>();
+  at::parallel_for(0, from_K.size(0) * units, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t block = i / units, offset = i % units * Int4Rows::TOKENS;
+      rows.pack(from[block] * block_size + offset, to[block] * block_size + offset);
+    }
+  });
+}

@@ -14,6 +14,13 @@ using bf16 = at::BFloat16;
 constexpr int64_t LANES = 32;  // bf16 numbers of sixteen pairs
 constexpr float INF = std::numeric_limits<float>::infinity();
 
+// To bf16, nothing below x, which is no less than 0; what is no number stays none.
+inline bf16 rounded_up(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return x != x ? bf16(x) : bf16(uint16_t((bits + 0xffff) >> 16), bf16::from_bits());
+}
+
 using Bits = uint32_t;  // one for each of sixteen numbers, the first one lowest
 
 // Those from `low` to before `high`, counted from the first.
@@ -57,6 +64,24 @@ inline void narrow(bf16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, __mmask16(between(0, count)), (__m256i)_mm512_cvtneps_pbh(x.all));
 }
 
+inline void narrow(bf16* to, Floats x, Floats y) { _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(y.all, x.all)); }
+
+inline Floats counted() { return {_mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)}; }
+
+inline Floats widened(const int8_t* from) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)))};
+}
+inline Floats widened(const int8_t* from, int64_t count) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(__mmask16(between(0, count)), from)))};
+}
+
+// The lower and the upper halves of sixteen bytes.
+inline void halves(const uint8_t* from, Floats& lower, Floats& upper) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+  lower = {_mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)))};
+  upper = {_mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4))};
+}
+
 // Sixteen pairs of bf16 numbers.
 struct Pairs { __m512i all; };
 
@@ -78,6 +103,29 @@ inline Pairs low32(Pairs a, Pairs b) { return {_mm512_unpacklo_epi32(a.all, b.al
 inline Pairs high32(Pairs a, Pairs b) { return {_mm512_unpackhi_epi32(a.all, b.all)}; }
 inline Pairs low64(Pairs a, Pairs b) { return {_mm512_unpacklo_epi64(a.all, b.all)}; }
 inline Pairs high64(Pairs a, Pairs b) { return {_mm512_unpackhi_epi64(a.all, b.all)}; }
+
+inline void store(bf16* to, Pairs x, int64_t count) {
+  _mm512_mask_storeu_epi16(to, count >= LANES ? ~__mmask32(0) : (__mmask32(1) << count) - 1, x.all);
+}
+
+// To bf16, in their order.
+inline Pairs rounded(Floats evens, Floats odds) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return {_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odds.all, evens.all))};
+}
+
+// Sixteen bf16 numbers, of which the halves of sixteen bytes choose.
+struct Levels {
+  __m512i all;
+
+  explicit Levels(Floats x) : all(_mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(x.all))) {}
+  Pairs of(const uint8_t* from) const {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+    const __m512i spread = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    return {_mm512_permutexvar_epi16(_mm512_and_si512(spread, _mm512_set1_epi32(0x000f000f)), all)};
+  }
+};
 
 // The even and odd ones of 32 numbers in their order.
 inline void store_interleaved(float* to, Floats evens, Floats odds) {
@@ -197,20 +245,83 @@ inline Floats widened(const bf16* from, int64_t count) {
   return {half(from), half(from + 8)};
 }
 
-// To the nearest, ties to even; what is no number stays none.
+inline Floats counted() { return {_mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set_ps(15, 14, 13, 12, 11, 10, 9, 8)}; }
+
+inline Floats widened(const int8_t* from) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+  auto half = [](__m128i x) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)); };
+  return {half(bytes), half(_mm_srli_si128(bytes, 8))};
+}
+inline Floats widened(const int8_t* from, int64_t count) {
+  int8_t some[16] = {};
+  std::memcpy(some, from, std::min<int64_t>(16, count));
+  return widened(some);
+}
+
+// The lower and the upper halves of sixteen bytes.
+inline void halves(const uint8_t* from, Floats& lower, Floats& upper) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+  const __m256i low = _mm256_cvtepu8_epi32(bytes), high = _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8));
+  const __m256i half = _mm256_set1_epi32(15);
+  lower = {_mm256_cvtepi32_ps(_mm256_and_si256(low, half)), _mm256_cvtepi32_ps(_mm256_and_si256(high, half))};
+  upper = {_mm256_cvtepi32_ps(_mm256_srli_epi32(low, 4)), _mm256_cvtepi32_ps(_mm256_srli_epi32(high, 4))};
+}
+
+// To the nearest, ties to even, in the upper half; what is no number stays none.
+inline __m256i bf16_bits(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff)));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan);
+}
+
 inline void narrow(bf16* to, Floats x, int64_t count) {
-  auto upper = [](__m256 x) {
-    const __m256i bits = _mm256_castps_si256(x), last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff)));
-    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return _mm256_srli_epi32(_mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan), 16);
-  };
+  auto upper = [](__m256 x) { return _mm256_srli_epi32(bf16_bits(x), 16); };
   const __m256i all = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper(x.low), upper(x.high)), 0xd8);
   if (count >= 16) return _mm256_storeu_si256((__m256i*)to, all);
   alignas(32) uint16_t some[16];
   _mm256_store_si256((__m256i*)some, all);
   std::memcpy((void*)to, some, count * 2);
 }
+
+inline void narrow(bf16* to, Floats x, Floats y) { narrow(to, x, 16), narrow(to + 16, y, 16); }
+
+inline void store(bf16* to, Pairs x, int64_t count) {
+  if (count >= LANES) return store(to, x);
+  alignas(32) uint16_t some[LANES];
+  store((bf16*)some, x);
+  std::memcpy((void*)to, some, count * 2);
+}
+
+// To bf16, in their order.
+inline Pairs rounded(Floats evens, Floats odds) {
+  auto both = [](__m256 even, __m256 odd) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(bf16_bits(even), 16), bf16_bits(odd), 0xaa);
+  };
+  return {both(evens.low, odds.low), both(evens.high, odds.high)};
+}
+
+// Sixteen bf16 numbers, of which the halves of sixteen bytes choose.
+struct Levels {
+  __m256i lower, upper;  // their bytes, twice
+
+  explicit Levels(Floats x) {
+    alignas(16) uint16_t bits[16];
+    narrow((bf16*)bits, x, 16);
+    const __m128i low = _mm_load_si128((const __m128i*)bits), high = _mm_load_si128((const __m128i*)bits + 1);
+    const __m128i byte = _mm_set1_epi16(0xff);
+    lower = _mm256_broadcastsi128_si256(_mm_packus_epi16(_mm_and_si128(low, byte), _mm_and_si128(high, byte)));
+    upper = _mm256_broadcastsi128_si256(_mm_packus_epi16(_mm_srli_epi16(low, 8), _mm_srli_epi16(high, 8)));
+  }
+  Pairs of(const uint8_t* from) const {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)from), half = _mm_set1_epi8(15);
+    const __m128i low = _mm_and_si128(bytes, half), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), half);
+    const __m256i some = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi8(low, high)), _mm_unpackhi_epi8(low, high), 1);
+    const __m256i chosen = _mm256_permute4x64_epi64(some, 0xd8);
+    const __m256i a = _mm256_shuffle_epi8(lower, chosen), b = _mm256_shuffle_epi8(upper, chosen);
+    return {_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)};
+  }
+};
 
 // The even and odd ones of 32 numbers in their order.
 inline void store_interleaved(float* to, Floats evens, Floats odds) {

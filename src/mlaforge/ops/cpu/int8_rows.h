@@ -1,0 +1,54 @@
+// Rows of 8 bits a number (ops/row_format.py, Int8): a token's codes, then a scale in bf16 for each part of its row.
+#pragma once
+#include "vectors.h"
+
+struct Int8Rows {
+  static constexpr int64_t TOKENS = 1;  // packed together
+
+  std::vector<int64_t> parts;  // numbers of each
+  int64_t width = 0;
+
+  Int8Rows() = default;
+  explicit Int8Rows(at::IntArrayRef parts) : parts(parts.vec()) {
+    for (int64_t numbers : parts) width += numbers;
+  }
+
+  int64_t scales() const { return width + width % 2; }  // where they begin
+  int64_t bytes() const { return scales() + 2 * int64_t(parts.size()); }
+
+  void write(const bf16* row, uint8_t* bytes) const {
+    auto* codes = (int8_t*)bytes;
+    if (width % 2) codes[width] = 0;
+    bf16* scale = (bf16*)(bytes + scales());
+    for (int64_t numbers : parts) {
+      // Magnitudes as whole numbers: what is no number is the largest.
+      uint16_t most = 0;
+      for (int64_t i = 0; i < numbers; ++i) most = std::max<uint16_t>(most, row[i].x & 0x7fff);
+      *scale = rounded_up(float(bf16(most, bf16::from_bits())) / 127.0f);
+      const float step = *scale++;
+      const bool good = step > 0 && step < INF;
+      // No code is beyond 127, because no scale was rounded down.
+      for (int64_t i = 0; i < numbers; ++i) codes[i] = good ? int8_t(std::nearbyint(float(row[i]) / step)) : int8_t(0);
+      row += numbers, codes += numbers;
+    }
+  }
+
+  // Numbers [first, last) of a row.
+  void read(const uint8_t* bytes, int64_t first, int64_t last, bf16* row) const {
+    const auto* codes = (const int8_t*)bytes;
+    const bf16* scale = (const bf16*)(bytes + scales());
+    for (int64_t part = 0, begin = 0; begin < last; begin += parts[part++]) {
+      const int64_t end = std::min(begin + parts[part], last);
+      int64_t i = std::max(begin, first);
+      const Floats step = all(scale[part]);
+      for (; i + LANES <= end; i += LANES) narrow(row + i, widened(codes + i) * step, widened(codes + i + 16) * step);
+      for (; i < end; i += 16) narrow(row + i, widened(codes + i, end - i) * step, std::min<int64_t>(16, end - i));
+    }
+  }
+
+  // Reads them into the cache.
+  void fetch(const uint8_t* bytes, int64_t first, int64_t last) const {
+    for (int64_t at = first; at < last; at += 64) _mm_prefetch((const char*)bytes + at, _MM_HINT_T0);
+    _mm_prefetch((const char*)bytes + this->bytes() - 1, _MM_HINT_T0);
+  }
+};

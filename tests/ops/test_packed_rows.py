@@ -1,0 +1,227 @@
+"""The compiled kernels on packed rows, to the bit: attention is that over a bf16 cache which holds what they decode to,
+and what is written is what ops/row_format.py writes.
+
+What nobody wrote is NaN, in either cache.
+"""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlaforge.ops.native import pack
+from mlaforge.ops.row_format import Int4, Int8, RowFormat
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Of one layer, and what a step's queries see of it. `decoded` is the same cache in bf16, whose `spare` slots
+    nobody sees. `view` are an operation's arguments from the block table on, but for scale and tree."""
+
+    format: RowFormat
+    packed: Tensor
+    whole: Tensor
+    decoded: Tensor
+    slots: Tensor
+    spare: Tensor
+    view: tuple
+
+    def rows(self, decoded: bool) -> tuple:
+        return (self.decoded, None, [0]) if decoded else (self.packed, self.whole, self.format.numbers)
+
+    def read(self) -> Tensor:
+        """All rows as they are now, by the reference."""
+        return torch.cat((self.format.read(self.packed, torch.arange(len(self.packed))), self.whole))
+
+
+def make_cache(
+    format: RowFormat,
+    sequences: list[tuple[int, int]],
+    block_size: int,
+    window: int | None = None,
+    whole: tuple[int, ...] = (),
+    shared: int = 0,
+) -> Cache:
+    """`sequences`: (length, query tokens) of each; `whole`: which of their blocks are (-1: the newest). Their first
+    `shared` blocks are those of the first sequence."""
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    gone = [max(0, length - T - window + 1) // block_size if window else 0 for length, T in sequences]
+    columns = [-(-length // block_size) - before for (length, _), before in zip(sequences, gone, strict=True)]
+    names = [[(s if b >= shared else 0, b) for b in range(count)] for s, count in enumerate(columns)]
+    every = sorted(set(itertools.chain(*names)))
+    chance.shuffle(every)
+    kept = {own[at] for own in names for at in whole}
+    ids = {name: i for i, name in enumerate(sorted(every, key=lambda name: name in kept))}
+    P, units = len(ids) - len(kept) + 2, block_size // format.tokens
+    ids = {name: i + 2 * (name in kept) for name, i in ids.items()}
+
+    rows = torch.randn(P * block_size, format.width, generator=generator).bfloat16() * 2
+    packed = format.empty(P * units, CPU).fill_(255)
+    used = torch.tensor([block for name, block in ids.items() if name not in kept], dtype=torch.int64)
+    at = (used[:, None] * units + torch.arange(units)).flatten()
+    format.write(packed, at, rows.view(P * units, -1)[at].view(-1, format.width))
+    whole_rows = torch.randn((len(kept) + 1) * block_size, format.width, generator=generator).bfloat16()
+    decoded = torch.cat((format.read(packed, torch.arange(len(packed))), whole_rows))
+
+    table = torch.zeros(len(sequences), max(columns) + 1, dtype=torch.int32)
+    slots = []
+    for s, ((length, T), own) in enumerate(zip(sequences, names, strict=True)):
+        table[s, : len(own)] = torch.tensor([ids[name] for name in own])
+        written = range(length - gone[s] * block_size - T, length - gone[s] * block_size)
+        slots += [int(table[s, t // block_size]) * block_size + t % block_size for t in written]
+    lengths, firsts = [length for length, _ in sequences], [before * block_size for before in gone]
+    starts = [0, *itertools.accumulate(T for _, T in sequences)]
+    numbers = (torch.tensor(x, dtype=torch.int32) for x in (lengths, firsts, starts))
+    spare = torch.arange(len(decoded) - block_size, len(decoded)).repeat(-(-len(slots) // block_size))[: len(slots)]
+    view = (table, *numbers, block_size, window or 0)
+    return Cache(format, packed, whole_rows, decoded, torch.tensor(slots), spare, view)
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    return bool(wanted.isfinite().all()) and torch.equal(found, wanted)
+
+
+INT8 = {"smollm2": (9, 3, 64), "one-head": (4, 1, 80), "no-whole-vector": (6, 2, 20), "narrow": (4, 4, 6)}
+SEQUENCES = [
+    [(1, 1)],
+    [(5, 1), (300, 1), (700, 1)],
+    [(300, 4), (5, 5), (9, 1), (700, 9)],
+    [(40, 40), (600, 130), (513, 1)],
+]
+
+
+@pytest.mark.parametrize("window", [None, 40, 300], ids=["all", "narrow", "wide"])
+@pytest.mark.parametrize("shape", INT8.values(), ids=INT8)
+@pytest.mark.parametrize("sequences", SEQUENCES, ids=str)
+@pytest.mark.parametrize(
+    ("bits", "block_size", "whole"),
+    [(8, 8, ()), (8, 16, (0,)), (8, 64, (0, -1)), (4, 32, (-1,)), (4, 64, (0, -1))],
+    ids=str,
+)
+def test_attention_is_that_over_the_decoded_rows(bits, block_size, whole, sequences, shape, window, compiled):
+    H, G, D = shape
+    format = Int8((D,) * 2 * G) if bits == 8 else Int4(G, D)
+    cache = make_cache(format, sequences, block_size, window, whole)
+    q = torch.randn(len(cache.slots), H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    step = (G, D, G * D, *cache.view, 0.3, None)
+    found, wanted = (compiled.decode(q, *cache.rows(decoded), *step) for decoded in (False, True))
+    assert same(found[0], wanted[0]) and same(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("format", [Int8((64,) * 6), Int4(3, 64)], ids=["int8", "int4"])
+def test_shared_blocks_and_trees(format, compiled):
+    """Sequences that share their first blocks; and a tree of drafted tokens behind text."""
+    q = torch.randn(7, 9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    shared = make_cache(format, [(300, 1), (200, 4), (290, 2)], 32, whole=(-1,), shared=4)
+    tree = torch.tensor([[0, -1, -1, -1], [0, 1, -1, -1], [0, -1, 1, -1], [0, 1, -1, 2]], dtype=torch.int32)
+    tree = torch.where(tree >= 0, tree.amax(1, keepdim=True) - tree, tree)
+    for cache, tree_Tn in ((shared, None), (make_cache(format, [(302, 4)], 32, whole=(-1,)), tree)):
+        step = (3, 64, 192, *cache.view, 0.3, tree_Tn)
+        found, wanted = (compiled.decode(q[: len(cache.slots)], *cache.rows(d), *step) for d in (False, True))
+        assert same(found[0], wanted[0]) and same(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
+@pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)])
+@pytest.mark.parametrize("whole", [(), (0,)], ids=["packed", "first-whole"])
+@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+def test_latents(layout, whole, heads, kv_heads, rank, rope, window, compiled):
+    """The rows that the kernel writes are those of bf16, packed; what it then attends over is what they decode to."""
+    H, G, D, V, R, E = heads, kv_heads, 16, 24, rank, rope if layout == "latent_rope" else 0
+    format = Int8((R, E) if E else (R,))
+    sequences = [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)]
+    cache = make_cache(format, sequences, 16, window, whole)
+    generator, N = torch.Generator().manual_seed(1), len(cache.slots)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    both, (w_uk, w_uv) = normal(N, H * (D + E) + R + E).bfloat16(), (normal(G, x, R).bfloat16() / 8 for x in (D, V))
+    b_v, sinks, values = normal(G, V), normal(H), torch.stack([pack(w) for w in w_uv])
+    if E:
+        turn, index = torch.complex(normal(N, 1, E), normal(N, 1, E)), torch.randperm(E, generator=generator)[: E // 2]
+        first = (both, turn, index, torch.stack([pack(w.T) for w in w_uk]), values, normal(G, D), b_v, sinks)
+    else:
+        angles, b_k = normal(400, D // 2), normal(G * D).bfloat16()
+        norms = normal(D).bfloat16(), normal(D).bfloat16()
+        keys = pack(w_uk.flatten(0, 1))
+        first = (both, angles.cos(), angles.sin(), keys, values, b_k, b_v, *norms, 1e-5, sinks)
+    kernel = getattr(compiled, layout)
+    before = cache.packed.clone()
+    found = kernel(*first, *cache.rows(decoded=False), cache.slots, *cache.view, 0.3, None)
+
+    exact = cache.decoded.clone()
+    kernel(*first, exact, None, [0], cache.slots, *cache.view, 0.3, None)
+    packed = cache.slots < len(cache.packed)
+    format.write(before, cache.slots[packed], exact[cache.slots[packed]])
+    assert torch.equal(cache.packed, before)
+    assert torch.equal(cache.read()[cache.slots[~packed]], exact[cache.slots[~packed]])
+
+    cache.decoded.copy_(cache.read())
+    wanted = kernel(*first, *cache.rows(decoded=True), cache.spare, *cache.view, 0.3, None)
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize(("G", "D"), [(3, 64), (2, 20), (1, 6)])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_turn_and_store(G, D, size, compiled):
+    format, N = Int8((D,) * 2 * G), 9
+    generator = torch.Generator().manual_seed(1)
+    x, angles = (torch.randn(N, (2 + 2 * G) * D, generator=generator) * size).bfloat16(), torch.rand(N, 1, D // 2)
+    x[5] = 0
+    turn, slots = torch.complex(angles.cos(), angles.sin()), torch.randperm(60, generator=generator)[:N]
+    rows, whole = format.empty(30, CPU).fill_(255), torch.full((30, format.width), torch.nan).bfloat16()
+    wanted, wanted_whole, packed = rows.clone(), whole.clone(), slots < 30
+    compiled.turn_and_store(x, turn, rows, whole, format.numbers, slots, 2 + G, D)
+    row = x[:, 2 * D :]
+    format.write(wanted, slots[packed], row[packed])
+    wanted_whole[slots[~packed] - 30] = row[~packed]
+    assert torch.equal(rows, wanted)
+    assert torch.equal(whole.view(torch.int16), wanted_whole.view(torch.int16))
+
+
+@pytest.mark.parametrize(("G", "D"), [(3, 64), (2, 20), (1, 6)])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_blocks_are_packed(block_size, size, G, D, compiled):
+    format, units = Int4(G, D), block_size // 32
+    whole = (torch.randn(5 * block_size, format.width, generator=torch.Generator().manual_seed(1)) * size).bfloat16()
+    whole[:block_size, 1] = 3.0
+    whole[7] = 0
+    rows = format.empty(4 * units, CPU).fill_(255)
+    wanted = rows.clone()
+    source, target = torch.tensor([4, 8, 5]), torch.tensor([3, 0, 2])
+    compiled.pack_blocks(rows, whole, format.numbers, source, target, block_size)
+    at = (target[:, None] * units + torch.arange(units)).flatten()
+    format.write(wanted, at, whole.view(5, -1)[source - 4].view(-1, format.width))
+    assert torch.equal(rows, wanted)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("format", [Int8((64, 64)), Int4(1, 64)], ids=["int8", "int4"])
+def test_what_is_no_number_stays_none(format, bad, compiled):
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[3, 5] = x[9, 70] = bad
+    rows = format.empty(32 // format.tokens, CPU)
+    wanted = rows.clone()
+    if format.tokens == 1:
+        compiled.turn_and_store(x.clone(), torch.ones(32, 1, 32, dtype=torch.complex64), rows, None, format.numbers,
+                                torch.arange(32), 0, 64)  # fmt: skip
+    else:
+        compiled.pack_blocks(rows, x, format.numbers, torch.tensor([1]), torch.tensor([0]), 32)
+    units = torch.arange(len(rows))
+    format.write(wanted, units, x)
+    torch.testing.assert_close(format.read(rows, units), format.read(wanted, units), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_of_another_size_are_refused(compiled):
+    x, turn, slots = torch.zeros(1, 384).bfloat16(), torch.ones(1, 1, 32, dtype=torch.complex64), torch.zeros(1).long()
+    rows = torch.zeros(4, 300, dtype=torch.uint8)
+    for format in ([1, *(64,) * 6], [2, 3, 64], [2, 3], [9]):
+        with pytest.raises(RuntimeError, match=r"int8 has 396 bytes|int4 have 7296 bytes|are not known"):
+            compiled.turn_and_store(x, turn, rows, None, format, slots, 3, 64)
