@@ -53,18 +53,13 @@ def _native_supports(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: flo
     return True if native_reads(rows) else "it is not compiled"
 
 
-# Formats that the compiled kernels know, by RowFormat.numbers[0].
-NATIVE_FORMATS = (0,)
-
-
 def native_reads(rows: PagedRows) -> bool:
     """Whether the compiled kernels read and write rows like these."""
     packed = rows.packed
     # They write rows without gaps between them.
     if packed.device.type != "cpu" or rows.dtype != torch.bfloat16 or not packed.is_contiguous():
         return False
-    known = rows.plain or (packed.dtype == torch.uint8 and rows.format.numbers[0] in NATIVE_FORMATS)
-    return known and kernels() is not None
+    return (rows.plain or packed.dtype == torch.uint8) and kernels() is not None
 
 
 def native_rows(rows: PagedRows) -> tuple[Tensor, Tensor | None, list[int]]:

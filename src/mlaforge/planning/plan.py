@@ -42,7 +42,7 @@ class LayerPlan:
         return layer.cached if self.layout == "gqa" else self.kv_lora_rank + self.qk_rope_head_dim
 
     def cached_bytes(self, layer: LayerSpec, tokens: int, stored: str) -> int:
-        """Bytes of so many tokens of a request in the cache, with their scales. As ops/row_format.py, which needs torch."""
+        """Bytes of so many tokens of a request in the cache, scales among them: ops/row_format.py, without torch."""
         numbers = self.cached(layer)
         if stored == "int8":
             scales = 2 * layer.num_kv_heads if self.layout == "gqa" else 1 + (self.qk_rope_head_dim > 0)
