@@ -426,7 +426,7 @@ def test_cached_rows_are_only_read_where_they_are_ones_own(ways, llama, oracle):
     llm.generate([LONG, OTHER], greedy(8))
     pool, size = llm.engine.tables._pools[0], llm.engine.config.block_size
     keep = torch.zeros(pool.num_blocks, dtype=torch.bool)
-    keep[list(pool._evictable)] = True
+    keep[list(pool._packed.evictable)] = True
     if ways == "a foreign prefix":
         from mlaforge.engine.cache.block_pool import block_digests
 

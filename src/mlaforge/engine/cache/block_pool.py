@@ -3,10 +3,13 @@
 A block is free (nobody holds it, nothing is known of it), used (held at least once) or evictable (nobody holds it, but
 its content is known by a digest, so that a later prompt with the same beginning may take it again). Digests form a
 chain: equal digests mean equal tokens from the first one of the sequence on, so they are a trie without its nodes.
+
+Blocks may be of two kinds, packed ones and, behind them, whole ones (block_tables.py says what for).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
@@ -30,52 +33,81 @@ def block_digests(token_ids: Sequence[int], block_size: int, parent: bytes | Non
     return digests
 
 
+@dataclasses.dataclass
+class _Kind:
+    """The blocks of one kind, numbers `start` to before `stop`."""
+
+    start: int
+    stop: int
+    num_free: int
+    evictable: OrderedDict[int, None] = dataclasses.field(default_factory=OrderedDict)  # least recently released first
+
+    @property
+    def num_available(self) -> int:
+        return self.num_free + len(self.evictable)
+
+    @property
+    def least_evicted(self) -> int:
+        """One by one, evictions would hand out an old sequence backwards, from its tail; in stretches they leave a gap
+        that a growing sequence fills forwards."""
+        return max(1, (self.stop - self.start) // 64)
+
+
 class BlockPool:
     """Blocks of one cache group, reference-counted; blocks whose content is known by hash stay after their last user
     until they are evicted, least recently released first.
 
-    `caching` False forgets every content at once. Nothing here touches memory: blocks are numbers 0 to num_blocks - 1
-    of `block_size` rows each.
+    `caching` False forgets every content at once. Nothing here touches memory: blocks are numbers of `block_size` rows
+    each, 0 to num_packed - 1 and then `num_whole` whole ones.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, caching: bool = True) -> None:
-        assert num_blocks > 0 and block_size > 0, f"{num_blocks} blocks of {block_size} rows"
-        self.num_blocks = num_blocks
+    def __init__(self, num_packed: int, block_size: int, caching: bool = True, num_whole: int = 0) -> None:
+        assert num_packed > 0 and block_size > 0 and num_whole >= 0, f"{num_packed} blocks of {block_size} rows"
+        self.num_packed, self.num_blocks = num_packed, num_packed + num_whole
         self.block_size = block_size
         self.caching = caching
-        self._ref_counts = [0] * num_blocks
-        self._free = bytearray(b"\x01" * num_blocks)  # 1: free
-        self._num_free = num_blocks
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._ref_counts = [0] * self.num_blocks
+        self._free = bytearray(b"\x01" * self.num_blocks)  # 1: free
+        self._packed = _Kind(0, num_packed, num_packed)
+        self._whole = _Kind(num_packed, self.num_blocks, num_whole)
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        # One by one, evictions would hand out an old sequence backwards, from its tail; in stretches they leave a gap
-        # that a growing sequence fills forwards.
-        self._least_evicted = max(1, num_blocks // 64)
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation could take: free or evictable."""
-        return self._num_free + len(self._evictable)
+        """Blocks of both kinds that an allocation could take: free or evictable."""
+        return self._packed.num_available + self._whole.num_available
 
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
-    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+    @property
+    def num_used_whole(self) -> int:
+        return self._whole.stop - self._whole.start - self._whole.num_available
+
+    def is_whole(self, block: int) -> bool:
+        return block >= self.num_packed
+
+    def has(self, packed: int, whole: int) -> bool:
+        """Whether so many of each kind could be allocated."""
+        return packed <= self._packed.num_available and whole <= self._whole.num_available
+
+    def allocate(self, count: int, after: int | None = None, whole: bool = False) -> list[int] | None:
         """`count` blocks held once, or None, and nothing changed, when so many are not available.
 
         As contiguous as can be, because attention reads a contiguous run without copying: on from block `after`, then
         from the largest gaps. Evicts only when free blocks do not suffice. One block after `after` costs O(1).
         """
-        if count > self.num_available:
+        kind = self._whole if whole else self._packed
+        if count > kind.num_available:
             return None
-        if count > self._num_free:
-            self._evict(max(count - self._num_free, self._least_evicted))
-        blocks = [] if after is None else self._take(after + 1, count)
+        if count > kind.num_free:
+            self._evict(kind, max(count - kind.num_free, kind.least_evicted))
+        blocks = [] if after is None else self._take(kind, after + 1, count)
         if len(blocks) < count:
-            for start in self._gaps(count - len(blocks)):
-                blocks += self._take(start, count - len(blocks))
+            for start in self._gaps(kind, count - len(blocks)):
+                blocks += self._take(kind, start, count - len(blocks))
                 if len(blocks) == count:
                     break
         return blocks
@@ -97,7 +129,7 @@ class BlockPool:
         """Hold blocks that somebody holds already or that are evictable."""
         for block in blocks:
             assert not self._free[block], f"block {block} is free: nothing is known of its content"
-            self._evictable.pop(block, None)
+            self._kind(block).evictable.pop(block, None)
             self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -108,7 +140,7 @@ class BlockPool:
             if self._ref_counts[block]:
                 continue
             if block in self._digest_of:
-                self._evictable[block] = None
+                self._kind(block).evictable[block] = None
             else:
                 self._set_free(block)
 
@@ -139,47 +171,56 @@ class BlockPool:
         held = Counter(block for blocks in holders for block in blocks)
         for block, count in enumerate(self._ref_counts):
             assert count == held[block], f"block {block} counts {count} holders, but {held[block]} hold it"
-            states = [count > 0, self._free[block] == 1, block in self._evictable]
+            states = [count > 0, self._free[block] == 1, block in self._kind(block).evictable]
             assert sum(states) == 1, f"block {block} is (used, free, evictable) = {states}, not one of them"
             published = block in self._digest_of
             assert not (states[1] and published), f"block {block} is free but published"
             assert not states[2] or published, f"block {block} is evictable but not published"
-        assert self._num_free == sum(self._free), f"{sum(self._free)} blocks are free, not {self._num_free}"
+        for kind in (self._packed, self._whole):
+            free = sum(self._free[kind.start : kind.stop])
+            assert kind.num_free == free, f"{free} of blocks {kind.start} to {kind.stop} are free, not {kind.num_free}"
         forth = {digest: block for block, digest in self._digest_of.items()}
         assert forth == self._block_of and len(forth) == len(self._digest_of), "digests and blocks are not one to one"
 
-    def _evict(self, count: int) -> None:
-        for _ in range(min(count, len(self._evictable))):
-            block, _ = self._evictable.popitem(last=False)
+    def _kind(self, block: int) -> _Kind:
+        return self._whole if self.is_whole(block) else self._packed
+
+    def _evict(self, kind: _Kind, count: int) -> None:
+        for _ in range(min(count, len(kind.evictable))):
+            block, _ = kind.evictable.popitem(last=False)
             del self._block_of[self._digest_of.pop(block)]
             self._set_free(block)
 
     def _set_free(self, block: int) -> None:
         self._free[block] = 1
-        self._num_free += 1
+        self._kind(block).num_free += 1
 
-    def _take(self, start: int, count: int) -> list[int]:
+    def _take(self, kind: _Kind, start: int, count: int) -> list[int]:
         """The free blocks from `start` on, at most `count`."""
-        stop = min(start + count, self.num_blocks)
+        stop = min(start + count, kind.stop)
         end = self._free.find(0, start, stop)
         blocks = list(range(start, stop if end < 0 else end))
         for block in blocks:
             self._free[block] = 0
             self._ref_counts[block] = 1
-        self._num_free -= len(blocks)
+        kind.num_free -= len(blocks)
         return blocks
 
-    def _gaps(self, count: int) -> Iterator[int]:
+    def _gaps(self, kind: _Kind, count: int) -> Iterator[int]:
         """Where to start: the runs of free blocks, largest first. A run whose left neighbour is used is entered in its
         middle, so that the neighbour can grow, or as far right as `count` blocks fit."""
         runs = []
-        start = self._free.find(1)
+        start = self._free.find(1, kind.start, kind.stop)
         while start >= 0:
-            end = self._free.find(0, start)
-            runs.append((start, end if end >= 0 else self.num_blocks))
-            start = self._free.find(1, end) if end >= 0 else -1
+            end = self._free.find(0, start, kind.stop)
+            runs.append((start, end if end >= 0 else kind.stop))
+            start = self._free.find(1, end, kind.stop) if end >= 0 else -1
         if count == 1:
             runs = [max(runs, key=lambda run: run[1] - run[0])]
         for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
             room = end - start
-            yield start + max(0, min(room // 2, room - count)) if start and self._ref_counts[start - 1] else start
+            yield (
+                start + max(0, min(room // 2, room - count))
+                if start > kind.start and self._ref_counts[start - 1]
+                else start
+            )

@@ -2,23 +2,31 @@
 
 A full group keeps every position. A group with window W keeps what a query may still see: at position p the positions
 p - W + 1 to p. All groups of a sequence hold the same tokens, so one chain of digests serves them all.
+
+A group may store rows packed and yet keep some blocks *whole*, with rows as they are: the `first` of a sequence, or the
+`newest`, that is the one in which a query stands; all blocks before it are packed for that query, also where one step
+fills several. So a step has a whole block for each one that it writes to, and for each that it fills a packed one too,
+which is packed before anything is attended to.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mlaforge.engine.cache.block_pool import BlockPool, block_digests
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """Layers that cache the same positions; `window` None is full attention."""
+    """Layers that cache the same positions; `window` None is full attention. `whole` says which blocks of a sequence
+    are whole, `first`, `newest`, both or none; `num_whole` such blocks stand behind the `num_blocks` others."""
 
     name: str
     num_blocks: int
     window: int | None = None
+    whole: frozenset[str] = frozenset()
+    num_whole: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +40,36 @@ class Copy:
 
 @dataclasses.dataclass
 class _Table:
-    """Blocks of one sequence in one group; the first of them is the sequence's block number `first`."""
+    """Blocks of one sequence in one group; the first of them is the sequence's block number `first`. Where the newest
+    block is whole, `written` has by its number each block that the step at hand writes to; `blocks` has there what
+    later queries see, which is packed once it is full."""
 
     first: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
+    written: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def end(self) -> int:
         return self.first + len(self.blocks)
+
+    @property
+    def held(self) -> list[int]:
+        """Every block once."""
+        return [*self.blocks, *set(self.written.values()).difference(self.blocks)]
+
+    def newest(self, number: int) -> int:
+        """The block of this number as it is written to."""
+        return self.written.get(number, self.blocks[number - self.first])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Need:
+    """Numbers of a sequence's blocks for which a packed, or a whole, one is to be allocated; and the block to be copied
+    because others hold it too."""
+
+    packed: list[int]
+    whole: list[int]
+    copied: int | None
 
 
 @dataclasses.dataclass
@@ -75,7 +105,9 @@ class BlockTables:
     def forget(self) -> None:
         """Nothing is known of any prefix from now on. Only while there is no sequence."""
         assert not self._sequences, f"{self.sequences} hold blocks"
-        self._pools = [BlockPool(group.num_blocks, self.block_size, self.caching) for group in self.groups]
+        self._pools = [
+            BlockPool(group.num_blocks, self.block_size, self.caching, group.num_whole) for group in self.groups
+        ]
 
     @property
     def num_blocks(self) -> int:
@@ -89,6 +121,11 @@ class BlockTables:
     @property
     def used_by_group(self) -> list[int]:
         return [pool.num_used for pool in self._pools]
+
+    @property
+    def whole_by_group(self) -> list[int]:
+        """Those of `used_by_group` that are whole."""
+        return [pool.num_used_whole for pool in self._pools]
 
     @property
     def available(self) -> int:
@@ -131,31 +168,69 @@ class BlockTables:
         state = self._sequences[seq]
         if upto <= state.computed:
             return []
-        last, rows = divmod(state.computed, self.block_size)
-        needs = []
-        for pool, table in zip(self._pools, state.tables, strict=True):
-            missing = max(0, -(-upto // self.block_size) - table.end)
-            shared = rows > 0 and pool.is_shared(table.blocks[last - table.first])
-            if missing + shared > pool.num_available:
+        needs = [self._need(group, table, state.computed, upto) for group, table in enumerate(state.tables)]
+        for pool, need in zip(self._pools, needs, strict=True):
+            copied = need.copied is not None and pool.is_whole(need.copied)
+            if not pool.has(len(need.packed) + (need.copied is not None) - copied, len(need.whole) + copied):
                 return None
-            needs.append((missing, shared))
         copies = []
-        for group, (missing, shared) in enumerate(needs):
+        for group, need in enumerate(needs):
             pool, table = self._pools[group], state.tables[group]
-            at = last - table.first
-            if rows and not shared:
-                pool.withdraw(table.blocks[at])
-            if not missing + shared:
-                continue
-            # A copy begins a new run, and what comes next follows the copy.
-            allocated = pool.allocate(missing + shared, after=table.blocks[-1] if table.blocks and not shared else None)
-            assert allocated is not None
-            if shared:
-                copies.append(Copy(group, source=table.blocks[at], target=allocated[0]))
-                pool.release([table.blocks[at]])
-                table.blocks[at] = allocated.pop(0)
-            table.blocks += allocated
+            if need.copied is not None:
+                copies.append(self._copy(group, table, state.computed, need.copied))
+            elif state.computed % self.block_size:
+                pool.withdraw(table.newest(state.computed // self.block_size))
+            self._extend(group, table, state.computed, need)
         return copies
+
+    def _need(self, group: int, table: _Table, computed: int, upto: int) -> _Need:
+        """What a step to position `upto` lacks."""
+        pool, kinds = self._pools[group], self.groups[group].whole
+        last, rows = divmod(computed, self.block_size)
+        packed: list[int] = []
+        whole: list[int] = []
+        for number in range(last, -(-upto // self.block_size)):
+            stays = "first" in kinds and number == 0
+            if "newest" not in kinds or stays:
+                if number >= table.end:
+                    (whole if stays else packed).append(number)
+                continue
+            if number not in table.written and not (number == last and rows):
+                whole.append(number)
+            filled = (number + 1) * self.block_size <= upto
+            if filled and (number >= table.end or pool.is_whole(table.blocks[number - table.first])):
+                packed.append(number)
+        newest = table.newest(last) if rows else None
+        return _Need(packed, whole, newest if newest is not None and pool.is_shared(newest) else None)
+
+    def _copy(self, group: int, table: _Table, computed: int, shared: int) -> Copy:
+        """The partly computed block becomes the sequence's own."""
+        pool = self._pools[group]
+        allocated = pool.allocate(1, whole=pool.is_whole(shared))
+        assert allocated is not None
+        pool.release([shared])
+        table.blocks[computed // self.block_size - table.first] = allocated[0]
+        return Copy(group, source=shared, target=allocated[0])
+
+    def _extend(self, group: int, table: _Table, computed: int, need: _Need) -> None:
+        """Gives a table what it lacks."""
+        pool, kinds = self._pools[group], self.groups[group].whole
+        last, rows = divmod(computed, self.block_size)
+        if "newest" in kinds and rows and not ("first" in kinds and last == 0):
+            table.written.setdefault(last, table.blocks[last - table.first])
+        whole = pool.allocate(len(need.whole), whole=True)
+        after = table.blocks[-1] if table.blocks and not pool.is_whole(table.blocks[-1]) else None
+        packed = pool.allocate(len(need.packed), after)
+        assert whole is not None and packed is not None
+        found = dict(zip(need.whole, whole, strict=True))
+        if "newest" in kinds:
+            table.written |= {number: block for number, block in found.items() if number or "first" not in kinds}
+        found |= zip(need.packed, packed, strict=True)
+        for number in sorted(found):
+            if number < table.end:
+                table.blocks[number - table.first] = found[number]
+            else:
+                table.blocks.append(found[number])
 
     def commit(self, seq: int, token_ids: Sequence[int], computed: int) -> None:
         """Positions < computed now hold these tokens (`token_ids` from position 0 on, `computed` of them or more).
@@ -168,6 +243,7 @@ class BlockTables:
         full = state.computed // self.block_size
         now_full = computed // self.block_size
         state.computed = computed
+        self._settle(state)
         if self.caching and now_full > full:
             new = token_ids[full * self.block_size : now_full * self.block_size]
             parent = state.digests[-1] if full else None
@@ -185,11 +261,17 @@ class BlockTables:
     def rewind(self, seq: int, length: int) -> int:
         """Back to the first `length` tokens; releases the blocks past them. Returns the tokens that are still computed.
 
-        That is `length`, or 0 where a window group has given up blocks that a query at `length` sees: everything is
-        released then, and `start` finds what is still cached.
+        That is `length`; or, where it lies in a block that was packed when it was full, the beginning of that block; or
+        0 where a window group has given up blocks that a query there sees: everything is released then, and `start`
+        finds what is still cached.
         """
         state = self._sequences[seq]
         assert 0 <= length <= state.computed, f"sequence {seq} has {state.computed} tokens, not {length}"
+        self._settle(state)
+        if length // self.block_size < state.computed // self.block_size and any(
+            "newest" in g.whole for g in self.groups
+        ):
+            length -= length % self.block_size
         if any(table.first > self._first_seen(group, length) for group, table in enumerate(state.tables)):
             length = 0
         end = -(-length // self.block_size)
@@ -207,6 +289,7 @@ class BlockTables:
         """`child` begins with all that `parent` has computed and shares its blocks, the partial last one too."""
         assert child not in self._sequences, f"sequence {child} has been started"
         state = self._sequences[parent]
+        self._settle(state)
         end = -(-state.computed // self.block_size)
         tables = []
         for pool, table in zip(self._pools, state.tables, strict=True):
@@ -225,10 +308,15 @@ class BlockTables:
         table = self._sequences[seq].tables[group]
         return table.first * self.block_size, table.blocks
 
+    def written(self, seq: int, group: int) -> Mapping[int, int]:
+        """The whole blocks that the step at hand writes to, by the numbers of a sequence's blocks, where the newest one
+        is whole; none for one that stays whole. To be read, and only now."""
+        return self._sequences[seq].tables[group].written
+
     def check_integrity(self) -> None:
         """AssertionError with what is wrong, unless tables and pools agree."""
         for group, pool in enumerate(self._pools):
-            pool.check_integrity(state.tables[group].blocks for state in self._sequences.values())
+            pool.check_integrity(state.tables[group].held for state in self._sequences.values())
         for seq, state in self._sequences.items():
             full = state.computed // self.block_size
             assert len(state.digests) == (full if self.caching else 0), f"sequence {seq}: {len(state.digests)} digests"
@@ -236,9 +324,33 @@ class BlockTables:
                 where = f"sequence {seq}, group {self.groups[group].name}, {state.computed} tokens"
                 assert table.first <= self._first_seen(group, state.computed), f"{where}: starts at {table.first}"
                 assert state.computed <= table.end * self.block_size, f"{where}: ends at {table.end}"
+                kinds, newest = self.groups[group].whole, {full: None, **table.written}
+                for number, block in enumerate(table.blocks, start=table.first):
+                    whole = ("first" in kinds and number == 0) or (
+                        "newest" in kinds and number in newest and newest[number] in (None, block)
+                    )
+                    assert pool.is_whole(block) == whole, f"{where}: block {block} is {'not ' * whole}whole"
                 # The last block has no digest until it is full.
                 for block, digest in zip(table.blocks, state.digests[table.first :], strict=False):
                     assert pool.digest(block) in (None, digest), f"{where}: block {block} is published as another's"
+
+    def _settle(self, state: _Sequence) -> None:
+        """Where the newest block is whole, nothing is kept of a step but what it computed: full blocks packed, the
+        partial one whole."""
+        end = -(-state.computed // self.block_size)
+        for group, table in enumerate(state.tables):
+            if "newest" not in self.groups[group].whole:
+                continue
+            pool, dropped = self._pools[group], table.blocks[max(0, end - table.first) :]
+            pool.release(reversed(dropped))
+            del table.blocks[max(0, end - table.first) :]
+            for number, block in table.written.items():
+                if (number + 1) * self.block_size <= state.computed or (number >= end and block not in dropped):
+                    pool.release([block])
+                elif number < end and table.blocks[number - table.first] != block:
+                    pool.release([table.blocks[number - table.first]])
+                    table.blocks[number - table.first] = block
+            table.written = {}
 
     def _first_seen(self, group: int, length: int) -> int:
         """Number of the first block that a query at position `length` sees."""
