@@ -54,7 +54,7 @@ class EnginePeer:
         most = engine.model.spec.max_position_embeddings
         if length > most:
             raise DoesNotFit(f"the model's context is {most:,} tokens, {length:,} are needed", "a smaller --context")
-        size = engine.config.block_size
+        size = engine.tables.block_size
         full = [group.num_blocks for group in engine.cache.groups if group.window is None]
         need = batch * -(-length // size)
         if full and need > min(full):
@@ -139,5 +139,5 @@ class EnginePeer:
     def used_cache_bytes(self) -> int:
         """Bytes of the model's own cache that requests hold; a draft head's rows are not among them."""
         engine = self.engine
-        used = zip(engine.cache.groups, engine.tables.used_by_group, strict=True)
-        return sum(n * engine.cache.bytes_per_block(i) for i, (group, n) in enumerate(used) if group.name != "draft")
+        used = zip(engine.cache.groups, engine.cache.bytes_used(engine.tables), strict=True)
+        return sum(size for group, size in used if group.name != "draft")

@@ -9,7 +9,7 @@ from mlaforge.config import DTYPES, Options, option
 # What the engine can hold weights as.
 ENGINE_DTYPES = (*DTYPES, "int8", "int4")
 # How the cache can store its rows: names of ops/row_format.py.
-CACHE_DTYPES = ("auto", "bf16", "fp8", "int8")
+CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
 # Of tokens drafted in a row, and of tokens in a tree of them.
 MOST_DRAFTED, LARGEST_TREE = 8, 64
 
@@ -30,7 +30,10 @@ class EngineConfig(Options):
     kv_cache_dtype: str = option(
         "auto", "how the KV cache stores its rows; auto: in the model's dtype", choices=CACHE_DTYPES
     )
-    block_size: int = option(16, "tokens per cache block", "tokens", least=1)
+    block_size: int | None = option(
+        None, "tokens per cache block (16; with --kv-cache-dtype int4, which packs so many at a time, 32)", "tokens",
+        least=1,
+    )  # fmt: skip
     max_num_seqs: int = option(64, "sequences that decode together", "sequences", least=1)
     max_num_batched_tokens: int = option(
         512, "tokens per step; longer prompts are computed in chunks", "tokens", least=1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import time
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
+from mlaforge.ops.row_format import INT4_TOKENS
 from mlaforge.runtime import UserError, log, on_device, resolve_device
 
 
@@ -53,13 +53,14 @@ class Engine:
     """
 
     def __init__(self, model: str | Path | SourceModel, config: EngineConfig | None = None):
-        config = config or EngineConfig()
-        _check(config)
+        config = _checked(config or EngineConfig())
+        block_size = config.block_size
+        assert block_size is not None
         source = SourceModel.open(model)
         self.config, self.model_name = config, source.path.name
         self.device = resolve_device(config.device)
-        if config.kv_cache_dtype == "int8" and self.device.type != "cpu":
-            raise UserError("kv_cache_dtype int8 is for CPUs; use fp8 on a GPU")
+        if config.kv_cache_dtype in ("int8", "int4") and self.device.type != "cpu":
+            raise UserError(f"kv_cache_dtype {config.kv_cache_dtype} is for CPUs; use fp8 on a GPU")
         self.tokenizer = source.tokenizer
         spec = source.spec
         format = choose_format(config.dtype, source, self.device)
@@ -75,16 +76,15 @@ class Engine:
             windows.append(head.config.sliding_window)
         groups = size_groups(
             layers, windows, config.cache_bytes or int(config.cache_fraction * free_bytes(self.device)),
-            config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
+            block_size, max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
             max_step=config.max_num_batched_tokens,
         )  # fmt: skip
         if head is not None:
             groups[-1] = dataclasses.replace(groups[-1], name="draft")
         # Graphs write what fills up a batch to a block beyond the budget.
         spare = 1 if self.device.type == "cuda" else 0
-        self.cache = Cache(layers, groups, config.block_size, self.model.dtype, self.device, spare)
-        self._block_bytes = [self.cache.bytes_per_block(group) for group in range(len(groups))]
-        self.tables = BlockTables(groups, config.block_size, config.prefix_caching)
+        self.cache = Cache(layers, groups, block_size, self.model.dtype, self.device, spare)
+        self.tables = BlockTables(groups, block_size, config.prefix_caching)
         self.model.load(
             lambda index, attention: paged(
                 attention,
@@ -97,8 +97,8 @@ class Engine:
         )
         # No sequence outgrows the cache: it ends as at the end of the context.
         full = [group.num_blocks for group in groups if group.window is None]
-        if full and min(full) * config.block_size < self.max_model_len:
-            self.max_model_len = min(full) * config.block_size
+        if full and min(full) * block_size < self.max_model_len:
+            self.max_model_len = min(full) * block_size
             log(f"context cut to {self.max_model_len} tokens, which is what the cache holds; see --cache-bytes")
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
         self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
@@ -360,7 +360,7 @@ class Engine:
         self._stats.preemptions = self.scheduler.preemptions
         self._stats.cache_blocks_used = self.tables.used
         self._stats.speculation = None if self.speculation is None else self.speculation.stats.copy()
-        self._stats.cache_bytes_used = sum(map(operator.mul, self.tables.used_by_group, self._block_bytes))
+        self._stats.cache_bytes_used = sum(self.cache.bytes_used(self.tables))
         return dataclasses.replace(self._stats)
 
     def check_integrity(self) -> None:
@@ -392,9 +392,17 @@ def _eos_token_ids(source: SourceModel) -> tuple[int, ...]:
     return tuple(sorted({*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])}))
 
 
-def _check(config: EngineConfig) -> None:
-    """UserError for settings that contradict each other."""
-    tree = config.speculative_tree_tokens
+def _checked(config: EngineConfig) -> EngineConfig:
+    """With its block size. UserError for settings that contradict each other."""
+    tree, stored, size = config.speculative_tree_tokens, config.kv_cache_dtype, config.block_size
+    if stored == "int4" and size not in (None, INT4_TOKENS):
+        raise UserError(
+            f"block_size = {size} must be {INT4_TOKENS}, the tokens that kv_cache_dtype int4 packs together"
+        )
+    if stored == "int4" and tree:
+        raise UserError(
+            "kv_cache_dtype int4 packs one text's tokens together; speculative_tree_tokens must be 0, a chain"
+        )
     if tree and tree < config.num_speculative_tokens:
         raise UserError(
             f"speculative_tree_tokens = {tree} must be 0 (no trees) or at least num_speculative_tokens = "
@@ -407,3 +415,4 @@ def _check(config: EngineConfig) -> None:
             f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "
             f"{config.max_num_seqs}: every running sequence takes one"
         )
+    return dataclasses.replace(config, block_size=size or (INT4_TOKENS if stored == "int4" else 16))

@@ -1,7 +1,8 @@
 """What the queries of one step may see of the paged cache: engine/execution/batch.py alone builds it, attention ops
 read it.
 
-Every layer keeps one tensor of cached rows, [num_blocks * block_size, width]: slot = block * block_size + offset.
+Every layer keeps one tensor of cached rows, [num_blocks * block_size, width]: slot = block * block_size + offset. Where
+rows are packed it may have a second one, of whole blocks (ops/paged_rows.py), whose slots follow.
 Keys are rotated when they are written (or where they are read, in the `latent` layout), so gaps in a view are legal.
 
 Legend: S sequences of the step, N query tokens of all of them one after another, B columns of the block table; of one
@@ -28,6 +29,8 @@ class CacheView:
     first_S         int32: position of the table's first row; a multiple of block_size, 0 without a window
     query_start_S1  int32: row of each sequence's first query token among the N, and N itself last
     slots_N         int64: where this step's tokens are written
+    packs_2K        int64, or None: whole blocks that are full then, and the packed ones that they become before any
+                    query reads
 
     tree_Tn         int32, for one sequence alone: its last n rows are no text but a tree of drafted tokens. How many
                     positions before query token t the j-th of them stands, -1 where it is not seen: only ancestors
@@ -51,6 +54,7 @@ class CacheView:
     queries: tuple[int, ...] = ()
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
     tree_Tn: Tensor | None = None
+    packs_2K: Tensor | None = None
 
     def own(self, queries: int) -> int:
         """The last rows, of which not every query token of a sequence sees all: its own, or the tree."""

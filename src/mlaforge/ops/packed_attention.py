@@ -15,7 +15,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import paged_attention
-from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
 
 
 def packed_attention(
@@ -51,20 +51,6 @@ def _native_supports(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: flo
     if rows.packed.dtype != torch.uint8:
         return f"it reads no {rows.packed.dtype}"
     return True if native_reads(rows) else "it is not compiled"
-
-
-def native_reads(rows: PagedRows) -> bool:
-    """Whether the compiled kernels read and write rows like these."""
-    packed = rows.packed
-    # They write rows without gaps between them.
-    if packed.device.type != "cpu" or rows.dtype != torch.bfloat16 or not packed.is_contiguous():
-        return False
-    return (rows.plain or packed.dtype == torch.uint8) and kernels() is not None
-
-
-def native_rows(rows: PagedRows) -> tuple[Tensor, Tensor | None, list[int]]:
-    """What the compiled kernels take for a layer's rows."""
-    return rows.packed, None, rows.format.numbers
 
 
 OP = Op("packed_attention", reference)

@@ -1,6 +1,6 @@
 """The cached rows of one layer: their format, and the memory that holds them.
 
-Legend: L slots (block * block_size + offset), N tokens, W numbers of a row, B blocks.
+Legend: L slots (block * block_size + offset), N tokens, W numbers of a row, B blocks, K blocks that become full.
 """
 
 from __future__ import annotations
@@ -11,25 +11,38 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.native import kernels
 from mlaforge.ops.row_format import Plain, RowFormat
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedRows:
-    """`packed` holds one unit of `format` a row, block after block. `dtype` is the model's."""
+    """`packed` holds one unit of `format` a row, block after block; the slots behind its own are those of `whole`,
+    [L, W] in bf16. `dtype` is the model's."""
 
     format: RowFormat
     packed: Tensor
     dtype: torch.dtype
+    whole: Tensor | None = None
 
     @classmethod
-    def empty(cls, format: RowFormat, slots: int, dtype: torch.dtype, device: torch.device) -> PagedRows:
-        """Room for so many tokens, not cleared."""
-        return cls(format, format.empty(slots // format.tokens, device), dtype)
+    def empty(
+        cls, format: RowFormat, slots: int, dtype: torch.dtype, device: torch.device, whole: int = 0
+    ) -> PagedRows:
+        """Room for so many tokens, and so many more in whole blocks; not cleared."""
+        if isinstance(format, Plain):
+            slots, whole = slots + whole, 0
+        rows = torch.empty(whole, format.width, dtype=torch.bfloat16, device=device) if whole else None
+        return cls(format, format.empty(slots // format.tokens, device), dtype, rows)
 
     @property
     def slots(self) -> int:
+        """Those of `packed`."""
         return len(self.packed) * self.format.tokens
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.packed] if self.whole is None else [self.packed, self.whole]
 
     @property
     def plain(self) -> bool:
@@ -43,7 +56,23 @@ class PagedRows:
 
     def write(self, slots_N: Tensor, row_NW: Tensor) -> None:
         """The rows of a step's tokens, each to its slot."""
-        self.format.write(self.packed, slots_N, row_NW)
+        if self.whole is None:
+            self.format.write(self.packed, slots_N, row_NW)
+            return
+        whole = slots_N >= self.slots
+        self.whole.index_copy_(0, slots_N[whole] - self.slots, row_NW[whole].bfloat16())
+        if not bool(whole.all()):
+            assert self.format.tokens == 1, "a row alone is not packed"
+            self.format.write(self.packed, slots_N[~whole], row_NW[~whole])
+
+    def pack(self, packs_2K: Tensor, block_size: int) -> None:
+        """Whole blocks, all written, to packed ones: CacheView.packs_2K."""
+        sources, targets = packs_2K
+        native = kernels() if native_reads(self) else None
+        if native is not None:
+            native.pack_blocks(*native_rows(self), sources, targets, block_size)
+        else:
+            self.format.write(self.packed, self._units(targets, block_size), self._whole_rows(sources, block_size))
 
     def numbers(self, view: CacheView) -> tuple[Tensor, CacheView]:
         """[L, W] in the model's dtype, and what the queries of `view` see of it: the cache itself where it is plain,
@@ -51,17 +80,51 @@ class PagedRows:
         if self.plain:
             return self.packed, view
         blocks_B, gathered = view.gathered
-        units = view.block_size // self.format.tokens
-        at = (blocks_B[:, None] * units + torch.arange(units, device=blocks_B.device)).flatten()
-        return self.format.read(self.packed, at).to(self.dtype), gathered
+        size = view.block_size
+        if self.whole is None:
+            return self.format.read(self.packed, self._units(blocks_B, size)).to(self.dtype), gathered
+        whole = blocks_B * size >= self.slots
+        rows = torch.empty(len(blocks_B), size, self.format.width, dtype=torch.bfloat16, device=blocks_B.device)
+        rows[whole] = self._whole_rows(blocks_B[whole], size).view(-1, *rows.shape[1:])
+        rows[~whole] = self.format.read(self.packed, self._units(blocks_B[~whole], size)).view(-1, *rows.shape[1:])
+        return rows.flatten(0, 1).to(self.dtype), gathered
 
     def move(self, slots_N: Tensor, kept: list[int]) -> None:
         """Of the rows that a step has written to `slots_N` those numbered `kept`, rising, to where its first are."""
-        assert self.format.tokens == 1, f"{self.format} packs several rows together"
+        assert self.whole is None, "a row that is packed does not become whole again"
         rows = self.packed.view(torch.uint8)
         rows[slots_N[: len(kept)]] = rows[slots_N[kept]]
 
     def copy(self, source: int, target: int, block_size: int) -> None:
-        """Block `source` to block `target`."""
+        """Block `source` to block `target`, of one kind."""
+        whole = self.whole is not None and source * block_size >= self.slots
+        rows, size = self.packed, block_size // self.format.tokens
+        if whole:
+            assert self.whole is not None
+            first = self.slots // block_size
+            rows, size, source, target = self.whole, block_size, source - first, target - first
+        rows[target * size : (target + 1) * size] = rows[source * size : (source + 1) * size]
+
+    def _units(self, blocks_B: Tensor, block_size: int) -> Tensor:
+        """Of packed blocks."""
         units = block_size // self.format.tokens
-        self.packed[target * units : (target + 1) * units] = self.packed[source * units : (source + 1) * units]
+        return (blocks_B[:, None] * units + torch.arange(units, device=blocks_B.device)).flatten()
+
+    def _whole_rows(self, blocks_B: Tensor, block_size: int) -> Tensor:
+        assert self.whole is not None
+        at = blocks_B[:, None] * block_size - self.slots + torch.arange(block_size, device=blocks_B.device)
+        return self.whole[at.flatten()]
+
+
+def native_reads(rows: PagedRows) -> bool:
+    """Whether the compiled kernels read and write rows like these."""
+    packed = rows.packed
+    # They write rows without gaps between them.
+    if packed.device.type != "cpu" or rows.dtype != torch.bfloat16 or not packed.is_contiguous():
+        return False
+    return (rows.plain or packed.dtype == torch.uint8) and kernels() is not None
+
+
+def native_rows(rows: PagedRows) -> tuple[Tensor, Tensor | None, list[int]]:
+    """What the compiled kernels take for a layer's rows."""
+    return rows.packed, rows.whole, rows.format.numbers

@@ -37,13 +37,17 @@ def row_format(name: str, parts: Sequence[int], dtype: torch.dtype) -> RowFormat
 
 class RowFormat(Protocol):
     """`width` numbers of a token become a part of a unit of `tokens` tokens. `numbers` is what the native kernels are
-    told: the format's id and its sizes."""
+    told: the format's id and its sizes. `whole`: which blocks of a sequence keep their rows as they are, in bf16
+    (engine/cache/block_tables.py)."""
 
     @property
     def width(self) -> int: ...
 
     @property
     def tokens(self) -> int: ...
+
+    @property
+    def whole(self) -> frozenset[str]: ...
 
     @property
     def unit_bytes(self) -> int: ...
@@ -70,6 +74,7 @@ class Plain:
     dtype: torch.dtype
 
     tokens = 1
+    whole = frozenset[str]()
 
     @property
     def unit_bytes(self) -> int:
@@ -108,6 +113,7 @@ class Int8:
     parts: tuple[int, ...]
 
     tokens = 1
+    whole = frozenset[str]()
 
     @property
     def width(self) -> int:
@@ -156,6 +162,8 @@ class Int4:
     head_dim: int
 
     tokens = INT4_TOKENS
+    # Until its 32 tokens are there.
+    whole = frozenset(["newest"])
 
     @property
     def width(self) -> int:

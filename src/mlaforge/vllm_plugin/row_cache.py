@@ -87,6 +87,9 @@ class _Tables:
         blocks: list[int] = self._table_SB[seq, first : self._ends[seq]].tolist()
         return first * self.block_size, blocks
 
+    def written(self, seq: int, group: int) -> dict[int, int]:
+        raise AssertionError("no block of vLLM's is whole")
+
 
 class Model(Protocol):
     """What a cache needs of the model whose layers it serves."""

@@ -2,6 +2,8 @@
 however it is run, it is what transformers gives with keys and values that went through the format, and bytes are what
 the plan says."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -12,7 +14,7 @@ from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import NgramDrafter
 from mlaforge.ops.native import kernels
-from mlaforge.ops.row_format import row_format
+from mlaforge.ops.row_format import Int4, Int8, row_format
 from mlaforge.planning.plan import LayerPlan, Plan
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
@@ -26,6 +28,7 @@ PROMPTS = random_prompts(100, 40, 7, 230, seed=4)
 NEW = 20
 CASES = [
     ("llama", None, "int8"), ("llama", None, "fp8"), ("gpt_oss", None, "int8"), ("mistral", None, "bf16"),
+    ("llama", None, "int4"), ("gpt_oss", None, "int4"),
     ("qwen3", "latent", "int8"), ("mistral", "latent_rope", "int8"), ("gpt_oss", "latent_rope", "int8"),
 ]  # fmt: skip
 
@@ -70,7 +73,7 @@ def test_a_request_has_one_result(family, layout, stored, model):
         speculate(llm.engine, drafter, 5)
         assert results(llm.generate(PROMPTS, ASKED)) == alone
     assert llm.engine.stats().speculation.accepted
-    if stored != "int4":
+    if not any(group.whole for group in llm.engine.tables.groups):
         branch(llm.engine, Branching(texts, 0.8), 6, tree=12)
         assert results(llm.generate(PROMPTS[:1], ASKED)) == alone[:1]
         assert llm.engine.stats().speculation.tree_tokens
@@ -78,46 +81,55 @@ def test_a_request_has_one_result(family, layout, stored, model):
 
     llm = watched(model(family, layout), **options)
     size = llm.engine.config.block_size
-    renew(llm.engine, 2, 230 + NEW, block_size=size, max_step=64)
+    renew(llm.engine, 2, 230 + NEW, block_size=size, max_step=64, num_whole=6)
     assert results(llm.generate(PROMPTS, ASKED)) == alone
-    assert llm.engine.stats().preemptions > 0
+    # Where both are whole, no answer needs more blocks than its prompt.
+    assert llm.engine.stats().preemptions > 0 or len(llm.engine.tables.groups[0].whole) == 2
     idle(llm.engine)
 
 
-class RoundTrip(DynamicCache):
-    """A cache of transformers' whose rows went through a format. `parts` -> format."""
+@pytest.mark.skipif(kernels() is None, reason="torch's products depend on what is computed beside")
+@pytest.mark.parametrize(
+    ("form", "layout"), [(Int4, None), (Int8, None), (Int8, "latent_rope"), (Int8, "latent")], ids=str
+)
+def test_first_blocks_can_be_whole(form, layout, model, monkeypatch):
+    """Beside the newest ones of int4, and alone; they are found again too."""
+    monkeypatch.setattr(form, "whole", form.whole | {"first"})
+    test_a_request_has_one_result("llama" if layout is None else "mistral", layout, form.__name__.lower(), model)
 
-    def __init__(self, stored: str):
+
+class RoundTrip(DynamicCache):
+    """A cache of transformers' whose rows went through a format: what comes is read as it was stored, or, where the
+    newest block is whole, as a block of its own, of bf16, which is packed for those after it."""
+
+    def __init__(self, stored, config):
         super().__init__()
-        self.stored = stored
+        self.stored, self.kinds = stored, getattr(config, "mla_layer_types", None)
+        self.ranks, self.packed = getattr(config, "mla_kv_lora_ranks", None), {}
 
     def update(self, keys, values, layer, *rest, **more):
-        """[1, G, T, D] each: keys and values; or a latent row whole (values then have no numbers)."""
-        both = [x[0].transpose(0, 1).flatten(1) for x in (keys, values)]
-        parts = self.parts(keys, values, layer)
+        """[1, G, T, D] each: keys and values; or whole rows of a latent, and values without numbers."""
+        super().update(keys, values, layer, *rest, **more)
+        read = self.through(keys, values, layer)
+        old = self.packed.get(layer, [x[:, :, :0] for x in read])
+        self.packed[layer] = [torch.cat(pair, dim=2) for pair in zip(old, read, strict=True)]
+        if self.stored != "int4":
+            return self.packed[layer]
+        return [torch.cat((x, new.bfloat16().float()), dim=2) for x, new in zip(old, (keys, values), strict=True)]
+
+    def through(self, keys, values, layer):
+        parts = [keys.shape[3]] * (2 * keys.shape[1])
+        if self.kinds and self.kinds[layer] != "gqa":
+            parts = [n for n in (self.ranks[layer], keys.shape[3] - self.ranks[layer]) if n]
         form = row_format(self.stored, parts, torch.float32)
-        row = torch.cat(both, dim=1)
-        rows, units = form.empty(len(row), row.device), torch.arange(len(row))
-        form.write(rows, units, row)
-        read = form.read(rows, units).to(row).split([part.shape[1] for part in both], dim=1)
-        shaped = [x.view(x.shape[0], -1, y.shape[3]).transpose(0, 1)[None] if y.shape[3] else y
-                  for x, y in zip(read, (keys, values), strict=True)]  # fmt: skip
-        return super().update(*shaped, layer, *rest, **more)
-
-    def parts(self, keys, values, layer):
-        return [keys.shape[3]] * (2 * keys.shape[1])
-
-
-class LatentRoundTrip(RoundTrip):
-    def __init__(self, stored, config):
-        super().__init__(stored)
-        self.config = config
-
-    def parts(self, keys, values, layer):
-        if self.config.mla_layer_types[layer] == "gqa":
-            return super().parts(keys, values, layer)
-        rank = self.config.mla_kv_lora_ranks[layer]
-        return [rank, keys.shape[3] - rank] if keys.shape[3] > rank else [rank]
+        row = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (keys, values)], dim=1)
+        rows = form.empty(-(-len(row) // form.tokens), row.device)
+        units = torch.arange(len(rows))
+        form.write(rows, units, torch.nn.functional.pad(row, (0, 0, 0, -len(row) % form.tokens)))
+        read = (
+            form.read(rows, units)[: len(row)].to(row).split([x.shape[1] * x.shape[3] for x in (keys, values)], dim=1)
+        )
+        return [x.view(len(x), *y.shape[1::2]).transpose(0, 1)[None] for x, y in zip(read, (keys, values), strict=True)]
 
 
 @pytest.mark.parametrize(("family", "layout", "stored"), CASES, ids=str)
@@ -126,8 +138,9 @@ def test_it_is_transformers_with_rounded_rows(family, layout, stored, model):
     """In fp32. A number that lies between two codes may fall to either side, so few may differ by more."""
     directory, ids = model(family, layout), PROMPTS[0]
     oracle = loading.load_model(directory, "float32") if layout else load_original(directory)
-    cache = LatentRoundTrip(stored, oracle.config) if layout else RoundTrip(stored)
-    want = oracle(torch.tensor([ids]), past_key_values=cache).logits[0].log_softmax(-1)
+    cache, step = RoundTrip(stored, oracle.config), 32 if stored == "int4" else len(ids)
+    chunks = torch.tensor([ids]).split(step, dim=1)
+    want = torch.cat([oracle(each, past_key_values=cache).logits[0] for each in chunks]).log_softmax(-1)
     unrounded = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
 
     llm = watched(directory, kv_cache_dtype=stored)
@@ -151,8 +164,14 @@ def planned(engine, stored):
     return Plan(spec, tuple(map(LayerPlan, kinds, ranks, ropes)), stored)
 
 
-@pytest.mark.parametrize("stored", ["bf16", "fp8", "int8"])
-@pytest.mark.parametrize(("family", "layout"), [("qwen2", None), ("llama", "latent_rope"), ("qwen2", "latent")])
+@pytest.mark.parametrize(
+    ("family", "layout", "stored"),
+    [
+        *itertools.product(["qwen2", "llama"], [None, "latent_rope", "latent"], ["bf16", "fp8", "int8"]),
+        ("llama", None, "int4"),
+    ],
+    ids=str,
+)
 def test_the_plan_counts_the_bytes(family, layout, stored, model):
     llm = watched(model(family, layout), kv_cache_dtype=stored)
     engine, ids = llm.engine, random_prompts(192)[0]
@@ -174,7 +193,30 @@ def test_a_head_keeps_its_rows_as_they_are(tiny_models, tmp_path):
 # What cannot be
 
 
-def test_int8_is_for_cpus(tiny_models, monkeypatch):
+def refused(directory, message, **options):
+    with pytest.raises(UserError, match=rf"^{message}$"):
+        Engine(directory, EngineConfig(device="cpu", **options))
+
+
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_packed_rows_are_for_cpus(stored, tiny_models, monkeypatch):
     monkeypatch.setattr("mlaforge.engine.engine.resolve_device", lambda name: torch.device("cuda"))
-    with pytest.raises(UserError, match=r"^kv_cache_dtype int8 is for CPUs; use fp8 on a GPU$"):
-        Engine(tiny_models["llama"], EngineConfig(kv_cache_dtype="int8"))
+    refused(tiny_models["llama"], f"kv_cache_dtype {stored} is for CPUs; use fp8 on a GPU", kv_cache_dtype=stored)
+
+
+def test_what_int4_does_not_do(tiny_models, model, tmp_path):
+    llama, int4 = tiny_models["llama"], {"kv_cache_dtype": "int4"}
+    refused(
+        llama, "block_size = 16 must be 32, the tokens that kv_cache_dtype int4 packs together", block_size=16, **int4
+    )
+    with_trees = {"speculative": str(saved(tmp_path / "head")), "speculative_tree_tokens": 8}
+    trees = "kv_cache_dtype int4 packs one text's tokens together; speculative_tree_tokens must be 0, a chain"
+    refused(llama, trees, **with_trees, **int4)
+    for layout in ("latent", "latent_rope"):
+        message = rf"kv_cache_dtype int4 is for grouped-query layers; layer \d is {layout}: use int8"
+        refused(model("llama", layout), message, **int4)
+
+
+def test_a_name_that_nobody_knows(tiny_models):
+    message = "kv_cache_dtype = 'int9' must be one of auto, bf16, fp8, int8, int4.*"
+    refused(tiny_models["llama"], message, kv_cache_dtype="int9")

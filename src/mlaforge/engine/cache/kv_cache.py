@@ -7,6 +7,7 @@ same number in every layer, though a layer's rows may be wider than another's.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from mlaforge.engine.cache.block_tables import CacheGroup, Copy
+from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import RowFormat, row_format
+from mlaforge.ops.row_format import Plain, RowFormat, row_format
 from mlaforge.runtime import UserError
 
 
@@ -41,6 +42,11 @@ class LayerCache:
 
     def block_bytes(self, block_size: int) -> int:
         return self.format.unit_bytes * block_size // self.format.tokens
+
+    def whole_bytes(self, block_size: int) -> int:
+        """Of a block whose rows are kept as they are."""
+        plain = isinstance(self.format, Plain)
+        return self.block_bytes(block_size) if plain else 2 * self.width * block_size
 
 
 def layer_caches(
@@ -68,35 +74,47 @@ def size_groups(
 ) -> list[CacheGroup]:  # fmt: skip
     """Blocks per group that fit `budget` bytes. Every group gets what one short sequence needs. Of the rest windows get
     up to twice what all sequences can use at once (the other half for prefixes of finished requests), and no more than
-    half where there is full attention, which gets what is left.
+    half where there is full attention, which gets what is left. Where some blocks are whole they come first.
 
     Raises CacheTooSmall where the budget does not hold one short sequence.
     """
-    bytes_per_block = [
-        sum(layer.block_bytes(block_size) for layer in layers if layer.group == g) for g in range(len(windows))
-    ]
+    held = range(len(windows))
+    bytes_per_block = [sum(layer.block_bytes(block_size) for layer in layers if layer.group == g) for g in held]
+    bytes_per_whole = [sum(layer.whole_bytes(block_size) for layer in layers if layer.group == g) for g in held]
+    kinds = [frozenset[str]().union(*(layer.format.whole for layer in layers if layer.group == g)) for g in held]
     most = max_num_seqs * -(-max_model_len // block_size) + 1
     # What one sequence holds while a step is computed.
     leasts = [
         min(-(-max_model_len // block_size), 2 if window is None else (window + max_step) // block_size + 2)
         for window in windows
     ]
-    need = sum(n * size for n, size in zip(leasts, bytes_per_block, strict=True))
+    touched = min(-(-max_model_len // block_size), (max_step - 1) // block_size + 2)
+    least_whole = [touched * ("newest" in kind) + ("first" in kind) for kind in kinds]
+    need = _sum(leasts, bytes_per_block) + _sum(least_whole, bytes_per_whole)
     if budget < need:
         raise CacheTooSmall(
             f"cache_bytes = {budget} does not hold one short sequence in blocks of {block_size} tokens; at least "
             f"{need} bytes are needed"
         )
+    left = budget - need
+    # Whole blocks: what all sequences can write to at once, and first ones of finished requests; a quarter at most.
+    wanted = [
+        (2 * max_num_seqs + max_step // block_size) * ("newest" in kind) + 2 * max_num_seqs * ("first" in kind)
+        for kind in kinds
+    ]
+    scale = min(1.0, left / 4 / max(1, _sum(wanted, bytes_per_whole)))
+    whole = [least + int(n * scale) for n, least in zip(wanted, least_whole, strict=True)]
+    budget -= _sum(whole, bytes_per_whole)
+    left = budget - _sum(leasts, bytes_per_block)
     # Beyond the least.
     wanted = [
         2 * (max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size) + 2) - least if window else 0
         for window, least in zip(windows, leasts, strict=True)
     ]
-    for_windows = max(1, sum(n * size for n, size in zip(wanted, bytes_per_block, strict=True)))
-    left = budget - need
+    for_windows = max(1, _sum(wanted, bytes_per_block))
     scale = min(1.0, left / 2 / for_windows) if None in windows else left / for_windows
     counts = [min(most, least + int(n * scale)) for n, least in zip(wanted, leasts, strict=True)]
-    left = budget - sum(n * size for n, size in zip(counts, bytes_per_block, strict=True))
+    left = budget - _sum(counts, bytes_per_block)
     # Every position is in all groups that see everything.
     full = max(1, sum(size for window, size in zip(windows, bytes_per_block, strict=True) if window is None))
     counts = [
@@ -104,9 +122,13 @@ def size_groups(
         for window, count in zip(windows, counts, strict=True)
     ]
     return [
-        CacheGroup("full" if window is None else f"window {window}", count, window)
-        for window, count in zip(windows, counts, strict=True)
+        CacheGroup("full" if window is None else f"window {window}", *rest)
+        for window, rest in zip(windows, zip(counts, windows, kinds, whole, strict=True), strict=True)
     ]
+
+
+def _sum(counts: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(map(operator.mul, counts, sizes))
 
 
 class Cache:
@@ -121,24 +143,31 @@ class Cache:
         device: torch.device, spare: int = 0,
     ):  # fmt: skip
         self.layers, self.groups, self.block_size = layers, groups, block_size
+        assert not spare or not any(group.num_whole for group in groups), "whole blocks stand behind the others too"
         self.scratch = tuple(group.num_blocks for group in groups)
-        self.rows = [
-            PagedRows.empty(layer.format, (groups[layer.group].num_blocks + spare) * block_size, dtype, device)
-            for layer in layers
-        ]
+        self.rows = []
+        for layer in layers:
+            group = groups[layer.group]
+            packed, whole = (count * block_size for count in (group.num_blocks + spare, group.num_whole))
+            self.rows.append(PagedRows.empty(layer.format, packed, dtype, device, whole))
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of its memory."""
-        return [rows.packed for rows in self.rows]
+        return [tensor for rows in self.rows for tensor in rows.tensors]
 
     @property
     def bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
-    def bytes_per_block(self, group: int) -> int:
-        """Bytes of one block of a group, all its layers together."""
-        return sum(layer.block_bytes(self.block_size) for layer in self.layers if layer.group == group)
+    def bytes_used(self, tables: BlockTables) -> list[int]:
+        """Bytes of the blocks that are held, group by group."""
+        used = []
+        for group, (blocks, whole) in enumerate(zip(tables.used_by_group, tables.whole_by_group, strict=True)):
+            own = [layer for layer in self.layers if layer.group == group]
+            packed = (blocks - whole) * sum(layer.block_bytes(self.block_size) for layer in own)
+            used.append(packed + whole * sum(layer.whole_bytes(self.block_size) for layer in own))
+        return used
 
     def move(self, views: Sequence[CacheView], kept: Sequence[int]) -> None:
         """Of the rows that a step has written those numbered `kept`, rising, to where its first rows are."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ class Tables(Protocol):
     def table(self, seq: int, group: int) -> tuple[int, Sequence[int]]:
         """The first cached position of a sequence and the blocks from there on."""
 
+    def written(self, seq: int, group: int) -> Mapping[int, int]:
+        """Asked of groups whose newest blocks are whole: those that the step writes to, by the block's number."""
+
 
 # A sequence's number in the tables, and the positions [start, stop) of it that a step writes and asks for.
 Span = tuple[int, int, int]
@@ -36,28 +40,71 @@ def make_views(
 ) -> tuple[CacheView, ...]:  # fmt: skip
     """The view of every cache group, or of those named only. `tree` is CacheView.tree_Tn, of a span that is alone."""
     assert tree is None or len(spans) == 1
+    tree_Tn = None if tree is None else on_device(tree, torch.int32, device)
+    shared = _shared(spans, tables, device)
+    views = []
+    for group in groups or range(len(tables.groups)):
+        if "newest" in tables.groups[group].whole:
+            assert tree is None, "queries of one block see different ones before it"
+            cut = _cut(spans, tables.block_size)
+            packs = _packs(spans, tables, group)
+            packs_2K = on_device(packs, torch.int64, device).T.contiguous() if packs else None
+            views.append(_view(group, cut, tables, device, packs_2K=packs_2K, **_shared(cut, tables, device)))
+        else:
+            views.append(_view(group, spans, tables, device, tree_Tn=tree_Tn, **shared))
+    return tuple(views)
+
+
+def _cut(spans: Sequence[Span], size: int) -> list[Span]:
+    """Every span block by block: queries of one block see it and all before it as the same kinds of blocks."""
+    return [
+        (seq, max(start, begin), min(stop, begin + size))
+        for seq, start, stop in spans
+        for begin in range(start // size * size, stop, size)
+    ]
+
+
+def _packs(spans: Sequence[Span], tables: Tables, group: int) -> list[list[int]]:
+    """Whole blocks that the step fills, and the packed ones that they become."""
+    packs = []
+    for seq, _, stop in spans:
+        first, blocks = tables.table(seq, group)
+        for number, block in tables.written(seq, group).items():
+            if (number + 1) * tables.block_size <= stop:
+                packs.append([block, blocks[number - first // tables.block_size]])
+    return packs
+
+
+def _shared(spans: Sequence[Span], tables: Tables, device: torch.device) -> dict[str, Any]:
+    """What views of these spans have in common."""
     queries = [stop - start for _, start, stop in spans]
     lengths = [stop for _, _, stop in spans]
-    starts = [0]
-    for count in queries:
-        starts.append(starts[-1] + count)
-    shared = {
+    return {
         "seq_lens_S": on_device(lengths, torch.int32, device),
-        "query_start_S1": on_device(starts, torch.int32, device),
+        "query_start_S1": on_device([0, *itertools.accumulate(queries)], torch.int32, device),
         "block_size": tables.block_size,
         "max_query": max(queries),
         "max_seq_len": max(lengths),
         "queries": tuple(queries),
-        "tree_Tn": None if tree is None else on_device(tree, torch.int32, device),
     }
-    return tuple(_view(group, spans, tables, shared, device) for group in groups or range(len(tables.groups)))
+
+
+def _held(group: int, span: Span, tables: Tables) -> tuple[int, Sequence[int]]:
+    """As Tables.table, for the queries of this span."""
+    seq, _, stop = span
+    first, blocks = tables.table(seq, group)
+    if "newest" not in tables.groups[group].whole:
+        return first, blocks
+    newest = (stop - 1) // tables.block_size
+    at = newest - first // tables.block_size
+    return first, [*blocks[:at], tables.written(seq, group).get(newest, blocks[at])]
 
 
 def _view(
-    group: int, spans: Sequence[Span], tables: Tables, shared: dict[str, Any], device: torch.device
+    group: int, spans: Sequence[Span], tables: Tables, device: torch.device, **shared: Any
 ) -> CacheView:  # fmt: skip
     size = tables.block_size
-    held = [tables.table(seq, group) for seq, _, _ in spans]
+    held = [_held(group, span, tables) for span in spans]
     table_SB = torch.zeros(len(held), max(len(blocks) for _, blocks in held), dtype=torch.int32)
     for row, (_, blocks) in zip(table_SB.numpy(), held, strict=True):
         # By way of an array, which takes a tenth of the time of a tensor made from lists.

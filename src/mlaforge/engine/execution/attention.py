@@ -22,9 +22,9 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels, pack
-from mlaforge.ops.packed_attention import native_reads, native_rows, packed_attention
+from mlaforge.ops.packed_attention import packed_attention
 from mlaforge.ops.paged_attention import capturable, paged_attention
-from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +102,8 @@ class PagedGroupedQueryAttention:
             # In place: what follows the queries is then the row to cache.
             qk_NHD.copy_(torch.view_as_real(turned).view(N, H + G, D))
             self.rows.write(view.slots_N, qkv[:, H * D :])
+        if view.packs_2K is not None:
+            self.rows.pack(view.packs_2K, view.block_size)
         if self.k_LGD is not None and self.v_LGD is not None:
             out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
         else:
