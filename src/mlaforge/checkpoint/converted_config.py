@@ -10,6 +10,7 @@ from typing import Any
 from mlaforge import families
 from mlaforge.families.schema import FLAG, LARGEST_HEAD, Rule, broken, check, list_of, number, one_of, whole
 from mlaforge.families.spec import ModelSpec
+from mlaforge.modeling.coded_rows_mla import LARGEST_CODE
 from mlaforge.modeling.configuration_mla import FIELDS
 from mlaforge.runtime import UserError
 
@@ -24,6 +25,7 @@ RULES = {
     "softmax_scale": number(above=0),
     "mla_layer_types": list_of(one_of("gqa", "latent", "latent_rope")),
     "mla_kv_lora_ranks": list_of(whole(0)),
+    "mla_code_counts": list_of(list_of(whole(0))),
     "mla_q_bias": FLAG,
     "mla_k_bias": FLAG,
     "mla_o_bias": FLAG,
@@ -67,12 +69,25 @@ def check_converted(config: dict[str, Any], spec: ModelSpec) -> None:
     latent, rotary = [layout != "gqa" for layout in layouts], config.get("qk_rope_head_dim") or 0
     own = [architecture(spec.model_type)]
     each = f"a list of {spec.num_layers}, one for each layer"
+    codes: list[list[int]] = config.get("mla_code_counts") or [[]] * spec.num_layers
     for field, right, words in (
         ("architectures", config["architectures"] == own, f"{own}"),
         ("mla_layer_types", len(layouts) == spec.num_layers, each),
         ("mla_layer_types", any(latent), "another kind than gqa for a layer at least"),
         ("mla_kv_lora_ranks", len(ranks) == spec.num_layers, each),
         ("mla_kv_lora_ranks", [rank > 0 for rank in ranks] == latent, f"0 for gqa, above for others of {layouts}"),
+        ("mla_code_counts", len(codes) == spec.num_layers, each),
+        (
+            "mla_code_counts",
+            [code[0] for code in codes if code] == [r for r, code in zip(ranks, codes, strict=False) if code],
+            f"the ranks {ranks} first where rows are coded",
+        ),
+        (
+            "mla_code_counts",
+            all(code == sorted(code, reverse=True) and len(code) <= LARGEST_CODE for code in codes),
+            f"at most {LARGEST_CODE} numbers a layer that fall",
+        ),
+        ("mla_code_counts", all(count % 8 == 0 and count > 0 for code in codes for count in code), "multiples of 8"),
         ("kv_lora_rank", config["kv_lora_rank"] == max(ranks, default=0), f"the largest of {ranks}"),
         ("qk_nope_head_dim", config["qk_nope_head_dim"] == head_dim, f"{head_dim}, the head_dim"),
         ("v_head_dim", config["v_head_dim"] == head_dim, f"{head_dim}, the head_dim"),

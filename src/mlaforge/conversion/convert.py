@@ -34,8 +34,10 @@ from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, time
 from mlaforge.tensor_store import Spill
 
 # What a plan decides, so that options may not.
-PLANNED = ("budget", "layout", "kv_lora_rank", "qk_rope_head_dim", "layers", "ranks", "qk_mqa_dim", "collapse",
+PLANNED = ("bits", "budget", "layout", "kv_lora_rank", "qk_rope_head_dim", "layers", "ranks", "qk_mqa_dim", "collapse",
            "freqfold", "deepseek_style")  # fmt: skip
+# What moments hold, as a number: those that were left on disk may be of an older kind.
+MOMENTS = 2
 # TransMLA's options; each means latent_rope.
 TRANSMLA = ("qk_mqa_dim", "collapse", "freqfold", "deepseek_style")
 
@@ -79,7 +81,14 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
         fold = int(config.freqfold) if config.freqfold.isdigit() else 0
         if not fold or (head_dim // 2) % fold:
             raise UserError(f"freqfold {config.freqfold!r} must be auto or a number that divides {head_dim // 2} pairs")
-    plan = make_plan(spec, config.budget, layout, config.layers, config.kv_lora_rank, rope_dim)
+    budget = config.budget
+    if config.bits is not None:
+        for name in ("budget", "kv_lora_rank", "ranks", "deepseek_style"):
+            if (value := getattr(config, name)) != getattr(ConvertConfig, name):
+                raise UserError(f"bits = {config.bits:g} chooses ranks and bits together; leave out {name} = {value}")
+        # Ranks follow from the bits; the rotary key is that of a plain cache of as many bytes.
+        budget = config.bits / 16
+    plan = make_plan(spec, budget, layout, config.layers, config.kv_lora_rank, rope_dim)
     rope_dim = max(layer.qk_rope_head_dim for layer in plan.layers)
     if config.deepseek_style:
         if fold > 1:
@@ -97,6 +106,7 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
         fold=fold,
         one_per_pair=config.deepseek_style,
         q_lora_rank=config.q_lora_rank,
+        bits=config.bits,
         refit=config.refit == "on" or (config.refit == "auto" and layout == "latent_rope" and not full_rank),
     )  # fmt: skip
 
@@ -211,7 +221,7 @@ def _convert(
         inputs, converted = manifest.inputs, choices.plan.converted
         folder, calibration = calibrated or work.folder / "calibration", {}
         for layers, text in tuned.items():
-            key = str([inputs["model"]["sha256"], text.sha256, config.seed, config.batch_size, layers])
+            key = str([MOMENTS, inputs["model"]["sha256"], text.sha256, config.seed, config.batch_size, layers])
             moments = Spill(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
             collect(stream, layers, text.ids.split(config.batch_size), moments, config.seed)
             calibration.update(dict.fromkeys(layers, moments))
@@ -243,14 +253,15 @@ def _convert(
 def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
     """What a token adds to the cache before and after, over all layers, and what is left of GQA's cache."""
     before = sum(layer.cached for layer in plan.spec.layers)
+    stored = dataclasses.replace(plan, stored="coded" if plan.stored == "coded" else plain(dtype.itemsize))
     return {
         "gqa_per_token": before,
         "mla_per_token": plan.cached_per_token,
         # Of a request of 128K tokens: layers with a sliding window hold no more than that, before and after.
         "fraction": plan.model_fraction(CONTEXTS[-1]),
         "gqa_bytes_per_token": before * dtype.itemsize,
-        "mla_bytes_per_token": plan.cached_per_token * dtype.itemsize,
-        "window_choices": window_choices(dataclasses.replace(plan, stored=plain(dtype.itemsize))),
+        "mla_bytes_per_token": stored.cache_bytes(1),
+        "window_choices": window_choices(stored),
     }
 
 

@@ -71,6 +71,7 @@ def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias:
         "softmax_scale": spec.softmax_scale,
         "mla_layer_types": [part.layout for part in plan.layers],
         "mla_kv_lora_ranks": [part.kv_lora_rank for part in plan.layers],
+        "mla_code_counts": [list(part.code) for part in plan.layers] if any(part.code for part in chosen) else None,
         # A factored query has a bias even where the source has none: it is exact at the mean input.
         "mla_q_bias": layer.q_bias or q_lora_rank is not None,
         "mla_k_bias": layer.k_bias,

@@ -17,9 +17,17 @@ from torch import Tensor
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import head_losses, perplexity
 from mlaforge.conversion.layer import LayerWeights, attention_module, kept_parts, mla_config
-from mlaforge.factorization import moments
+from mlaforge.factorization import code, moments
 from mlaforge.factorization.latent import Latent, factor_query
-from mlaforge.factorization.ranks import allocate_ranks, at_every_rank, at_rank, check_moments, projections, with_ranks
+from mlaforge.factorization.ranks import (
+    allocate_ranks,
+    at_every_rank,
+    at_rank,
+    check_moments,
+    projections,
+    with_codes,
+    with_ranks,
+)
 from mlaforge.factorization.refit import TOKENS, refit_o_proj
 from mlaforge.planning.plan import Plan, rank_limit
 from mlaforge.runtime import progress
@@ -28,7 +36,8 @@ from mlaforge.tensor_store import Spill
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What the options come to for one model: the plan with uniform ranks, and how rotary channels are found."""
+    """What the options come to for one model: the plan with uniform ranks, and how rotary channels are found. `bits`:
+    of a cached number in the mean, where rows are to be coded."""
 
     plan: Plan
     allocated: bool
@@ -36,6 +45,7 @@ class Choices:
     one_per_pair: bool
     refit: bool
     q_lora_rank: int | None
+    bits: float | None = None
 
     @property
     def o_bias(self) -> bool:
@@ -52,8 +62,19 @@ class LayerSolver:
         layers, plan = stream.spec.layers, choices.plan
         self.limits = {i: rank_limit(stream.spec, layers[i], plan.layers[i].layout) for i in plan.converted}
         self.spectra = {i: self._spectrum(i) for i in progress(plan.converted, "spectra")}
-        self.plan = allocate_ranks(plan, self.spectra) if choices.allocated else plan
-        self.full_plan = with_ranks(self.plan, self.limits)
+        self.full_plan = with_ranks(plan, self.limits)
+        if choices.bits is not None:
+            self.widths = self._widths(choices.bits)
+            self.plan = with_codes(plan, {i: code.counts(widths) for i, widths in self.widths.items()})
+        else:
+            self.plan = allocate_ranks(plan, self.spectra) if choices.allocated else plan
+
+    def _widths(self, bits: float) -> dict[int, Tensor]:
+        """Bits of every layer's numbers, from all layers' rates. A rotary key has 8 bits a number and a scale of 16."""
+        layers, plan = self.stream.spec.layers, self.choices.plan
+        rotary = (plan.layers[i].qk_rope_head_dim for i in plan.converted)
+        total = sum(bits * layers[i].cached for i in plan.converted) - sum(8 * n + 16 for n in rotary if n)
+        return code.allocate_bits({i: self.work[f"rates-{i:03d}"]["error"] for i in plan.converted}, int(total))
 
     def _spectrum(self, index: int) -> Tensor:
         name = f"spectrum-{index:03d}"
@@ -71,6 +92,11 @@ class LayerSolver:
         own, c, spec = projections(self.stream.attention(index)), self.choices, self.stream.spec
         part = at_every_rank(own, m, spec, index, c.plan.layers[index], c.fold, c.one_per_pair)
         latent = at_rank(part, spec.layers[index], self.limits[index])
+        if c.bits is not None:
+            kv_a, b_kv_a = latent.kv_a[: latent.rank].float(), latent.b_kv_a[: latent.rank].float()
+            samples, first = (x.float() @ kv_a.T + b_kv_a for x in (m.samples, m.first))
+            rates = code.Rates.of(samples, m.sample_weight, first, m.first_weight)
+            self.work[f"rates-{index:03d}"] = rates.tensors()
         if c.q_lora_rank is None:
             return latent
         w_q, b_q = (own.w_q, own.b_q) if latent.w_q is None or latent.b_q is None else (latent.w_q, latent.b_q)
@@ -82,8 +108,16 @@ class LayerSolver:
         loaded anyway."""
         latent = Latent(**self.work[f"latent-{index:03d}"])
         own = self.stream.attention(index, *kept_parts(latent)) if layer is None else layer.self_attn.state_dict()
-        cut = [latent.cut(plan.layers[index].kv_lora_rank) for plan in plans]
-        return [(LayerWeights.of(part, own), part.dropped) for part in cut]
+        return [(LayerWeights.of(part, own), lost) for part, lost in (self._cut(latent, index, p) for p in plans)]
+
+    def _cut(self, latent: Latent, index: int, plan: Plan) -> tuple[Latent, float]:
+        """A layer as a plan has it, and its predicted loss."""
+        chosen = plan.layers[index]
+        if not chosen.code:
+            part = latent.cut(chosen.kv_lora_rank)
+            return part, part.dropped
+        rates, widths = code.Rates(**self.work[f"rates-{index:03d}"]), self.widths[index]
+        return code.coded(latent, rates, widths), code.lost(rates, widths) + float(latent.lost) / 2
 
     def settings(self, plan: Plan) -> dict[str, Any]:
         """config.json of the result under a plan."""
@@ -156,6 +190,7 @@ class LayerSolver:
                 "window": layer.window,
                 "kv_lora_rank": chosen.kv_lora_rank,
                 "qk_rope_head_dim": chosen.qk_rope_head_dim,
+                "code": list(chosen.code),
                 "cached": chosen.cached(layer),
                 "gqa_cached": layer.cached,
                 "predicted_loss": float(self.work[f"layer-{i:03d}"]["dropped"]) if i in self.spectra else None,

@@ -29,6 +29,9 @@ ROWS, DRAWS = 256, 4
 # Variance given to every input direction, as a share of the mean: without it, a short calibration text would leave
 # directions whose outputs count for nothing at all.
 UNSEEN = 1e-5
+# Inputs of a layer that are kept as they are, to see how far codes of its latent must reach: so many of all tokens, and
+# of every window the first ones, which everything attends to.
+SAMPLES, FIRST = 4096, 4
 # Weight of a token that has no gradient at all: where no token has one (o_proj is zero), all count alike.
 LEAST = 1e-30
 
@@ -44,6 +47,8 @@ class LayerMoments:
     key_outer, query_outer [H, D, D]: scale² · Σ_j w_ij (R_{i-j} q_i)(·)ᵀ, and the same without the rotation. With
     norms on q and k, q_i is normed and key_outer has J_jᵀ R_{i-j} q_i, J_j the Jacobian of the norm at key j.
     value_mix [H, H]: Σ_j a^h_ij a^h'_ij.   phase [H, P] complex, weight [H]: Σ w_ij e^{-iω(i-j)} and Σ w_ij.
+    first [m, hidden] bf16: inputs x of every window's first FIRST tokens; samples [n, hidden] bf16: of some others.
+    first_weight [m], sample_weight [n]: |g|², times the tokens for which a sample stands.
     """
 
     x_outer: Tensor
@@ -54,6 +59,10 @@ class LayerMoments:
     value_mix: Tensor
     phase: Tensor
     weight: Tensor
+    samples: Tensor
+    sample_weight: Tensor
+    first: Tensor
+    first_weight: Tensor
     x_weight: float = 0.0
     tokens: int = 0
     rows: int = 0
@@ -68,6 +77,7 @@ class LayerMoments:
         return cls(
             zeros(hidden, hidden), zeros(hidden), zeros(layer.cached, layer.cached), zeros(H, D, D), zeros(H, D, D),
             zeros(H, H), zeros(H, D // 2, dtype=torch.complex128), zeros(H),
+            zeros(0, hidden, dtype=torch.bfloat16), zeros(0), zeros(0, hidden, dtype=torch.bfloat16), zeros(0),
         )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
@@ -243,7 +253,7 @@ def collect(
         _top(stream, windows, spill, seed, observer)
     for index in progress(range(last - 1, first - 1, -1), "calibrate, backward"):
         if _done(index) not in spill:
-            _backward(stream, index, len(windows), spill, index in wanted, seed, observer)
+            _backward(stream, index, windows, spill, index in wanted, seed, observer)
             spill[_done(index)] = {}
         for done in (f"input-{index:03d}-", f"input-{index + 1:03d}-", f"gradient-{index + 1:03d}-"):
             spill.drop(done)
@@ -303,14 +313,16 @@ def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int
 
 @torch.enable_grad()
 def _backward(
-    stream: LayerStream, index: int, windows: int, spill: Spill, wanted: bool, seed: int, observer: Observer | None
-) -> None:
+    stream: LayerStream, index: int, windows: Sequence[Tensor], spill: Spill, wanted: bool, seed: int,
+    observer: Observer | None,
+) -> None:  # fmt: skip
     """Recomputes one layer from its inputs and takes the gradient through it: its moments and gradient-<index>."""
     spec = stream.spec.layers[index]
     moments = LayerMoments.empty(spec, stream.spec.hidden_size, stream.device)
+    every = max(1, sum(ids.numel() for ids in windows) // SAMPLES)
     with stream.layer(index) as layer, observer.layer(index, layer) if observer else nullcontext() as see:
         attention = layer.self_attn
-        for n in range(windows):
+        for n in range(len(windows)):
             hidden = spill[_at("input", index, n)]["x"].to(stream.device).requires_grad_(True)
             store: dict[str, Any] = {}
             with _capture(attention, store):
@@ -321,7 +333,7 @@ def _backward(
             if see is not None:
                 see(store)
             if wanted:
-                _accumulate(moments, spec, store, attention, stream.spec.softmax_scale, _seeded(seed, index, n))
+                _accumulate(moments, spec, store, attention, stream.spec.softmax_scale, _seeded(seed, index, n), every)
     if wanted:
         spill[f"moments-{index:03d}"] = moments.tensors()
 
@@ -329,9 +341,10 @@ def _backward(
 @torch.no_grad()
 def _accumulate(
     moments: LayerMoments, layer: LayerSpec, seen: dict[str, Any], attention: Any, scale: float,
-    generator: torch.Generator,
+    generator: torch.Generator, every: int,
 ) -> None:  # fmt: skip
-    """Adds one forward and backward of one layer. Products are taken in fp32, sums in fp64."""
+    """Adds one forward and backward of one layer, and keeps one of `every` inputs. Products are taken in fp32, sums in
+    fp64."""
     x = seen["x"].flatten(0, 1).float()
     g = torch.cat((seen["k_proj"].grad, seen["v_proj"].grad), dim=-1).flatten(0, 1).float()
     moments.g_outer += (g.T @ g).double()
@@ -340,6 +353,12 @@ def _accumulate(
     moments.x_sum += (importance @ x).double()
     moments.x_weight += float(importance.sum())
     moments.tokens += len(x)
+    x_BTC, weight_BT = seen["x"].bfloat16(), importance.view(seen["x"].shape[:2]).double()
+    first, rest = slice(0, FIRST), slice(FIRST, None, every)
+    moments.first = torch.cat((moments.first, x_BTC[:, first].flatten(0, 1)))
+    moments.first_weight = torch.cat((moments.first_weight, weight_BT[:, first].flatten()))
+    moments.samples = torch.cat((moments.samples, x_BTC[:, rest].flatten(0, 1)))
+    moments.sample_weight = torch.cat((moments.sample_weight, every * weight_BT[:, rest].flatten()))
     w_o = attention.o_proj.weight.float()
     sinks = attention.sinks.float() if layer.sinks else None
     norms = (attention.q_norm, attention.k_norm) if layer.qk_norm else None

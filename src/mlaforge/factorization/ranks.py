@@ -86,6 +86,15 @@ def with_ranks(plan: Plan, ranks: dict[int, int]) -> Plan:
     return Plan(plan.spec, tuple(layers))
 
 
+def with_codes(plan: Plan, codes: dict[int, tuple[int, ...]]) -> Plan:
+    """`plan` with coded rows for some layers, and the ranks that their codes have."""
+    layers: list[LayerPlan] = [
+        dataclasses.replace(layer, kv_lora_rank=codes[i][0], code=codes[i]) if i in codes else layer
+        for i, layer in enumerate(plan.layers)
+    ]
+    return Plan(plan.spec, tuple(layers), "coded")
+
+
 def allocate_ranks(plan: Plan, spectra: dict[int, Tensor]) -> Plan:
     """The same total of ranks, handed out by predicted loss; a third of the uniform rank is every layer's minimum."""
     total = sum(plan.layers[i].kv_lora_rank for i in spectra)

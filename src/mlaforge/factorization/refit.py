@@ -112,7 +112,8 @@ def refit_up(own: Any, their: Any, drifted: list[Tensor], original: list[Tensor]
     new, source = own.self_attn, their.self_attn
     latents, targets = [], []
     for h, o in zip(drifted, original, strict=True):
-        latent = new.kv_a_proj_with_mqa(own.input_layernorm(h))[..., : new.rank]
+        row = new.kv_a_proj_with_mqa(own.input_layernorm(h))
+        latent = (row if new.coded is None else new.coded.rounded(row))[..., : new.rank]
         now = new.kv_b_proj(latent).unflatten(-1, (new.num_kv_heads, -1))
         x = their.input_layernorm(o)
         k, v = (p(x).unflatten(-1, (new.num_kv_heads, -1)) for p in (source.k_proj, source.v_proj))

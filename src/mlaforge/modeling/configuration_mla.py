@@ -25,6 +25,9 @@ FIELDS = {
     # Per layer: "gqa", "latent" or "latent_rope", and the latent rank.
     "mla_layer_types": (list[str] | None, None),
     "mla_kv_lora_ranks": (list[int] | None, None),
+    # Per layer, where rows are coded: how many numbers of the latent have at least 1, 2, ... bits (coded_rows_mla.py);
+    # empty where they are not.
+    "mla_code_counts": (list[list[int]] | None, None),
     # Which converted projections carry a bias, and whether the softmax has a learned sink per head.
     "mla_q_bias": (bool, False),
     "mla_k_bias": (bool, False),

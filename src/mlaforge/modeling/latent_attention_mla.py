@@ -5,7 +5,8 @@ where they are read, so all of RoPE is kept; values can be absorbed (attend over
 `latent_rope`: a token caches c and one rotary key (r + d_r numbers) that all heads share: DeepSeek-V2's layout
 (arXiv:2405.04434), with a table that says which of the model's frequencies each rotary pair turns with.
 
-The cache is any stock transformers cache: it is given the latent row as keys and an empty tensor as values.
+The cache is any stock transformers cache: it is given the latent row as keys and an empty tensor as values. Where rows
+are coded, keys are a row's bytes, and attention reads what they hold, of every token, its own too.
 Copied into checkpoints; needs only torch and transformers.
 
 Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim (= qk_nope_head_dim),
@@ -21,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_mla import FUSED, attend, attend_fused, sink_share
+from .coded_rows_mla import CodedRows
 from .rope_mla import RotationTable, pairs, rotate
 
 
@@ -42,7 +44,8 @@ class LatentAttention(nn.Module):
 
     Parameters (DeepSeek's names; kv_b_proj has one block per KV head instead of one per query head):
         q_proj               [H·(D+E), hidden], or q_a_proj [q_lora_rank, hidden] and q_b_proj [H·(D+E), q_lora_rank]
-        kv_a_proj_with_mqa   [R+E, hidden], no norm; a bias only in latent_rope where the source's keys have one
+        kv_a_proj_with_mqa   [R+E, hidden], no norm; a bias only in latent_rope where the source's keys have one, and
+                             where rows are coded
         kv_b_proj            [G·(D+V), R] with bias; rows per KV head: D of the key, then V of the value
         o_proj               [hidden, H·V]
         rope_index           [E/2] int64, only in latent_rope: the model's frequency that each rotary pair turns with
@@ -71,6 +74,8 @@ class LatentAttention(nn.Module):
         self.rank = config.mla_kv_lora_ranks[layer_idx]
         self.scaling = config.softmax_scale
         self.attention_dropout = config.attention_dropout
+        counts = config.mla_code_counts[layer_idx] if config.mla_code_counts else []
+        self.coded = CodedRows(counts, self.rope_dim) if counts else None
         kinds = getattr(config, "layer_types", None)
         windowed = kinds is None or kinds[layer_idx] == "sliding_attention"
         self.sliding_window = getattr(config, "sliding_window", None) if windowed else None
@@ -84,7 +89,7 @@ class LatentAttention(nn.Module):
         else:
             self.q_a_proj = nn.Linear(hidden, q_rank, bias=False)
             self.q_b_proj = nn.Linear(q_rank, q_out, bias=config.mla_q_bias)
-        kv_a_bias = config.mla_k_bias and self.layout == "latent_rope"
+        kv_a_bias = self.coded is not None or (config.mla_k_bias and self.layout == "latent_rope")
         self.kv_a_proj_with_mqa = nn.Linear(hidden, self.rank + self.rope_dim, bias=kv_a_bias)
         self.kv_b_proj = nn.Linear(self.rank, self.num_kv_heads * (self.nope_dim + self.v_dim), bias=True)
         self.o_proj = nn.Linear(self.num_heads * self.v_dim, hidden, bias=config.mla_o_bias)
@@ -137,12 +142,16 @@ class LatentAttention(nn.Module):
             row_BTR = torch.cat((latent, rotate(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
 
         row_B1SR, first = row_BTR[:, None], 0
+        if self.coded is not None:
+            row_B1SR = self.coded.rounded(row_B1SR) if past_key_values is None else self.coded.pack(row_B1SR)
         if past_key_values is not None:
             # The frame in which transformers builds its masks: cached row j has index first_key + j.
             seen = past_key_values.get_seq_length(self.layer_idx)
             first_key = past_key_values.get_mask_sizes(T, self.layer_idx)[1]
             first = seen - first_key
             row_B1SR, _ = past_key_values.update(row_B1SR, row_B1SR[..., :0], self.layer_idx)
+            if self.coded is not None:
+                row_B1SR = self.coded.unpack(row_B1SR).to(row_BTR.dtype)
         row_BSR = row_B1SR[:, 0]
 
         if self.layout == "latent":

@@ -12,11 +12,12 @@ import transformers
 # The remote-code loader copies only the siblings that this entry file imports itself.
 from . import configuration_mla as _configuration
 from .attention_mla import attend
+from .coded_rows_mla import CodedRows
 from .configuration_mla import FIELDS
 from .latent_attention_mla import LatentAttention
 from .rope_mla import RotationTable
 
-__all__ = ["FIELDS", "LatentAttention", "attend", "use_latent_attention"]
+__all__ = ["FIELDS", "CodedRows", "LatentAttention", "attend", "use_latent_attention"]
 
 _classes: dict[str, type] = {}
 

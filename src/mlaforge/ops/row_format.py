@@ -11,12 +11,15 @@ P parts of a row, G KV heads, D head_dim.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from mlaforge.modeling.coded_rows_mla import CodedRows, rounded_up, scaled_codes
 
 # Tokens that int4 packs together.
 INT4_TOKENS = 32
@@ -132,8 +135,8 @@ class Int8:
 
     def write(self, rows_UB: Tensor, units_U: Tensor, row_NW: Tensor) -> None:
         x = row_NW.bfloat16().float()
-        scale_NP = torch.stack([_rounded_up(part.abs().amax(1) / 127) for part in x.split(self.parts, dim=1)], dim=1)
-        codes = _codes(x, self._spread(scale_NP), -127, 127).to(torch.int8)
+        scale_NP = torch.stack([rounded_up(part.abs().amax(1) / 127) for part in x.split(self.parts, dim=1)], dim=1)
+        codes = scaled_codes(x, self._spread(scale_NP), -127, 127).to(torch.int8)
         padded = torch.nn.functional.pad(codes, (0, self.width % 2))
         rows_UB.index_copy_(0, units_U, torch.cat((_bytes(padded), _bytes(scale_NP)), dim=1))
 
@@ -193,8 +196,8 @@ class Int4:
         parts: list[list[Tensor]] = [[], [], []]
         for numbers, dim in zip(x.unbind(2), (1, 3), strict=True):
             least = numbers.amin(dim, keepdim=True)
-            scale = _rounded_up((numbers.amax(dim, keepdim=True) - least) / 15)
-            codes = _codes(numbers - least, scale.float(), 0, 15).to(torch.uint8).flatten(1)
+            scale = rounded_up((numbers.amax(dim, keepdim=True) - least) / 15)
+            codes = scaled_codes(numbers - least, scale.float(), 0, 15).to(torch.uint8).flatten(1)
             parts[0].append(codes[:, ::2] | codes[:, 1::2] << 4)
             # Keys and values one after the other: scale and minimum of the one, then of the other.
             parts[1] += [_bytes(scale).flatten(1), _bytes(least.bfloat16()).flatten(1)]
@@ -212,18 +215,42 @@ class Int4:
         return x.view(U * T, self.width)
 
 
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """What a converted model's own code makes of a row (modeling/coded_rows_mla.py): `counts` of its latent's bits and
+    the width of its rotary key."""
+
+    counts: tuple[int, ...]
+    rope_dim: int = 0
+
+    tokens = 1
+
+    @functools.cached_property
+    def code(self) -> CodedRows:
+        return CodedRows(self.counts, self.rope_dim)
+
+    @property
+    def width(self) -> int:
+        return self.counts[0] + self.rope_dim
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.code.row_bytes
+
+    @property
+    def numbers(self) -> list[int]:
+        return [3, self.rope_dim, *self.counts]
+
+    def empty(self, units: int, device: torch.device) -> Tensor:
+        return torch.empty(units, self.unit_bytes, dtype=torch.uint8, device=device)
+
+    def write(self, rows_UB: Tensor, units_U: Tensor, row_NW: Tensor) -> None:
+        rows_UB.index_copy_(0, units_U, self.code.pack(row_NW))
+
+    def read(self, rows_UB: Tensor, units_U: Tensor) -> Tensor:
+        return self.code.unpack(rows_UB[units_U])
+
+
 def _bytes(numbers: Tensor) -> Tensor:
     """The same memory as bytes."""
     return numbers.contiguous().view(torch.uint8)
-
-
-def _rounded_up(x: Tensor) -> Tensor:
-    """To bf16, nothing below x; NaN and infinity stay."""
-    near = x.bfloat16()
-    return torch.where(near.float() < x, near.nextafter(torch.full_like(near, torch.inf)), near)
-
-
-def _codes(x: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
-    """Whole numbers of fp32: 0 where the scale is 0, infinite or none, which alone then says what is read."""
-    good = (scale > 0) & (scale < torch.inf)
-    return torch.where(good, (x / scale).round(), 0.0).clamp(least, most)

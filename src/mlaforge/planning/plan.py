@@ -22,7 +22,7 @@ DEFAULT_ROPE_DIM = 64
 # Bytes of a number in cached rows that are plain.
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp8": 1}
 # How the cache can store its rows: the engine's kv_cache_dtype, whose auto is one of these.
-STORED = (*ITEMSIZES, "int8", "int4")
+STORED = (*ITEMSIZES, "int8", "int4", "coded")
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class LayerPlan:
     """What one layer becomes: `gqa` (it stays as it is), `latent` or `latent_rope`.
 
     `kv_lora_rank` is the latent's width r; `qk_rope_head_dim` the width d_r of the rotary key that all heads
-    share, 0 but in `latent_rope`.
+    share, 0 but in `latent_rope`. `code` is how many of the latent's numbers have at least 1, 2, ... bits
+    (modeling/coded_rows_mla.py), empty where rows are not coded.
     """
 
     layout: str
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
+    code: tuple[int, ...] = ()
 
     def cached(self, layer: LayerSpec) -> int:
         """Numbers in the cache per token: 2 · n_kv_heads · head_dim, r, or r + d_r."""
@@ -51,7 +53,10 @@ class LayerPlan:
             # The newest tokens are packed when they are 32.
             packed, rest = divmod(tokens, 32)
             return packed * (16 * numbers + 2 * numbers + 128 * layer.num_kv_heads) + rest * 2 * numbers
-        return tokens * numbers * ITEMSIZES[stored]
+        if stored == "coded" and self.code:
+            planes, rotary = sum(self.code) // 8, self.qk_rope_head_dim
+            return tokens * (planes + ((planes + rotary) % 2 + rotary + 2 if rotary else 0))
+        return tokens * numbers * ITEMSIZES["bf16" if stored == "coded" else stored]
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Plan:
         assert len(self.layers) == self.spec.num_layers and self.stored in STORED
         if self.stored == "int4" and self.converted:
             raise UserError("kv_cache_dtype int4 is for grouped-query layers; converted ones can be int8")
+        if any(layer.code for layer in self.layers) and self.stored not in ("coded", "bf16", "fp32"):
+            raise UserError(f"kv_cache_dtype {self.stored} is not for coded rows: use auto, coded or bf16")
 
     @property
     def cached(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Plain, RowFormat, row_format
+from mlaforge.ops.row_format import Coded, Plain, RowFormat, row_format
 from mlaforge.runtime import UserError
 
 
@@ -55,6 +55,9 @@ def layer_caches(
     """Every layer's cache, and the window of each group. `config` is the model's own, converted or not, `dtype` what it
     computes in, `stored` a name of ops/row_format.py. Raises UserError for one that does not suit a layer."""
     kinds = getattr(config, "mla_layer_types", None) or ["gqa"] * spec.num_layers
+    codes: list[list[int]] = getattr(config, "mla_code_counts", None) or [[]] * spec.num_layers
+    if stored == "coded" and not any(codes):
+        raise UserError("kv_cache_dtype coded is for models that were converted with --bits; use auto")
     windows = sorted({layer.window for layer in spec.layers}, key=lambda w: (w is not None, w))
     layers = []
     for index, (layer, kind) in enumerate(zip(spec.layers, kinds, strict=True)):
@@ -64,7 +67,13 @@ def layer_caches(
             if stored == "int4":
                 raise UserError(f"kv_cache_dtype int4 is for grouped-query layers; layer {index} is {kind}: use int8")
             parts = [config.mla_kv_lora_ranks[index], *([config.qk_rope_head_dim] if kind == "latent_rope" else [])]
-        layers.append(LayerCache(kind, row_format(stored, parts, dtype), windows.index(layer.window)))
+        format = row_format("auto" if stored == "coded" else stored, parts, dtype)
+        if codes[index]:
+            if stored not in ("auto", "coded", "bf16"):
+                raise UserError(f"kv_cache_dtype {stored} is not for coded rows; use auto, coded or bf16")
+            if stored != "bf16":
+                format = Coded(tuple(codes[index]), sum(parts[1:]))
+        layers.append(LayerCache(kind, format, windows.index(layer.window)))
     return layers, windows
 
 
