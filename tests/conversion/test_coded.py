@@ -1,0 +1,127 @@
+"""`convert --bits`: ranks and bits of every family and layout, in plain transformers and by its own count."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from mlaforge.checkpoint import loading
+from mlaforge.modeling.coded_rows_mla import CodedRows
+from support.tiny_models import CASES, load_original
+
+EVERY = {"layers": "all"}
+# A byte that calibration never saw lies beyond every range.
+MORE_TEXT = {"nsamples": 64}
+
+
+def tokens(rows=2, length=40):
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def error(directory, tiny_models, text):
+    """Of the logits, against the original's."""
+    x = torch.tensor([list(text.read_bytes()[at : at + 64]) for at in range(0, 1024, 64)])
+    with torch.no_grad():
+        return float(
+            (loading.load_model(directory)(x).logits - load_original(tiny_models["llama"])(x).logits).square().mean()
+        )
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_rows_are_stored_in_the_bits_that_were_asked_for(family, layout, converted):
+    """What is read of a row is the same with a cache and without, in parts, absorbed and expanded; and its bytes are
+    the share that was asked for."""
+    directory = converted(family, layout, bits=5, **EVERY)
+    model, x = loading.load_model(directory), tokens()
+    with torch.no_grad():
+        plain = model(x, use_cache=False).logits
+        for absorb in (False, True):
+            for layer in model.model.layers:
+                layer.self_attn.absorb = absorb
+            cache, parts = DynamicCache(config=model.config), []
+            for part in (x[:, :25], x[:, 25:26], x[:, 26:31], x[:, 31:]):
+                parts.append(model(part, past_key_values=cache).logits)
+            torch.testing.assert_close(torch.cat(parts, 1), plain, rtol=1e-3, atol=1e-3)
+    cache = DynamicCache(config=model.config)
+    model(x[:1, :16], past_key_values=cache)
+    rows = [layer.keys for layer in cache.layers]
+    assert all(each.dtype == torch.uint8 for each in rows)
+    metrics = json.loads((directory / "manifest.json").read_text())["metrics"]
+    per_token = sum(each.shape[-1] for each in rows)
+    assert per_token == metrics["cache"]["mla_bytes_per_token"]
+    limit = 5 / 8 * metrics["cache"]["gqa_per_token"]
+    assert limit - 4 * len(rows) <= per_token <= limit
+    counts = model.config.mla_code_counts
+    assert [code[0] for code in counts] == model.config.mla_kv_lora_ranks
+    assert [
+        CodedRows(c, layer.self_attn.rope_dim).row_bytes for c, layer in zip(counts, model.model.layers, strict=True)
+    ] == [each.shape[-1] for each in rows]
+
+
+@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+def test_more_bits_cost_less(layout, converted, tiny_models, evaluation_file):
+    """Many bits are nearly the original, and the prediction falls with the measurement."""
+    errors, predicted = [], []
+    for bits in (4, 6, 8):
+        directory = converted("llama", layout, bits=bits, refit="off", **MORE_TEXT)
+        errors.append(error(directory, tiny_models, evaluation_file))
+        layers = json.loads((directory / "manifest.json").read_text())["metrics"]["layers"]
+        predicted.append(sum(layer["predicted_loss"] for layer in layers))
+    assert errors[0] > errors[1] > errors[2] and errors[0] > 2 * errors[2]
+    assert predicted[0] > 2 * predicted[1]
+
+
+def test_bits_beat_rank_at_equal_bytes(converted, tiny_models, evaluation_file):
+    coded, cut = (converted("llama", "latent", **MORE_TEXT, **how) for how in ({"bits": 4}, {"budget": 0.25}))
+    assert 2 * error(coded, tiny_models, evaluation_file) < error(cut, tiny_models, evaluation_file)
+
+
+@pytest.mark.parametrize("how", [{"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
+def test_generation_modes_of_transformers(how, converted):
+    model, x = loading.load_model(converted("llama", "latent", bits=5, **EVERY)), tokens(1, 30)
+    more = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    more["attention_mask"] = torch.ones_like(x)
+    beams = {"num_beams": how["num_beams"]} if "num_beams" in how else {}
+    assert torch.equal(model.generate(x, **more, **how), model.generate(x, **more, **beams, use_cache=False))
+
+
+def test_gradients_pass_through_the_code(converted):
+    model = loading.load_model(converted("llama", "latent_rope", bits=5, **EVERY)).train()
+    model(tokens(), use_cache=False).logits.square().mean().backward()
+    for layer in model.model.layers:
+        for name, parameter in layer.self_attn.named_parameters():
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--bits", "4", "--budget", "0.25"), ("bits", "budget = 0.25")),
+        (("--bits", "4", "--kv-lora-rank", "16"), ("bits", "kv_lora_rank = 16")),
+        (("--bits", "4", "--deepseek-style"), ("bits", "deepseek_style")),
+        (("--bits", "9"), ("bits", "8")),
+        (("--bits", "0"), ("bits", "above 0")),
+    ],
+)
+def test_what_does_not_go_together(more, words, refused, tiny_models, tmp_path, short):
+    refused(words, "convert", tiny_models["llama"], tmp_path / "out", *short, *more)
+
+
+@pytest.mark.parametrize(
+    ("counts", "word"),
+    [
+        (lambda c: c[:-1], "one for each layer"),
+        (lambda c: [[c[0][0] + 8, *c[0][1:]], *c[1:]], "ranks"),
+        (lambda c: [[*c[0], c[0][-1] + 8], *c[1:]], "fall"),
+        (lambda c: [[*c[0][:-1], 4], *c[1:]], "multiples of 8"),
+        (lambda c: [[*c[0], 8.5], *c[1:]], "mla_code_counts"),
+    ],
+)
+def test_damaged_codes(counts, word, converted, refused, tmp_path):
+    out = shutil.copytree(converted("llama", "latent", bits=5, **EVERY), tmp_path / "model")
+    config = json.loads((out / "config.json").read_text())
+    config["mla_code_counts"] = counts(config["mla_code_counts"])
+    (out / "config.json").write_text(json.dumps(config))
+    refused(("config.json", word), "eval", out)
