@@ -318,6 +318,21 @@ def test_half_precision(implementation):
     assert_right(step, attention(step, implementation), tolerance=3e-3)
 
 
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("shape", ["mla", "group-3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_in_fp8_are_cast_where_they_are_read(dtype, shape, implementation):
+    step = make_step(SHAPES[shape], [(70, 2), (9, 1)], dtype=dtype)
+    rounded = [rows.to(torch.float8_e4m3fn) for rows in (step.k, step.v)]
+    if SHAPES[shape].aliased:
+        rounded[1] = rounded[0][..., : SHAPES[shape].value]
+    exact = dataclasses.replace(step, k=rounded[0].to(dtype), v=rounded[1].to(dtype))
+    found = paged_attention(step.q, *rounded, *step.inputs[3:], implementation=implementation)
+    assert_right(exact, found, tolerance=2e-5 if dtype == torch.float32 else 3e-3)
+    if DEVICE == "cpu":
+        assert OP.choose(step.q, *rounded, *step.inputs[3:])[0] == "reference"
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lengths", [[(0, 1), (20, 1), (0, 1)], [(0, 2)]], ids=["some", "all"])
 def test_a_row_that_sees_nothing(lengths, implementation):

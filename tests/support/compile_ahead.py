@@ -40,10 +40,10 @@ SHAPES = {
 }
 
 
-def launch(name: str, dtype: torch.dtype) -> kernels.Launch:
+def launch(name: str, dtype: torch.dtype, rows: torch.dtype) -> kernels.Launch:
     H, G, D, V, T = SHAPES[name]
-    k = torch.empty(32, G, D, dtype=dtype)
-    v = k[..., :-V] if V < 0 else torch.empty(32, G, V, dtype=dtype)
+    k = torch.empty(32, G, D, dtype=rows)
+    v = k[..., :-V] if V < 0 else torch.empty(32, G, V, dtype=rows)
     S = 8
     # One sequence's prefill beside decode of the others.
     N = S + T - 1 if name.endswith("mixed") else S * T
@@ -64,7 +64,9 @@ def compile_ahead(kernel: Any, arguments: dict[str, Any], options: dict[str, int
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
-            kind = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
+            kind = {
+                "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
+            }  # fmt: skip
             signature[parameter.name] = "*" + kind[str(value.dtype).removeprefix("torch.")]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
@@ -97,14 +99,16 @@ def registers(ptx: str) -> dict[str, int]:
 
 def main(names: list[str]) -> None:
     for given in names:
-        shape, _, dtype_name = given.partition(":")
-        dtype = getattr(torch, dtype_name or "bfloat16")
+        # NAME, NAME:DTYPE, or NAME:DTYPE:DTYPE OF THE CACHE
+        shape, *dtypes = given.split(":")
+        dtype = getattr(torch, dtypes[0] if dtypes else "bfloat16")
+        rows = getattr(torch, dtypes[-1]) if dtypes else dtype
         start = time.perf_counter()
         told: dict[str, Any] = {"name": given}
         if shape == "merge":
             done = compile_ahead(kernels.merge_kernel, *merge(dtype))
         else:
-            planned = launch(shape, dtype)
+            planned = launch(shape, dtype, rows)
             told |= {"grid": planned.grid, "tile": [planned.arguments[name] for name in ("BLOCK_M", "BLOCK_N")]}
             done = compile_ahead(kernels.attend_kernel, planned.arguments, planned.options)
         told |= {"shared": done.metadata.shared, **registers(done.asm["ptx"])}
@@ -113,4 +117,5 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [*SHAPES, "merge", "gqa-128:float16", "gqa-128:float32", "mla-512-64:float32"])
+    fp8 = [f"{name}:bfloat16:float8_e4m3fn" for name in ("gqa-64", "gqa-128-prefill", "mla-512-64", "mla-small")]
+    main(sys.argv[1:] or [*SHAPES, "merge", "gqa-128:float16", "gqa-128:float32", "mla-512-64:float32", *fp8])

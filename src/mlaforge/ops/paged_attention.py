@@ -29,7 +29,8 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention; what a query token sees is said by `view` (ops/cache_view.py).
 
-    k_LGD and v_LGV are views over all slots of a layer's cache, of any strides. A learned sink is the caller's:
+    k_LGD and v_LGV are views over all slots of a layer's cache, of any strides, in the queries' dtype or in one that is
+    cast to it (bf16, fp8). A learned sink is the caller's:
     out * sigmoid(lse - sink). Returns out [N, H, V] in the queries' dtype and lse [N, H], the natural logarithm of the
     softmax denominator, in fp32; a row that sees nothing gives 0 and -inf. `implementation` None lets
     ops/dispatch.py choose; UserError where the named one cannot run.
@@ -98,6 +99,8 @@ def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
 def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
     if q_NHD.device.type != "cpu":
         return f"it reads host memory, these are on {q_NHD.device.type}"
+    if k_LGD.dtype != q_NHD.dtype:
+        return f"rows are {k_LGD.dtype}, queries {q_NHD.dtype}"
     if len(view.runs) != len(view.seq_lens_S):
         return "the view has no runs"
     if k_LGD.shape[2] != v_LGV.shape[2] and (k_LGD.data_ptr(), k_LGD.stride()) != (v_LGV.data_ptr(), v_LGV.stride()):

@@ -5,7 +5,8 @@ the positions that the tile sees, so a cached row is read once per tile; with an
 key and as value. Prefill is the same kernel with more tiles per sequence. Launch geometry depends on host numbers
 alone (tensor shapes and the view's bounds), lengths are read on the device: launches can be captured in a graph.
 
-Widths that are no powers of two are cut into pieces (576 = 512 + 64), the last of them masked.
+Widths that are no powers of two are cut into pieces (576 = 512 + 64), the last of them masked. Rows in another dtype
+than the queries (fp8) are cast tile by tile as they are read.
 Written after Flash-Decoding (Dao et al. 2023) and FlashAttention-2 (arXiv:2307.08691). Not measured on a GPU yet.
 """
 
@@ -137,13 +138,13 @@ def attend_kernel(
         block = tl.load(blocks + (p - first) // BLOCK_SIZE, mask=live, other=0)
         slot = block.to(tl.int64) * BLOCK_SIZE + (p - first) % BLOCK_SIZE
         k_rows = k + slot * k_slot + g * k_head
-        k0 = _columns(k_rows, live, 0, D0, V if V_IN_K else D)
+        k0 = _columns(k_rows, live, 0, D0, V if V_IN_K else D).to(q.dtype.element_ty)
         scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if D1 > 0:
-            k1 = _columns(k_rows, live, D0, D1, V if V_IN_K else D)
+            k1 = _columns(k_rows, live, D0, D1, V if V_IN_K else D).to(q.dtype.element_ty)
             scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
         if D2 > 0:
-            k2 = _columns(k_rows, live, V, D2, D)
+            k2 = _columns(k_rows, live, V, D2, D).to(q.dtype.element_ty)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
         # What is not live lies behind every position: only the last split's last tile is cut short.
         visible = p[None, :] <= position[:, None]
@@ -156,18 +157,18 @@ def attend_kernel(
         fade = tl.exp2(peak - _finite(higher))
         total = total * fade + tl.sum(weights, 1)
         peak = higher
-        weights = weights.to(v.dtype.element_ty)
+        weights = weights.to(q.dtype.element_ty)
         if V_IN_K:
             v0 = k0
         else:
             v_rows = v + slot * v_slot + g * v_head
-            v0 = _columns(v_rows, live, 0, V0, V)
+            v0 = _columns(v_rows, live, 0, V0, V).to(q.dtype.element_ty)
         acc0 = tl.dot(weights, v0, acc0 * fade[:, None], input_precision=PRECISION)
         if V1 > 0:
             if V_IN_K:
                 v1 = k1
             else:
-                v1 = _columns(v_rows, live, V0, V1, V)
+                v1 = _columns(v_rows, live, V0, V1, V).to(q.dtype.element_ty)
             acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
 
     # Rows that see nothing: peak is -inf, acc is 0.
@@ -206,7 +207,7 @@ def supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor) -> Literal[True] | str
     """True, or the reason why the kernel cannot run on these."""
     if q_NHD.device.type != "cuda" and not INTERPRETED:
         return f"it needs CUDA tensors, these are on {q_NHD.device.type}"
-    if not q_NHD.dtype == k_LGD.dtype == v_LGV.dtype:
+    if k_LGD.dtype != v_LGV.dtype or k_LGD.dtype not in (q_NHD.dtype, torch.bfloat16, torch.float8_e4m3fn):
         return f"queries {q_NHD.dtype}, keys {k_LGD.dtype} and values {v_LGV.dtype} differ in dtype"
     if q_NHD.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it has no {q_NHD.dtype}"
