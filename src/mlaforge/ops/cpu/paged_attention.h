@@ -13,6 +13,7 @@
 #pragma once
 #include <atomic>
 #include <numeric>
+#include <unordered_map>
 
 #include "rows.h"
 #include "view.h"
@@ -33,18 +34,14 @@ struct Attention {
   View view;
   float scale;
 
-  // Of sequences whose rows many tasks read: those rows, decoded, and where each sequence's begin (-1: not there).
-  std::optional<Rows> prompts;
-  std::vector<int64_t> begins;
+  // Sequences of more than one task's columns read packed rows many times: decoded ones, and a view of them.
+  std::optional<Rows> decoded;
+  std::optional<View> decoded_view;
 
   int64_t J() const { return H / G; }
-  bool unpacked(int64_t s) const { return prompts && begins[s] >= 0; }
-  const Rows& rows_of(int64_t s) const { return unpacked(s) ? *prompts : rows; }
-  // Slots there of `count` tokens from `position` on.
-  void slots(int64_t s, int64_t position, int64_t count, int32_t* slot) const {
-    if (!unpacked(s)) return view.slots(s, position, count, slot);
-    std::iota(slot, slot + count, int32_t(begins[s] + position - view.first(s)));
-  }
+  bool one_task(int64_t s) const { return view.queries(s) * H <= COLUMNS; }
+  const Rows& rows_of(int64_t s) const { return decoded && !one_task(s) ? *decoded : rows; }
+  const View& view_of(int64_t s) const { return decoded && !one_task(s) ? *decoded_view : view; }
 };
 
 // Heads that are computed together: they read keys [k, k + D) and values [v, v + V) of a row, v counted from the first
@@ -138,7 +135,7 @@ class Reader {
     const int64_t high = std::min(base + CHUNK, view.length(s)), seen = view.since(view.position(s, stop.task->token(0)));
     // The rest of the last sixteen is of the same block, where blocks are sixteens.
     const int64_t whole = view.block_size % 16 ? high : (high + 15) / 16 * 16;
-    of_.slots(s, low, whole - low, to.slots + low - base);
+    of_.view_of(s).slots(s, low, whole - low, to.slots + low - base);
     to.from = std::max(low, seen) - base, to.to = high - base;
   }
 
@@ -169,7 +166,7 @@ inline void merge_chunk(float* total, float& top, float& sum, const float* part,
 template <typename Kernel>
 class PagedAttention {
  public:
-  explicit PagedAttention(const Attention& of) : of_(of), view_(of_.view) { unpack(); }
+  explicit PagedAttention(const Attention& of) : of_(of), view_(of_.view) { decode(); }
 
   // `finish(n, out [H, V], lse [H])` for every query token, from several threads at once.
   template <typename Finish>
@@ -183,7 +180,7 @@ class PagedAttention {
     for (int64_t s = 0; s < S; ++s) {
       const int64_t T = view_.queries(s), columns = T * H;
       std::fill_n(sequence_of.begin() + view_.query(s), T, s);
-      if (columns <= COLUMNS) {
+      if (of_.one_task(s)) {
         // Every chunk is a task; the results are merged afterwards.
         const auto [from, to] = view_.chunks(s, 0, T);
         places[s] = {all_places, to - from};
@@ -213,7 +210,7 @@ class PagedAttention {
     at::parallel_for(0, N, 4, [&](int64_t from, int64_t to) {
       for (int64_t n = from; n < to; ++n) {
         const int64_t s = sequence_of[n];
-        if (view_.queries(s) * H <= COLUMNS) merge(n, s, places[s]);
+        if (of_.one_task(s)) merge(n, s, places[s]);
         finish(n, out_.data() + n * H * V, lse_.data() + n * H);
       }
     });
@@ -223,36 +220,38 @@ class PagedAttention {
   // Results of chunks that were tasks of their own: the first one of a sequence, and how many chunks.
   struct Places { int64_t first, chunks; };
 
-  // Decodes the rows that many tasks read.
-  void unpack() {
+  // Decodes the rows that many tasks read, each block once, however many sequences have it.
+  void decode() {
     if (!of_.rows.packed()) return;
-    const int64_t width = of_.rows.width;
-    std::vector<std::pair<int64_t, int64_t>> stretches;  // a sequence's, and their first positions
-    int64_t total = 0;
-    of_.begins.assign(view_.sequences(), -1);
+    const int64_t size = view_.block_size, width = of_.rows.width;
+    at::Tensor table = view_.table_SB.clone();
+    std::unordered_map<int32_t, int32_t> places;
+    std::vector<int32_t> blocks;
     for (int64_t s = 0; s < view_.sequences(); ++s) {
-      if (view_.queries(s) * of_.H <= COLUMNS) continue;
-      for (int64_t p = view_.first(s); p < view_.length(s); p += STRETCH) stretches.push_back({s, p});
-      of_.begins[s] = total, total += (view_.rows(s) + 15) / 16 * 16;
+      int32_t* own = table.mutable_data_ptr<int32_t>() + s * table.size(1);
+      for (int64_t b = 0; !of_.one_task(s) && b * size < view_.rows(s); ++b) {
+        const auto [place, fresh] = places.try_emplace(own[b], int32_t(blocks.size()));
+        if (fresh) blocks.push_back(own[b]);
+        own[b] = place->second;
+      }
     }
-    if (!total) return;
-    static thread_local std::vector<bf16> unpacked;
-    unpacked.resize(std::max<size_t>(unpacked.size(), total * width));
-    bf16* to = unpacked.data();
-    at::parallel_for(0, stretches.size(), 4, [&](int64_t from, int64_t until) {
+    if (blocks.empty()) return;
+    static thread_local std::vector<bf16> decoded;
+    decoded.resize(std::max<size_t>(decoded.size(), blocks.size() * size * width));
+    bf16* to = decoded.data();
+    at::parallel_for(0, blocks.size(), 1, [&](int64_t from, int64_t until) {
+      std::vector<int32_t> slots(size);
+      std::vector<const bf16*> row(size);
       for (int64_t i = from; i < until; ++i) {
-        const auto [s, position] = stretches[i];
-        const int64_t count = std::min(STRETCH, view_.length(s) - position);
-        int32_t slots[STRETCH];
-        const bf16* row[STRETCH];
-        bf16* own = to + (of_.begins[s] + position - view_.first(s)) * width;
-        view_.slots(s, position, count, slots);
-        of_.rows.stage(slots, count, {Part{0, width}}, own, row);
-        for (int64_t t = 0; t < count; ++t)
-          if (row[t] != own + t * width) std::copy_n(row[t], width, own + t * width);
+        bf16* own = to + i * size * width;
+        std::iota(slots.begin(), slots.end(), int32_t(blocks[i] * size));
+        of_.rows.stage(slots.data(), size, {Part{0, width}}, own, row.data());
+        // Whole rows lie one after another.
+        if (row[0] != own) std::copy_n(row[0], size * width, own);
       }
     });
-    of_.prompts.emplace(to, width);
+    of_.decoded.emplace(to, width);
+    of_.decoded_view = View{table, view_.seq_lens_S, view_.first_S, view_.query_start_S1, size, view_.window, view_.tree_Tn};
   }
 
   int64_t first_chunk(const Task& task) const {
