@@ -59,10 +59,11 @@ struct Int4Rows {
       }
   }
 
-  // Reads the share of one of 32 tokens into the cache.
-  void fetch(const uint8_t* bytes, int64_t t) const {
-    const int64_t all = this->bytes();
-    for (int64_t at = t * all / TOKENS; at < (t + 1) * all / TOKENS; at += 64) _mm_prefetch((const char*)bytes + at, _MM_HINT_T0);
+  // Has a core's cache read numbers [first, last) of a token's row, and its share of the scales.
+  void fetch(const uint8_t* bytes, int64_t t, int64_t first, int64_t last) const {
+    const int64_t C = channels(), codes = TOKENS * C, share = (this->bytes() - codes) / TOKENS;
+    if (first < C) ahead(bytes + (t * C + first) / 2, (std::min(last, C) - first) / 2), ahead(bytes + codes + t * share, share);
+    if (last > C) ahead(bytes + ((TOKENS + t - 1) * C + std::max(first, C)) / 2, (last - std::max(first, C)) / 2);
   }
 
  private:

@@ -38,7 +38,7 @@ class Rows {
       TORCH_CHECK(bytes_ == int8_.bytes(), "a row of int8 has ", int8_.bytes(), " bytes, this one ", bytes_);
     } else {
       TORCH_CHECK(format_ == INT4 && format.size() == 3 && format[2] % 2 == 0, "rows in format ", format, " are not known");
-      int4_ = {format[1], format[2]}, width = int4_.width(), slots_ = rows.size(0) * Int4Rows::TOKENS;
+      int4_ = {format[1], format[2]}, width = int4_.width(), tokens_ = Int4Rows::TOKENS, slots_ = rows.size(0) * tokens_;
       TORCH_CHECK(bytes_ == int4_.bytes(), "32 rows of int4 have ", int4_.bytes(), " bytes, these ", bytes_);
     }
     TORCH_CHECK(!whole || whole->size(1) == width, "whole rows are not ", width, " wide");
@@ -58,34 +58,41 @@ class Rows {
   // Packs the 32 rows from a whole slot on.
   void pack(int64_t from, int64_t to) const {
     TORCH_INTERNAL_ASSERT(format_ == INT4 && from >= slots_ && to < slots_, "rows are packed from whole blocks");
-    int4_.write(whole_ + (from - slots_) * width, packed_ + to / Int4Rows::TOKENS * bytes_);
+    int4_.write(whole_ + (from - slots_) * width, packed_ + to / tokens_ * bytes_);
   }
+
+  bool packed() const { return packed_; }
 
   // Numbers of scratch that staging `count` rows needs.
   int64_t scratch(int64_t count) const { return packed_ ? count * width : 0; }
 
-  // Places of the rows of `count` slots from `slot` on, which lie in one block and one unit of what is packed together. Of
-  // packed ones the `parts` are decoded to scratch [count, width]; meanwhile the cache is given the same of the slots from
-  // `next` on, unless that is -1.
-  void stage(int64_t slot, int64_t count, int64_t next, const Parts& parts, bf16* scratch, const bf16** row) const {
-    if (slot >= slots_) {
-      for (int64_t t = 0; t < count; ++t) row[t] = whole_ + (slot - slots_ + t) * width;
-      return;
-    }
-    for (int64_t t = 0; t < count; ++t) row[t] = scratch + t * width;
-    const bool ahead = next >= 0 && next < slots_;
-    if (format_ == INT4) {
-      for (int64_t t = 0; ahead && t < count; ++t) int4_.fetch(packed_ + next / Int4Rows::TOKENS * bytes_, t);
-      const int64_t from = slot % Int4Rows::TOKENS;
-      for (const Part& part : parts)
-        int4_.read(packed_ + slot / Int4Rows::TOKENS * bytes_, from, from + count, part.first, part.last(), scratch);
-      return;
-    }
-    for (int64_t t = 0; t < count; ++t)
-      for (const Part& part : parts) {
-        if (ahead) int8_.fetch(packed_ + (next + t) * bytes_, part.first, part.last());
-        int8_.read(packed_ + (slot + t) * bytes_, part.first, part.last(), scratch + t * width);
+  // Places of the rows at `count` slots. Of packed ones the `parts` are decoded, to their places in scratch [count, width].
+  void stage(const int32_t* slots, int64_t count, const Parts& parts, bf16* scratch, const bf16** row) const {
+    for (int64_t t = 0, end; t < count; t = end) {
+      end = t + 1;
+      if (slots[t] >= slots_) {
+        row[t] = whole_ + (slots[t] - slots_) * width;
+        continue;
       }
+      // Those that are packed together, one after another.
+      while (end < count && slots[end] < slots_ && (format_ == INT8 || slots[end] / tokens_ == slots[t] / tokens_)) ++end;
+      bf16* to = scratch + t * width;
+      for (int64_t i = t; i < end; ++i) row[i] = scratch + i * width;
+      for (const Part& part : parts) {
+        if (format_ == INT8) int8_.read(packed_, slots + t, end - t, part.first, part.last(), to);
+        else int4_.read(packed_ + slots[t] / tokens_ * bytes_, slots[t] % tokens_, slots[t] % tokens_ + end - t, part.first, part.last(), to);
+      }
+    }
+  }
+
+  // Has a core's cache read the numbers `part` of the rows at `count` slots.
+  void fetch(const int32_t* slots, int64_t count, Part part) const {
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t slot = slots[t];
+      if (slot >= slots_) ahead(whole_ + (slot - slots_) * width + part.first, 2 * part.numbers);
+      else if (format_ == INT8) ahead(packed_ + slot * bytes_ + part.first, part.numbers);
+      else int4_.fetch(packed_ + slot / tokens_ * bytes_, slot % tokens_, part.first, part.last());
+    }
   }
 
  private:
@@ -95,8 +102,8 @@ class Rows {
   Int8Rows int8_;
   Int4Rows int4_;
   uint8_t* packed_ = nullptr;
-  int64_t slots_ = 0, bytes_ = 0;  // slots that are packed; bytes of what is packed together
-  bf16* whole_ = nullptr;          // the rows of the other slots
+  int64_t slots_ = 0, tokens_ = 1, bytes_ = 0;  // slots that are packed; tokens packed together, and their bytes
+  bf16* whole_ = nullptr;                       // the rows of the other slots
 };
 
 // Packs complete whole blocks `from` as packed blocks `to`.
