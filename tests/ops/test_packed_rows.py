@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.native import pack
-from mlaforge.ops.row_format import Int4, Int8, RowFormat
+from mlaforge.ops.row_format import Coded, Int4, Int8, RowFormat
 
 CPU = torch.device("cpu")
 
@@ -130,10 +130,15 @@ def test_shared_blocks_and_trees(format, compiled):
 @pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)])
 @pytest.mark.parametrize("whole", [(), (0,)], ids=["packed", "first-whole"])
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_latents(layout, whole, heads, kv_heads, rank, rope, window, compiled):
+@pytest.mark.parametrize("stored", ["int8", "coded"])
+def test_latents(stored, layout, whole, heads, kv_heads, rank, rope, window, compiled):
     """The rows that the kernel writes are those of bf16, packed; what it then attends over is what they decode to."""
     H, G, D, V, R, E = heads, kv_heads, 16, 24, rank, rope if layout == "latent_rope" else 0
-    format = Int8((R, E) if E else (R,))
+    format: RowFormat = Int8((R, E) if E else (R,))
+    if stored == "coded":
+        # As many bits as there are, some planes shorter than what is read at a time.
+        R = rank // 8 * 8
+        format = Coded(tuple(max(8, (R - 11 * bit) // 8 * 8) for bit in range(11)), E)
     sequences = [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)]
     cache = make_cache(format, sequences, 16, window, whole)
     generator, N = torch.Generator().manual_seed(1), len(cache.slots)

@@ -6,6 +6,7 @@
 #pragma once
 #include <array>
 
+#include "coded_rows.h"
 #include "int4_rows.h"
 #include "int8_rows.h"
 
@@ -36,6 +37,9 @@ class Rows {
     if (format_ == INT8) {
       int8_ = Int8Rows(format.slice(1)), width = int8_.width, slots_ = rows.size(0);
       TORCH_CHECK(bytes_ == int8_.bytes(), "a row of int8 has ", int8_.bytes(), " bytes, this one ", bytes_);
+    } else if (format_ == CODED) {
+      coded_ = CodedRows(format.slice(1)), width = coded_.width, slots_ = rows.size(0);
+      TORCH_CHECK(bytes_ == coded_.bytes(), "a coded row has ", coded_.bytes(), " bytes, this one ", bytes_);
     } else {
       TORCH_CHECK(format_ == INT4 && format.size() == 3 && format[2] % 2 == 0, "rows in format ", format, " are not known");
       int4_ = {format[1], format[2]}, width = int4_.width(), tokens_ = Int4Rows::TOKENS, slots_ = rows.size(0) * tokens_;
@@ -50,8 +54,9 @@ class Rows {
     if (slot >= slots_) {
       std::copy_n(row, width, whole_ + (slot - slots_) * width);
     } else {
-      TORCH_INTERNAL_ASSERT(format_ == INT8, "a row alone is not packed");
-      int8_.write(row, packed_ + slot * bytes_);
+      TORCH_INTERNAL_ASSERT(format_ != INT4, "a row alone is not packed");
+      if (format_ == INT8) int8_.write(row, packed_ + slot * bytes_);
+      else coded_.write(row, packed_ + slot * bytes_);
     }
   }
 
@@ -75,11 +80,12 @@ class Rows {
         continue;
       }
       // Those that are packed together, one after another.
-      while (end < count && slots[end] < slots_ && (format_ == INT8 || slots[end] / tokens_ == slots[t] / tokens_)) ++end;
+      while (end < count && slots[end] < slots_ && (format_ != INT4 || slots[end] / tokens_ == slots[t] / tokens_)) ++end;
       bf16* to = scratch + t * width;
       for (int64_t i = t; i < end; ++i) row[i] = scratch + i * width;
       for (const Part& part : parts) {
         if (format_ == INT8) int8_.read(packed_, slots + t, end - t, part.first, part.last(), to);
+        else if (format_ == CODED) coded_.read(packed_, slots + t, end - t, part.first, part.last(), to);
         else int4_.read(packed_ + slots[t] / tokens_ * bytes_, slots[t] % tokens_, slots[t] % tokens_ + end - t, part.first, part.last(), to);
       }
     }
@@ -91,16 +97,18 @@ class Rows {
       const int64_t slot = slots[t];
       if (slot >= slots_) ahead(whole_ + (slot - slots_) * width + part.first, 2 * part.numbers);
       else if (format_ == INT8) ahead(packed_ + slot * bytes_ + part.first, part.numbers);
+      else if (format_ == CODED) ahead(packed_ + slot * bytes_, bytes_);
       else int4_.fetch(packed_ + slot / tokens_ * bytes_, slot % tokens_, part.first, part.last());
     }
   }
 
  private:
-  enum Format : int64_t { BF16, INT8, INT4 };
+  enum Format : int64_t { BF16, INT8, INT4, CODED };
 
   Format format_ = BF16;
   Int8Rows int8_;
   Int4Rows int4_;
+  CodedRows coded_;
   uint8_t* packed_ = nullptr;
   int64_t slots_ = 0, tokens_ = 1, bytes_ = 0;  // slots that are packed; tokens packed together, and their bytes
   bf16* whole_ = nullptr;                       // the rows of the other slots
