@@ -9,7 +9,7 @@ from mlaforge.config import DTYPES, Options, option
 # What the engine can hold weights as.
 ENGINE_DTYPES = (*DTYPES, "int8", "int4")
 # How the cache can store its rows: names of ops/row_format.py.
-CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
+CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "coded")
 # Of tokens drafted in a row, and of tokens in a tree of them.
 MOST_DRAFTED, LARGEST_TREE = 8, 64
 
@@ -28,7 +28,9 @@ class EngineConfig(Options):
     )
     cache_bytes: int | None = option(None, "size of the KV cache, instead of --cache-fraction", "bytes", least=1)
     kv_cache_dtype: str = option(
-        "auto", "how the KV cache stores its rows; auto: in the model's dtype", choices=CACHE_DTYPES
+        "auto",
+        "how the KV cache stores its rows; auto: coded where the model is (convert --bits), else in its dtype",
+        choices=CACHE_DTYPES,
     )
     block_size: int | None = option(
         None, "tokens per cache block (16; with --kv-cache-dtype int4, which packs so many at a time, 32)", "tokens",

@@ -224,6 +224,7 @@ class Coded:
     rope_dim: int = 0
 
     tokens = 1
+    whole = frozenset[str]()
 
     @functools.cached_property
     def code(self) -> CodedRows:

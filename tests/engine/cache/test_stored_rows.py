@@ -30,17 +30,23 @@ CASES = [
     ("llama", None, "int8"), ("llama", None, "fp8"), ("gpt_oss", None, "int8"), ("mistral", None, "bf16"),
     ("llama", None, "int4"), ("gpt_oss", None, "int4"),
     ("qwen3", "latent", "int8"), ("mistral", "latent_rope", "int8"), ("gpt_oss", "latent_rope", "int8"),
+    ("qwen3", "latent", "coded"), ("mistral", "latent", "coded"), ("gpt_oss", "latent_rope", "coded"),
 ]  # fmt: skip
+# Coded rows are transformers' own too.
+ROUNDED = [case for case in CASES if case[2] != "coded"]
 
 
 @pytest.fixture(scope="module")
 def model(tiny_models, converted):
-    """(family, layout) -> a tiny model."""
-    return lambda family, layout: (
-        converted(family, layout, budget=0.75, layers="all" if family == "mistral" else "auto")
-        if layout
-        else tiny_models[family]
-    )
+    """(family, layout, stored) -> a tiny model."""
+
+    def get(family, layout, stored=None):
+        if layout is None:
+            return tiny_models[family]
+        kept = {"bits": 5} if stored == "coded" else {"budget": 0.75}
+        return converted(family, layout, **kept, layers="all" if family == "mistral" else "auto")
+
+    return get
 
 
 def results(outputs):
@@ -59,12 +65,13 @@ ASKED = greedy(NEW, logprobs=2)
 def test_a_request_has_one_result(family, layout, stored, model):
     """Alone and in batches, in chunks of any size, with found prefixes, preempted, and speculating."""
     options = {"dtype": "bfloat16", "kv_cache_dtype": stored, "cache_bytes": 4 << 20}
-    llm = watched(model(family, layout), **options, max_num_seqs=1, prefix_caching=False)
+    directory = model(family, layout, stored)
+    llm = watched(directory, **options, max_num_seqs=1, prefix_caching=False)
     alone = results(llm.generate(PROMPTS, ASKED))
-    plain = watched(model(family, layout), **{**options, "kv_cache_dtype": "auto"}, max_num_seqs=1)
+    plain = watched(directory, **{**options, "kv_cache_dtype": "bf16"}, max_num_seqs=1)
     assert stored == "bf16" or results(plain.generate(PROMPTS, ASKED)) != alone, "rounding changes something"
 
-    llm = watched(model(family, layout), **options, max_num_batched_tokens=37, max_num_seqs=4)
+    llm = watched(directory, **options, max_num_batched_tokens=37, max_num_seqs=4)
     for turn in range(2):
         assert results(llm.generate(PROMPTS, ASKED)) == alone
         assert (llm.engine.stats().cached_prompt_tokens > 300) == (turn > 0)
@@ -79,7 +86,7 @@ def test_a_request_has_one_result(family, layout, stored, model):
         assert llm.engine.stats().speculation.tree_tokens
     idle(llm.engine)
 
-    llm = watched(model(family, layout), **options)
+    llm = watched(directory, **options)
     size = llm.engine.config.block_size
     renew(llm.engine, 2, 230 + NEW, block_size=size, max_step=64, num_whole=6)
     assert results(llm.generate(PROMPTS, ASKED)) == alone
@@ -132,7 +139,7 @@ class RoundTrip(DynamicCache):
         return [x.view(len(x), *y.shape[1::2]).transpose(0, 1)[None] for x, y in zip(read, (keys, values), strict=True)]
 
 
-@pytest.mark.parametrize(("family", "layout", "stored"), CASES, ids=str)
+@pytest.mark.parametrize(("family", "layout", "stored"), ROUNDED, ids=str)
 @torch.no_grad()
 def test_it_is_transformers_with_rounded_rows(family, layout, stored, model):
     """In fp32. A number that lies between two codes may fall to either side, so few may differ by more."""
@@ -143,7 +150,23 @@ def test_it_is_transformers_with_rounded_rows(family, layout, stored, model):
     want = torch.cat([oracle(each, past_key_values=cache).logits[0] for each in chunks]).log_softmax(-1)
     unrounded = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
 
-    llm = watched(directory, kv_cache_dtype=stored)
+    compare(watched(directory, kv_cache_dtype=stored), ids, want, unrounded)
+
+
+@pytest.mark.parametrize(("family", "layout"), [case[:2] for case in CASES if case[2] == "coded"], ids=str)
+@torch.no_grad()
+def test_coded_rows_are_those_of_transformers(family, layout, model):
+    directory, ids = model(family, layout, "coded"), PROMPTS[0]
+    oracle = loading.load_model(directory, "float32")
+    want = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for layer in oracle.model.layers:
+        layer.self_attn.coded = None
+    unrounded = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+    compare(watched(directory), ids, want, unrounded)
+
+
+def compare(llm, ids, want, unrounded):
+    """Log probabilities [T, vocabulary] of an engine with those of an oracle, and with what nobody rounded."""
     asks = SamplingParams(max_tokens=0, prompt_logprobs=want.shape[1])
     found = llm.generate([ids], asks)[0].prompt_logprobs[1:]
     got = torch.tensor([[value for _, value in sorted(entry.top)] for entry in found])
@@ -161,7 +184,8 @@ def planned(engine, stored):
     kinds = getattr(config, "mla_layer_types", ["gqa"] * spec.num_layers)
     ropes = [config.qk_rope_head_dim if kind == "latent_rope" else 0 for kind in kinds]
     ranks = [0 if kind == "gqa" else config.mla_kv_lora_ranks[i] for i, kind in enumerate(kinds)]
-    return Plan(spec, tuple(map(LayerPlan, kinds, ranks, ropes)), stored)
+    codes = [tuple(code) for code in getattr(config, "mla_code_counts", None) or [()] * spec.num_layers]
+    return Plan(spec, tuple(map(LayerPlan, kinds, ranks, ropes, codes)), stored)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +193,13 @@ def planned(engine, stored):
     [
         *itertools.product(["qwen2", "llama"], [None, "latent_rope", "latent"], ["bf16", "fp8", "int8"]),
         ("llama", None, "int4"),
+        ("llama", "latent", "coded"),
+        ("llama", "latent_rope", "coded"),
     ],
     ids=str,
 )
 def test_the_plan_counts_the_bytes(family, layout, stored, model):
-    llm = watched(model(family, layout), kv_cache_dtype=stored)
+    llm = watched(model(family, layout, stored), kv_cache_dtype=stored)
     engine, ids = llm.engine, random_prompts(192)[0]
     engine.tables.start(0, ids)
     for length in (64, 192):
@@ -217,6 +243,15 @@ def test_what_int4_does_not_do(tiny_models, model, tmp_path):
         refused(model("llama", layout), message, **int4)
 
 
+def test_what_coded_rows_are(model):
+    coded = model("llama", "latent", "coded")
+    for stored in ("int8", "fp8", "int4"):
+        refused(coded, f"kv_cache_dtype {stored} is not for coded rows; use auto, coded or bf16", kv_cache_dtype=stored)
+    message = "kv_cache_dtype coded is for models that were converted with --bits; use auto"
+    refused(model("llama", "latent"), message, kv_cache_dtype="coded")
+    assert watched(coded).engine.cache.rows[0].packed.dtype == torch.uint8
+
+
 def test_a_name_that_nobody_knows(tiny_models):
-    message = "kv_cache_dtype = 'int9' must be one of auto, bf16, fp8, int8, int4.*"
+    message = "kv_cache_dtype = 'int9' must be one of auto, bf16, fp8, int8, int4, coded.*"
     refused(tiny_models["llama"], message, kv_cache_dtype="int9")

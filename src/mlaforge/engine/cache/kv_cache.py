@@ -64,15 +64,14 @@ def layer_caches(
         if kind == "gqa":
             parts = [layer.head_dim] * (2 * layer.num_kv_heads)
         else:
+            if codes[index] and stored not in ("auto", "coded", "bf16"):
+                raise UserError(f"kv_cache_dtype {stored} is not for coded rows; use auto, coded or bf16")
             if stored == "int4":
                 raise UserError(f"kv_cache_dtype int4 is for grouped-query layers; layer {index} is {kind}: use int8")
             parts = [config.mla_kv_lora_ranks[index], *([config.qk_rope_head_dim] if kind == "latent_rope" else [])]
-        format = row_format("auto" if stored == "coded" else stored, parts, dtype)
-        if codes[index]:
-            if stored not in ("auto", "coded", "bf16"):
-                raise UserError(f"kv_cache_dtype {stored} is not for coded rows; use auto, coded or bf16")
-            if stored != "bf16":
-                format = Coded(tuple(codes[index]), sum(parts[1:]))
+        format: RowFormat = row_format("auto" if stored == "coded" else stored, parts, dtype)
+        if codes[index] and stored != "bf16":
+            format = Coded(tuple(codes[index]), sum(parts[1:]))
         layers.append(LayerCache(kind, format, windows.index(layer.window)))
     return layers, windows
 
