@@ -82,12 +82,18 @@ def describe(gpu: Gpu | None) -> dict[str, Any] | None:
 def plan_of(model: SourceModel) -> Plan:
     """What a model's layers are, original or converted, from its config.json."""
     config, spec = model.config, model.spec
-    layers = []
+    layers, codes = [], config.get("mla_code_counts") or [[]] * spec.num_layers
     for index, kind in enumerate(config.get("mla_layer_types") or ["gqa"] * spec.num_layers):
         rope = config["qk_rope_head_dim"] if kind == "latent_rope" else 0
         rank = 0 if kind == "gqa" else config["mla_kv_lora_ranks"][index]
-        layers.append(LayerPlan(kind, rank, rope))
-    return Plan(spec, tuple(layers))
+        layers.append(LayerPlan(kind, rank, rope, tuple(codes[index])))
+    return Plan(spec, tuple(layers), "coded" if any(codes) else "bf16")
+
+
+def stored_in(plan: Plan, dtype: str) -> Plan:
+    """`plan` with a cache as a model in `dtype` keeps it by itself: coded where the model is."""
+    plain = "fp32" if dtype == "float32" else "bf16"
+    return plan if plan.stored == "coded" else dataclasses.replace(plan, stored=plain)
 
 
 def layout_of(plan: Plan) -> str:
@@ -103,8 +109,7 @@ def step_seconds(plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, que
     layers = tuple(
         dataclasses.replace(la, mlp_bits=BITS[dtype] if la.mlp_bits == spec.bits else la.mlp_bits) for la in spec.layers
     )
-    stored = "fp32" if dtype == "float32" else "bf16"
-    own = Plan(dataclasses.replace(spec, bits=BITS[dtype], layers=layers), plan.layers, stored)
+    own = dataclasses.replace(stored_in(plan, dtype), spec=dataclasses.replace(spec, bits=BITS[dtype], layers=layers))
     limits: dict[str, float] = {}
     for part, cost in decode_step(own, gpu, context, batch, queries).costs.items():
         limit = (CACHE_LIMITS if part == "attention" else WEIGHT_LIMITS)[gpu.bound(cost)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.peer import PLAIN, Repetition
-from mlaforge.bench.roof import layout_of, limit
+from mlaforge.bench.roof import layout_of, limit, stored_in
 from mlaforge.drafting.dataset import distinct_share
 from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.planning.costs import Gpu
@@ -108,9 +108,7 @@ def _cache(repetitions: list[Repetition], plan: Plan, dtype: str, length: int, b
     held = [repetition.cache_bytes for repetition in repetitions if repetition.cache_bytes is not None]
     if not held:
         return None
-    stored = "fp32" if dtype == "float32" else "bf16"
-    planned = dataclasses.replace(plan, stored=stored).cache_bytes(length, batch)
-    return {"bytes": max(held), "planned_bytes": planned}
+    return {"bytes": max(held), "planned_bytes": stored_in(plan, dtype).cache_bytes(length, batch)}
 
 
 def _block(repetitions: list[Repetition]) -> dict[str, Any] | None:

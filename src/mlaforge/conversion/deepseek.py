@@ -106,6 +106,10 @@ def refuse(raw: dict[str, Any], spec: ModelSpec) -> None:
             f"layer {layouts.index('gqa')} was left with grouped-query attention and DeepSeek-V3 has MLA in every "
             "layer: convert with --layers all"
         )
+    if raw.get("mla_code_counts"):
+        raise UserError(
+            "rows are coded and DeepSeek-V3's are not, of one rank and of its frequencies: convert with --deepseek-style"
+        )
     if "latent" in layouts:
         raise UserError(
             f"layer {layouts.index('latent')} has the layout latent, which rotates keys after decompression, and "
