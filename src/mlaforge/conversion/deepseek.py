@@ -108,7 +108,7 @@ def refuse(raw: dict[str, Any], spec: ModelSpec) -> None:
         )
     if raw.get("mla_code_counts"):
         raise UserError(
-            "rows are coded and DeepSeek-V3's are not, of one rank and of its frequencies: convert with --deepseek-style"
+            "rows are coded and DeepSeek-V3's are not, which have one rank: convert with --deepseek-style"
         )
     if "latent" in layouts:
         raise UserError(
