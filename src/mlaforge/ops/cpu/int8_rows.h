@@ -3,8 +3,6 @@
 #include "vectors.h"
 
 struct Int8Rows {
-  static constexpr int64_t TOKENS = 1;  // packed together
-
   std::vector<int64_t> parts;  // numbers of each
   int64_t width = 0;
 
@@ -33,22 +31,21 @@ struct Int8Rows {
     }
   }
 
-  // Numbers [first, last) of a row.
-  void read(const uint8_t* bytes, int64_t first, int64_t last, bf16* row) const {
-    const auto* codes = (const int8_t*)bytes;
-    const bf16* scale = (const bf16*)(bytes + scales());
+  // Numbers [first, last) of the rows at `slots`, each in its own place of rows [count, width].
+  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
+    const int64_t step = bytes(), width = this->width;
     for (int64_t part = 0, begin = 0; begin < last; begin += parts[part++]) {
-      const int64_t end = std::min(begin + parts[part], last);
-      int64_t i = std::max(begin, first);
-      const Floats step = all(scale[part]);
-      for (; i + LANES <= end; i += LANES) narrow(row + i, widened(codes + i) * step, widened(codes + i + 16) * step);
-      for (; i < end; i += 16) narrow(row + i, widened(codes + i, end - i) * step, std::min<int64_t>(16, end - i));
+      const int64_t from = std::max(begin, first), end = std::min(begin + parts[part], last), scale = scales() + 2 * part;
+      if (from >= end) continue;
+      for (int64_t t = 0; t < count; ++t) {
+        const uint8_t* bytes = packed + slots[t] * step;
+        const auto* codes = (const int8_t*)bytes;
+        const Floats each = everywhere((const bf16*)(bytes + scale));
+        bf16* row = rows + t * width;
+        int64_t i = from;
+        for (; i + LANES <= end; i += LANES) narrow(row + i, widened(codes + i) * each, widened(codes + i + 16) * each);
+        for (; i < end; i += 16) narrow(row + i, widened(codes + i, end - i) * each, std::min<int64_t>(16, end - i));
+      }
     }
-  }
-
-  // Reads them into the cache.
-  void fetch(const uint8_t* bytes, int64_t first, int64_t last) const {
-    for (int64_t at = first; at < last; at += 64) _mm_prefetch((const char*)bytes + at, _MM_HINT_T0);
-    _mm_prefetch((const char*)bytes + this->bytes() - 1, _MM_HINT_T0);
   }
 };

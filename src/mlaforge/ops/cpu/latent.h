@@ -94,11 +94,13 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
     bf16* cs = c.mutable_data_ptr<bf16>();
     at::parallel_for(0, blocks.size(), 8, [&](int64_t from, int64_t to) {
       const bf16* row[STRETCH];
+      int32_t slots[STRETCH];
       for (int64_t b = from; b < to; ++b)
         for (int64_t t = 0; t < block_size; t += STRETCH) {
           const int64_t count = std::min(STRETCH, block_size - t);
           bf16* own = cs + (b * block_size + t) * R;
-          rows.stage(blocks[b] * block_size + t, count, -1, {Part{0, R}}, own, row);
+          std::iota(slots, slots + count, int32_t(blocks[b] * block_size + t));
+          rows.stage(slots, count, {Part{0, R}}, own, row);
           // Whole rows lie in the cache one after another.
           if (row[0] != own) std::copy_n(row[0], count * R, own);
         }

@@ -12,67 +12,18 @@
 // 2 H (D + V) FLOPs a cached and query token.
 #pragma once
 #include <atomic>
+#include <numeric>
+#include <unordered_map>
 
 #include "rows.h"
+#include "view.h"
 
-constexpr int64_t CHUNK = 256;   // cached tokens of a chunk
 constexpr int64_t COLUMNS = 64;  // columns that one task takes through the cache
-constexpr int64_t STRETCH = 32;  // cached tokens that are staged at a time
+constexpr int64_t STRETCH = 32;  // cached tokens whose rows are staged at a time
 
 // Where in a row of the cache keys and values lie: keys of the first key head at 0 and `k_head` numbers from one to the
 // next, values from `v_offset` on.
 struct Layout { int64_t k_head, v_head, v_offset; };
-
-// What the query tokens of a step see of the cache, as ops/cache_view.py describes it.
-struct View {
-  at::Tensor table_SB, seq_lens_S, first_S, query_start_S1;
-  int64_t block_size, window;
-  std::optional<at::Tensor> tree_Tn;
-
-  int64_t sequences() const { return seq_lens_S.size(0); }
-  int64_t length(int64_t s) const { return seq_lens_S.const_data_ptr<int32_t>()[s]; }
-  int64_t first(int64_t s) const { return first_S.const_data_ptr<int32_t>()[s]; }
-  int64_t rows(int64_t s) const { return length(s) - first(s); }
-  int64_t query(int64_t s) const { return query_start_S1.const_data_ptr<int32_t>()[s]; }
-  int64_t queries(int64_t s) const { return query(s + 1) - query(s); }
-  int64_t nodes() const { return tree_Tn ? tree_Tn->size(1) : 0; }
-  // How far before query token m each node of the tree stands, -1 where it is not seen.
-  const int32_t* back(int64_t m) const { return tree_Tn->const_data_ptr<int32_t>() + m * nodes(); }
-  // Position of the tree's first node, and past every position where there is no tree.
-  int64_t tail(int64_t s) const { return tree_Tn ? length(s) - nodes() : std::numeric_limits<int32_t>::max(); }
-
-  // Places of the rows of `count` tokens from `position` on, as `Rows::stage`; scratch is [count, width].
-  void stage(int64_t s, int64_t position, int64_t count, const Rows& rows, const Parts& parts, bf16* scratch,
-             const bf16** row) const {
-    const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
-    const int64_t at = position - first(s);
-    auto slot = [&](int64_t row) { return blocks[row / block_size] * block_size + row % block_size; };
-    for (int64_t t = 0, own; t < count; t += own) {
-      // Formats pack 32 tokens together at most.
-      own = std::min({block_size - (at + t) % block_size, STRETCH - (at + t) % STRETCH, count - t});
-      const int64_t next = t + own < count ? slot(at + t + own) : -1;
-      rows.stage(slot(at + t), own, next, parts, scratch + t * rows.width, row + t);
-    }
-  }
-
-  // Where query token m of a sequence stands.
-  int64_t position(int64_t s, int64_t m) const {
-    return tree_Tn ? tail(s) + *std::max_element(back(m), back(m) + nodes()) : length(s) - queries(s) + m;
-  }
-
-  // The first position that a token at `position` sees.
-  int64_t since(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0; }
-
-  // Whether query token m sees node j of the tree.
-  bool sees(int64_t m, int64_t j) const { return back(m)[j] >= 0 && (window <= 0 || back(m)[j] < window); }
-
-  // Chunks that query tokens m to before n of a sequence see, at fixed positions.
-  std::pair<int64_t, int64_t> chunks(int64_t s, int64_t m, int64_t n) const {
-    const int64_t last = tree_Tn ? length(s) : position(s, n - 1) + 1;
-    const int64_t begin = std::max(first(s), since(tree_Tn ? tail(s) : position(s, m)));
-    return {begin / CHUNK, (last + CHUNK - 1) / CHUNK};
-  }
-};
 
 // A step's attention. Queries are [N, H, D].
 struct Attention {
@@ -83,7 +34,14 @@ struct Attention {
   View view;
   float scale;
 
+  // Sequences of more than one task's columns read packed rows many times: decoded ones, and a view of them.
+  std::optional<Rows> decoded;
+  std::optional<View> decoded_view;
+
   int64_t J() const { return H / G; }
+  bool one_task(int64_t s) const { return view.queries(s) * H <= COLUMNS; }
+  const Rows& rows_of(int64_t s) const { return decoded && !one_task(s) ? *decoded : rows; }
+  const View& view_of(int64_t s) const { return decoded && !one_task(s) ? *decoded_view : view; }
 };
 
 // Heads that are computed together: they read keys [k, k + D) and values [v, v + V) of a row, v counted from the first
@@ -92,8 +50,11 @@ struct HeadSet {
   int64_t first, heads, k, D, v, V;
 
   // Values are often a part of the keys.
-  bool apart(const Layout& row) const { return row.v_offset + v >= k + D; }
-  Parts parts(const Layout& row) const { return {Part{k, D}, Part{row.v_offset + v, apart(row) ? V : 0}}; }
+  Part keys() const { return {k, D}; }
+  // Values [at, at + count) of them.
+  Part values(const Layout& row, int64_t at, int64_t count) const { return {row.v_offset + v + at, std::min(count, V - at)}; }
+  // Those that are no part of the keys.
+  Part apart(const Layout& row) const { return row.v_offset + v >= k + D ? values(row, 0, V) : Part{0, 0}; }
 };
 
 // Columns first to first + count of a sequence and a set of heads, token by token; one chunk, or all (-1).
@@ -103,6 +64,88 @@ struct Task {
 
   int64_t token(int64_t c) const { return (first + c) / set.heads; }
   int64_t head(int64_t c) const { return set.first + (first + c) % set.heads; }
+};
+
+// A chunk that a task goes through.
+struct Stop {
+  const Task* task = nullptr;
+  int64_t chunk = 0;
+};
+
+// Cached rows as a thread goes through them, chunk by chunk. While keys are staged a core's cache reads the values that
+// come after them, and while those are, the keys of the next chunk, so that memory is always at work.
+class Reader {
+ public:
+  const bf16* row[CHUNK];  // places of the rows that were staged last
+
+  // `kept` rows stay where they are until others are staged.
+  Reader(const Attention& of, int64_t kept) : of_(of), kept_(kept) {
+    static thread_local std::vector<bf16> scratch;
+    scratch.resize(std::max<size_t>(scratch.size(), of.rows.scratch(kept) + 32));
+    scratch_ = (bf16*)(((uintptr_t)scratch.data() + 63) & ~uintptr_t(63));
+  }
+
+  void enter(const Stop& now, const Stop& next) {
+    const bool known = next_.task == now.task && next_.chunk == now.chunk;
+    if (known) std::swap(here_, then_);
+    else locate(now, here_);
+    now_ = now, next_ = next, known_ = known;
+    if (next.task) locate(next, then_);
+  }
+
+  // Tokens [from, to) of the chunk, of which the sequence has the last sixteen or fewer, if need be.
+  void keys(int64_t from, int64_t to) {
+    const HeadSet& set = now_.task->set;
+    const Rows& rows = of_.rows_of(now_.task->sequence);
+    for (int64_t t = from, end; t < to; t = end) {
+      end = std::min(to, t + STRETCH);
+      rows.fetch(here_.slots + t, end - t, set.apart(of_.row));
+      if (!known_) rows.fetch(here_.slots + end, std::min(STRETCH, here_.to - end), set.keys());
+      rows.stage(here_.slots + t, end - t, {set.keys()}, scratch_ + t % kept_ * rows.width, row + t);
+    }
+  }
+
+  // Values [at, at + count) of tokens [from, to), of all that the task has.
+  void values(int64_t from, int64_t to, int64_t at, int64_t count) {
+    const Rows& rows = of_.rows_of(now_.task->sequence);
+    for (int64_t t = from, end; t < to; t = end) {
+      end = std::min(to, t + STRETCH);
+      if (next_.task) {
+        // Their share of the keys.
+        const HeadSet& set = next_.task->set;
+        const int64_t first = set.D * at / set.V, last = set.D * std::min(at + count, set.V) / set.V;
+        const int64_t begin = std::max(t, then_.from), until = std::min(end, then_.to);
+        of_.rows_of(next_.task->sequence).fetch(then_.slots + begin, until - begin, {set.k + first, last - first});
+      }
+      // Rows that all are whole are where they were.
+      const Parts part{now_.task->set.values(of_.row, at, count)};
+      if (rows.packed()) rows.stage(here_.slots + t, end - t, part, scratch_ + t % kept_ * rows.width, row + t);
+    }
+  }
+
+ private:
+  // Of a chunk: where its rows lie, and which of them are to be seen.
+  struct Slots {
+    int32_t slots[CHUNK];
+    int64_t from, to;
+  };
+
+  void locate(const Stop& stop, Slots& to) const {
+    const View& view = of_.view;
+    const int64_t s = stop.task->sequence, base = stop.chunk * CHUNK, low = std::max(base, view.first(s));
+    const int64_t high = std::min(base + CHUNK, view.length(s)), seen = view.since(view.position(s, stop.task->token(0)));
+    // The rest of the last sixteen is of the same block, where blocks are sixteens.
+    const int64_t whole = view.block_size % 16 ? high : (high + 15) / 16 * 16;
+    of_.view_of(s).slots(s, low, whole - low, to.slots + low - base);
+    to.from = std::max(low, seen) - base, to.to = high - base;
+  }
+
+  const Attention& of_;
+  const int64_t kept_;
+  bf16* scratch_;
+  Stop now_, next_;
+  bool known_ = false;
+  Slots here_, then_;
 };
 
 // A running result of attention over what came before, and that of one more chunk.
@@ -119,12 +162,12 @@ inline void merge_chunk(float* total, float& top, float& sum, const float* part,
   top = std::max(top, most);
 }
 
-// `Kernel(attention)` is a thread's own: `pack(task)` takes a task's queries, `attend(task, chunk, out, most, sums)` gives
-// for every column its values' weighted sum [V], not yet divided, its largest score and the sum of its weights.
+// `Kernel(attention)` is a thread's own: `pack(task)` takes a task's queries, `attend(now, next, out, most, sums)` gives for
+// every column its values' weighted sum [V] over the chunk, not yet divided, its largest score and the sum of its weights.
 template <typename Kernel>
 class PagedAttention {
  public:
-  explicit PagedAttention(const Attention& of) : of_(of), view_(of.view) {}
+  explicit PagedAttention(const Attention& of) : of_(of), view_(of_.view) { decode(); }
 
   // `finish(n, out [H, V], lse [H])` for every query token, from several threads at once.
   template <typename Finish>
@@ -138,7 +181,7 @@ class PagedAttention {
     for (int64_t s = 0; s < S; ++s) {
       const int64_t T = view_.queries(s), columns = T * H;
       std::fill_n(sequence_of.begin() + view_.query(s), T, s);
-      if (columns <= COLUMNS) {
+      if (of_.one_task(s)) {
         // Every chunk is a task; the results are merged afterwards.
         const auto [from, to] = view_.chunks(s, 0, T);
         places[s] = {all_places, to - from};
@@ -159,12 +202,16 @@ class PagedAttention {
     at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
       if (begin >= end) return;
       Kernel kernel(of_);
-      for (int64_t i = next++; i < int64_t(tasks.size()); i = next++) work(tasks[i], kernel);
+      const int64_t count = tasks.size();
+      for (int64_t i = next++, then; i < count; i = then) {
+        then = next++;
+        work(tasks[i], then < count ? &tasks[then] : nullptr, kernel);
+      }
     });
     at::parallel_for(0, N, 4, [&](int64_t from, int64_t to) {
       for (int64_t n = from; n < to; ++n) {
         const int64_t s = sequence_of[n];
-        if (view_.queries(s) * H <= COLUMNS) merge(n, s, places[s]);
+        if (of_.one_task(s)) merge(n, s, places[s]);
         finish(n, out_.data() + n * H * V, lse_.data() + n * H);
       }
     });
@@ -174,11 +221,50 @@ class PagedAttention {
   // Results of chunks that were tasks of their own: the first one of a sequence, and how many chunks.
   struct Places { int64_t first, chunks; };
 
-  void work(const Task& task, Kernel& kernel) {
+  // Decodes the rows that many tasks read, each block once, however many sequences have it.
+  void decode() {
+    if (!of_.rows.packed()) return;
+    const int64_t size = view_.block_size, width = of_.rows.width;
+    at::Tensor table = view_.table_SB.clone();
+    std::unordered_map<int32_t, int32_t> places;
+    std::vector<int32_t> blocks;
+    for (int64_t s = 0; s < view_.sequences(); ++s) {
+      int32_t* own = table.mutable_data_ptr<int32_t>() + s * table.size(1);
+      for (int64_t b = 0; !of_.one_task(s) && b * size < view_.rows(s); ++b) {
+        const auto [place, fresh] = places.try_emplace(own[b], int32_t(blocks.size()));
+        if (fresh) blocks.push_back(own[b]);
+        own[b] = place->second;
+      }
+    }
+    if (blocks.empty()) return;
+    static thread_local std::vector<bf16> decoded;
+    decoded.resize(std::max<size_t>(decoded.size(), blocks.size() * size * width));
+    bf16* to = decoded.data();
+    at::parallel_for(0, blocks.size(), 1, [&](int64_t from, int64_t until) {
+      std::vector<int32_t> slots(size);
+      std::vector<const bf16*> row(size);
+      for (int64_t i = from; i < until; ++i) {
+        bf16* own = to + i * size * width;
+        std::iota(slots.begin(), slots.end(), int32_t(blocks[i] * size));
+        of_.rows.stage(slots.data(), size, {Part{0, width}}, own, row.data());
+        // Whole rows lie one after another.
+        if (row[0] != own) std::copy_n(row[0], size * width, own);
+      }
+    });
+    of_.decoded.emplace(to, width);
+    of_.decoded_view = View{table, view_.seq_lens_S, view_.first_S, view_.query_start_S1, size, view_.window, view_.tree_Tn};
+  }
+
+  int64_t first_chunk(const Task& task) const {
+    return task.chunk >= 0 ? task.chunk : view_.chunks(task.sequence, task.token(0), task.token(task.count - 1) + 1).first;
+  }
+
+  void work(const Task& task, const Task* following, Kernel& kernel) {
     const int64_t V = of_.V;
+    const Stop then{following, following ? first_chunk(*following) : 0};
     kernel.pack(task);
     if (task.chunk >= 0) {
-      kernel.attend(task, task.chunk, partial_.data() + task.place * V, most_.data() + task.place, sums_.data() + task.place);
+      kernel.attend({&task, task.chunk}, then, partial_.data() + task.place * V, most_.data() + task.place, sums_.data() + task.place);
       return;
     }
     std::vector<float> total(task.count * V), part(task.count * V), numbers(4 * task.count);
@@ -186,7 +272,7 @@ class PagedAttention {
     std::fill_n(top, task.count, -INF);
     const auto [from, to] = view_.chunks(task.sequence, task.token(0), task.token(task.count - 1) + 1);
     for (int64_t chunk = from; chunk < to; ++chunk) {
-      kernel.attend(task, chunk, part.data(), most, own);
+      kernel.attend({&task, chunk}, chunk + 1 < to ? Stop{&task, chunk + 1} : then, part.data(), most, own);
       for (int64_t c = 0; c < task.count; ++c)
         merge_chunk(total.data() + c * V, top[c], sum[c], part.data() + c * V, most[c], own[c], V);
     }
@@ -211,7 +297,7 @@ class PagedAttention {
     for (int64_t v = 0; v < of_.V; ++v) out_[place * of_.V + v] = sum > 0 ? total[v] / sum : 0.0f;
   }
 
-  const Attention& of_;
+  Attention of_;
   const View& view_;
   std::vector<float> partial_, most_, sums_, out_, lse_;
 };

@@ -58,37 +58,48 @@ class Rows {
   // Packs the 32 rows from a whole slot on.
   void pack(int64_t from, int64_t to) const {
     TORCH_INTERNAL_ASSERT(format_ == INT4 && from >= slots_ && to < slots_, "rows are packed from whole blocks");
-    int4_.write(whole_ + (from - slots_) * width, packed_ + to / Int4Rows::TOKENS * bytes_);
+    int4_.write(whole_ + (from - slots_) * width, unit(to));
   }
+
+  bool packed() const { return packed_; }
 
   // Numbers of scratch that staging `count` rows needs.
   int64_t scratch(int64_t count) const { return packed_ ? count * width : 0; }
 
-  // Places of the rows of `count` slots from `slot` on, which lie in one block and one unit of what is packed together. Of
-  // packed ones the `parts` are decoded to scratch [count, width]; meanwhile the cache is given the same of the slots from
-  // `next` on, unless that is -1.
-  void stage(int64_t slot, int64_t count, int64_t next, const Parts& parts, bf16* scratch, const bf16** row) const {
-    if (slot >= slots_) {
-      for (int64_t t = 0; t < count; ++t) row[t] = whole_ + (slot - slots_ + t) * width;
-      return;
-    }
-    for (int64_t t = 0; t < count; ++t) row[t] = scratch + t * width;
-    const bool ahead = next >= 0 && next < slots_;
-    if (format_ == INT4) {
-      for (int64_t t = 0; ahead && t < count; ++t) int4_.fetch(packed_ + next / Int4Rows::TOKENS * bytes_, t);
-      const int64_t from = slot % Int4Rows::TOKENS;
-      for (const Part& part : parts)
-        int4_.read(packed_ + slot / Int4Rows::TOKENS * bytes_, from, from + count, part.first, part.last(), scratch);
-      return;
-    }
-    for (int64_t t = 0; t < count; ++t)
-      for (const Part& part : parts) {
-        if (ahead) int8_.fetch(packed_ + (next + t) * bytes_, part.first, part.last());
-        int8_.read(packed_ + (slot + t) * bytes_, part.first, part.last(), scratch + t * width);
+  // Places of the rows at `count` slots. Of packed ones the `parts` are decoded, to their places in scratch [count, width].
+  void stage(const int32_t* slots, int64_t count, const Parts& parts, bf16* scratch, const bf16** row) const {
+    for (int64_t t = 0, end; t < count; t = end) {
+      end = t + 1;
+      if (slots[t] >= slots_) {
+        row[t] = whole_ + (slots[t] - slots_) * width;
+        continue;
       }
+      // Those that are packed together, one after another.
+      while (end < count && slots[end] < slots_ && (format_ == INT8 || unit(slots[end]) == unit(slots[t]))) ++end;
+      bf16* to = scratch + t * width;
+      for (int64_t i = t; i < end; ++i) row[i] = scratch + i * width;
+      for (const Part& part : parts) {
+        if (format_ == INT8) int8_.read(packed_, slots + t, end - t, part.first, part.last(), to);
+        else int4_.read(unit(slots[t]), inside(slots[t]), inside(slots[t]) + end - t, part.first, part.last(), to);
+      }
+    }
+  }
+
+  // Has a core's cache read the numbers `part` of the rows at `count` slots.
+  void fetch(const int32_t* slots, int64_t count, Part part) const {
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t slot = slots[t];
+      if (slot >= slots_) ahead(whole_ + (slot - slots_) * width + part.first, 2 * part.numbers);
+      else if (format_ == INT8) ahead(packed_ + slot * bytes_ + part.first, part.numbers);
+      else int4_.fetch(unit(slot), inside(slot), part.first, part.last());
+    }
   }
 
  private:
+  // Where a slot of int4 lies, and which token of those that are packed together it is.
+  uint8_t* unit(int64_t slot) const { return packed_ + slot / Int4Rows::TOKENS * bytes_; }
+  static int64_t inside(int64_t slot) { return slot % Int4Rows::TOKENS; }
+
   enum Format : int64_t { BF16, INT8, INT4 };
 
   Format format_ = BF16;

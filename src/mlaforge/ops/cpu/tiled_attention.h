@@ -102,7 +102,7 @@ inline void weigh_tiles(const bf16* weights, const bf16* values, int64_t spans, 
 class TileKernel {
  public:
   explicit TileKernel(const Attention& of)
-      : of_(of), view_(of.view), own_(Scratch::own(((of.G - 1) * of.row.k_head + of.D + 31) / 32, of.rows)) {}
+      : of_(of), view_(of.view), reader_(of, 64), own_(Scratch::own(((of.G - 1) * of.row.k_head + of.D + 31) / 32)) {}
   TileKernel(const TileKernel&) = delete;
   ~TileKernel() { release_tiles(); }
 
@@ -128,37 +128,34 @@ class TileKernel {
     }
   }
 
-  void attend(const Task& task, int64_t chunk, float* out, float* most, float* sums) {
+  void attend(const Stop& now, const Stop& next, float* out, float* most, float* sums) {
+    const Task& task = *now.task;
     const HeadSet& set = task.set;
     // Counted from the chunk's first position, wherever the cache begins: a sum's steps are the same for all.
-    const int64_t s = task.sequence, base = chunk * CHUNK, low = std::max(base, view_.first(s)) - base;
+    const int64_t s = task.sequence, base = now.chunk * CHUNK, low = std::max(base, view_.first(s)) - base;
     const int64_t high = std::min(base + CHUNK, view_.length(s)) - base, from = low / 64 * 64;
     const int64_t groups = (task.count + 15) / 16, bytes = of_.rows.width * 2;
-    const int64_t whole = set.D / 32, rest = set.D % 32, steps = whole + (rest > 0), values = of_.row.v_offset + set.v;
+    const int64_t whole = set.D / 32, rest = set.D % 32, steps = whole + (rest > 0);
     float* scores = Scratch::line(own_.scores);
     const bf16* queries = Scratch::line(own_.queries);
-    // The rest of the last sixteen is of the same block; other rows stand where none is seen, so that four tiles can
-    // always be read.
-    view_.stage(s, base + low, (high - low + 15) / 16 * 16, of_.rows, set.parts(of_.row), Scratch::line(own_.rows), row_ + low);
-    for (int64_t t = from; t < low; ++t) row_[t] = row_[low + t % 16];
-    for (int64_t t = (high + 15) / 16 * 16; t < CHUNK; ++t) row_[t] = row_[low + t % 16];
+    // The rest of the last sixteen is of the same block.
+    const int64_t until = (high + 15) / 16 * 16;
+    const bf16** row = reader_.row;
+    reader_.enter(now, next);
     shape_attention(32);
     for (int64_t t = from; t < high; t += 64) {
-      for (int64_t ahead = t + 64; ahead < std::min(t + 128, high); ++ahead) {
-        for (int64_t w = set.k; w < set.k + set.D; w += 32) _mm_prefetch((const char*)(row_[ahead] + w), _MM_HINT_T0);
-        // Where they are no part of the keys.
-        for (int64_t w = values; set.apart(of_.row) && w < values + set.V; w += 32)
-          _mm_prefetch((const char*)(row_[ahead] + w), _MM_HINT_T0);
-      }
+      const int64_t begin = std::max(t, low), end = std::min(t + 64, until);
+      reader_.keys(begin, end);
+      // Other rows stand where none is seen, so that four tiles can always be read.
+      for (int64_t i = t; i < t + 64; ++i)
+        if (i < begin || i >= end) row[i] = row[begin + i % 16];
       for (int64_t g = 0; g < groups; ++g)
-        score_tiles(row_ + t, set.k, bytes, queries + g * steps * 512, whole, scores + (g * CHUNK + t) * 16, false);
-    }
-    if (rest) {
+        score_tiles(row + t, set.k, bytes, queries + g * steps * 512, whole, scores + (g * CHUNK + t) * 16, false);
+      if (!rest) continue;
       shape_attention(rest);
-      for (int64_t t = from; t < high; t += 64)
-        for (int64_t g = 0; g < groups; ++g)
-          score_tiles(row_ + t, set.k + whole * 32, bytes, queries + (g * steps + whole) * 512, 1,
-                      scores + (g * CHUNK + t) * 16, true);
+      for (int64_t g = 0; g < groups; ++g)
+        score_tiles(row + t, set.k + whole * 32, bytes, queries + (g * steps + whole) * 512, 1,
+                    scores + (g * CHUNK + t) * 16, true);
       shape_attention(32);
     }
     for (int64_t g = 0; g < groups; ++g) soften(task, g, base, from, high, most, sums);
@@ -252,15 +249,19 @@ class TileKernel {
     const bf16* weights = Scratch::line(own_.weights);
     float* part = Scratch::line(own_.part);
     for (int64_t v = 0; v < set.V; v += 64) {
-      for (int64_t half = 0; half < 2; ++half) {
-        const int64_t at = offset + v + half * 32, numbers = std::max<int64_t>(0, set.V - v - half * 32);
-        // What lies beside the tokens may be anything, and nothing times that need not be nothing.
-        auto value = [&](int64_t t) { return t >= low && t < high ? pairs(row_[t] + at, numbers).all : zero; };
-        for (int64_t t = from; t < end * 32; t += 2) {
-          const __m512i even = value(t), odd = value(t + 1);
-          bf16* to = values + t / 32 * 2048 + half * 1024 + t % 32 / 2 * 32;
-          _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
-          _mm512_store_si512(to + 512, _mm512_unpackhi_epi16(even, odd));
+      for (int64_t span = from / 32; span < end; ++span) {
+        const int64_t begin = std::max(span * 32, low), until = std::min(span * 32 + 32, high);
+        reader_.values(begin, until, v, 64);
+        for (int64_t half = 0; half < 2; ++half) {
+          const int64_t at = offset + v + half * 32, numbers = std::max<int64_t>(0, set.V - v - half * 32);
+          // What lies beside the tokens may be anything, and nothing times that need not be nothing.
+          auto value = [&](int64_t t) { return t >= begin && t < until ? pairs(reader_.row[t] + at, numbers).all : zero; };
+          bf16* to = values + span * 2048 + half * 1024;
+          for (int64_t t = span * 32; t < span * 32 + 32; t += 2, to += 32) {
+            const __m512i even = value(t), odd = value(t + 1);
+            _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
+            _mm512_store_si512(to + 512, _mm512_unpackhi_epi16(even, odd));
+          }
         }
       }
       for (int64_t g = 0; g * 16 < task.count; ++g) {
@@ -285,12 +286,11 @@ class TileKernel {
 
   // Kept from call to call.
   struct Scratch {
-    std::vector<bf16> queries, rows, weights = std::vector<bf16>(GROUPS * SPANS * 512 + 32), values = std::vector<bf16>(SPANS * 2048 + 32);
+    std::vector<bf16> queries, weights = std::vector<bf16>(GROUPS * SPANS * 512 + 32), values = std::vector<bf16>(SPANS * 2048 + 32);
     std::vector<float> scores = std::vector<float>(GROUPS * CHUNK * 16 + 16), part = std::vector<float>(16 * 64 + 16);
 
-    static Scratch& own(int64_t steps, const Rows& rows) {
+    static Scratch& own(int64_t steps) {
       static thread_local Scratch scratch;
-      scratch.rows.resize(std::max<size_t>(scratch.rows.size(), rows.scratch(CHUNK) + 32));
       scratch.queries.resize(std::max<size_t>(scratch.queries.size(), GROUPS * steps * 512 + 32));
       return scratch;
     }
@@ -300,9 +300,9 @@ class TileKernel {
 
   const Attention& of_;
   const View& view_;
+  Reader reader_;
   Scratch& own_;
   // Of a task's columns: query token, position, and where their values begin in those of the set.
   int32_t query_[COLUMNS], stand_[COLUMNS];
   int64_t value_[COLUMNS];
-  const bf16* row_[CHUNK];  // of every token of the chunk, and of what a tile reads beyond it
 };

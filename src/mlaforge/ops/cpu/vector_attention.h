@@ -61,7 +61,7 @@ __attribute__((noinline)) void weigh(const float* weights, const bf16* const* va
 
 class VectorKernel {
  public:
-  explicit VectorKernel(const Attention& of) : of_(of), view_(of.view), width_((of.D + 7) / 8 * 8), own_(Scratch::own(width_, of.rows)) {}
+  explicit VectorKernel(const Attention& of) : of_(of), view_(of.view), reader_(of, CHUNK), width_((of.D + 7) / 8 * 8), own_(Scratch::own(width_)) {}
 
   // Columns are put in order of their key heads; scores come scaled.
   void pack(const Task& task) {
@@ -82,9 +82,10 @@ class VectorKernel {
     if (view_.tree_Tn) most_ = view_.length(task.sequence) - 1;
   }
 
-  void attend(const Task& task, int64_t chunk, float* out, float* most, float* sums) {
+  void attend(const Stop& now, const Stop& next, float* out, float* most, float* sums) {
+    const Task& task = *now.task;
     // Counted from the chunk's first position, wherever the cache begins: lanes are the same for all.
-    const int64_t s = task.sequence, base = chunk * CHUNK, V = of_.V, groups = task.set.heads / of_.J();
+    const int64_t s = task.sequence, base = now.chunk * CHUNK, V = of_.V, groups = task.set.heads / of_.J();
     const int64_t low = std::max({base, view_.first(s), view_.since(least_)}) - base;
     const int64_t high = std::min({base + CHUNK, view_.length(s), most_ + 1}) - base;
     if (low >= high) {
@@ -92,24 +93,18 @@ class VectorKernel {
       return;
     }
     const int64_t from = low / 16 * 16, to = (high + 15) / 16 * 16;
-    view_.stage(s, base + low, high - low, of_.rows, task.set.parts(of_.row), own_.rows.data(), row_ + low);
-    // What is not seen of the first and the last sixteen.
-    std::fill(row_ + from, row_ + low, row_[low]);
-    std::fill(row_ + high, row_ + to, row_[low]);
-
     float* scores = own_.scores.data();
+    const bf16** row = reader_.row;
+    reader_.enter(now, next);
     for (int64_t t = from; t < to; t += 16 * SPAN) {
-      const int64_t blocks = std::min(SPAN, (to - t) / 16);
+      const int64_t blocks = std::min(SPAN, (to - t) / 16), begin = std::max(t, low), end = std::min(t + 16 * SPAN, high);
+      reader_.keys(begin, end);
+      // What is not seen of the first and the last sixteen.
+      std::fill(row + t, row + begin, row[begin]);
+      std::fill(row + end, row + t + 16 * blocks, row[begin]);
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t key = task.set.k + g * of_.row.k_head, value = of_.row.v_offset + task.set.v + g * of_.row.v_head;
-        const bool apart = value < key || value >= key + of_.D;
-        for (int64_t b = 0; b < blocks; ++b) {
-          for (int64_t next = t + 16 * b + AHEAD; next < std::min(t + 16 * b + AHEAD + 16, high); ++next) {
-            fetch(row_[next] + key, of_.D);
-            if (apart) fetch(row_[next] + value, V);
-          }
-          pack_keys(row_ + t + b * 16, key, of_.D, own_.keys.data() + b * 16 * width_);
-        }
+        for (int64_t b = 0; b < blocks; ++b)
+          pack_keys(row + t + b * 16, task.set.k + g * of_.row.k_head, of_.D, own_.keys.data() + b * 16 * width_);
         product<false>(own_.keys.data(), blocks, own_.queries.data() + g * each_ * width_, each_, width_, width_,
                        scores + g * each_ * CHUNK + t, CHUNK);
       }
@@ -118,21 +113,24 @@ class VectorKernel {
       std::tie(most[column_[i]], sums[column_[i]]) = soften(s, i, base, from, to, scores + i * CHUNK);
 
     for (int64_t g = 0; g < groups; ++g)
-      in_parts<WEIGHED>(each_, [&](int64_t i, auto count) {
-        constexpr int N = count, C = 2 * N <= WEIGHED ? 2 : 1;
-        float* places[N];
-        for (int n = 0; n < N; ++n) places[n] = out + column_[g * each_ + i + n] * V;
-        const float* weights = scores + (g * each_ + i) * CHUNK + low;
-        const int64_t value = of_.row.v_offset + task.set.v + g * of_.row.v_head;
-        int64_t v = 0;
-        for (; v + C * LANES <= V; v += C * LANES) weigh<N, C>(weights, row_ + low, high - low, value + v, V - v, places, v);
-        for (; v < V; v += LANES) weigh<N, 1>(weights, row_ + low, high - low, value + v, V - v, places, v);
-      });
+      for (int64_t v = 0; v < V; v += 2 * LANES) {
+        const int64_t value = of_.row.v_offset + task.set.v + g * of_.row.v_head + v, numbers = std::min(2 * LANES, V - v);
+        reader_.values(low, high, g * of_.row.v_head + v, numbers);
+        in_parts<WEIGHED>(each_, [&](int64_t i, auto count) {
+          constexpr int N = count, C = 2 * N <= WEIGHED ? 2 : 1;
+          float* places[N];
+          for (int n = 0; n < N; ++n) places[n] = out + column_[g * each_ + i + n] * V + v;
+          const float* weights = scores + (g * each_ + i) * CHUNK + low;
+          int64_t n = 0;
+          for (; n + C * LANES <= numbers; n += C * LANES)
+            weigh<N, C>(weights, row + low, high - low, value + n, numbers - n, places, n);
+          for (; n < numbers; n += LANES) weigh<N, 1>(weights, row + low, high - low, value + n, numbers - n, places, n);
+        });
+      }
   }
 
  private:
-  static constexpr int64_t SPAN = 4;    // times 16 tokens whose keys are packed at a time
-  static constexpr int64_t AHEAD = 16;  // tokens whose rows are fetched before they are needed
+  static constexpr int64_t SPAN = 4;  // times 16 tokens whose keys are packed at a time
 #ifdef __AVX512F__
   static constexpr int WEIGHED = 12;  // columns whose sums of values the registers hold
 #else
@@ -142,20 +140,15 @@ class VectorKernel {
   // Kept from call to call.
   struct Scratch {
     std::vector<float> queries, scores = std::vector<float>(COLUMNS * CHUNK);
-    std::vector<bf16> keys, rows;
+    std::vector<bf16> keys;
 
-    static Scratch& own(int64_t width, const Rows& rows) {
+    static Scratch& own(int64_t width) {
       static thread_local Scratch scratch;
-      scratch.rows.resize(std::max<size_t>(scratch.rows.size(), rows.scratch(CHUNK)));
       scratch.queries.resize(std::max<size_t>(scratch.queries.size(), COLUMNS * width));
       scratch.keys.resize(std::max<size_t>(scratch.keys.size(), SPAN * 16 * width));
       return scratch;
     }
   };
-
-  static void fetch(const bf16* from, int64_t numbers) {
-    for (int64_t i = 0; i < numbers; i += 32) _mm_prefetch((const char*)(from + i), _MM_HINT_T0);
-  }
 
   // Which of the sixteen tokens from `position` on column i sees.
   Bits seen(int64_t s, int64_t i, int64_t position) const {
@@ -187,9 +180,9 @@ class VectorKernel {
 
   const Attention& of_;
   const View& view_;
+  Reader reader_;
   const int64_t width_;
   Scratch& own_;
   int64_t each_ = 0, least_ = 0, most_ = 0;  // columns of each key head; positions of the first and the last column
   int64_t column_[COLUMNS], token_[COLUMNS], stand_[COLUMNS];
-  const bf16* row_[CHUNK];
 };

@@ -1,0 +1,52 @@
+// What a step's query tokens see of the paged cache.
+#pragma once
+#include "vectors.h"
+
+constexpr int64_t CHUNK = 256;  // cached tokens of a chunk
+
+// What the query tokens of a step see of the cache, as ops/cache_view.py describes it.
+struct View {
+  at::Tensor table_SB, seq_lens_S, first_S, query_start_S1;
+  int64_t block_size, window;
+  std::optional<at::Tensor> tree_Tn;
+
+  int64_t sequences() const { return seq_lens_S.size(0); }
+  int64_t length(int64_t s) const { return seq_lens_S.const_data_ptr<int32_t>()[s]; }
+  int64_t first(int64_t s) const { return first_S.const_data_ptr<int32_t>()[s]; }
+  int64_t rows(int64_t s) const { return length(s) - first(s); }
+  int64_t query(int64_t s) const { return query_start_S1.const_data_ptr<int32_t>()[s]; }
+  int64_t queries(int64_t s) const { return query(s + 1) - query(s); }
+  int64_t nodes() const { return tree_Tn ? tree_Tn->size(1) : 0; }
+  // How far before query token m each node of the tree stands, -1 where it is not seen.
+  const int32_t* back(int64_t m) const { return tree_Tn->const_data_ptr<int32_t>() + m * nodes(); }
+  // Position of the tree's first node, and past every position where there is no tree.
+  int64_t tail(int64_t s) const { return tree_Tn ? length(s) - nodes() : std::numeric_limits<int32_t>::max(); }
+
+  // Slots of `count` tokens from `position` on.
+  void slots(int64_t s, int64_t position, int64_t count, int32_t* slot) const {
+    const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
+    const int64_t at = position - first(s);
+    for (int64_t t = 0, b = at / block_size, offset = at % block_size; t < count; ++t) {
+      slot[t] = int32_t(blocks[b] * block_size + offset);
+      if (++offset == block_size) ++b, offset = 0;
+    }
+  }
+
+  // Where query token m of a sequence stands.
+  int64_t position(int64_t s, int64_t m) const {
+    return tree_Tn ? tail(s) + *std::max_element(back(m), back(m) + nodes()) : length(s) - queries(s) + m;
+  }
+
+  // The first position that a token at `position` sees.
+  int64_t since(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0; }
+
+  // Whether query token m sees node j of the tree.
+  bool sees(int64_t m, int64_t j) const { return back(m)[j] >= 0 && (window <= 0 || back(m)[j] < window); }
+
+  // Chunks that query tokens m to before n of a sequence see, at fixed positions.
+  std::pair<int64_t, int64_t> chunks(int64_t s, int64_t m, int64_t n) const {
+    const int64_t last = tree_Tn ? length(s) : position(s, n - 1) + 1;
+    const int64_t begin = std::max(first(s), since(tree_Tn ? tail(s) : position(s, m)));
+    return {begin / CHUNK, (last + CHUNK - 1) / CHUNK};
+  }
+};
