@@ -12,7 +12,7 @@ from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import LayerCache, size_groups
 from mlaforge.engine.request.sequence import Request, Sequence
 from mlaforge.engine.scheduler import Scheduler
-from mlaforge.ops.row_format import Plain
+from mlaforge.ops.row_format import Int4, Plain
 from mlaforge.runtime import UserError
 from support.engine_driver import Oracle, greedy, idle, most_blocks, random_prompts, renew, watched
 
@@ -297,7 +297,7 @@ def test_small_cache_bytes_preempt_and_change_nothing(tiny_models):
     widths=st.lists(st.tuples(st.integers(1, 64), st.integers(0, 2)), min_size=1, max_size=6),
     windows=st.lists(st.none() | st.integers(1, 200), min_size=1, max_size=3, unique=True),
     block_size=st.integers(1, 32),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, "newest", "first", "both"]),
     max_num_seqs=st.integers(1, 64),
     max_model_len=st.integers(1, 4096),
     max_step=st.integers(64, 512),
@@ -307,8 +307,16 @@ def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
     widths, windows, block_size, dtype, max_num_seqs, max_model_len, max_step, budget
 ):
     windows = sorted(windows, key=lambda w: (w is not None, w))
-    layers = [LayerCache("gqa", Plain(width, dtype), index % len(windows)) for width, index in widths]
-    layers += [LayerCache("gqa", Plain(8, dtype), index) for index in range(len(windows))]
+    numbers, places = [width for width, _ in widths] + [8] * len(windows), [i % len(windows) for _, i in widths]
+    if isinstance(dtype, str):
+        # Formats of which some blocks are whole.
+        kinds, block_size = {"newest", "first"} if dtype == "both" else {dtype}, 32 * -(-block_size // 32)
+        stored = type("Stored", (Int4,), {"whole": frozenset(kinds)})
+        formats = [stored(1, 2 * width) for width in numbers]
+    else:
+        kinds, formats = set(), [Plain(width, dtype) for width in numbers]
+    places += range(len(windows))
+    layers = [LayerCache("gqa", form, index) for form, index in zip(formats, places, strict=True)]
     rest = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_step": max_step}
     try:
         groups = size_groups(layers, windows, budget, block_size, **rest)
@@ -317,12 +325,20 @@ def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
         assert need > budget
         budget = need
         groups = size_groups(layers, windows, budget, block_size, **rest)
-    sizes = [
-        sum(layer.width for layer in layers if layer.group == g) * block_size * dtype.itemsize
-        for g in range(len(groups))
-    ]
-    used = sum(group.num_blocks * size for group, size in zip(groups, sizes, strict=True))
+    sizes = [sum(la.block_bytes(block_size) for la in layers if la.group == g) for g in range(len(groups))]
+    whole = [sum(la.whole_bytes(block_size) for la in layers if la.group == g) for g in range(len(groups))]
+    used = sum(
+        group.num_blocks * size + group.num_whole * more for group, size, more in zip(groups, sizes, whole, strict=True)
+    )
     assert used <= budget
+    touched = min(-(-max_model_len // block_size), (max_step - 1) // block_size + 2)
+    for group in groups:
+        assert group.whole == kinds
+        assert group.num_whole >= touched * ("newest" in kinds) + ("first" in kinds)
+        assert kinds or not group.num_whole
+    if not kinds:
+        widths = [sum(la.width for la in layers if la.group == g) for g in range(len(groups))]
+        assert sizes == [width * block_size * dtype.itemsize for width in widths]
     assert [group.window for group in groups] == windows
     most = max_num_seqs * -(-max_model_len // block_size) + 1
     for group in groups:

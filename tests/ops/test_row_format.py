@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.ops.row_format import INT4_TOKENS, Int4, Int8, Plain
+from mlaforge.ops.row_format import INT4_TOKENS, Int4, Int8, Plain, numbered
 
 FP8 = Plain(12, torch.float8_e4m3fn)
 FORMATS = [Int8((8, 8)), Int8((5,)), Int8((24, 7)), Int8((16,) * 6), Int4(1, 2), Int4(2, 16), Int4(3, 20), FP8]
@@ -62,6 +62,7 @@ def test_read_rows_are_bf16_and_have_no_neighbours(format):
     x = bf16(4 * format.tokens, format.width)
     rows, units = filled(format, x)
     assert format.read(rows, units).dtype == torch.bfloat16
+    assert numbered(format.numbers, rows) == format
     assert len(rows[0].view(torch.uint8)) == format.unit_bytes
     one = format.empty(len(rows), CPU)
     for at in (2, 0, 3, 1):

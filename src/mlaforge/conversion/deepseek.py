@@ -107,9 +107,7 @@ def refuse(raw: dict[str, Any], spec: ModelSpec) -> None:
             "layer: convert with --layers all"
         )
     if raw.get("mla_code_counts"):
-        raise UserError(
-            "rows are coded and DeepSeek-V3's are not, which have one rank: convert with --deepseek-style"
-        )
+        raise UserError("rows are coded and DeepSeek-V3's are not, which have one rank: convert with --deepseek-style")
     if "latent" in layouts:
         raise UserError(
             f"layer {layouts.index('latent')} has the layout latent, which rotates keys after decompression, and "

@@ -252,6 +252,13 @@ class Coded:
         return self.code.unpack(rows_UB[units_U])
 
 
+def numbered(numbers: Sequence[int], rows_UB: Tensor) -> RowFormat:
+    """The format of grouped-query rows that has these RowFormat.numbers."""
+    if numbers[0] == 0:
+        return Plain(rows_UB.shape[1], rows_UB.dtype)
+    return Int8(tuple(numbers[1:])) if numbers[0] == 1 else Int4(*numbers[1:])
+
+
 def _bytes(numbers: Tensor) -> Tensor:
     """The same memory as bytes."""
     return numbers.contiguous().view(torch.uint8)

@@ -14,7 +14,8 @@ from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import NgramDrafter
 from mlaforge.ops.native import kernels
-from mlaforge.ops.row_format import Int4, Int8, row_format
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_format import Int4, Int8, Plain, row_format
 from mlaforge.planning.plan import LayerPlan, Plan
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
@@ -173,6 +174,21 @@ def compare(llm, ids, want, unrounded):
     error, rounding = (got - want[:-1]).abs(), (unrounded - want)[:-1].abs()
     print(f"mean {error.mean():.2e} of {rounding.mean():.2e}, largest {error.max():.2e}")
     assert error.mean() < 0.05 * rounding.mean() and error.max() < rounding.max()
+
+
+@pytest.mark.parametrize("layout", [None, "latent_rope"])
+def test_a_gpus_kernel_reads_fp8_as_it_lies(layout, model, monkeypatch):
+    """In Triton's interpreter: the tokens of decoded rows; a graph could hold such steps."""
+    pytest.importorskip("triton")
+    decoded = watched(model("llama", layout), kv_cache_dtype="fp8").generate(PROMPTS[2:3], greedy(4))
+    monkeypatch.setattr(PagedRows, "direct", property(lambda rows: isinstance(rows.format, Plain)))
+    monkeypatch.setenv("MLAFORGE_OPS", "paged_attention=triton")
+    llm = watched(model("llama", layout), kv_cache_dtype="fp8")
+    batches, run = [], llm.engine.runner
+    monkeypatch.setattr(llm.engine, "runner", lambda batch: (batches.append(batch), run(batch))[1])
+    found = llm.generate(PROMPTS[2:3], greedy(4))
+    assert found[0].outputs[0].token_ids == decoded[0].outputs[0].token_ids
+    assert run.capturable(batches[-1])
 
 
 # Bytes

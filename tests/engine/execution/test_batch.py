@@ -122,6 +122,28 @@ def test_tables_and_runs_are_what_a_loop_over_blocks_makes(problem):
 
 
 @settings(max_examples=150)
+@given(problems())
+def test_blocks_gathered_are_those_that_are_read(problem):
+    """One sequence after another, each in one stretch; the slots of the step's tokens among them."""
+    (view,) = problem.batch().views
+    blocks, gathered = view.gathered
+    size, at = (
+        problem.block_size,
+        [problem.slot(i, p) for i, (_, _, a, b) in enumerate(problem.sequences) for p in range(a, b)],
+    )
+    slots = (blocks[:, None] * size + torch.arange(size)).flatten()
+    assert slots[gathered.slots_N].tolist() == at
+    for index, (first, held, _, stop) in enumerate(problem.sequences):
+        ((begin, length),) = gathered.runs[index]
+        assert length == stop - first * size
+        assert slots[begin : begin + length].tolist() == [problem.slot(index, p) for p in range(first * size, stop)]
+        needed = -(-length // size)
+        assert blocks[gathered.block_table_SB[index, :needed]].tolist() == held[:needed]
+        assert not gathered.block_table_SB[index, needed:].any()
+    assert (gathered.first_S, gathered.seq_lens_S, gathered.window) == (view.first_S, view.seq_lens_S, view.window)
+
+
+@settings(max_examples=150)
 @given(problems(decode=True))
 def test_decoding_side_by_side_sees_the_same_and_reads_nothing_foreign(problem):
     (view,) = problem.batch().views
@@ -133,6 +155,28 @@ def test_decoding_side_by_side_sees_the_same_and_reads_nothing_foreign(problem):
         assert slots_SL[index][seen].tolist() == expected
         assert (mask[index, 0, 0][~seen] == -torch.inf).all()
         assert {int(slot) // problem.block_size for slot in slots_SL[index]} <= set(blocks)
+
+
+class Kept(Tables):
+    """Where the newest block is whole: those that a step writes to."""
+
+    def written(self, seq, group):
+        return {0: {1: 20, 2: 21, 3: 22}, 1: {0: 23}}[seq]
+
+
+def test_queries_of_a_block_see_it_whole_and_those_before_it_packed():
+    """Positions 6 to 12 of one sequence, 1 of another, in blocks of 4: a step that fills two blocks."""
+    group = CacheGroup("it", 20, whole=frozenset(["newest"]), num_whole=4)
+    tables = Kept(4, [group], [(0, [3, 5, 4, 22]), (0, [23])])
+    batch = make_batch([Chunk(0, range(1000), 6, 13), Chunk(1, range(1000), 1, 2)], tables, CPU)
+    (view,) = batch.views
+    assert view.block_table_SB.tolist() == [[3, 20, 0, 0], [3, 5, 21, 0], [3, 5, 4, 22], [23, 0, 0, 0]]
+    assert view.seq_lens_S.tolist() == [8, 12, 13, 2] and view.query_start_S1.tolist() == [0, 2, 6, 7, 8]
+    assert view.queries == (2, 4, 1, 1) and (view.max_query, view.max_seq_len) == (4, 13)
+    assert view.slots_N.tolist() == [82, 83, 84, 85, 86, 87, 88, 93]
+    assert view.packs_2K.tolist() == [[20, 21], [5, 4]]
+    # The batch itself has its two sequences.
+    assert batch.positions_N.tolist() == [*range(6, 13), 1] and batch.last_S.tolist() == [6, 7]
 
 
 def test_runs_are_stretches_of_neighbouring_slots():

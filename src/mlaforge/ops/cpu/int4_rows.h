@@ -48,20 +48,22 @@ struct Int4Rows {
         store(rows + (t - from) * W + c, rounded(fma(evens, even_scale, even_least), fma(odds, odd_scale, odd_least)), numbers);
       }
     }
-    for (int64_t t = from; t < to; ++t)
-      for (int64_t c = std::max(first, C) - C, end; c < last - C; c = end) {
-        const int64_t i = t * heads + c / head_dim;
-        end = std::min((c / head_dim + 1) * head_dim, last - C);
+    for (int64_t c = std::max(first, C) - C, end; c < last - C; c = end) {
+      const int64_t head = c / head_dim;
+      end = std::min((head + 1) * head_dim, last - C);
+      for (int64_t t = from; t < to; ++t) {
+        const int64_t i = t * heads + head;
         // A number is one of sixteen.
-        const Levels levels(fma(counted(), all(unit.value_scales[i]), all(unit.value_minima[i])));
+        const Levels levels(fma(counted(), everywhere(unit.value_scales + i), everywhere(unit.value_minima + i)));
         for (int64_t d = c; d < end; d += LANES)
           store(rows + (t - from) * W + C + d, levels.of(unit.values + (t * C + d) / 2), std::min(LANES, end - d));
       }
+    }
   }
 
   // Has a core's cache read numbers [first, last) of a token's row, and its share of the scales.
   void fetch(const uint8_t* bytes, int64_t t, int64_t first, int64_t last) const {
-    const int64_t C = channels(), codes = TOKENS * C, share = (this->bytes() - codes) / TOKENS;
+    const int64_t C = channels(), codes = TOKENS * C, share = (4 * C + 4 * TOKENS * heads) / TOKENS;
     if (first < C) ahead(bytes + (t * C + first) / 2, (std::min(last, C) - first) / 2), ahead(bytes + codes + t * share, share);
     if (last > C) ahead(bytes + ((TOKENS + t - 1) * C + std::max(first, C)) / 2, (last - std::max(first, C)) / 2);
   }

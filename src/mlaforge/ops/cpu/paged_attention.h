@@ -117,8 +117,9 @@ class Reader {
         const int64_t begin = std::max(t, then_.from), until = std::min(end, then_.to);
         of_.rows_of(next_.task->sequence).fetch(then_.slots + begin, until - begin, {set.k + first, last - first});
       }
+      // Rows that all are whole are where they were.
       const Parts part{now_.task->set.values(of_.row, at, count)};
-      rows.stage(here_.slots + t, end - t, part, scratch_ + t % kept_ * rows.width, row + t);
+      if (rows.packed()) rows.stage(here_.slots + t, end - t, part, scratch_ + t % kept_ * rows.width, row + t);
     }
   }
 

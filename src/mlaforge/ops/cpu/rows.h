@@ -42,7 +42,7 @@ class Rows {
       TORCH_CHECK(bytes_ == coded_.bytes(), "a coded row has ", coded_.bytes(), " bytes, this one ", bytes_);
     } else {
       TORCH_CHECK(format_ == INT4 && format.size() == 3 && format[2] % 2 == 0, "rows in format ", format, " are not known");
-      int4_ = {format[1], format[2]}, width = int4_.width(), tokens_ = Int4Rows::TOKENS, slots_ = rows.size(0) * tokens_;
+      int4_ = {format[1], format[2]}, width = int4_.width(), slots_ = rows.size(0) * Int4Rows::TOKENS;
       TORCH_CHECK(bytes_ == int4_.bytes(), "32 rows of int4 have ", int4_.bytes(), " bytes, these ", bytes_);
     }
     TORCH_CHECK(!whole || whole->size(1) == width, "whole rows are not ", width, " wide");
@@ -63,7 +63,7 @@ class Rows {
   // Packs the 32 rows from a whole slot on.
   void pack(int64_t from, int64_t to) const {
     TORCH_INTERNAL_ASSERT(format_ == INT4 && from >= slots_ && to < slots_, "rows are packed from whole blocks");
-    int4_.write(whole_ + (from - slots_) * width, packed_ + to / tokens_ * bytes_);
+    int4_.write(whole_ + (from - slots_) * width, unit(to));
   }
 
   bool packed() const { return packed_; }
@@ -80,13 +80,13 @@ class Rows {
         continue;
       }
       // Those that are packed together, one after another.
-      while (end < count && slots[end] < slots_ && (format_ != INT4 || slots[end] / tokens_ == slots[t] / tokens_)) ++end;
+      while (end < count && slots[end] < slots_ && (format_ != INT4 || unit(slots[end]) == unit(slots[t]))) ++end;
       bf16* to = scratch + t * width;
       for (int64_t i = t; i < end; ++i) row[i] = scratch + i * width;
       for (const Part& part : parts) {
         if (format_ == INT8) int8_.read(packed_, slots + t, end - t, part.first, part.last(), to);
         else if (format_ == CODED) coded_.read(packed_, slots + t, end - t, part.first, part.last(), to);
-        else int4_.read(packed_ + slots[t] / tokens_ * bytes_, slots[t] % tokens_, slots[t] % tokens_ + end - t, part.first, part.last(), to);
+        else int4_.read(unit(slots[t]), inside(slots[t]), inside(slots[t]) + end - t, part.first, part.last(), to);
       }
     }
   }
@@ -98,11 +98,15 @@ class Rows {
       if (slot >= slots_) ahead(whole_ + (slot - slots_) * width + part.first, 2 * part.numbers);
       else if (format_ == INT8) ahead(packed_ + slot * bytes_ + part.first, part.numbers);
       else if (format_ == CODED) ahead(packed_ + slot * bytes_, bytes_);
-      else int4_.fetch(packed_ + slot / tokens_ * bytes_, slot % tokens_, part.first, part.last());
+      else int4_.fetch(unit(slot), inside(slot), part.first, part.last());
     }
   }
 
  private:
+  // Where a slot of int4 lies, and which token of those that are packed together it is.
+  uint8_t* unit(int64_t slot) const { return packed_ + slot / Int4Rows::TOKENS * bytes_; }
+  static int64_t inside(int64_t slot) { return slot % Int4Rows::TOKENS; }
+
   enum Format : int64_t { BF16, INT8, INT4, CODED };
 
   Format format_ = BF16;
@@ -110,8 +114,8 @@ class Rows {
   Int4Rows int4_;
   CodedRows coded_;
   uint8_t* packed_ = nullptr;
-  int64_t slots_ = 0, tokens_ = 1, bytes_ = 0;  // slots that are packed; tokens packed together, and their bytes
-  bf16* whole_ = nullptr;                       // the rows of the other slots
+  int64_t slots_ = 0, bytes_ = 0;  // slots that are packed; bytes of what is packed together
+  bf16* whole_ = nullptr;          // the rows of the other slots
 };
 
 // Packs complete whole blocks `from` as packed blocks `to`.

@@ -1,0 +1,77 @@
+"""Attention over packed rows as an operation: every implementation gives that over what the rows decode to, and the
+inputs of a mismatch can be run again. The compiled kernels in all their forms: test_packed_rows.py."""
+
+import pytest
+import torch
+
+from mlaforge.engine.cache.block_tables import CacheGroup
+from mlaforge.engine.cache.view import make_views
+from mlaforge.ops import packed_attention as op
+from mlaforge.ops.native import kernels
+from mlaforge.ops.paged_attention import paged_attention
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_format import Int4, Int8, Plain
+
+CPU = torch.device("cpu")
+H, G, D, SIZE, BLOCKS = 4, 2, 8, 32, 12
+
+
+class Tables:
+    """Of two sequences; where the newest block is whole, block 10 and 11 are theirs."""
+
+    block_size = SIZE
+
+    def __init__(self, whole):
+        self.groups = [CacheGroup("rows", BLOCKS - 2 * whole, None, frozenset(["newest"] * whole), 2 * whole)]
+        self.whole = whole
+
+    def table(self, seq, group):
+        return 0, ([3, 1, 2, 10], [5, 11])[seq] if self.whole else ([3, 1, 2, 7], [5, 6])[seq]
+
+    def written(self, seq, group):
+        return {3: 10} if seq == 0 else {1: 11}
+
+
+def problem(form, dtype):
+    """Queries, rows that are all written, a view of two sequences, and the rows in numbers."""
+    generator = torch.Generator().manual_seed(0)
+    whole = bool(form.whole)
+    row = torch.randn(BLOCKS * SIZE, form.width, generator=generator)
+    packed = (BLOCKS - 2 * whole) * SIZE
+    rows = PagedRows.empty(form, packed, dtype, CPU, 2 * SIZE * whole)
+    form.write(rows.packed, torch.arange(len(rows.packed)), row[:packed])
+    numbers = form.read(rows.packed, torch.arange(len(rows.packed)))
+    if rows.whole is not None:
+        rows.write(torch.arange(packed, len(row)), row[packed:])
+        numbers = torch.cat((numbers, rows.whole))
+    (view,) = make_views([(0, 97, 101), (1, 40, 41)], Tables(whole), CPU)
+    q = torch.randn(5, H, D, generator=generator).to(dtype)
+    return q, rows, view, numbers.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [Int8((D,) * 2 * G), Int4(G, D), Plain(2 * G * D, torch.float8_e4m3fn)], ids=str)
+def test_it_is_attention_over_what_is_read(form, dtype):
+    q, rows, view, numbers = problem(form, dtype)
+    wanted = paged_attention(q, *numbers.view(-1, 2, G, D).unbind(1), view, 0.3)
+    found = op.packed_attention(q, rows, view, 0.3, implementation="reference")
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, wanted)
+    elif kernels() is not None:
+        again = op.packed_attention(q, rows, view, 0.3)
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(wanted, found, again, strict=True))
+
+
+@pytest.mark.skipif(kernels() is None, reason="there is nothing to be compared")
+def test_a_mismatch_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
+    monkeypatch.setenv("MLAFORGE_OPS", "check")
+    q, rows, view, _ = problem(Int4(G, D), torch.bfloat16)
+    wanted = op.packed_attention(q, rows, view, 0.3)
+    monkeypatch.setattr(op.OP, "reference", lambda *inputs: [x + 1 for x in op.reference(*inputs)])
+    with pytest.raises(AssertionError, match="packed_attention native, output 0"):
+        op.packed_attention(q, rows, view, 0.3)
+    (path,) = (tmp_path / "mismatches").iterdir()
+    monkeypatch.setenv("MLAFORGE_OPS", "")
+    for name in (None, "native"):
+        assert torch.equal(op.replay(path, name)[0], wanted[0])
