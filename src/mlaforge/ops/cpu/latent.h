@@ -54,19 +54,21 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
     std::set<int32_t> made;  // blocks of prompts
     for (end = s; end < view.sequences(); ++end) {
       std::vector<int32_t> fresh;
-      if (view.queries(end) * H > COLUMNS)
-        std::copy_if(view.blocks(end).begin(), view.blocks(end).end(), std::back_inserter(fresh), [&](int32_t b) { return !made.contains(b); });
+      for (int32_t block : view.blocks(end))
+        if (view.queries(end) * H > COLUMNS && !made.contains(block)) fresh.push_back(block);
       if (end > s && int64_t(made.size() + fresh.size()) * block_size > DECOMPRESSED) break;
       made.insert(fresh.begin(), fresh.end());
     }
     const int64_t base = view.query(s);
     const View part{table_SB.narrow(0, s, end - s), seq_lens_S.narrow(0, s, end - s), first_S.narrow(0, s, end - s),
                     query_start_S1.narrow(0, s, end - s + 1) - base, block_size, window, tree_Tn};
-    Attention attention{q.data() + base * H * D, H, G, D, R, {D, 0, keys.c()}, Rows(nullptr, keys.width()), part, float(scale)};
+    const Layout row{D, 0, keys.c()};
+    Attention attention{q.data() + base * H * D, H, G, D, R, row, Rows(nullptr, keys.width()), part, float(scale)};
     const LatentCache cache{keys, rows, part};
     const PromptRows prompts(cache, attention);
     attention.source = [&] { return std::make_unique<LatentRows>(cache); };
-    attend(attention, [&](int64_t n, const float* latents, const float* lse) { lift(latents, lse, outs + (base + n) * H * V); });
+    attend(attention,
+           [&](int64_t n, const float* latents, const float* lse) { lift(latents, lse, outs + (base + n) * H * V); });
   }
   return out;
 }

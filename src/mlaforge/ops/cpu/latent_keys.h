@@ -77,8 +77,8 @@ class LatentKeys {
       for (int64_t t = 0; t < count; t += UNIT) {
         const bf16* w = w_uk_ + g * D * K;
         for (int64_t b = 0; b < blocks; b += 2)
-          tile_product<true>(w + b * 16 * K, w + std::min(b + 1, blocks - 1) * 16 * K, rows + t * width() + c(), width(), K,
-                             nullptr, nullptr, y + b * 16, to);
+          tile_product<true>(w + b * 16 * K, w + std::min(b + 1, blocks - 1) * 16 * K, rows + t * width() + c(), width(),
+                             K, nullptr, nullptr, y + b * 16, to);
         finish(y, to, g, heads, positions + t, rows + t * width());
       }
 #else

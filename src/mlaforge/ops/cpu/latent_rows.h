@@ -68,7 +68,8 @@ class PromptRows {
       }
     });
     attention.decoded.emplace(rows, width);
-    attention.decoded_view = View{table, view.seq_lens_S, view.first_S, view.query_start_S1, size, view.window, view.tree_Tn};
+    attention.decoded_view = view;
+    attention.decoded_view->table_SB = table;
   }
 
  private:
@@ -99,7 +100,8 @@ class LatentRows : public Source {
       if (until == t) continue;
       const int64_t begin = std::max(t, first);
       int32_t positions[CHUNK] = {};
-      of_.bring(s, position + begin - first, slots + begin - first, std::min(until, end) - begin, rows_ + begin * width, positions + begin);
+      of_.bring(s, position + begin - first, slots + begin - first, std::min(until, end) - begin, rows_ + begin * width,
+                positions + begin);
       of_.keys.make(rows_ + t * width, positions + t, until - t);
       std::copy(wanted + t, wanted + until, held_ + t);
     }
