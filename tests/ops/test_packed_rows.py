@@ -154,7 +154,7 @@ def test_latents(stored, layout, whole, heads, kv_heads, rank, rope, window, com
     else:
         angles, b_k = normal(400, D // 2), normal(G * D).bfloat16()
         norms = normal(D).bfloat16(), normal(D).bfloat16()
-        keys = pack(w_uk.flatten(0, 1))
+        keys = pack(w_uk.flatten(0, 1), 32)
         first = (both, angles.cos(), angles.sin(), keys, values, b_k, b_v, *norms, 1e-5, sinks)
     kernel = getattr(compiled, layout)
     before = cache.packed.clone()

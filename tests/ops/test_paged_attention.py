@@ -475,6 +475,60 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, comp
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a kernel of the CPU")
+@pytest.mark.parametrize("window", [None, 300], ids=["all", "window"])
+@pytest.mark.parametrize("norms", [False, True], ids=["bare", "norms"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rank"), [(9, 3, 64, 310), (4, 2, 24, 66)])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, window, compiled):
+    """A token gets the same to the bit decoded or in a prompt, alone or beside others, whatever blocks they share."""
+    H, G, D, V, R, L = heads, kv_heads, dim, 16, rank, 704
+    generator, columns = torch.Generator().manual_seed(1), L // block_size
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    queries, angles, rows = normal(L, H * D).bfloat16(), normal(L, D // 2), normal(8 * L, R).bfloat16()
+    own = torch.randperm(8 * columns, generator=generator).to(torch.int32).view(8, columns)
+    norm = (normal(D).bfloat16(), normal(D).bfloat16()) if norms else (None, None)
+    w_uk, w_uv = pack(normal(G * D, R) / 8, 32), torch.stack([pack(normal(V, R)) for _ in range(G)])
+    biases = normal(G * D).bfloat16(), normal(G, V)
+
+    def attended(*sequences: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
+        """Of each its last T tokens: (text, length, T, blocks that are the first text's)."""
+        table = torch.stack([torch.cat((own[0, :shared], own[text, shared:])) for text, _, _, shared in sequences])
+        lengths, queried = ([sequence[at] for sequence in sequences] for at in (1, 2))
+        tokens = [torch.arange(length - T, length) for _, length, T, _ in sequences]
+        slots = torch.cat([
+            table[s].long()[at // block_size] * block_size + at % block_size for s, at in enumerate(tokens)
+        ])  # fmt: skip
+        first = [
+            max(0, length - T - window) // block_size * block_size if window else 0 for _, length, T, _ in sequences
+        ]
+        table = torch.stack([row.roll(-before // block_size) for row, before in zip(table, first, strict=True)])
+        numbers = (torch.tensor(x, dtype=torch.int32) for x in (lengths, first, [0, *itertools.accumulate(queried)]))
+        both = torch.cat((queries[torch.cat(tokens)], rows[slots]), dim=1)
+        out = compiled.latent(
+            both, angles.cos(), angles.sin(), w_uk, w_uv, *biases, *norm, 1e-5, None, rows, None, [0], slots, table,
+            *numbers, block_size, window or 0, 0.05, None,
+        )  # fmt: skip
+        assert out.isfinite().all()
+        return out.split(queried)
+
+    (prompt,) = attended((0, L, L, 0))
+    for length in (1, 33, 256, 300, 700):
+        assert torch.equal(attended((0, length, 1, 0))[0], prompt[length - 1 : length])
+    steps = [
+        [(0, 700, 1, 0), (1, 690, 2, 0), (2, 300, 1, 0), (3, 64, 1, 0)],
+        [(0, 700, 1, 0), (1, 690, 2, 40), (2, 700, 1, 20), (3, 64, 1, 2), (4, 300, 1, 1), (5, 700, 1, 5)],
+        [(0, 640, 40, 0), (1, 700, 1, 70), (2, 690, 30, 30), (3, 650, 30, 9), (4, 300, 100, 2), (5, 300, 3, 0)],
+    ]
+    for sequences in steps:
+        for (text, length, T, shared), found in zip(sequences, attended(*sequences), strict=True):
+            (alone,) = attended((text, length, length, shared))
+            assert torch.equal(found, alone[length - T :])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a kernel of the CPU")
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("norms", [False, True], ids=["bare", "norms"])
 @pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
@@ -505,7 +559,7 @@ def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, compiled
     b_k = b_k.bfloat16()
     rows = step.k[:, 0].contiguous()
     out = compiled.latent(
-        both, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1)), torch.stack([pack(w) for w in w_uv]),
+        both, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1), 32), torch.stack([pack(w) for w in w_uv]),
         b_k.flatten(), b_v, q_norm, k_norm, 1e-5, sink_H if sinks else None, rows, None, [0], view.slots_N,
         view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size, view.window or 0,
         0.3, None,

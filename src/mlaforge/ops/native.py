@@ -79,11 +79,12 @@ def operations(name: str) -> Any:
     return getattr(torch.ops, f"mlaforge_{name}")
 
 
-def pack(weight_MK: Tensor) -> Tensor:
-    """The layout that `linear` reads: bf16 [M / 16, K / 2, 16, 2], outputs filled up with zeros. K must be even."""
+def pack(weight_MK: Tensor, step: int = 1) -> Tensor:
+    """The layout that `linear` reads: bf16 [M / 16, K / 2, 16, 2], outputs filled up with zeros. K must be even. What
+    `latent` reads has its inputs filled up too, to a multiple of `step` 32."""
     M, K = weight_MK.shape
-    padded = torch.nn.functional.pad(weight_MK.bfloat16(), (0, 0, 0, -M % 16)).contiguous()
-    return padded.view(-1, 16, K // 2, 2).transpose(1, 2).contiguous()
+    padded = torch.nn.functional.pad(weight_MK.bfloat16(), (0, -K % step, 0, -M % 16)).contiguous()
+    return padded.view(len(padded) // 16, 16, -1, 2).transpose(1, 2).contiguous()
 
 
 def _sources() -> bytes:

@@ -232,8 +232,8 @@ class NativeLatent:
             self.b_k = b_k.float().contiguous()
         else:
             self.kernel, self.table = native.latent.default, attention.table
-            # Cached rows go through it, for all heads at once.
-            self.w_uk, self.b_k = pack(w_uk.flatten(0, 1)), b_k.flatten().bfloat16()
+            # Cached rows, which the kernel fills up to whole tiles, go through it.
+            self.w_uk, self.b_k = pack(w_uk.flatten(0, 1), 32), b_k.flatten().bfloat16()
             norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
             self.norms: list[Tensor | None] = [norm.weight.detach().bfloat16() for norm in norms] or [None, None]
             self.eps = norms[0].eps if norms else 0.0

@@ -6,14 +6,18 @@
 #endif
 
 template <typename Finish>
-void attend(const float* q, int64_t H, int64_t G, int64_t D, int64_t V, const Layout& row, const Rows& rows, const View& view,
-            float scale, Finish finish) {
-  const Attention attention{q, H, G, D, V, row, rows, view, scale};
+void attend(const Attention& attention, Finish finish) {
 #ifdef __AMX_TILE__
   // Sixteen rows of a tile lie one after another in a block.
-  if (view.block_size % 16 == 0 && D % 2 == 0) return PagedAttention<TileKernel>(attention).run(finish);
+  if (attention.view.block_size % 16 == 0 && attention.D % 2 == 0) return PagedAttention<TileKernel>(attention).run(finish);
 #endif
   PagedAttention<VectorKernel>(attention).run(finish);
+}
+
+template <typename Finish>
+void attend(const float* q, int64_t H, int64_t G, int64_t D, int64_t V, const Layout& row, const Rows& rows, const View& view,
+            float scale, Finish finish) {
+  attend(Attention{q, H, G, D, V, row, rows, view, scale}, finish);
 }
 
 // `value_offset`: where in a row the values begin, behind the keys of all heads or, as a part of them, at 0.

@@ -12,6 +12,8 @@
 // 2 H (D + V) FLOPs a cached and query token.
 #pragma once
 #include <atomic>
+#include <functional>
+#include <memory>
 #include <numeric>
 #include <unordered_map>
 
@@ -19,11 +21,21 @@
 #include "view.h"
 
 constexpr int64_t COLUMNS = 64;  // columns that one task takes through the cache
+constexpr int64_t SHARING = 16;  // tasks with the same rows that one thread takes
 constexpr int64_t STRETCH = 32;  // cached tokens whose rows are staged at a time
 
 // Where in a row of the cache keys and values lie: keys of the first key head at 0 and `k_head` numbers from one to the
 // next, values from `v_offset` on.
 struct Layout { int64_t k_head, v_head, v_offset; };
+
+// Makes rows that attention reads from others. A thread's own.
+class Source {
+ public:
+  virtual ~Source() = default;
+  // Places of the rows of `count` tokens of a chunk of sequence s, from `position` on, which have these slots. They hold
+  // until it is asked again.
+  virtual void stage(int64_t s, int64_t position, const int32_t* slots, int64_t count, const bf16** row) = 0;
+};
 
 // A step's attention. Queries are [N, H, D].
 struct Attention {
@@ -35,8 +47,11 @@ struct Attention {
   float scale;
 
   // Sequences of more than one task's columns read packed rows many times: decoded ones, and a view of them.
-  std::optional<Rows> decoded;
-  std::optional<View> decoded_view;
+  std::optional<Rows> decoded = std::nullopt;
+  std::optional<View> decoded_view = std::nullopt;
+
+  // Where `rows`, of which only the width counts then, are made from others, those of the other sequences.
+  std::function<std::unique_ptr<Source>()> source = nullptr;
 
   int64_t J() const { return H / G; }
   bool one_task(int64_t s) const { return view.queries(s) * H <= COLUMNS; }
@@ -79,7 +94,7 @@ class Reader {
   const bf16* row[CHUNK];  // places of the rows that were staged last
 
   // `kept` rows stay where they are until others are staged.
-  Reader(const Attention& of, int64_t kept) : of_(of), kept_(kept) {
+  Reader(const Attention& of, int64_t kept) : of_(of), kept_(kept), source_(of.source ? of.source() : nullptr) {
     static thread_local std::vector<bf16> scratch;
     scratch.resize(std::max<size_t>(scratch.size(), of.rows.scratch(kept) + 32));
     scratch_ = (bf16*)(((uintptr_t)scratch.data() + 63) & ~uintptr_t(63));
@@ -91,10 +106,15 @@ class Reader {
     else locate(now, here_);
     now_ = now, next_ = next, known_ = known;
     if (next.task) locate(next, then_);
+    made_ = source_ && of_.one_task(now.task->sequence);
+    if (!made_) return;
+    const int64_t position = std::max(now.chunk * CHUNK, of_.view.first(now.task->sequence)), low = position % CHUNK;
+    source_->stage(now.task->sequence, position, here_.slots + low, here_.end - low, row + low);
   }
 
   // Tokens [from, to) of the chunk, of which the sequence has the last sixteen or fewer, if need be.
   void keys(int64_t from, int64_t to) {
+    if (made_) return;
     const HeadSet& set = now_.task->set;
     const Rows& rows = of_.rows_of(now_.task->sequence);
     for (int64_t t = from, end; t < to; t = end) {
@@ -107,10 +127,11 @@ class Reader {
 
   // Values [at, at + count) of tokens [from, to), of all that the task has.
   void values(int64_t from, int64_t to, int64_t at, int64_t count) {
+    if (made_) return;
     const Rows& rows = of_.rows_of(now_.task->sequence);
     for (int64_t t = from, end; t < to; t = end) {
       end = std::min(to, t + STRETCH);
-      if (next_.task) {
+      if (next_.task && !(source_ && of_.one_task(next_.task->sequence))) {
         // Their share of the keys.
         const HeadSet& set = next_.task->set;
         const int64_t first = set.D * at / set.V, last = set.D * std::min(at + count, set.V) / set.V;
@@ -124,10 +145,10 @@ class Reader {
   }
 
  private:
-  // Of a chunk: where its rows lie, and which of them are to be seen.
+  // Of a chunk: where its rows lie, to before `end`, and which of them are to be seen.
   struct Slots {
     int32_t slots[CHUNK];
-    int64_t from, to;
+    int64_t end, from, to;
   };
 
   void locate(const Stop& stop, Slots& to) const {
@@ -137,12 +158,14 @@ class Reader {
     // The rest of the last sixteen is of the same block, where blocks are sixteens.
     const int64_t whole = view.block_size % 16 ? high : (high + 15) / 16 * 16;
     of_.view_of(s).slots(s, low, whole - low, to.slots + low - base);
-    to.from = std::max(low, seen) - base, to.to = high - base;
+    to.end = whole - base, to.from = std::max(low, seen) - base, to.to = high - base;
   }
 
   const Attention& of_;
   const int64_t kept_;
+  const std::unique_ptr<Source> source_;
   bf16* scratch_;
+  bool made_ = false;  // whether the chunk's rows are the source's
   Stop now_, next_;
   bool known_ = false;
   Slots here_, then_;
@@ -196,16 +219,20 @@ class PagedAttention {
           tasks.push_back({s, first, std::min(COLUMNS, own - first), -1, 0,
                            {g * J, J, g * of_.row.k_head, of_.D, g * of_.row.v_head, V}});
     }
+    const std::vector<int64_t> begins = share(tasks);
     partial_.resize(all_places * V), most_.resize(all_places), sums_.resize(all_places);
     out_.resize(N * H * V), lse_.resize(N * H);
     std::atomic<int64_t> next{0};
     at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
       if (begin >= end) return;
       Kernel kernel(of_);
-      const int64_t count = tasks.size();
+      const int64_t count = begins.size() - 1;
       for (int64_t i = next++, then; i < count; i = then) {
         then = next++;
-        work(tasks[i], then < count ? &tasks[then] : nullptr, kernel);
+        for (int64_t task = begins[i]; task < begins[i + 1]; ++task) {
+          const int64_t following = task + 1 < begins[i + 1] ? task + 1 : then < count ? begins[then] : -1;
+          work(tasks[task], following < 0 ? nullptr : &tasks[following], kernel);
+        }
       }
     });
     at::parallel_for(0, N, 4, [&](int64_t from, int64_t to) {
@@ -253,6 +280,31 @@ class PagedAttention {
     });
     of_.decoded.emplace(to, width);
     of_.decoded_view = View{table, view_.seq_lens_S, view_.first_S, view_.query_start_S1, size, view_.window, view_.tree_Tn};
+  }
+
+  // Puts chunks that several sequences have of the same rows beside each other. Returns where the tasks that a thread
+  // takes at a time begin, and their end.
+  std::vector<int64_t> share(std::vector<Task>& tasks) const {
+    const int64_t count = tasks.size();
+    std::vector<std::tuple<int64_t, int32_t, int64_t>> order;  // chunk, its first slot, task
+    for (int64_t i = 0; i < count; ++i) {
+      const auto [chunk, s] = std::pair(tasks[i].chunk, tasks[i].sequence);
+      int32_t first = int32_t(i);
+      if (chunk >= 0) view_.slots(s, std::max(chunk * CHUNK, view_.first(s)), 1, &first);
+      order.push_back({chunk, first, i});
+    }
+    if (view_.sequences() > 1) std::sort(order.begin(), order.end());
+    std::vector<int64_t> begins;
+    std::vector<Task> ordered;
+    for (int64_t i = 0; i < count; ++i) {
+      const auto [chunk, slot, task] = order[i];
+      if (i == 0 || chunk != std::get<0>(order[i - 1]) || slot != std::get<1>(order[i - 1]) || i - begins.back() == SHARING)
+        begins.push_back(i);
+      ordered.push_back(tasks[task]);
+    }
+    begins.push_back(count);
+    tasks.swap(ordered);
+    return begins;
   }
 
   int64_t first_chunk(const Task& task) const {

@@ -5,11 +5,12 @@
 #include "sink.h"
 #include "tiles.h"
 
-// Up to 32 rows of x times two blocks of weights with tiles, into y [32, 32]. `x_end` and `w_end` stand in for what is
-// left of K after the last 32 numbers, filled up with zeros: [32, 32] of x, [16, 32] of each block.
+// Up to 32 rows of x, `stride` numbers apart, times two blocks of weights with tiles, into y [32, 32], whose rows are `to`
+// apart. `x_end` and `w_end` stand in for what is left of K after the last 32 numbers, filled up with zeros: [32, 32] of
+// x, [16, 32] of each block.
 template <bool TWO>
-void tile_product(const bf16* w0, const bf16* w1, const bf16* x, int64_t K, const bf16* x_end, const bf16* w_end,
-                  float* y) {
+void tile_product(const bf16* w0, const bf16* w1, const bf16* x, int64_t stride, int64_t K, const bf16* x_end,
+                  const bf16* w_end, float* y, int64_t to) {
   memory_is_read();
   _tile_zero(0);
   _tile_zero(1);
@@ -19,9 +20,9 @@ void tile_product(const bf16* w0, const bf16* w1, const bf16* x, int64_t K, cons
   for (; k + 32 <= K; k += 32) {
     _tile_loadd(6, w0 + k * 16, 64);
     _tile_loadd(7, w1 + k * 16, 64);
-    _tile_loadd(4, x + k, K * 2);
+    _tile_loadd(4, x + k, stride * 2);
     if (TWO) {
-      _tile_loadd(5, x + 16 * K + k, K * 2);
+      _tile_loadd(5, x + 16 * stride + k, stride * 2);
     } else {
       // Few rows: reading the weights is all that counts, and the prefetcher stops at the end of a page.
       for (int64_t line = 0; line < 16; ++line) {
@@ -44,10 +45,10 @@ void tile_product(const bf16* w0, const bf16* w1, const bf16* x, int64_t K, cons
     if (TWO) _tile_dpbf16ps(2, 5, 6);
     if (TWO) _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, y, 128);
-  _tile_stored(1, y + 16, 128);
-  if (TWO) _tile_stored(2, y + 16 * 32, 128);
-  if (TWO) _tile_stored(3, y + 16 * 32 + 16, 128);
+  _tile_stored(0, y, to * 4);
+  _tile_stored(1, y + 16, to * 4);
+  if (TWO) _tile_stored(2, y + 16 * to, to * 4);
+  if (TWO) _tile_stored(3, y + 16 * to + 16, to * 4);
 }
 
 // With tiles: 512 products a cycle and core, so that only long stretches of rows are limited by arithmetic.
@@ -70,7 +71,7 @@ inline void linear_by_tiles(const bf16* x, const bf16* w, int64_t N, int64_t K, 
         const int64_t rows = std::min<int64_t>(32, N - n), first = std::min<int64_t>(16, rows);
         if (rows != shaped) shape_tiles(first, rows - first), shaped = rows;
         for (int64_t r = 0; rest && r < rows; ++r) std::copy_n(x + (n + r) * K + K - rest, rest, x_end + r * 32);
-        (rows > 16 ? tile_product<true> : tile_product<false>)(w0, w1, x + n * K, K, x_end, w_end, y);
+        (rows > 16 ? tile_product<true> : tile_product<false>)(w0, w1, x + n * K, K, K, x_end, w_end, y, 32);
         for (int64_t r = 0; r < rows; ++r) {
           sink.put(n + r, b * 16, load(y + r * 32));
           if (b + 1 < blocks) sink.put(n + r, b * 16 + 16, load(y + r * 32 + 16));

@@ -1,5 +1,7 @@
 // What a step's query tokens see of the paged cache.
 #pragma once
+#include <span>
+
 #include "vectors.h"
 
 constexpr int64_t CHUNK = 256;  // cached tokens of a chunk
@@ -22,6 +24,11 @@ struct View {
   // Position of the tree's first node, and past every position where there is no tree.
   int64_t tail(int64_t s) const { return tree_Tn ? length(s) - nodes() : std::numeric_limits<int32_t>::max(); }
 
+  // A sequence's blocks.
+  std::span<const int32_t> blocks(int64_t s) const {
+    return {table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1), size_t((rows(s) + block_size - 1) / block_size)};
+  }
+
   // Slots of `count` tokens from `position` on.
   void slots(int64_t s, int64_t position, int64_t count, int32_t* slot) const {
     const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
@@ -35,6 +42,12 @@ struct View {
   // Where query token m of a sequence stands.
   int64_t position(int64_t s, int64_t m) const {
     return tree_Tn ? tail(s) + *std::max_element(back(m), back(m) + nodes()) : length(s) - queries(s) + m;
+  }
+
+  // Where the token in a sequence's row `position` stands: those of a tree stand at their depths.
+  int64_t stands(int64_t s, int64_t position) const {
+    const int64_t node = position - tail(s);
+    return node >= 0 && node < nodes() ? this->position(s, node) : position;
   }
 
   // The first position that a token at `position` sees.
