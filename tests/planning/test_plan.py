@@ -13,7 +13,7 @@ from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import GPUS
-from mlaforge.planning.plan import LayerPlan, Plan, make_plan, rank_limit, unconverted
+from mlaforge.planning.plan import LATENT_LAYOUTS, LayerPlan, Plan, coded_plan, make_plan, rank_limit, unconverted
 from mlaforge.planning.report import parse_context, run_plan
 from mlaforge.planning.roofline import Row, attention_op, compare, decode_step, projections, recommend, weight_bytes
 from mlaforge.runtime import UserError
@@ -270,6 +270,16 @@ def test_a_larger_budget_never_caches_less(spec: ModelSpec, one: float, two: flo
 
 
 # FLOPs and bytes
+
+
+@pytest.mark.parametrize("bits", [2.0, 3.0, 4.0, 6.5])
+@pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+def test_coded_rows_have_the_bytes_of_their_bits(bits: float, layout: str, llama: ModelSpec) -> None:
+    plan = coded_plan(llama, bits, layout, "all")
+    assert 0.85 * bits / 16 < plan.converted_fraction <= bits / 16
+    assert plan.model_fraction(4096) == pytest.approx(plan.converted_fraction)
+    for chosen in plan.layers:
+        assert chosen.kv_lora_rank == chosen.code[0] and list(chosen.code) == sorted(chosen.code, reverse=True)
 
 
 def test_absorbed_attention_does_119_flop_per_byte(gpt_oss: ModelSpec) -> None:

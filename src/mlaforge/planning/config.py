@@ -11,7 +11,7 @@ from mlaforge.planning.plan import LATENT_LAYOUTS, STORED
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig(Options):
-    """Options of `plan`: the workload and the machine; budget, layout and ranks add a row of your own."""
+    """Options of `plan`: the workload and the machine; bits, budget, layout and ranks add a row of your own."""
 
     first = ("context", "batch", "gpu", "budget", "layout")
 
@@ -20,6 +20,10 @@ class PlanConfig(Options):
     gpu: str = option("h200", "machine to compute for", choices=tuple(GPUS))
     kv_cache_dtype: str = option("bf16", "how the cache stores its rows", choices=STORED)
     drafts: int = option(3, "draft tokens that a speculative step verifies", "tokens", least=0)
+    bits: float | None = option(
+        None, "mean bits of a number in coded rows, in place of a budget; 4: a quarter of bf16", "bits", above=0,
+        most=8,
+    )  # fmt: skip
     budget: float | None = option(None, "share of the converted layers' GQA cache to keep", "fraction", above=0, most=1)
     layout: str | None = option(None, "cache layout of the converted layers", choices=LATENT_LAYOUTS)
     kv_lora_rank: int | None = option(None, "latent numbers per token, in place of a budget", "numbers")

@@ -21,8 +21,11 @@ RANK_MULTIPLE = 8
 DEFAULT_ROPE_DIM = 64
 # Bytes of a number in cached rows that are plain.
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp8": 1}
-# How the cache can store its rows: the engine's kv_cache_dtype, whose auto is one of these.
-STORED = (*ITEMSIZES, "int8", "int4", "coded")
+# How the cache can store its rows: the engine's kv_cache_dtype, whose auto is one of these or `coded`.
+STORED = (*ITEMSIZES, "int8", "int4")
+# Bits between the first and the last number of a coded layer, had all of them some (measured on SmolLM2).
+BITS_FALL = 11.6
+LARGEST_CODE = 11
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,14 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """One LayerPlan per layer of `spec`. `stored` is one of STORED. Raises UserError where a layer cannot be."""
+    """One LayerPlan per layer of `spec`. `stored` is of STORED, or coded. Raises UserError where a layer cannot be."""
 
     spec: ModelSpec
     layers: tuple[LayerPlan, ...]
     stored: str = "bf16"
 
     def __post_init__(self) -> None:
-        assert len(self.layers) == self.spec.num_layers and self.stored in STORED
+        assert len(self.layers) == self.spec.num_layers and self.stored in (*STORED, "coded")
         if self.stored == "int4" and self.converted:
             raise UserError("kv_cache_dtype int4 is for grouped-query layers; converted ones can be int8")
         if any(layer.code for layer in self.layers) and self.stored not in ("coded", "bf16", "fp32"):
@@ -91,9 +94,13 @@ class Plan:
 
     @property
     def converted_fraction(self) -> float:
-        """Cached numbers per token of the converted layers over what GQA caches there; 1.0 where none is."""
-        before = sum(self.spec.layers[i].cached for i in self.converted)
-        return sum(self.cached[i] for i in self.converted) / before if before else 1.0
+        """What a token caches in the converted layers over what GQA caches there, numbers of 16 bits unless they are
+        coded; 1.0 where none is."""
+        stored, layers = "coded" if self.stored == "coded" else "bf16", self.spec.layers
+        before = sum(2 * layers[i].cached for i in self.converted)
+        return (
+            sum(self.layers[i].cached_bytes(layers[i], 1, stored) for i in self.converted) / before if before else 1.0
+        )
 
     def model_fraction(self, context: int) -> float:
         """Cache of the whole model over its GQA cache at `context` tokens; windows count in both."""
@@ -167,6 +174,29 @@ def make_plan(
         ),
         stored,
     )
+
+
+def foreseen_code(numbers: int, bits: float) -> tuple[int, ...]:
+    """LayerPlan.code as it will be like: its bytes are those of `bits` in the mean of `numbers`; how many numbers are
+    left, and their bits, is a guess that calibration will replace."""
+    blocks = numbers // 8
+    widths = [0] * blocks
+    for _ in range(int(bits * numbers) // 8):
+        open_ones = [i for i in range(blocks) if widths[i] < LARGEST_CODE]
+        if open_ones:
+            widths[min(open_ones, key=lambda i: widths[i] + BITS_FALL * i / blocks)] += 1
+    return tuple(8 * sum(width > bit for width in widths) for bit in range(max(widths)))
+
+
+def coded_plan(spec: ModelSpec, bits: float, layout: str, layers: str, qk_rope_head_dim: int | None = None) -> Plan:
+    """As make_plan, with rows of `bits` a number in the mean, of what GQA caches."""
+    plan = make_plan(spec, bits / 16, layout, layers, None, qk_rope_head_dim)
+    chosen = list(plan.layers)
+    for i in plan.converted:
+        rotary, numbers = chosen[i].qk_rope_head_dim, spec.layers[i].cached
+        code = foreseen_code(numbers, bits - (8 * rotary + 24) / numbers if rotary else bits)
+        chosen[i] = LayerPlan(layout, code[0], rotary, code)
+    return Plan(spec, tuple(chosen), "coded")
 
 
 def select_layers(spec: ModelSpec, layers: str) -> set[int]:

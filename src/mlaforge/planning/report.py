@@ -13,7 +13,7 @@ from mlaforge.families import read_spec
 from mlaforge.families.spec import LayerSpec, capture_boundaries
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import GPUS, weight_bytes
-from mlaforge.planning.plan import CONTEXTS, make_plan, window_choices
+from mlaforge.planning.plan import CONTEXTS, coded_plan, make_plan, window_choices
 from mlaforge.planning.roofline import PARTS, Row, analyse, compare, in_bytes, in_digits, recommend
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
@@ -49,10 +49,15 @@ def run_plan(config_json: Mapping[str, Any], options: PlanConfig) -> PlanReport:
     rows, notes = compare(
         spec, gpu, context, options.batch, options.drafts, BUDGETS, layers=options.layers, stored=stored
     )
-    if {options.budget, options.layout, options.kv_lora_rank, options.qk_rope_head_dim} != {None}:
+    if options.bits is not None and {options.budget, options.kv_lora_rank} != {None}:
+        raise UserError(f"bits {options.bits:g} chooses the ranks too: leave out budget and kv_lora_rank")
+    if {options.bits, options.budget, options.layout, options.kv_lora_rank, options.qk_rope_head_dim} != {None}:
         budget, layout = 0.5 if options.budget is None else options.budget, options.layout or "latent"
         ranks = options.kv_lora_rank, options.qk_rope_head_dim
-        plan = make_plan(spec, budget, layout, options.layers, *ranks, stored=stored)
+        if options.bits is None:
+            plan = make_plan(spec, budget, layout, options.layers, *ranks, stored=stored)
+        else:
+            plan = coded_plan(spec, options.bits, layout, options.layers, options.qk_rope_head_dim)
         own = Row(plan, gpu, context, options.batch, options.drafts)
         asked = next((row for row in rows if row == own), own)
         rows += [] if asked in rows else [asked]

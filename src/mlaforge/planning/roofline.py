@@ -86,7 +86,8 @@ class Row:
         """Layout and ranks, `latent_rope 448+64`."""
         chosen = self.chosen
         rope = f"+{chosen.qk_rope_head_dim}" if chosen.qk_rope_head_dim else ""
-        return "gqa" if chosen.layout == "gqa" else f"{chosen.layout} {chosen.kv_lora_rank}{rope}"
+        code = ", coded" if chosen.code else ""
+        return "gqa" if chosen.layout == "gqa" else f"{chosen.layout} {chosen.kv_lora_rank}{rope}{code}"
 
     @cached_property
     def plain(self) -> Step:
