@@ -276,7 +276,7 @@ def test_a_larger_budget_never_caches_less(spec: ModelSpec, one: float, two: flo
 @pytest.mark.parametrize("layout", LATENT_LAYOUTS)
 def test_coded_rows_have_the_bytes_of_their_bits(bits: float, layout: str, llama: ModelSpec) -> None:
     plan = coded_plan(llama, bits, layout, "all")
-    assert 0.85 * bits / 16 < plan.converted_fraction <= bits / 16
+    assert 0.7 * bits / 16 < plan.converted_fraction <= bits / 16
     assert plan.model_fraction(4096) == pytest.approx(plan.converted_fraction)
     for chosen in plan.layers:
         assert chosen.kv_lora_rank == chosen.code[0] and list(chosen.code) == sorted(chosen.code, reverse=True)
