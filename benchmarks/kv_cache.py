@@ -1,27 +1,39 @@
-"""What a smaller cache costs: perplexity of SmolLM2-135M-Instruct, and of conversions of it, by how rows are stored.
+"""What a smaller cache costs: perplexity of SmolLM2-135M-Instruct by how rows are stored, and of conversions of it.
 
-    python benchmarks/kv_cache.py --data ../shared/data [--models DIRECTORY ...] [--windows 4] [--out FILE.json]
+    python benchmarks/kv_cache.py --data ../shared/data [--windows 16] [--scratch FOLDER] [--out FILE.json]
 
-bf16 engine on a CPU; windows of 2048 tokens of wiki.test.raw, each token read once, through the cache, as in a request.
-`int4 first`: int4 with the first block of a sequence, its attention sinks, kept in bf16 too. Bytes are those that the
-cache holds of 2048 tokens, by `mlaforge plan`'s count, over those of bf16.
+bf16 engine on a CPU; windows of 2048 tokens of wiki.test.raw and of three other kinds of text, each token read once,
+through the cache, as in a request. Coded conversions are calibrated on WikiText's validation text. `int4 first`: int4
+with the first block of a sequence, its attention sinks, kept in bf16 too. Bytes are those that the cache holds of 2048
+tokens, scales and whole blocks among them. --scratch keeps conversions for another run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from rows import Results, command, parser, wikitext
+from rows import Results, command, judged_texts, parser, wikitext, without_repeats
 
 from mlaforge import LLM, SamplingParams
-from mlaforge.data import corpus
+from mlaforge.checkpoint import source_model
+from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
+from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.ops.row_format import Int4
+from mlaforge.rendering.table import markdown_table
 
 LENGTH = 2048
+CALIBRATION_WINDOWS = 32
 STORED = {"bf16": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4", "int4 first": "int4"}
+# Layout and bits of the conversions.
+CODED = [("latent", 4.0), ("latent", 3.0), ("latent", 2.0), ("latent_rope", 4.0)]
 
 
 def perplexity(llm: LLM, windows: list[list[int]]) -> float:
@@ -43,30 +55,60 @@ def cache_bytes(llm: LLM) -> int:
     return used
 
 
+def asked() -> Iterator[dict[str, Any]]:
+    """What tells each row from the others."""
+    for name in STORED:
+        yield {"layout": "gqa", "stored": name}
+    for layout, bits in CODED:
+        yield {"layout": layout, "stored": f"{bits:g} bits"}
+
+
 def main() -> None:
     arguments = parser(__doc__, "benchmarks/kv_cache.json")
-    arguments.add_argument("--models", type=Path, nargs="*", default=[], help="conversions of the model")
-    arguments.add_argument("--windows", type=int, default=4)
+    arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
+    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
     options = arguments.parse_args()
     original = demo_model.fetch()
-    results = Results(options.out, [], resume=True, command=command(), windows=options.windows)
-    models = {directory.name: directory for directory in (original, *options.models)}
-    keys = [{"model": model, "stored": name} for model in models for name in STORED]
-    for key in results.missing(keys):
-        directory, name = models[key["model"]], key["stored"]
-        stored = STORED[name]
-        # int4 is for grouped-query layers.
-        if stored != "int4" or directory == original:
-            with mock.patch.object(Int4, "whole", Int4.whole | {"first"} if name.endswith("first") else Int4.whole):
+    tokenizer = source_model.load_tokenizer(original)
+    results = Results(options.out, [], resume=True, command=command())
+    with contextlib.ExitStack() as stack:
+        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
+        scratch.mkdir(parents=True, exist_ok=True)
+        tuned = corpus.windows(tokenizer, wikitext(options.data)[0], CALIBRATION_WINDOWS, LENGTH, seed=0)
+        wanted = {"wiki": options.windows, "code": 4, "maths": 4, "chat": 4}
+        judged = judged_texts(tokenizer, options.data, wanted, LENGTH, scratch)
+        judged = without_repeats(judged, overlap.passages(tuned))
+        results.body["tokens"] = {name: windows.ids.numel() for name, windows in judged.items()}
+        for row in results.missing(asked()):
+            directory, stored = original, STORED.get(row["stored"], "coded")
+            if stored == "coded":
+                directory = scratch / f"{row['layout']} {row['stored']}"
+                config = ConvertConfig(
+                    layout=row["layout"], bits=float(row["stored"].split()[0]), calibration=wikitext(options.data)[0],
+                    nsamples=CALIBRATION_WINDOWS, seqlen=LENGTH, eval_windows=0, device="cpu",
+                )  # fmt: skip
+                convert.run(str(original), directory, config, calibrated=scratch / "calibration")
+            with mock.patch.object(Int4, "whole", Int4.whole | {"first"} if "first" in row["stored"] else Int4.whole):
                 llm = LLM(
                     directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20,
                     max_num_seqs=4,
                 )  # fmt: skip
-            windows = corpus.windows(llm.tokenizer, wikitext(options.data)[1], options.windows, LENGTH).ids.tolist()
-            row = {"ppl": perplexity(llm, windows), "bytes": cache_bytes(llm)}
-            exact = next((r for r in results.rows if r["model"] == key["model"]), row)
-            ratios = {"ppl_ratio": row["ppl"] / exact["ppl"], "bytes_ratio": row["bytes"] / exact["bytes"]}
-            results.add({**key, **row, **ratios})
+            ppl = {name: perplexity(llm, windows.ids.tolist()) for name, windows in judged.items()}
+            own = {"ppl": ppl, "bytes": cache_bytes(llm)}
+            exact = (results.rows or [own])[0]
+            ratio = {name: ppl[name] / exact["ppl"][name] for name in ppl}
+            results.add({**row, **own, "ratio": ratio, "bytes_ratio": own["bytes"] / exact["bytes"]})
+    print(table(results.rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The Markdown table of docs/engine.md."""
+    heads = ("layout", "rows", "bytes of bf16's", "wiki.test ppl ratio", "Python source", "maths questions", "dialogue")
+    cells = [
+        (row["layout"], row["stored"], f"{row['bytes_ratio']:.1%}",
+         *(f"{row['ratio'][name]:.4f}" for name in ("wiki", "code", "maths", "chat"))) for row in rows
+    ]  # fmt: skip
+    return markdown_table([heads, *cells])
 
 
 if __name__ == "__main__":
