@@ -14,15 +14,15 @@ EXPORTS = ("deepseek",)
 class ConvertConfig(Options):
     """Options of `convert`. Names of TransMLA's converter are accepted with their meaning."""
 
-    first = ("bits", "budget", "layout", "layers", "plan", "calibration")
+    first = ("bits", "budget", "layout", "layers", "calibration")
 
-    budget: float = option(
-        0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction", above=0, most=1
-    )
     bits: float | None = option(
         None, "mean bits of a cached number, of the converted layers' K and V cache in full: ranks and bits are chosen "
         "together, and rows are coded; 4 is a quarter of bf16's bytes", "bits", above=0, most=8,
     )  # fmt: skip
+    budget: float = option(
+        0.5, "cache to keep, as a share of the converted layers' K and V cache", "fraction", above=0, most=1
+    )
     layout: str | None = option(
         None, "what a token caches (latent; latent_rope where an option of TransMLA's says so)",
         choices=("latent", "latent_rope"),

@@ -29,7 +29,7 @@ from mlaforge.data import corpus, overlap
 from mlaforge.factorization.moments import collect
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning import plan_file
-from mlaforge.planning.plan import CONTEXTS, Plan, make_plan, plain, window_choices
+from mlaforge.planning.plan import CONTEXTS, Plan, coded_budget, make_plan, plain, window_choices
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.tensor_store import Spill
 
@@ -86,8 +86,7 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
         for name in ("budget", "kv_lora_rank", "ranks", "deepseek_style"):
             if (value := getattr(config, name)) != getattr(ConvertConfig, name):
                 raise UserError(f"bits = {config.bits:g} chooses ranks and bits together; leave out {name} = {value}")
-        # Ranks follow from the bits; the rotary key is that of a plain cache of as many bytes.
-        budget = config.bits / 16
+        budget = coded_budget(config.bits)
     plan = make_plan(spec, budget, layout, config.layers, config.kv_lora_rank, rope_dim)
     rope_dim = max(layer.qk_rope_head_dim for layer in plan.layers)
     if config.deepseek_style:

@@ -188,9 +188,14 @@ def foreseen_code(numbers: int, bits: float) -> tuple[int, ...]:
     return tuple(8 * sum(width > bit for width in widths) for bit in range(max(widths)))
 
 
+def coded_budget(bits: float) -> float:
+    """The budget whose rotary key suits rows of so many bits: its numbers have 8 each. Ranks follow from the bits."""
+    return min(bits / 8, 0.99)
+
+
 def coded_plan(spec: ModelSpec, bits: float, layout: str, layers: str, qk_rope_head_dim: int | None = None) -> Plan:
     """As make_plan, with rows of `bits` a number in the mean, of what GQA caches."""
-    plan = make_plan(spec, bits / 16, layout, layers, None, qk_rope_head_dim)
+    plan = make_plan(spec, coded_budget(bits), layout, layers, None, qk_rope_head_dim)
     chosen = list(plan.layers)
     for i in plan.converted:
         rotary, numbers = chosen[i].qk_rope_head_dim, spec.layers[i].cached
