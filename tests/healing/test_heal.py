@@ -89,6 +89,16 @@ def test_it_comes_closer_to_the_original(healed, tiny_models, student, evaluatio
     assert set(manifest.files) == {path.name for path in out.iterdir()} - {"manifest.json"}
 
 
+def test_a_coded_student_is_healed_with_its_code(healed, tiny_models, converted, evaluation_file):
+    """Straight through the rounding: what is healed is what is read of the rows."""
+    start = converted("llama", "latent", bits=2, nsamples=64)
+    out, _ = healed(refit="auto", steps=12, start=start)
+    ids = corpus.windows(source_model.load_tokenizer(start), str(evaluation_file), 1, 400).ids[0]
+    assert divergence(tiny_models["llama"], out, ids) < 0.98 * divergence(tiny_models["llama"], start, ids)
+    counts = [json.loads((path / "config.json").read_text())["mla_code_counts"] for path in (start, out)]
+    assert counts[0] == counts[1] and counts[0][0]
+
+
 def test_it_remembers_all_text_that_it_was_tuned_on(healed, cli, student, healing_file, calibration_file):
     out, _ = healed(steps=0)
     for text in (healing_file, calibration_file):
