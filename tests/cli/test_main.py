@@ -184,7 +184,7 @@ def test_convert_prints_what_it_cost(halved, tiny_models, cli, short):
     assert shown["MLA ppl"] == f"{metrics['mla_ppl']:.3f}"
     assert shown["ratio"] == f"{metrics['mla_ppl'] / metrics['original_ppl']:.4f}"
     assert shown["Partial RoPE ppl"] == "–"
-    assert shown["cache numbers/token"] == "192 -> 96"
+    assert shown["cache bytes/token"] == "768 -> 384"
 
 
 def test_eval_measures_what_convert_measured(halved, tiny_models, cli, evaluation_file, tmp_path):

@@ -391,14 +391,14 @@ def env() -> None:
 
 def conversion_table(manifests: list[Any]) -> str:
     """One line per conversion: perplexities and cache."""
-    heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache numbers/token", "of GQA at 128K")
+    heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache bytes/token", "of GQA at 128K")
     rows: list[tuple[str, ...]] = [heads]
     for manifest in manifests:
         metrics, cache = manifest.metrics, manifest.metrics["cache"]
         ppl = [f"{metrics[k]:.3f}" if metrics.get(k) else "–" for k in ("original_ppl", "partial_rope_ppl", "mla_ppl")]
         ratio = f"{metrics['ratio']:.4f}" if "ratio" in metrics else "–"
         layouts = {layer["layout"] for layer in metrics["layers"]}
-        numbers = f"{cache['gqa_per_token']} -> {cache['mla_per_token']}"
+        numbers = f"{cache['gqa_bytes_per_token']} -> {cache['mla_bytes_per_token']}"
         rows.append((" + ".join(sorted(layouts)), *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
     return text_table(rows, ">")
 

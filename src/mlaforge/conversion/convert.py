@@ -29,7 +29,7 @@ from mlaforge.data import corpus, overlap
 from mlaforge.factorization.moments import collect
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning import plan_file
-from mlaforge.planning.plan import CONTEXTS, Plan, coded_budget, make_plan, plain, window_choices
+from mlaforge.planning.plan import CONTEXTS, Plan, coded_budget, make_plan, plain, unconverted, window_choices
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.tensor_store import Spill
 
@@ -258,7 +258,8 @@ def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         "mla_per_token": plan.cached_per_token,
         # Of a request of 128K tokens: layers with a sliding window hold no more than that, before and after.
         "fraction": plan.model_fraction(CONTEXTS[-1]),
-        "gqa_bytes_per_token": before * dtype.itemsize,
+        # Coded rows stand beside those of a model in bf16, whatever their weights are stored as.
+        "gqa_bytes_per_token": unconverted(plan.spec, stored.stored).cache_bytes(1),
         "mla_bytes_per_token": stored.cache_bytes(1),
         "window_choices": window_choices(stored),
     }
