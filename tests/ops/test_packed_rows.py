@@ -4,82 +4,12 @@ and what is written is what ops/row_format.py writes.
 What nobody wrote is NaN, in either cache.
 """
 
-import dataclasses
-import itertools
-import random
-
 import pytest
 import torch
 from torch import Tensor
 
-from mlaforge.ops.native import pack
-from mlaforge.ops.row_format import Coded, Int4, Int8, RowFormat
-
-CPU = torch.device("cpu")
-
-
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """Of one layer, and what a step's queries see of it. `decoded` is the same cache in bf16, whose `spare` slots
-    nobody sees. `view` are an operation's arguments from the block table on, but for scale and tree."""
-
-    format: RowFormat
-    packed: Tensor
-    whole: Tensor
-    decoded: Tensor
-    slots: Tensor
-    spare: Tensor
-    view: tuple
-
-    def rows(self, decoded: bool) -> tuple:
-        return (self.decoded, None, [0]) if decoded else (self.packed, self.whole, self.format.numbers)
-
-    def read(self) -> Tensor:
-        """All rows as they are now, by the reference."""
-        return torch.cat((self.format.read(self.packed, torch.arange(len(self.packed))), self.whole))
-
-
-def make_cache(
-    format: RowFormat,
-    sequences: list[tuple[int, int]],
-    block_size: int,
-    window: int | None = None,
-    whole: tuple[int, ...] = (),
-    shared: int = 0,
-) -> Cache:
-    """`sequences`: (length, query tokens) of each; `whole`: which of their blocks are (-1: the newest). Their first
-    `shared` blocks are those of the first sequence."""
-    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
-    gone = [max(0, length - T - window + 1) // block_size if window else 0 for length, T in sequences]
-    columns = [-(-length // block_size) - before for (length, _), before in zip(sequences, gone, strict=True)]
-    names = [[(s if b >= shared else 0, b) for b in range(count)] for s, count in enumerate(columns)]
-    every = sorted(set(itertools.chain(*names)))
-    chance.shuffle(every)
-    kept = {own[at] for own in names for at in whole}
-    ids = {name: i for i, name in enumerate(sorted(every, key=lambda name: name in kept))}
-    P, units = len(ids) - len(kept) + 2, block_size // format.tokens
-    ids = {name: i + 2 * (name in kept) for name, i in ids.items()}
-
-    rows = torch.randn(P * block_size, format.width, generator=generator).bfloat16() * 2
-    packed = format.empty(P * units, CPU).fill_(255)
-    used = torch.tensor([block for name, block in ids.items() if name not in kept], dtype=torch.int64)
-    at = (used[:, None] * units + torch.arange(units)).flatten()
-    format.write(packed, at, rows.view(P * units, -1)[at].view(-1, format.width))
-    whole_rows = torch.randn((len(kept) + 1) * block_size, format.width, generator=generator).bfloat16()
-    decoded = torch.cat((format.read(packed, torch.arange(len(packed))), whole_rows))
-
-    table = torch.zeros(len(sequences), max(columns) + 1, dtype=torch.int32)
-    slots = []
-    for s, ((length, T), own) in enumerate(zip(sequences, names, strict=True)):
-        table[s, : len(own)] = torch.tensor([ids[name] for name in own])
-        written = range(length - gone[s] * block_size - T, length - gone[s] * block_size)
-        slots += [int(table[s, t // block_size]) * block_size + t % block_size for t in written]
-    lengths, firsts = [length for length, _ in sequences], [before * block_size for before in gone]
-    starts = [0, *itertools.accumulate(T for _, T in sequences)]
-    numbers = (torch.tensor(x, dtype=torch.int32) for x in (lengths, firsts, starts))
-    spare = torch.arange(len(decoded) - block_size, len(decoded)).repeat(-(-len(slots) // block_size))[: len(slots)]
-    view = (table, *numbers, block_size, window or 0)
-    return Cache(format, packed, whole_rows, decoded, torch.tensor(slots), spare, view)
+from mlaforge.ops.row_format import Int4, Int8
+from support.packed_caches import CPU, latent_format, latent_layer, make_cache
 
 
 def same(found: Tensor, wanted: Tensor) -> bool:
@@ -133,29 +63,10 @@ def test_shared_blocks_and_trees(format, compiled):
 @pytest.mark.parametrize("stored", ["int8", "coded"])
 def test_latents(stored, layout, whole, heads, kv_heads, rank, rope, window, compiled):
     """The rows that the kernel writes are those of bf16, packed; what it then attends over is what they decode to."""
-    H, G, D, V, R, E = heads, kv_heads, 16, 24, rank, rope if layout == "latent_rope" else 0
-    format: RowFormat = Int8((R, E) if E else (R,))
-    if stored == "coded":
-        # As many bits as there are, some planes shorter than what is read at a time.
-        R = rank // 8 * 8
-        format = Coded(tuple(max(8, (R - 11 * bit) // 8 * 8) for bit in range(11)), E)
-    sequences = [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)]
-    cache = make_cache(format, sequences, 16, window, whole)
-    generator, N = torch.Generator().manual_seed(1), len(cache.slots)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator)
-
-    both, (w_uk, w_uv) = normal(N, H * (D + E) + R + E).bfloat16(), (normal(G, x, R).bfloat16() / 8 for x in (D, V))
-    b_v, sinks, values = normal(G, V), normal(H), torch.stack([pack(w) for w in w_uv])
-    if E:
-        turn, index = torch.complex(normal(N, 1, E), normal(N, 1, E)), torch.randperm(E, generator=generator)[: E // 2]
-        first = (both, turn, index, torch.stack([pack(w.T) for w in w_uk]), values, normal(G, D), b_v, sinks)
-    else:
-        angles, b_k = normal(400, D // 2), normal(G * D).bfloat16()
-        norms = normal(D).bfloat16(), normal(D).bfloat16()
-        keys = pack(w_uk.flatten(0, 1), 32)
-        first = (both, angles.cos(), angles.sin(), keys, values, b_k, b_v, *norms, 1e-5, sinks)
+    E = rope if layout == "latent_rope" else 0
+    R = rank if stored == "int8" else rank // 8 * 8
+    cache = make_cache(latent_format(stored, R, E), [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)], 16, window, whole)
+    format, first = cache.format, latent_layer(heads, kv_heads, R, E, len(cache.slots))
     kernel = getattr(compiled, layout)
     before = cache.packed.clone()
     found = kernel(*first, *cache.rows(decoded=False), cache.slots, *cache.view, 0.3, None)

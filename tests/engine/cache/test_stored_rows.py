@@ -83,10 +83,7 @@ def test_a_request_has_one_result(family, layout, stored, model):
     assert llm.engine.stats().speculation.accepted
     if not any(group.whole for group in llm.engine.tables.groups):
         branch(llm.engine, Branching(texts, 0.8), 6, tree=12)
-        # A branch's rows lie apart, so sums have another order.
-        ((tokens, logprobs),) = results(llm.generate(PROMPTS[:1], ASKED))
-        assert tokens == alone[0][0]
-        assert [value for value, _ in logprobs] == pytest.approx([value for value, _ in alone[0][1]], abs=0.02)
+        assert results(llm.generate(PROMPTS[:1], ASKED)) == alone[:1]
         assert llm.engine.stats().speculation.tree_tokens
     idle(llm.engine)
 

@@ -112,7 +112,7 @@ def test_bf16(family, layout, lengthened):
     lossless(directory, Oracle(directory), "bfloat16", (100, 40, 7, 230), (2, 5, 8))
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES[:3])
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_trees_in_bf16(family, layout, lengthened):
     """Of up to 15 tokens through the compiled kernel, where there is one."""
     directory = lengthened(family, layout)

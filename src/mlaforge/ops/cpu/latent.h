@@ -13,7 +13,7 @@ constexpr int64_t DECOMPRESSED = 4096;
 // One layer in the layout `latent` (modeling/latent_attention_mla.py, absorbed values), from its projections of the input
 // to what o_proj reads: rows [q (H D), c (R)] in; c is written to its slot; the keys of every cached row that is seen are
 // decompressed, normed and turned where they are read (latent_rows.h); heads attend with them over c, and what they bring
-// goes through W_uv. A sequence's last `nodes` rows stand at their depths where they are a tree. Returns [N, H V].
+// goes through W_uv. Returns [N, H V].
 //
 // Limit: 2 R bytes and 2 R G D FLOPs a cached token, once for all query tokens of a sequence and all sequences of a step
 // that share it, R being whole tiles of 32 there, and 2 H (D + R) FLOPs for every query token that sees it.
@@ -64,7 +64,7 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
                     query_start_S1.narrow(0, s, end - s + 1) - base, block_size, window, tree_Tn};
     const Layout row{D, 0, keys.c()};
     Attention attention{q.data() + base * H * D, H, G, D, R, row, Rows(nullptr, keys.width()), part, float(scale)};
-    const LatentCache cache{keys, rows, part};
+    const LatentCache cache{keys, rows};
     const PromptRows prompts(cache, attention);
     attention.source = [&] { return std::make_unique<LatentRows>(cache); };
     attend(attention,

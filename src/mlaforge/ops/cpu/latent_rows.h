@@ -13,10 +13,9 @@
 struct LatentCache {
   const LatentKeys& keys;
   const Rows& cached;
-  const View& view;
 
-  // Rows of the tokens at `count` slots, those of sequence s from `position` on, but for their keys; where they stand.
-  void bring(int64_t s, int64_t position, const int32_t* slots, int64_t count, bf16* rows, int32_t* positions) const {
+  // Rows of the tokens at `count` slots, those from `position` on, but for their keys; where they stand.
+  void bring(int64_t position, const int32_t* slots, int64_t count, bf16* rows, int32_t* positions) const {
     static thread_local std::vector<bf16> scratch;
     scratch.resize(std::max<size_t>(scratch.size(), cached.scratch(STRETCH)));
     const bf16* row[STRETCH];
@@ -25,25 +24,25 @@ struct LatentCache {
       cached.stage(slots + t, some, {Part{0, keys.R}, Part{}}, scratch.data(), row);
       for (int64_t i = t; i < t + some; ++i) {
         keys.put(row[i - t], rows + i * keys.width());
-        positions[i] = int32_t(view.stands(s, position + i));
+        positions[i] = int32_t(position + i);
       }
     }
   }
 };
 
-// Makes the rows of sequences of more than one task beforehand, each block once, and has `attention` read them. They are
+// Makes the rows of prompts beforehand, each block once, and has `attention` read them. They are
 // there as long as it is.
 class PromptRows {
  public:
   PromptRows(const LatentCache& of, Attention& attention) {
-    const View& view = of.view;
+    const View& view = attention.view;
     const int64_t size = view.block_size, width = of.keys.width();
     at::Tensor table = view.table_SB.clone();
     std::unordered_map<int32_t, int32_t> places;
     std::vector<std::pair<int64_t, int64_t>> blocks;  // sequence and first position
     for (int64_t s = 0; s < view.sequences(); ++s) {
       int32_t* own = table.mutable_data_ptr<int32_t>() + s * table.size(1);
-      for (int64_t p = view.first(s); !attention.one_task(s) && p < view.length(s); p += size, ++own) {
+      for (int64_t p = view.first(s); attention.prompt(s) && p < view.length(s); p += size, ++own) {
         const auto [place, fresh] = places.try_emplace(*own, int32_t(blocks.size()));
         if (fresh) blocks.push_back({s, p});
         *own = place->second;
@@ -62,7 +61,7 @@ class PromptRows {
           const auto [s, position] = blocks[b];
           const int64_t at = (b - i * together) * size;
           view.slots(s, position, size, slots.data());
-          of.bring(s, position, slots.data(), size, rows + b * size * width, positions.data() + at);
+          of.bring(position, slots.data(), size, rows + b * size * width, positions.data() + at);
         }
         of.keys.make(rows + i * tokens * width, positions.data(), tokens);
       }
@@ -86,12 +85,12 @@ class LatentRows : public Source {
     std::fill_n(held_, CHUNK, -1);
   }
 
-  void stage(int64_t s, int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
+  void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
     const int64_t first = position % CHUNK, end = first + count, width = of_.keys.width();
     // Of units that the sequence has only a part of, the rest is of no token.
     int64_t wanted[CHUNK];
     std::fill_n(wanted, CHUNK, -1);
-    for (int64_t t = 0; t < count; ++t) wanted[first + t] = int64_t(slots[t]) << 32 | of_.view.stands(s, position + t);
+    for (int64_t t = 0; t < count; ++t) wanted[first + t] = int64_t(slots[t]) << 32 | (position + t);
     auto there = [&](int64_t t) {
       return std::equal(wanted + std::max(t, first), wanted + std::min(t + UNIT, end), held_ + std::max(t, first));
     };
@@ -100,7 +99,7 @@ class LatentRows : public Source {
       if (until == t) continue;
       const int64_t begin = std::max(t, first);
       int32_t positions[CHUNK] = {};
-      of_.bring(s, position + begin - first, slots + begin - first, std::min(until, end) - begin, rows_ + begin * width,
+      of_.bring(position + begin - first, slots + begin - first, std::min(until, end) - begin, rows_ + begin * width,
                 positions + begin);
       of_.keys.make(rows_ + t * width, positions + t, until - t);
       std::copy(wanted + t, wanted + until, held_ + t);

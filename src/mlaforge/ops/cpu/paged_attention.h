@@ -2,14 +2,15 @@
 //
 // A column is a query token and a head of one sequence. What a column gets depends on itself alone: the cache is cut into
 // chunks at fixed positions, each chunk's result is a column's own, and chunks are merged in order. So a query token has
-// the same result to the bit alone, among others, in a prompt or decoded. What a processor does best with one chunk and a
-// task's columns is a part of its own: vector_attention.h and tiled_attention.h.
+// the same result to the bit alone, among others, in a prompt, in a tree or decoded. What a processor does best with one
+// chunk and a task's columns is a part of its own: vector_attention.h and tiled_attention.h.
 //
 // Legend: N rows, S sequences, T query tokens of a sequence, H query heads, G key heads, J = H / G, D key and V value
 // dimensions.
 //
 // Limit: few query tokens, reading the rows once (G (D + V) numbers a token); many, or heads that share a row,
-// 2 H (D + V) FLOPs a cached and query token.
+// 2 H (D + V) FLOPs a cached and query token. Of a tree, chunks before its first node are as those of any text; those that
+// hold nodes, the last one or two, are read once for every query token, by tasks of their own.
 #pragma once
 #include <atomic>
 #include <functional>
@@ -32,9 +33,9 @@ struct Layout { int64_t k_head, v_head, v_offset; };
 class Source {
  public:
   virtual ~Source() = default;
-  // Places of the rows of `count` tokens of a chunk of sequence s, from `position` on, which have these slots. They hold
-  // until it is asked again.
-  virtual void stage(int64_t s, int64_t position, const int32_t* slots, int64_t count, const bf16** row) = 0;
+  // Places of the rows of `count` tokens of a chunk, from `position` on, which have these slots. They hold until it is
+  // asked again.
+  virtual void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) = 0;
 };
 
 // A step's attention. Queries are [N, H, D].
@@ -46,17 +47,18 @@ struct Attention {
   View view;
   float scale;
 
-  // Sequences of more than one task's columns read packed rows many times: decoded ones, and a view of them.
+  // Prompts read packed rows many times: decoded ones, and a view of them.
   std::optional<Rows> decoded = std::nullopt;
   std::optional<View> decoded_view = std::nullopt;
 
-  // Where `rows`, of which only the width counts then, are made from others, those of the other sequences.
+  // Where `rows`, of which only the width counts then, are made from others, those of all but prompts.
   std::function<std::unique_ptr<Source>()> source = nullptr;
 
   int64_t J() const { return H / G; }
-  bool one_task(int64_t s) const { return view.queries(s) * H <= COLUMNS; }
-  const Rows& rows_of(int64_t s) const { return decoded && !one_task(s) ? *decoded : rows; }
-  const View& view_of(int64_t s) const { return decoded && !one_task(s) ? *decoded_view : view; }
+  // Whether a sequence has more columns than a task, and every task goes through all chunks. Else every chunk is a task.
+  bool prompt(int64_t s) const { return view.queries(s) * H > COLUMNS && !view.tree_Tn; }
+  const Rows& rows_of(int64_t s) const { return decoded && prompt(s) ? *decoded : rows; }
+  const View& view_of(int64_t s) const { return decoded && prompt(s) ? *decoded_view : view; }
 };
 
 // Heads that are computed together: they read keys [k, k + D) and values [v, v + V) of a row, v counted from the first
@@ -96,7 +98,8 @@ class Reader {
   // `kept` rows stay where they are until others are staged.
   Reader(const Attention& of, int64_t kept) : of_(of), kept_(kept), source_(of.source ? of.source() : nullptr) {
     static thread_local std::vector<bf16> scratch;
-    scratch.resize(std::max<size_t>(scratch.size(), of.rows.scratch(kept) + 32));
+    const int64_t needed = of.view.tree_Tn ? kept * of.rows.width : of.rows.scratch(kept);
+    scratch.resize(std::max<size_t>(scratch.size(), needed + 32));
     scratch_ = (bf16*)(((uintptr_t)scratch.data() + 63) & ~uintptr_t(63));
   }
 
@@ -106,10 +109,10 @@ class Reader {
     else locate(now, here_);
     now_ = now, next_ = next, known_ = known;
     if (next.task) locate(next, then_);
-    made_ = source_ && of_.one_task(now.task->sequence);
+    made_ = source_ && !of_.prompt(now.task->sequence);
     if (!made_) return;
     const int64_t position = std::max(now.chunk * CHUNK, of_.view.first(now.task->sequence)), low = position % CHUNK;
-    source_->stage(now.task->sequence, position, here_.slots + low, here_.end - low, row + low);
+    source_->stage(position, here_.slots + low, here_.end - low, row + low);
   }
 
   // Tokens [from, to) of the chunk, of which the sequence has the last sixteen or fewer, if need be.
@@ -122,6 +125,12 @@ class Reader {
       rows.fetch(here_.slots + t, end - t, set.apart(of_.row));
       if (!known_) rows.fetch(here_.slots + end, std::min(STRETCH, here_.to - end), set.keys());
       rows.stage(here_.slots + t, end - t, {set.keys()}, scratch_ + t % kept_ * rows.width, row + t);
+      // Sixteen rows of which any is of a path are put one after another, as those of a text are.
+      for (int64_t i = std::max(t, here_.path); i < end; ++i) {
+        bf16* own = scratch_ + i % kept_ * rows.width;
+        if (row[i] != own) std::copy_n(row[i] + set.k, set.D, own + set.k);
+        row[i] = own;
+      }
     }
   }
 
@@ -131,34 +140,38 @@ class Reader {
     const Rows& rows = of_.rows_of(now_.task->sequence);
     for (int64_t t = from, end; t < to; t = end) {
       end = std::min(to, t + STRETCH);
-      if (next_.task && !(source_ && of_.one_task(next_.task->sequence))) {
+      if (next_.task && !(source_ && !of_.prompt(next_.task->sequence))) {
         // Their share of the keys.
         const HeadSet& set = next_.task->set;
         const int64_t first = set.D * at / set.V, last = set.D * std::min(at + count, set.V) / set.V;
         const int64_t begin = std::max(t, then_.from), until = std::min(end, then_.to);
         of_.rows_of(next_.task->sequence).fetch(then_.slots + begin, until - begin, {set.k + first, last - first});
       }
-      // Rows that all are whole are where they were.
+      // Rows that all are whole are where they were, but for those that were put together.
       const Parts part{now_.task->set.values(of_.row, at, count)};
-      if (rows.packed()) rows.stage(here_.slots + t, end - t, part, scratch_ + t % kept_ * rows.width, row + t);
+      if (rows.packed() || end > here_.path) rows.stage(here_.slots + t, end - t, part, scratch_ + t % kept_ * rows.width, row + t);
     }
   }
 
  private:
-  // Of a chunk: where its rows lie, to before `end`, and which of them are to be seen.
+  // Of a chunk: where its rows lie, to before `end`, which of them are to be seen, and those from which sixteen on a
+  // path's are among.
   struct Slots {
     int32_t slots[CHUNK];
-    int64_t end, from, to;
+    int64_t end, from, to, path;
   };
 
   void locate(const Stop& stop, Slots& to) const {
     const View& view = of_.view;
     const int64_t s = stop.task->sequence, base = stop.chunk * CHUNK, low = std::max(base, view.first(s));
-    const int64_t high = std::min(base + CHUNK, view.length(s)), seen = view.since(view.position(s, stop.task->token(0)));
+    // Where a chunk holds nodes of a tree, the task is of one query token.
+    const int64_t first = stop.task->token(0), last = stop.task->token(stop.task->count - 1);
+    const int64_t high = std::min(base + CHUNK, view.position(s, last) + 1), seen = view.since(view.position(s, first));
     // The rest of the last sixteen is of the same block, where blocks are sixteens.
     const int64_t whole = view.block_size % 16 ? high : (high + 15) / 16 * 16;
-    of_.view_of(s).slots(s, low, whole - low, to.slots + low - base);
+    of_.view_of(s).seen(s, last, low, whole - low, to.slots + low - base);
     to.end = whole - base, to.from = std::max(low, seen) - base, to.to = high - base;
+    to.path = std::max<int64_t>(0, view.tail(s) - base) / 16 * 16;
   }
 
   const Attention& of_;
@@ -202,25 +215,36 @@ class PagedAttention {
     std::vector<int64_t> sequence_of(N);
     int64_t all_places = 0;
     for (int64_t s = 0; s < S; ++s) {
-      const int64_t T = view_.queries(s), columns = T * H;
+      const int64_t T = view_.queries(s), J = of_.J(), own = T * J;
       std::fill_n(sequence_of.begin() + view_.query(s), T, s);
-      if (of_.one_task(s)) {
-        // Every chunk is a task; the results are merged afterwards.
-        const auto [from, to] = view_.chunks(s, 0, T);
-        places[s] = {all_places, to - from};
-        for (int64_t chunk = from; chunk < to; ++chunk, all_places += columns)
-          tasks.push_back({s, 0, columns, chunk, all_places, every});
+      auto one = [&](int64_t g) { return HeadSet{g * J, J, g * of_.row.k_head, of_.D, g * of_.row.v_head, V}; };
+      if (of_.prompt(s)) {
+        // Each key head for itself. The last columns see most: longest tasks first.
+        for (int64_t first = (own - 1) / COLUMNS * COLUMNS; first >= 0; first -= COLUMNS)
+          for (int64_t g = 0; g < G; ++g) tasks.push_back({s, first, std::min(COLUMNS, own - first), -1, 0, one(g)});
         continue;
       }
-      // Each key head for itself. The last columns see most: longest tasks first.
-      const int64_t J = of_.J(), own = T * J;
-      for (int64_t first = (own - 1) / COLUMNS * COLUMNS; first >= 0; first -= COLUMNS)
-        for (int64_t g = 0; g < G; ++g)
-          tasks.push_back({s, first, std::min(COLUMNS, own - first), -1, 0,
-                           {g * J, J, g * of_.row.k_head, of_.D, g * of_.row.v_head, V}});
+      // Every chunk is a task; the results are merged afterwards. A tree has more of them: of as many query tokens as one
+      // takes, and where nodes are of one.
+      std::vector<HeadSet> sets;
+      if (H <= COLUMNS) sets = {every};
+      else for (int64_t g = 0; g < G; ++g) sets.push_back(one(g));
+      const auto [from, to] = view_.chunks(s, 0, T);
+      places[s] = {all_places, to - from, sets[0].heads};
+      for (int64_t chunk = from; chunk < to; ++chunk)
+        for (const HeadSet& set : sets) {
+          const int64_t tokens = chunk < view_.tail(s) / CHUNK ? std::max<int64_t>(1, COLUMNS / set.heads) : 1;
+          const int64_t columns = T * set.heads, together = tokens * set.heads;
+          for (int64_t first = 0, end; first < columns; first = end) {
+            end = std::min({columns, (first / together + 1) * together, first + COLUMNS});
+            const auto [begin, until] = view_.chunks(s, first / set.heads, (end - 1) / set.heads + 1);
+            if (chunk >= begin && chunk < until) tasks.push_back({s, first, end - first, chunk, all_places + first, set});
+          }
+          all_places += columns;
+        }
     }
     const std::vector<int64_t> begins = share(tasks);
-    partial_.resize(all_places * V), most_.resize(all_places), sums_.resize(all_places);
+    partial_.resize(all_places * V), most_.resize(all_places, -INF), sums_.resize(all_places);
     out_.resize(N * H * V), lse_.resize(N * H);
     std::atomic<int64_t> next{0};
     at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
@@ -238,17 +262,17 @@ class PagedAttention {
     at::parallel_for(0, N, 4, [&](int64_t from, int64_t to) {
       for (int64_t n = from; n < to; ++n) {
         const int64_t s = sequence_of[n];
-        if (of_.one_task(s)) merge(n, s, places[s]);
+        if (!of_.prompt(s)) merge(n, s, places[s]);
         finish(n, out_.data() + n * H * V, lse_.data() + n * H);
       }
     });
   }
 
  private:
-  // Results of chunks that were tasks of their own: the first one of a sequence, and how many chunks.
-  struct Places { int64_t first, chunks; };
+  // Results of chunks that were tasks of their own: the first one of a sequence, how many chunks, and heads of a set.
+  struct Places { int64_t first, chunks, heads; };
 
-  // Decodes the rows that many tasks read, each block once, however many sequences have it.
+  // Decodes the rows of prompts, which many tasks read, each block once, however many sequences have it.
   void decode() {
     if (!of_.rows.packed()) return;
     const int64_t size = view_.block_size, width = of_.rows.width;
@@ -257,7 +281,7 @@ class PagedAttention {
     std::vector<int32_t> blocks;
     for (int64_t s = 0; s < view_.sequences(); ++s) {
       int32_t* own = table.mutable_data_ptr<int32_t>() + s * table.size(1);
-      for (int64_t b = 0; !of_.one_task(s) && b * size < view_.rows(s); ++b) {
+      for (int64_t b = 0; of_.prompt(s) && b * size < view_.rows(s); ++b) {
         const auto [place, fresh] = places.try_emplace(own[b], int32_t(blocks.size()));
         if (fresh) blocks.push_back(own[b]);
         own[b] = place->second;
@@ -290,7 +314,7 @@ class PagedAttention {
     for (int64_t i = 0; i < count; ++i) {
       const auto [chunk, s] = std::pair(tasks[i].chunk, tasks[i].sequence);
       int32_t first = int32_t(i);
-      if (chunk >= 0) view_.slots(s, std::max(chunk * CHUNK, view_.first(s)), 1, &first);
+      if (chunk >= 0) view_.seen(s, tasks[i].token(0), std::max(chunk * CHUNK, view_.first(s)), 1, &first);
       order.push_back({chunk, first, i});
     }
     if (view_.sequences() > 1) std::sort(order.begin(), order.end());
@@ -333,11 +357,11 @@ class PagedAttention {
   }
 
   void merge(int64_t n, int64_t s, const Places& places) {
-    const int64_t H = of_.H, V = of_.V, columns = view_.queries(s) * H;
+    const int64_t H = of_.H, V = of_.V, T = view_.queries(s), m = n - view_.query(s), heads = places.heads;
     for (int64_t h = 0; h < H; ++h) {
       float top = -INF, sum = 0, *total = out_.data() + (n * H + h) * V;
       for (int64_t i = 0; i < places.chunks; ++i) {
-        const int64_t place = places.first + i * columns + (n - view_.query(s)) * H + h;
+        const int64_t place = places.first + i * T * H + h / heads * T * heads + m * heads + h % heads;
         merge_chunk(total, top, sum, partial_.data() + place * V, most_[place], sums_[place], V);
       }
       give(n * H + h, total, top, sum);

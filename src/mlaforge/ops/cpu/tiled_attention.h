@@ -112,11 +112,11 @@ class TileKernel {
     bf16* to = Scratch::line(own_.queries);
     std::memset((void*)to, 0, (task.count + 15) / 16 * steps * 1024);
     for (int64_t c = 0; c < task.count; ++c) {
-      const int64_t h = task.head(c), offset = h / J * of_.row.k_head - task.set.k;
-      query_[c] = int32_t(task.token(c));
-      stand_[c] = int32_t(view_.position(task.sequence, query_[c]));
+      const int64_t h = task.head(c), offset = h / J * of_.row.k_head - task.set.k, m = task.token(c);
+      stand_[c] = int32_t(view_.position(task.sequence, m));
+      most_ = c ? std::max(most_, stand_[c]) : stand_[c];
       value_[c] = h / J * of_.row.v_head - task.set.v;
-      const float* from = of_.q + ((view_.query(task.sequence) + query_[c]) * of_.H + h) * D;
+      const float* from = of_.q + ((view_.query(task.sequence) + m) * of_.H + h) * D;
       bf16* own = to + c / 16 * steps * 512 + c % 16 * 2;
       // Pairs of numbers, one below the other: a step's 16 pairs stand as those of the next one do.
       for (int64_t d = 0; d < D; d += 16) {
@@ -133,7 +133,7 @@ class TileKernel {
     const HeadSet& set = task.set;
     // Counted from the chunk's first position, wherever the cache begins: a sum's steps are the same for all.
     const int64_t s = task.sequence, base = now.chunk * CHUNK, low = std::max(base, view_.first(s)) - base;
-    const int64_t high = std::min(base + CHUNK, view_.length(s)) - base, from = low / 64 * 64;
+    const int64_t high = std::min<int64_t>(base + CHUNK, most_ + 1) - base, from = low / 64 * 64;
     const int64_t groups = (task.count + 15) / 16, bytes = of_.rows.width * 2;
     const int64_t whole = set.D / 32, rest = set.D % 32, steps = whole + (rest > 0);
     float* scores = Scratch::line(own_.scores);
@@ -171,8 +171,8 @@ class TileKernel {
     const __m512 none = _mm512_set1_ps(-INF);
     // Mostly every column sees all of a chunk.
     const bool all_seen =
-        base + high <= std::min<int64_t>(*first + 1, view_.tail(s)) && base + from >= std::max(view_.since(*last), view_.first(s));
-    if (!all_seen) hide(task, g, columns, base, from, high, scores);
+        base + high <= *first + 1 && base + from >= std::max(view_.since(*last), view_.first(s));
+    if (!all_seen) hide(g, columns, base, from, high, scores);
     __m512 tops[4] = {none, none, none, none};
     for (int64_t t = from; t < high; ++t) tops[t % 4] = _mm512_max_ps(tops[t % 4], _mm512_load_ps(scores + t * 16));
     const __m512 most = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
@@ -183,22 +183,13 @@ class TileKernel {
   }
 
   // Scores that a column does not see become -inf.
-  void hide(const Task& task, int64_t g, int64_t columns, int64_t base, int64_t from, int64_t high,
-            float* scores) const {
-    // A token of a tree sees what stands before the tree up to its own place, and of the tree what the view says.
+  void hide(int64_t g, int64_t columns, int64_t base, int64_t from, int64_t high, float* scores) const {
     const __m512i last = _mm512_maskz_loadu_epi32(__mmask16(between(0, columns)), stand_ + g * 16);
     const __m512i low = _mm512_sub_epi32(last, _mm512_set1_epi32(int32_t(view_.window)));
-    const int64_t tail = view_.tail(task.sequence);
     for (int64_t t = from; t < high; ++t) {
-      const int64_t p = base + t;
-      const __m512i at = _mm512_set1_epi32(int32_t(p));
+      const __m512i at = _mm512_set1_epi32(int32_t(base + t));
       __mmask16 seen = _mm512_cmple_epi32_mask(at, last);
       if (view_.window > 0) seen &= _mm512_cmpgt_epi32_mask(at, low);
-      if (p >= tail) {
-        seen = 0;
-        for (int64_t c = 0; c < columns; ++c)
-          if (view_.sees(query_[g * 16 + c], p - tail)) seen |= __mmask16(1u << c);
-      }
       _mm512_store_ps(scores + t * 16, _mm512_mask_mov_ps(_mm512_set1_ps(-INF), seen, _mm512_load_ps(scores + t * 16)));
     }
   }
@@ -302,7 +293,7 @@ class TileKernel {
   const View& view_;
   Reader reader_;
   Scratch& own_;
-  // Of a task's columns: query token, position, and where their values begin in those of the set.
-  int32_t query_[COLUMNS], stand_[COLUMNS];
+  // Of a task's columns: positions, the last of them, and where their values begin in those of the set.
+  int32_t stand_[COLUMNS], most_ = 0;
   int64_t value_[COLUMNS];
 };

@@ -71,15 +71,13 @@ class VectorKernel {
     for (int64_t i = 0; i < task.count; ++i) {
       // Where all heads are computed together, the task has whole tokens.
       const int64_t c = groups == 1 ? i : i % each_ / J * heads + i / each_ * J + i % J, m = task.token(c);
-      column_[i] = c, token_[i] = m, stand_[i] = view_.position(task.sequence, m);
+      column_[i] = c, stand_[i] = view_.position(task.sequence, m);
       least_ = std::min(least_, stand_[i]), most_ = std::max(most_, stand_[i]);
       const float* from = of_.q + ((view_.query(task.sequence) + m) * of_.H + task.head(c)) * of_.D;
       float* to = own_.queries.data() + i * width_;
       for (int64_t d = 0; d < of_.D; ++d) to[d] = from[d] * of_.scale;
       std::fill(to + of_.D, to + width_, 0.0f);
     }
-    // A token sees a tree's nodes by their depths, which need not grow.
-    if (view_.tree_Tn) most_ = view_.length(task.sequence) - 1;
   }
 
   void attend(const Stop& now, const Stop& next, float* out, float* most, float* sums) {
@@ -87,7 +85,7 @@ class VectorKernel {
     // Counted from the chunk's first position, wherever the cache begins: lanes are the same for all.
     const int64_t s = task.sequence, base = now.chunk * CHUNK, V = of_.V, groups = task.set.heads / of_.J();
     const int64_t low = std::max({base, view_.first(s), view_.since(least_)}) - base;
-    const int64_t high = std::min({base + CHUNK, view_.length(s), most_ + 1}) - base;
+    const int64_t high = std::min(base + CHUNK, most_ + 1) - base;
     if (low >= high) {
       std::fill_n(most, task.count, -INF);
       return;
@@ -110,7 +108,7 @@ class VectorKernel {
       }
     }
     for (int64_t i = 0; i < task.count; ++i)
-      std::tie(most[column_[i]], sums[column_[i]]) = soften(s, i, base, from, to, scores + i * CHUNK);
+      std::tie(most[column_[i]], sums[column_[i]]) = soften(i, base, from, to, scores + i * CHUNK);
 
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t v = 0; v < V; v += 2 * LANES) {
@@ -151,20 +149,16 @@ class VectorKernel {
   };
 
   // Which of the sixteen tokens from `position` on column i sees.
-  Bits seen(int64_t s, int64_t i, int64_t position) const {
-    const int64_t tail = view_.tail(s), end = std::min(stand_[i] + 1, tail);
-    Bits bits = between(view_.since(stand_[i]) - position, end - position);
-    for (int64_t lane = std::max<int64_t>(0, tail - position); lane < 16; ++lane)
-      if (const int64_t j = position + lane - tail; j < view_.nodes() && view_.sees(token_[i], j)) bits |= 1u << lane;
-    return bits;
+  Bits seen(int64_t i, int64_t position) const {
+    return between(view_.since(stand_[i]) - position, stand_[i] + 1 - position);
   }
 
   // Scores [from, to) of a chunk become weights, not yet divided by their sum; the largest score and the sum.
-  std::pair<float, float> soften(int64_t s, int64_t i, int64_t base, int64_t from, int64_t to, float* score) const {
+  std::pair<float, float> soften(int64_t i, int64_t base, int64_t from, int64_t to, float* score) const {
     const Floats none = all(-INF), zero = all(0.0f);
     Floats largest = none, total = zero;
     for (int64_t t = from; t < to; t += 16) {
-      const Floats own = select(seen(s, i, base + t), load(score + t), none);
+      const Floats own = select(seen(i, base + t), load(score + t), none);
       store(score + t, own);
       largest = max(largest, own);
     }
@@ -184,5 +178,5 @@ class VectorKernel {
   const int64_t width_;
   Scratch& own_;
   int64_t each_ = 0, least_ = 0, most_ = 0;  // columns of each key head; positions of the first and the last column
-  int64_t column_[COLUMNS], token_[COLUMNS], stand_[COLUMNS];
+  int64_t column_[COLUMNS], stand_[COLUMNS];
 };

@@ -1,4 +1,7 @@
 // What a step's query tokens see of the paged cache.
+//
+// A node of a tree of drafted tokens is a text's newest token: it sees the text before the tree and then its path, each
+// token of it at its own position, as if no other branch were there.
 #pragma once
 #include <span>
 
@@ -21,7 +24,7 @@ struct View {
   int64_t nodes() const { return tree_Tn ? tree_Tn->size(1) : 0; }
   // How far before query token m each node of the tree stands, -1 where it is not seen.
   const int32_t* back(int64_t m) const { return tree_Tn->const_data_ptr<int32_t>() + m * nodes(); }
-  // Position of the tree's first node, and past every position where there is no tree.
+  // Before it a position is a row of the table; from it on, in a tree, a node of the query token's path.
   int64_t tail(int64_t s) const { return tree_Tn ? length(s) - nodes() : std::numeric_limits<int32_t>::max(); }
 
   // A sequence's blocks.
@@ -29,13 +32,23 @@ struct View {
     return {table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1), size_t((rows(s) + block_size - 1) / block_size)};
   }
 
-  // Slots of `count` tokens from `position` on.
-  void slots(int64_t s, int64_t position, int64_t count, int32_t* slot) const {
+  // Slots of `count` rows of the table, that of `row` and those after it.
+  void slots(int64_t s, int64_t row, int64_t count, int32_t* slot) const {
     const int32_t* blocks = table_SB.const_data_ptr<int32_t>() + s * table_SB.size(1);
-    const int64_t at = position - first(s);
+    const int64_t at = row - first(s);
     for (int64_t t = 0, b = at / block_size, offset = at % block_size; t < count; ++t) {
       slot[t] = int32_t(blocks[b] * block_size + offset);
       if (++offset == block_size) ++b, offset = 0;
+    }
+  }
+
+  // Slots of the `count` tokens from `position` on that query token m sees. Behind its own, on a path, is its own again.
+  void seen(int64_t s, int64_t m, int64_t position, int64_t count, int32_t* slot) const {
+    const int64_t text = std::clamp<int64_t>(tail(s) - position, 0, count);
+    slots(s, position, text, slot);
+    for (int64_t t = text; t < count; ++t) {
+      const int64_t distance = std::max<int64_t>(0, this->position(s, m) - (position + t));
+      slots(s, tail(s) + std::find(back(m), back(m) + nodes(), distance) - back(m), 1, slot + t);
     }
   }
 
@@ -44,22 +57,13 @@ struct View {
     return tree_Tn ? tail(s) + *std::max_element(back(m), back(m) + nodes()) : length(s) - queries(s) + m;
   }
 
-  // Where the token in a sequence's row `position` stands: those of a tree stand at their depths.
-  int64_t stands(int64_t s, int64_t position) const {
-    const int64_t node = position - tail(s);
-    return node >= 0 && node < nodes() ? this->position(s, node) : position;
-  }
-
   // The first position that a token at `position` sees.
   int64_t since(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0; }
 
-  // Whether query token m sees node j of the tree.
-  bool sees(int64_t m, int64_t j) const { return back(m)[j] >= 0 && (window <= 0 || back(m)[j] < window); }
-
   // Chunks that query tokens m to before n of a sequence see, at fixed positions.
   std::pair<int64_t, int64_t> chunks(int64_t s, int64_t m, int64_t n) const {
-    const int64_t last = tree_Tn ? length(s) : position(s, n - 1) + 1;
-    const int64_t begin = std::max(first(s), since(tree_Tn ? tail(s) : position(s, m)));
-    return {begin / CHUNK, (last + CHUNK - 1) / CHUNK};
+    int64_t least = position(s, m), most = position(s, n - 1);
+    for (int64_t i = m; tree_Tn && i < n; ++i) least = std::min(least, position(s, i)), most = std::max(most, position(s, i));
+    return {std::max(first(s), since(least)) / CHUNK, most / CHUNK + 1};
   }
 };
