@@ -149,7 +149,8 @@ class Reader {
       }
       // Rows that all are whole are where they were, but for those that were put together.
       const Parts part{now_.task->set.values(of_.row, at, count)};
-      if (rows.packed() || end > here_.path) rows.stage(here_.slots + t, end - t, part, scratch_ + t % kept_ * rows.width, row + t);
+      if (rows.packed() || end > here_.path)
+        rows.stage(here_.slots + t, end - t, part, scratch_ + t % kept_ * rows.width, row + t);
     }
   }
 
