@@ -87,10 +87,13 @@ class Peer:
         self._process.wait()
 
 
-def converted(directory: Path, layout: str) -> Path:
-    """The model at half its cache in `layout`. What it was calibrated on does not matter to its speed."""
-    out = SCRATCH / f"smollm2-{layout}-50"
-    mlaforge.convert(directory, out, layout=layout, budget=0.5, nsamples=8, seqlen=256, eval_windows=1)
+def converted(directory: Path, name: str) -> Path:
+    """The model in a layout at half its cache, or in the bits a number that a name ends with. What it was calibrated on
+    does not matter to its speed."""
+    layout, _, bits = name.partition(", ")
+    kept = {"bits": float(bits.split()[0])} if bits else {"budget": 0.5}
+    out = SCRATCH / f"smollm2-{layout}-{bits.replace(' ', '-') or 50}"
+    mlaforge.convert(directory, out, layout=layout, nsamples=8, seqlen=256, eval_windows=1, **kept)
     return out
 
 
@@ -110,7 +113,10 @@ def peers(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Pe
     for dtype in ("auto", "int8", "int4"):
         name, format = ("original", bf16) if dtype == "auto" else (dtype, dtype)
         commands[name] = [sys.executable, script, "mlaforge", directory, dtype], ours, (original, format), True
-    for layout in ("latent", "latent_rope"):
+    for stored in ("int8", "int4"):
+        words = [sys.executable, script, "mlaforge", directory, "auto", stored]
+        commands[f"original, {stored} rows"] = words, ours, None, True
+    for layout in ("latent", "latent_rope", "latent, 4 bits"):
         if not options.peers or layout in options.peers:
             model = converted(directory, layout)
             reads = SourceModel.open(model), bf16

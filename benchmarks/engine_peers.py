@@ -1,9 +1,9 @@
 """A peer of benchmarks/engine.py in a process of its own: a line of JSON is a command, a line of JSON its answer.
 
-    python benchmarks/engine_peers.py KIND MODEL DTYPE
+    python benchmarks/engine_peers.py KIND MODEL DTYPE [ROWS]
 
 KIND is mlaforge (whichever checkout PYTHONPATH names), transformers, llama (llama-cpp-python; MODEL is a .gguf) or
-vllm, each in an environment that has it. Commands, of prompts as token ids:
+vllm, each in an environment that has it; ROWS is mlaforge's kv_cache_dtype. Commands, of prompts as token ids:
 
     ["prefill", PROMPTS]   seconds until all of them are computed, of which nothing is known yet; they are then known
     ["steps", COUNT]       seconds between tokens of all of them at once, continued greedily
@@ -36,7 +36,7 @@ def between(times: list[float]) -> list[float]:
 class Mlaforge:
     """The engine, which finds its prompts by prefix reuse."""
 
-    def __init__(self, model: str, dtype: str):
+    def __init__(self, model: str, dtype: str, *rows: str):
         import torch
 
         from mlaforge.engine.llm import LLM
@@ -49,7 +49,9 @@ class Mlaforge:
 
         torch.set_num_threads(THREADS)
         self._params = SamplingParams
-        self._llm = LLM(model, dtype=dtype, device="cpu", cache_bytes=1 << 30, max_num_seqs=8)
+        # An older checkout does not know the option.
+        stored = {"kv_cache_dtype": rows[0]} if rows else {}
+        self._llm = LLM(model, dtype=dtype, device="cpu", cache_bytes=1 << 30, max_num_seqs=8, **stored)
         self._prompts: Prompts = []
 
     def prefill(self, prompts: Prompts) -> float:
@@ -200,7 +202,7 @@ class Vllm:
         return [(self._seconds(1 + count) - first) / count]
 
 
-PEERS: dict[str, Callable[[str, str], Any]] = {
+PEERS: dict[str, Callable[..., Any]] = {
     "mlaforge": Mlaforge, "transformers": Transformers, "llama": Llama, "vllm": Vllm,
 }  # fmt: skip
 
@@ -211,8 +213,8 @@ def main() -> None:
     # What libraries print must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    kind, model, dtype = sys.argv[1:]
-    peer = PEERS[kind](model, dtype)
+    kind, *words = sys.argv[1:]
+    peer = PEERS[kind](*words)
     for line in itertools.chain(['["ready"]'], sys.stdin):
         command, *arguments = json.loads(line)
         answer = getattr(peer, command)(*arguments) if command != "ready" else command
