@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from mlaforge.modeling import attention_mla
 from mlaforge.modeling.attention_mla import attend, attend_fused, sink_share
+from mlaforge.modeling.rope_mla import RotationTable
+from support.tiny_models import load_original
 
 
 def textbook(q, k, v, visible, scale, sinks=None):
@@ -101,3 +103,10 @@ def test_a_sink_that_takes_nothing_is_no_nan_in_half_precision():
     q, k, v = (t.half() for t in (q, k, v))
     got = attend_fused(q, k, v, visible, 0.125, torch.full_like(sinks, -1e4))
     torch.testing.assert_close(got, attend_fused(q, k, v, visible, 0.125), rtol=1e-2, atol=1e-3)
+
+
+def test_a_rotation_table_has_no_gaps(tiny_models):
+    """Some families hand the same columns over twice; compiled kernels read a table as it lies."""
+    model = load_original(tiny_models["llama"]).model
+    for table in RotationTable(model.rotary_emb, 8)(40, torch.zeros(1, 1)):
+        assert table.shape == (1, 40, 8) and table[0].is_contiguous()

@@ -40,5 +40,6 @@ class RotationTable:
             size = max(64, 1 << (length - 1).bit_length())
             with torch.no_grad():
                 cos, sin = self.rotary(like[:1, :1], torch.arange(size, device=like.device)[None])
-            self.cos, self.sin = pairs(cos, self.num_pairs), pairs(sin, self.num_pairs)
+            # Compiled kernels read rows that lie one after another.
+            self.cos, self.sin = (pairs(table, self.num_pairs).contiguous() for table in (cos, sin))
         return self.cos[:, :length], self.sin[:, :length]

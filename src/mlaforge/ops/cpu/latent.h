@@ -30,6 +30,7 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
   const int64_t N = both.size(0), X = both.size(1), R = rows.width, D = 2 * cos_LP.size(1), GD = b_k.size(0);
   const int64_t G = GD / D, H = (X - R) / D, J = H / G, V = b_v_GV.size(1);
   const Angles angles{cos_LP.const_data_ptr<float>(), sin_LP.const_data_ptr<float>(), cos_LP.size(0), D / 2};
+  TORCH_CHECK(cos_LP.is_contiguous() && sin_LP.is_contiguous(), "angles have gaps between them");
   const LatentKeys keys(w_uk, b_k, k_norm, eps, angles, R);
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   for (int64_t n = 0; n < N; ++n) rows.put(slots[n], both.const_data_ptr<bf16>() + n * X + H * D);
