@@ -15,7 +15,6 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
-from mlaforge.data import corpus
 from mlaforge.diagnosis import diagnose
 from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.diagnosis.geometry import Geometry
@@ -67,16 +66,21 @@ def test_the_artifact_holds_numbers_plan_and_pictures(family, diagnosed, tiny_mo
     told, spec = numbers(out), source_model.read_spec(reader.read_config(tiny_models[family]))
     assert [layer["window"] for layer in told["layers"]] == [layer.window for layer in spec.layers]
     assert (told["summary"]["routing"]["verdict"] == "dense") == (spec.layers[0].moe is None)
-    rope = told["layers"][0]["predicted_loss"]["latent_rope"]
+    rope = told["layers"][0]["first_order"]["latent_rope"]
     assert all(loss is None for loss in rope.values()) == spec.layers[0].qk_norm
     for layer in told["layers"]:
         # What keeps less costs no less.
-        losses = [loss for loss in layer["predicted_loss"]["latent"].values() if loss is not None]
+        losses = [loss for loss in layer["first_order"]["latent"].values() if loss is not None]
         assert len(losses) >= 5 and losses == sorted(losses) and losses[-1] > 0
-        assert layer["plan"]["predicted_loss"] is None or layer["plan"]["layout"] == "latent"
+        assert layer["plan"]["first_order"] is None or layer["plan"]["layout"] == "latent"
     summary = told["summary"]["plan"]
     assert 0 < summary["predicted_loss"] <= summary["uniform_loss"] + 1e-12
-    tokens = corpus.windows(source_model.load_tokenizer(tiny_models[family]), options.text, 12, 64, seed=0)
+    assert summary["first_order"] == pytest.approx(sum(layer["plan"]["first_order"] or 0 for layer in told["layers"]))
+    losses = [each["predicted_loss"] for each in summary["by_budget"].values()]
+    assert losses == sorted(losses) and summary["by_budget"]["0.5"]["predicted_loss"] == summary["predicted_loss"]
+    assert told["summary"]["held_out"] == 3 * 63 and told["held_out"]["windows"] == 3
+    tokens, held = diagnose.windows(source_model.load_tokenizer(tiny_models[family]), options)
+    assert (len(tokens.ids), len(held.ids)) == (12, 3)
     with LayerStream(tiny_models[family], torch.float32, torch.device("cpu")) as stream:
         assert told["summary"]["ppl"] == pytest.approx(perplexity(window_losses(stream, tokens.ids, "x")), rel=1e-4)
 
@@ -113,9 +117,7 @@ def test_convert_takes_the_plan_and_predicts_the_same(layout, diagnosed, tiny_mo
             planned["kv_lora_rank"],
             planned["qk_rope_head_dim"],
         )
-        assert made["predicted_loss"] == (
-            planned["predicted_loss"] and pytest.approx(planned["predicted_loss"], rel=1e-4)
-        )
+        assert made["predicted_loss"] == (planned["first_order"] and pytest.approx(planned["first_order"], rel=1e-4))
     assert "budget" not in found.config and len(found.inputs["plan"]["sha256"]) == 64
     # Its file will do as well, and is the same conversion.
     again = convert.run(str(tiny_models["gpt_oss"]), tmp_path / "mla", replace(told, plan=str(out / "plan.json")))
@@ -128,7 +130,7 @@ def test_coded_rows_cost_what_convert_will_say(diagnosed, tiny_models, calibrati
     found = convert.run(str(tiny_models["gpt_oss"]), tmp_path / "mla", options).metrics["layers"]
     assert [layer["coded"] is None for layer in told["layers"]] == [True, False, True]
     assert found[1]["code"] == told["layers"][1]["coded"]["3"]["code"]
-    assert found[1]["predicted_loss"] == pytest.approx(told["layers"][1]["coded"]["3"]["predicted_loss"], rel=1e-4)
+    assert found[1]["predicted_loss"] == pytest.approx(told["layers"][1]["coded"]["3"]["first_order"], rel=1e-4)
     by_bits = told["summary"]["bits"]["by_bits"]
     assert by_bits["4"]["predicted_loss"] < by_bits["3"]["predicted_loss"] < by_bits["2"]["predicted_loss"]
     assert by_bits["3"]["kept"] == [found[1]["code"][0]] * 2

@@ -18,6 +18,7 @@ from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import resolve_device, timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
+from mlaforge.serving.repetition import repeats_from
 
 
 def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> 
         "text": "".join(text),
         "reasoning_content": "".join(reasoning),
         "new_tokens": len(ids),
+        "repeats_from": repeats_from(ids),
         "seconds": end - start,
         "tokens_per_second": (len(ids) - 1) / (end - first) if len(ids) > 1 else len(ids) / (end - start),
         "cache_bytes": cached,
