@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Python of an environment with vLLM; by default one is made.
 VLLM ?= .venv-vllm/bin/python
 
-.PHONY: demo architecture test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
+.PHONY: demo architecture docs test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
   bench-load bench-serving bench-kernels bench-speculation bench-healing bench attack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -25,6 +25,11 @@ lint: $(VENV)/.ready
 # docs/architecture.md, from the docstrings.
 architecture: $(VENV)/.ready
 	$(BIN)/python docs/architecture.py
+
+# The documentation as a site: site/index.html.
+docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Two processes, each with fixtures and models of its own; one takes from the other's tests when it has none left.
 test: lint
@@ -92,4 +97,4 @@ attack: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.attack $(if $(SHARE),--share $(SHARE)) $(if $(MODEL),--model $(MODEL))
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs build *.egg-info
+	rm -rf $(VENV) .venv-vllm runs build site *.egg-info

@@ -1,4 +1,4 @@
-"""The measured table of README.md: what conversion costs on real weights and real text.
+"""The table of plain rows in docs/results.md: what conversion costs on real weights and real text.
 
     python benchmarks/conversion.py --data ../shared/data [--windows 16] [--out benchmarks/conversion.json]
 
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The Markdown table of README.md."""
+    """The Markdown table of docs/results.md."""
     heads = ("calibrated on", "layout", "cache", "wiki.test ppl ratio", "bar", "Python source", "maths questions")
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""What healing wins back on real weights, and what each further hour buys: the healing table of README.md.
+"""What healing wins back on real weights, and what each further hour buys: the healing tables of docs/results.md.
 
     python benchmarks/healing.py --data ../shared/data [--folder runs/healing] [--only latent-0.25 ...]
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """README.md's tables: the test text before and after, and how validation perplexity falls."""
+    """The tables of docs/results.md: the test text before and after, and how validation perplexity falls."""
     judged_rows, curves = [], []
     for name, row in rows.items():
         hours, (before, after) = sum(row["seconds"].values()) / 3600, row["ratio"]

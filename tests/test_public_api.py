@@ -56,7 +56,7 @@ def test_keywords_are_the_options(name):
 
 
 def test_the_chain_in_a_script(tiny_models, calibration_file, evaluation_file, tmp_path):
-    """As the README shows it: planned, converted, judged, loaded, run."""
+    """As docs/start.md shows it: planned, converted, judged, loaded, run."""
     source = str(tiny_models["llama"])
     assert "typical loss" in mlaforge.plan(source, context="4k").render()
     out = tmp_path / "out"

@@ -245,14 +245,21 @@ def test_demo_is_the_whole_chain_and_reuses_what_is_finished(tiny_models, cli, t
     monkeypatch.setattr("mlaforge.demo.model.head", lambda form: saved(tmp_path / form))
     more = ("--nsamples", 1, "--eval-windows", 1, "--prompt", "Hello")
     first = cli("demo", tmp_path / "demo", *more)
-    assert printed(first).count("latent") >= 2 and first.stdout.count("> Hello") == 3
-    # The drafted talks say how many tokens a step gave.
-    assert len(re.findall(r"tokens/s, \d\.\d\d a step, cache", first.stdout)) == 2
+    # The plan and the original's answer come before the conversion, the converted model's answers after it.
+    out = tmp_path / "demo" / "smollm2-latent-4-bits"
+    parts = ["plan: ", "> Hello", "[llama: ", "latent, 4 bits", f"[{out.name}: ", f"[{out.name}: ", "report: ", "Next:"]
+    at = 0
+    for part in parts:
+        at = printed(first).index(part, at) + 1
+    assert first.stdout.count("> Hello") == 3
+    # The drafted answer says how many tokens a step gave.
+    assert len(re.findall(r"tokens/s, \d\.\d\d a step, cache", first.stdout)) == 1
     assert f"report: {tmp_path / 'demo' / 'report.html'}" in first.stdout
+    assert f"mlaforge chat {out}\n" in first.stdout
     made = tree(tmp_path)
     again = cli("demo", tmp_path / "demo", *more)
     assert printed(again) == first.stdout
-    assert again.stderr.count("finished already") == 2
+    assert again.stderr.count("finished already") == 1
     assert tree(tmp_path) == made
 
 

@@ -1,4 +1,5 @@
-"""What the README and docs/engine.md show runs as it stands, on a tiny model in place of MODEL."""
+"""What README.md, docs/start.md, docs/cli.md and docs/engine.md show runs as it stands, on a tiny model in place of
+MODEL; README's table holds what benchmarks/ measured."""
 
 import json
 import re
@@ -6,14 +7,24 @@ import shlex
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from mlaforge.cli.main import app
 from support.serving import serving
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-ENGINE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8")
+         for name in ("README.md", "docs/start.md", "docs/cli.md", "docs/engine.md")}  # fmt: skip
+# The verbs that each page shows, in its order.
+VERBS = {
+    "README.md": "convert generate serve",
+    "docs/start.md": "plan convert eval chat",
+    "docs/cli.md": "plan diagnose calibrate convert eval heal generate chat serve bench verify list report card "
+    "publish env",
+    "docs/engine.md": "generate generate chat serve",
+}
 # What a tiny model and text need beside the words of the text.
 FEW = ["--dtype", "float32", "--cache-bytes", "1000000"]
 MORE = {
@@ -42,8 +53,8 @@ def commands(text: str, program: str = "mlaforge") -> list[str]:
 
 
 def ask(post) -> dict:
-    """What a server answers to the README's curl line: its path, header and body."""
-    (line,) = commands(README, "curl")
+    """What a server answers to the curl line of docs/cli.md: its path, header and body."""
+    (line,) = commands(PAGES["docs/cli.md"], "curl")
     words = shlex.split(line)
     path = next(word for word in words if word.startswith("localhost:8000")).removeprefix("localhost:8000")
     header = words[words.index("-H") + 1].split(": ")
@@ -54,79 +65,96 @@ def ask(post) -> dict:
 
 @pytest.fixture(scope="module")
 def run(tiny_models, calibration_file, evaluation_file, tmp_path_factory):
-    """run(text) -> the verbs of its commands, which all must succeed; run.folder is where they ran."""
-    folder = tmp_path_factory.mktemp("readme")
-    names = {
-        "MODEL": str(tiny_models["llama"]),
-        "OUT": str(folder / "results" / "out"),
-        "OTHER_TEXT": str(evaluation_file),
-        "TEXT": str(calibration_file),
-        "SETS": str(folder / "sets"),
-        "FOLDER": str(folder / "results"),
-    }
+    """run(page) -> the folder in which all commands of a page succeeded; each page runs once, in its own folder."""
+    done: dict[str, Path] = {}
 
     def served(engine, config):
         # In place of a server that would run until a signal: the same application, asked once.
         with serving(engine) as server:
             assert ask(server.post)["choices"][0]["finish_reason"]
 
-    def commands_of(text: str) -> list[str]:
-        verbs = []
-        for line in commands(text):
-            words = [names.get(word, word) for word in shlex.split(line)[1:]]
-            # Options may come twice: the last one counts.
-            done = CliRunner().invoke(app, words + MORE.get(words[0], []), input="Hi\n/new\nHo\n\n")
-            assert done.exit_code == 0, (line, done.output, done.exception)
-            verbs.append(words[0])
-        return verbs
+    def page(name: str) -> Path:
+        if name in done:
+            return done[name]
+        folder = done[name] = tmp_path_factory.mktemp("page")
+        names = {
+            "MODEL": str(tiny_models["llama"]),
+            "OUT": str(folder / "results" / "out"),
+            "OTHER_TEXT": str(evaluation_file),
+            "TEXT": str(calibration_file),
+            "SETS": str(folder / "sets"),
+            "FOLDER": str(folder / "results"),
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr("mlaforge.serving.server.run", served)
+            for line in commands(PAGES[name]):
+                words = [names.get(word, word) for word in shlex.split(line)[1:]]
+                # Options may come twice: the last one counts.
+                ended = CliRunner().invoke(app, words + MORE.get(words[0], []), input="Hi\n/new\nHo\n\n")
+                assert ended.exit_code == 0, (line, ended.output, ended.exception)
+        return folder
 
-    commands_of.folder = folder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr("mlaforge.serving.server.run", served)
-        yield commands_of
-
-
-@pytest.fixture(scope="module")
-def shown(run):
-    """The verbs of the README, in their order; afterwards OUT is there."""
-    return run(README)
-
-
-def test_commands_run(shown, run):
-    verbs = [
-        "plan",
-        "diagnose",
-        "calibrate",
-        "convert",
-        "eval",
-        "heal",
-        "generate",
-        "chat",
-        "serve",
-        "bench",
-        "verify",
-        "list",
-        "report",
-        "card",
-        "publish",
-        "env",
-    ]
-    assert shown == verbs
-    assert (run.folder / "report.html").stat().st_size > 5000
+    return page
 
 
-def test_the_engines_commands_run(run):
-    assert run(ENGINE) == ["generate", "generate", "chat", "serve"]
+@pytest.mark.parametrize("name", VERBS)
+def test_commands_run(name, run):
+    assert [line.split()[1] for line in commands(PAGES[name])] == VERBS[name].split()
+    run(name)
 
 
-@pytest.mark.parametrize("code", [*blocks(README, "python"), *blocks(ENGINE, "python")])
-def test_python_runs(code, shown, run, capsys):
+def test_the_report_is_there(run):
+    assert (run("docs/cli.md") / "report.html").stat().st_size > 5000
+
+
+def test_every_verb_has_its_line():
+    told = set(re.findall(r"^\| `([a-z-]+)` \|", PAGES["docs/cli.md"], re.MULTILINE))
+    assert told >= {*get_command(app).commands}
+
+
+@pytest.mark.parametrize("code", [code for text in PAGES.values() for code in blocks(text, "python")])
+def test_python_runs(code, run, capsys):
     """With OUT as the README's commands made it."""
-    out = json.dumps(str(run.folder / "results" / "out"))
+    out = json.dumps(str(run("README.md") / "results" / "out"))
     exec(compile(code.replace('"OUT"', out), "<documentation>", "exec"), {})
     if "print(" in code:
         assert capsys.readouterr().out
+
+
+def measured() -> dict[str, list[str]]:
+    """README's table by benchmarks/*.json: form -> cache, ratios on WikiText and Python source, tokens/s, healed."""
+    kv_cache, plain, speed, healing = (
+        json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]
+        for name in ("kv_cache", "conversion", "engine-rows", "healing")
+    )
+
+    def row(share: float, ratio: dict[str, float], peer: str, healed: str = "") -> list[str]:
+        rates = [r["tokens_per_second"] for r in speed if (r["case"], r["peer"]) == ("2048x1", peer)]
+        return [
+            f"{share:.1%}".replace("%", " %").replace(".0 ", " "), f"{ratio['wiki']:.3f}", f"{ratio['code']:.3f}",
+            f"{rates[0]:.1f}" if rates else "not measured", f"{healing[healed]['ratio'][1]:.3f}" if healed else "–",
+        ]  # fmt: skip
+
+    cached = {(r["layout"], r["stored"]): r for r in kv_cache}
+    halved = {r["layout"]: r["ratio"] for r in plain if (r["calibration"], r["budget"]) == ("wiki", 0.5)}
+    stored = {
+        "original": ("gqa", "bf16", "original"),
+        "original, int8 cache": ("gqa", "int8", "original, int8 rows"),
+        "`latent`, coded in 4 bits (the default)": ("latent", "4 bits", "latent, 4 bits"),
+        "`latent`, coded in 3 bits": ("latent", "3 bits", "latent, 3 bits"),
+    }
+    return {
+        form: row(cached[layout, kind]["bytes_ratio"], cached[layout, kind]["ratio"], peer)
+        for form, (layout, kind, peer) in stored.items()
+    } | {f"`{layout}`, 50 %": row(0.5, halved[layout], layout, f"{layout}-0.5") for layout in ("latent", "latent_rope")}
+
+
+def test_the_table_holds_what_was_measured():
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGES["README.md"].splitlines()]
+    forms = measured()
+    shown = {row[0]: row[1:] for row in rows if row[0] in forms}
+    assert shown == forms
 
 
 def make_targets(text: str) -> set[str]:
@@ -135,11 +163,12 @@ def make_targets(text: str) -> set[str]:
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"`make ([a-z-]+)`", README + ENGINE))
-    assert make_targets(README) | make_targets((ROOT / "CONTRIBUTING.md").read_text()) | named <= targets
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    assert make_targets(text) | set(re.findall(r"`make ([a-z-]+)", text)) <= targets
 
 
-PATHS = set(re.findall(r"(?:docs|src|tests|benchmarks)/[\w*/-]+(?:\.\w+)*", README + ENGINE))
+PATHS = set(re.findall(r"(?:docs|src|tests|benchmarks|examples)/[\w*/-]+(?:\.\w+)*", "\n".join(PAGES.values())))
 
 
 @pytest.mark.parametrize("path", sorted(PATHS))

@@ -93,9 +93,9 @@ def test_demo_reuses_what_is_finished(smollm2, tmp_path):
     from mlaforge.demo.config import DemoConfig
 
     options = DemoConfig(nsamples=1, eval_windows=1, prompt="Say hello.")
-    first = demo.run(tmp_path / "demo", options)
+    first = dict(demo.run(tmp_path / "demo", options))
     assert first["report"].stat().st_size > 10_000
-    stamp = (tmp_path / "demo" / "smollm2-latent-4-bits" / "config.json").stat().st_mtime_ns
-    second = demo.run(tmp_path / "demo", options)
-    assert (tmp_path / "demo" / "smollm2-latent-4-bits" / "config.json").stat().st_mtime_ns == stamp
-    assert second["conversions"]["latent"].metrics == first["conversions"]["latent"].metrics
+    stamp = (tmp_path / "demo" / demo.CONVERTED / "config.json").stat().st_mtime_ns
+    second = dict(demo.run(tmp_path / "demo", options))
+    assert (tmp_path / "demo" / demo.CONVERTED / "config.json").stat().st_mtime_ns == stamp
+    assert second["conversion"].metrics == first["conversion"].metrics

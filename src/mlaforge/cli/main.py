@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +37,14 @@ verb = functools.partial(verbs.verb, app)
 
 # In place of an answer for which the reasoning before it left no room.
 NO_ANSWER = "[only reasoning, no answer: --max-new-tokens may be too small]"
+# How the demo ends.
+DEMO_NEXT = """\
+report: {page}
+Next:
+  mlaforge chat {out}
+  mlaforge serve {out}
+  mlaforge convert MODEL OUT --calibration TEXT    # your model, on text like your traffic
+  mlaforge eval OUT --text OTHER_TEXT              # what it cost, on text that it has not seen"""
 OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new directory for the result")]
 
 
@@ -258,12 +266,14 @@ def demo(
     from mlaforge.demo import demo as stage
 
     quiet()
-    results = stage.run(folder, config)
-    print(conversion_table(list(results["conversions"].values())))
-    for generation in results["generations"]:
-        print(continuations(generation.metrics))
-    print("With drafts a near tie may fall the other way in bfloat16, and the text goes on otherwise.")
-    print(f"report: {results['report']}")
+    shown: dict[str, Callable[[Any], str]] = {
+        "plan": lambda plan: f"plan: {plan.chosen.sentence}",
+        "answer": lambda manifest: continuations(manifest.metrics),
+        "conversion": lambda manifest: conversion_table([manifest]),
+        "report": lambda page: DEMO_NEXT.format(page=page, out=folder / stage.CONVERTED),
+    }
+    for part, what in stage.run(folder, config):
+        print(shown[part](what), flush=True)
 
 
 @verb(BenchConfig)

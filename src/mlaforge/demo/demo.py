@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import Manifest
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import DemoConfig
+from mlaforge.planning import report as planning
+from mlaforge.planning.config import PlanConfig
 from mlaforge.report.report import write_report
 from mlaforge.runtime import log
 from mlaforge.serving import generate
 from mlaforge.serving.config import GenerateConfig
 
-CODED = "smollm2-latent-4-bits"
+CONVERTED = "smollm2-latent-4-bits"
 
 
-def run(folder: Path, config: DemoConfig) -> dict[str, Any]:
-    """Converts the demo's model in both layouts, as `convert` does it by itself, talks with original and latent, then
-    with a draft head, and writes FOLDER/report.html."""
+def run(folder: Path, config: DemoConfig) -> Iterator[tuple[str, Any]]:
+    """Yields every part as soon as it is there, with its name: "plan" (a PlanReport for this machine), "answer"
+    of the original (its manifest), "conversion" (its manifest), "answer" of the converted model, then once more with a
+    draft head, and "report", the page's path.
+    """
     source = demo_model.fetch()
-    conversions: dict[str, Manifest] = {}
-    # Both layouts are made from the same moments.
-    calibrated = folder / ".calibration"
-    for layout, name, kept in (
-        ("latent", CODED, "with rows of 4 bits"), ("latent_rope", "smollm2-latent_rope-50", "at half the cache"),
-    ):  # fmt: skip
-        log(f"converting SmolLM2-135M-Instruct to {layout} {kept}")
-        # In the dtype that the engine serves it in, so that bytes of plain and coded rows stand beside the same ones.
-        settings = ConvertConfig(
-            layout=layout, nsamples=config.nsamples, eval_windows=config.eval_windows, dtype="bfloat16", device="cpu"
-        )
-        conversions[layout] = convert.run(str(source), folder / name, settings, overwrite=True, calibrated=calibrated)
-    shutil.rmtree(calibrated, ignore_errors=True)
-    converted = folder / CODED
+    yield "plan", planning.run(str(source), PlanConfig(context="2k", batch=1, gpu="cpu"))
     chat = GenerateConfig(prompt=config.prompt, chat=True, device="cpu")
-    beside = dataclasses.replace(chat, against=str(converted))
-    generations = [generate.run(str(source), folder / "talk", beside, overwrite=True)]
+    yield "answer", generate.run(str(source), folder / "talk-original", chat, overwrite=True)
+
+    log("converting: every pass over the layers says how long it still takes; the backward pass is the longest")
+    # In the dtype that the engine serves it in, so that bytes of plain and coded rows stand beside the same ones.
+    settings = ConvertConfig(nsamples=config.nsamples, eval_windows=config.eval_windows, dtype="bfloat16", device="cpu")
+    converted = folder / CONVERTED
+    yield "conversion", convert.run(str(source), converted, settings, overwrite=True)
+
+    yield "answer", generate.run(str(converted), folder / "talk-converted", chat, overwrite=True)
     # Coded rows change so little that the original's head foresees what the converted model says.
-    with_head = dataclasses.replace(chat, speculative=str(demo_model.head("original")))
-    for form, model in (("original", source), ("latent", converted)):
-        generations.append(generate.run(str(model), folder / f"talk-{form}-drafted", with_head, overwrite=True))
-    report = folder / "report.html"
-    write_report(folder, report)
-    return {"conversions": conversions, "generations": generations, "report": report}
+    drafted = dataclasses.replace(chat, speculative=str(demo_model.head("original")))
+    yield "answer", generate.run(str(converted), folder / "talk-drafted", drafted, overwrite=True)
+    write_report(folder, folder / "report.html")
+    yield "report", folder / "report.html"

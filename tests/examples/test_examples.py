@@ -1,0 +1,83 @@
+"""Every script in examples/ runs as it stands, on a tiny model with tiny settings."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mlaforge.cli.main import app
+from support.serving import free_port, name_vllm
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+VLLM = os.environ.get("MLAFORGE_VLLM_PYTHON")
+
+
+@pytest.fixture
+def shown(monkeypatch, capfd):
+    """shown("heal", ...) -> what examples/heal.py prints, run in this process."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def model(tiny_models):
+    return tiny_models["llama"]
+
+
+def test_each_is_short_and_tested():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {"convert_and_serve", "calibrate_on_your_text", "heal", "draft", "generate_with_vllm"}
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) < 40, path
+
+
+def test_convert_and_serve(shown, model, calibration_file, tmp_path):
+    out = shown("convert_and_serve", model, tmp_path / "out", "--calibration", calibration_file, "--seqlen", 64,
+                "--port", free_port())  # fmt: skip
+    assert out.strip()
+
+
+def test_calibrate_on_your_text(shown, model, calibration_file, evaluation_file, offline_embedder, tmp_path):
+    out = shown("calibrate_on_your_text", model, tmp_path / "out", calibration_file, evaluation_file, "--clusters", 4,
+                "--seqlen", 64)  # fmt: skip
+    assert 0.5 < float(out.split()[-1]) < 2
+
+
+def test_heal(shown, model, calibration_file, evaluation_file, tmp_path):
+    out = shown("heal", model, tmp_path / "out", calibration_file, evaluation_file, "--steps", 2, "--seqlen", 64)
+    assert [line.split(": ")[0] for line in out.splitlines()] == [
+        str(model), str(tmp_path / "out"), str(tmp_path / "out-healed"),
+    ]  # fmt: skip
+
+
+def test_draft(shown, model, monkeypatch, tmp_path):
+    def in_this_process(command, check):
+        done = CliRunner().invoke(app, command[command.index("draft") :])
+        assert done.exit_code == 0, (command, done.output)
+
+    monkeypatch.setattr(subprocess, "run", in_this_process)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"Tell me about {n}."]}) + "\n" for n in range(60)))
+    out = shown("draft", model, tmp_path / "head", prompts, "--tokens", 12, "--vocabulary", 64, "--steps", 2)
+    assert 1 <= float(out.splitlines()[-1].split()[0]) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason="MLAFORGE_VLLM_PYTHON names no Python that has vLLM: make test-vllm")
+def test_generate_with_vllm(converted, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(name_vllm(tmp_path)), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    script = [VLLM, EXAMPLES / "generate_with_vllm.py", converted("llama", "latent"), "--dtype", "float32"]
+    done = subprocess.run([*script, "--max-model-len", "256"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "The capital of France is" in done.stdout
