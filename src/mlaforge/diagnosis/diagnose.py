@@ -160,7 +160,9 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
         manifest.metrics = verdicts.summary(records, mean, text.ids.shape, suggested, stored, losses)
         manifest.metrics["held_out"] = held.ids.numel() - len(held.ids)
         if out is not None:
-            _write(folder, manifest, records, suggested, overlap.passages(text), config.report)
+            # A plan may be chosen by what it was judged on.
+            known = sorted({passage for each in (text, held) for passage in overlap.passages(each)})
+            _write(folder, manifest, records, suggested, known, config.report)
     return manifest
 
 
@@ -245,7 +247,7 @@ def _records(
 def _write(
     folder: Path, manifest: Manifest, records: list[dict[str, Any]], suggested: Plan, passages: list[int], report: bool
 ) -> None:
-    inputs = {name: manifest.inputs[name] for name in ("model", "text")}
+    inputs = {name: manifest.inputs[name] for name in ("model", "text", "held_out")}
     document = {**inputs, "summary": manifest.metrics, "budgets": BUDGETS, "layers": records}
     diagnosis = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.6g}"))
     (folder / DIAGNOSIS).write_text(json.dumps(diagnosis, allow_nan=False) + "\n", encoding="utf-8")

@@ -158,7 +158,14 @@ class Curve:
 
     @classmethod
     def through(cls, sizes: Mapping[str, Size], measured: Mapping[str, Loss]) -> Curve:
-        found = sorted((size.first_order, measured[name]) for name, size in sizes.items() if size.first_order > 0)
+        found = [(size.first_order, measured[name]) for name, size in sizes.items() if size.first_order > 0]
+        found.sort(key=lambda point: point[0])
+        losses = [loss for _, loss in found]
+        if len(found) > 1 and losses[0].nats > losses[1].nats:
+            # No less is lost with fewer numbers: that is noise, and both are one measurement.
+            ends = [end for loss in losses for end in loss.interval or ()]
+            pooled = Loss(sum(loss.nats for loss in losses) / 2, (min(ends), max(ends)) if len(ends) == 4 else None)
+            found = [(first_order, pooled) for first_order, _ in found]
         return cls(tuple(found))
 
     def at(self, first_order: float) -> Loss:

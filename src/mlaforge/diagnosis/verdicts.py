@@ -232,9 +232,8 @@ def _described(loss: Loss) -> dict[str, Any]:
 
 def table(metrics: dict[str, Any]) -> str:
     """The summary for a terminal: question, verdict, finding."""
-    rows = [
-        ("text", f"ppl {metrics['ppl']:.3f}", f"{metrics['tokens']:,} tokens in {metrics['windows_judged']} windows")
-    ]
+    seen = f"{metrics['tokens']:,} tokens in {metrics['windows_judged']} windows, which conversions are calibrated on"
+    rows = [("text", f"ppl {metrics['ppl']:.3f}", f"{seen}; their losses on {metrics['held_out']:,} other tokens")]
     rows += [(name, metrics[name]["verdict"], metrics[name]["text"]) for name in
              ("sinks", "windows", "routing", "geometry", "cache", "plan", "bits")]  # fmt: skip
     return text_table(rows)

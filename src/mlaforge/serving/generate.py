@@ -84,7 +84,7 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
         format = choose_format(config.dtype, sources[0], resolve_device(config.device))
         config = dataclasses.replace(config, dtype=format)
         with timed(manifest.seconds, "generate"):
-            runs = [{"model": source.path.name, **continue_prompt(source, config)} for source in sources]
+            runs = [{"model": source.name, **continue_prompt(source, config)} for source in sources]
         manifest.metrics = {"prompt": config.prompt, "runs": runs}
     return manifest
 
