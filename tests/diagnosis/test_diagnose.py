@@ -16,7 +16,7 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, window_losses
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
-from mlaforge.diagnosis import diagnose
+from mlaforge.diagnosis import diagnose, held_out
 from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.diagnosis.geometry import Geometry
 from mlaforge.diagnosis.plots import draw
@@ -169,14 +169,27 @@ def test_the_same_again_is_not_made_twice_and_a_killed_run_ends_in_the_same_byte
         with pytest.raises(KeyboardInterrupt):
             diagnose.run(source, out, options)
     assert not out.exists()
-    seen = []
+    # Once more, in the middle of judging conversions.
+    through, layers, seen = held_out._through, [], []
     monkeypatch.setattr(Geometry, "add", lambda *given: (seen.append(1), real(*given))[1])
+
+    def stop_judging(*given):
+        layers.append(given[1])
+        if given[1] == 1:
+            raise KeyboardInterrupt
+        return through(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held_out, "_through", stop_judging)
+        with pytest.raises(KeyboardInterrupt):
+            diagnose.run(source, out, options)
+    assert not out.exists() and len(seen) == 24 and set(layers) == {0, 1}
+    monkeypatch.setattr(held_out, "_through", lambda *given: (layers.append(given[1]), through(*given))[1])
+    layers.clear()
     diagnose.run(source, out, options)
-    assert len(seen) == 24
+    assert len(seen) == 24 and set(layers) == {1, 2}
     found = tree(out)
-    assert {n: found[n] for n in FILES if n != "diagnosis.html"} == {
-        n: whole[n] for n in FILES if n != "diagnosis.html"
-    }
+    assert {n: found[n] for n in FILES} == {n: whole[n] for n in FILES}
     monkeypatch.setattr(LayerStream, "loaded", None)
     assert diagnose.run(source, out, options).metrics["ppl"] > 1
 

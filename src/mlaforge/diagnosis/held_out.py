@@ -69,9 +69,9 @@ def measure(
     texts |= {f"tuned {name}": few for name, size in sizes.items() if size.refit}
     if len(texts) > len(sizes) + 1:
         texts["tuned original"] = few
-    for index in progress(range(stream.num_layers), "judge conversions", stream.num_layers):
-        if f"held-{index + 1:03d}" in work:
-            continue
+    last = stream.num_layers
+    start = max((index for index in range(last + 1) if f"held-{index:03d}" in work), default=0)
+    for index in progress(range(start, last), "judge conversions", last - start):
         states = _states(stream, work, index, texts)
         with stream.layer(index) as layer:
             for name, size in sizes.items():
@@ -80,7 +80,7 @@ def measure(
                 states[name] = [stream.run(layer, index, h) for h in states[name]]
         work[f"held-{index + 1:03d}"] = {f"{name}.{n}": h for name, each in states.items() for n, h in enumerate(each)}
         work.drop(f"held-{index:03d}")
-    return _judged(stream, sizes, _states(stream, work, stream.num_layers, texts), held_NT)
+    return _judged(stream, sizes, _states(stream, work, last, texts), held_NT)
 
 
 def _states(stream: LayerStream, work: Spill, index: int, texts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
