@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VLLM ?= .venv-vllm/bin/python
 
 .PHONY: demo architecture docs test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
-  bench-load bench-serving bench-kernels bench-speculation bench-healing bench attack clean
+  bench-load bench-serving bench-kernels bench-speculation bench-healing bench-front front bench attack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,11 +56,19 @@ bench-conversion: $(VENV)/.ready
 bench-healing: $(VENV)/.ready
 	$(BIN)/python benchmarks/healing.py --data ../shared/data
 
+bench-front: $(VENV)/.ready
+	$(BIN)/python benchmarks/front.py --data ../shared/data
+
+# docs/front-light.svg and docs/front-dark.svg, from committed measurements.
+front: $(VENV)/.ready
+	$(BIN)/python benchmarks/front_picture.py
+
 bench-gpt-oss: $(VENV)/.ready
 	$(BIN)/python benchmarks/gpt_oss.py --data ../shared/data
 
 bench-calibration: $(VENV)/.ready
 	$(BIN)/python benchmarks/calibration.py --data ../shared/data
+	$(BIN)/python benchmarks/self_calibration.py --data ../shared/data
 
 bench-memory: $(VENV)/.ready
 	$(BIN)/python benchmarks/memory.py

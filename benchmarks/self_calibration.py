@@ -1,13 +1,15 @@
-"""What should a model be calibrated on that nothing is known of? SmolLM2 converted on its own text, and on others'.
+r"""What should a model be calibrated on that nothing is known of? SmolLM2 converted on its own text, and on others'.
 
     python benchmarks/self_calibration.py --data ../shared/data [--windows 8] [--seeds 3] [--folder runs/self]
+    python benchmarks/self_calibration.py --data ../shared/data --windows 32 --wiki-windows 16 --seeds 1 \
+      --dtype float32 --forms "coded 25 %" "latent 50 %" "latent_rope 50 %" --out benchmarks/self_calibration-65536.json
 
 Every way takes the same number of tokens in windows of 2048: `self` what the model wrote, `embedded`, `wiki`
 (WikiText-2's validation text), `self, embedded` by halves, `golden` (what `mlaforge calibrate` chooses of embedded and
 wiki). Seeds are those of the text that is written, of the windows that are taken, of the clusters, and of the labels
-that calibration samples. Judged in bf16 on text that none of them holds: WikiText-2's test text, Python source of
+that calibration samples. Judged on text that none of them holds: WikiText-2's test text, Python source of
 installed packages, grade-school mathematics, questions to an assistant, and descriptions of data sets. Coded rows of 4
-bits, and `latent` at 50 % in plain rows. A run that was cut off goes on.
+bits, `latent` and `latent_rope` at 50 % in plain rows. A run that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ from mlaforge.synthesis.own_text import own_text
 
 SEQLEN = 2048
 WAYS = ("self", "self, embedded", "embedded", "wiki", "golden")
-FORMS: dict[str, dict[str, Any]] = {"coded 25 %": {"bits": 4.0}, "latent 50 %": {"layout": "latent", "budget": 0.5}}
+FORMS: dict[str, dict[str, Any]] = {
+    "coded 25 %": {"bits": 4.0}, "latent 50 %": {"layout": "latent", "budget": 0.5},
+    "latent_rope 50 %": {"layout": "latent_rope", "budget": 0.5},
+}  # fmt: skip
 JUDGED = ("wiki", "packages", "maths", "chat", "prose")
 # Packages that are installed wherever mlaforge is, and files of theirs; where scikit-learn describes its data sets.
 PACKAGES, PROSE = ("transformers/generation", "safetensors", "tqdm", "yaml"), "sklearn/datasets/descr"
@@ -43,7 +48,7 @@ PACKAGES, PROSE = ("transformers/generation", "safetensors", "tqdm", "yaml"), "s
 
 def judged(tokenizer: Any, options: argparse.Namespace, tuned: list[int]) -> dict[str, corpus.Windows]:
     """The judged texts without what any way may be tuned on."""
-    wanted = dict.fromkeys(("wiki", "maths", "chat"), options.judged_windows)
+    wanted = dict.fromkeys(("maths", "chat"), options.judged_windows) | {"wiki": options.wiki_windows}
     texts = judged_texts(tokenizer, options.data, wanted, SEQLEN, options.folder)
     site = Path(sysconfig.get_paths()["purelib"])
     sources = {
@@ -70,17 +75,22 @@ def main() -> None:
     arguments = parser(__doc__, "benchmarks/self_calibration.json")
     arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
     arguments.add_argument("--judged-windows", type=int, default=2, help="windows of each judged text")
+    arguments.add_argument("--wiki-windows", type=int, default=2, help="windows of WikiText-2's test text")
+    arguments.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="what judges")
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
-    arguments.add_argument("--forms", nargs="*", choices=[*FORMS], default=[*FORMS])
+    arguments.add_argument("--forms", nargs="*", choices=[*FORMS], default=[*FORMS][:2])
     arguments.add_argument("--folder", type=Path, default=Path("runs/self"), help="what is made on the way")
     options = arguments.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     model = demo_model.fetch()
     source = SourceModel.open(model)
-    settings = {"windows": options.windows, "seqlen": SEQLEN, "judged_windows": options.judged_windows}
+    settings = {
+        "windows": options.windows, "seqlen": SEQLEN, "judged_windows": options.judged_windows,
+        "wiki_windows": options.wiki_windows, "dtype": options.dtype,
+    }  # fmt: skip
     results = Results(options.out, [], resume=True, settings=settings)
-    tokens = (options.windows + 1) * SEQLEN
+    tokens = options.windows * SEQLEN
     known = [corpus.windows(source.tokenizer, wikitext(options.data)[0], 10**6, SEQLEN)]
     known += [own_text(source, tokens, seed, "cpu").windows(options.windows, SEQLEN) for seed in range(options.seeds)]
     everything = [passage for windows in known for passage in overlap.passages(windows)]
@@ -89,8 +99,8 @@ def main() -> None:
         everything += overlap.passages(corpus.Windows(corpus.tokens(source.tokenizer, text)[None], corpus.EMBEDDED))
     texts = judged(source.tokenizer, options, everything)
     results.body["tokens"] = {name: w.ids.numel() for name, w in texts.items()}
-    cpu = torch.device("cpu")
-    original = results.once("original", lambda: perplexities(model, texts, "original", cpu, torch.bfloat16))
+    cpu, dtype = torch.device("cpu"), getattr(torch, options.dtype)
+    original = results.once("original", lambda: perplexities(model, texts, "original", cpu, dtype))
     asked = ({"way": way, "seed": seed, "form": form} for seed in range(options.seeds) for way in options.ways
              for form in options.forms)  # fmt: skip
     for row in results.missing(asked):
@@ -102,7 +112,7 @@ def main() -> None:
         calibrated = options.folder / "calibrated" / f"{row['way'].replace(', ', '-')}-{row['seed']}"
         manifest = convert.run(str(model), out, config, calibrated=calibrated)
         assert manifest.inputs["calibration"]["tokens"] == options.windows * SEQLEN, row
-        ppl = perplexities(out, texts, " ".join(map(str, row.values())), cpu, torch.bfloat16)
+        ppl = perplexities(out, texts, " ".join(map(str, row.values())), cpu, dtype)
         shutil.rmtree(out)
         results.add({**row, "ppl": ppl, "ratio": {name: ppl[name] / original[name] for name in texts}})
     print(table(results.rows))

@@ -49,7 +49,7 @@ def test_texts_have_equal_shares_in_turn(source, calibration_file, evaluation_fi
 def test_nothing_said_is_own_text_and_embedded_by_halves(source, writes):
     found = chosen(source)
     assert found.source == "self, embedded" and found.ids.shape == (7, 64)
-    own = own_text.own_text(source, 5 * 64, 0, "cpu").windows(4, 64)
+    own = own_text.own_text(source, 4 * 64, 0, "cpu").windows(4, 64)
     assert torch.equal(found.ids[::2], own.ids)
     assert torch.equal(found.ids[1::2], corpus.windows(source.tokenizer, corpus.EMBEDDED, 3, 64, seed=0).ids)
     assert torch.equal(chosen(source, calibration=corpus.SELF).ids[:4], own.ids)

@@ -48,7 +48,7 @@ def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: P
     counter = locate(config.tokenizer) if config.tokenizer else own
     tokenizer = load_tokenizer(counter)
     # Before a model is asked for text, which takes minutes.
-    reads = (own, counter, *(source.place for source in sources))
+    reads: list[str | Path | None] = [own, counter, *(source.place for source in sources)]
     existing(out, reads)
     sources = [_written(source, config) for source in sources]
     left = ("device", "source", "share", "license")

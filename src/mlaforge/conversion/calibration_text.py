@@ -68,8 +68,7 @@ def _mixed(
             break
         if text == corpus.SELF:
             known = overlap.passages(judged) if judged else []
-            # One window more, since text is cut into whole ones.
-            own = own_text(source, (count + 1) * config.seqlen, config.seed, config.device, known)
+            own = own_text(source, count * config.seqlen, config.seed, config.device, known)
             parts.append(own.windows(count, config.seqlen))
         else:
             parts.append(corpus.windows(source.tokenizer, text, count, config.seqlen, seed=config.seed))

@@ -50,7 +50,7 @@ class ConvertConfig(Options):
         "and Python), a file, a folder, or what `calibrate` wrote; several have equal shares. Else self and embedded, "
         "or embedded alone where the model writes none", repeat=True,
     )  # fmt: skip
-    nsamples: int = option(16, "calibration windows", "windows", least=1)
+    nsamples: int = option(32, "calibration windows", "windows", least=1)
     seqlen: int = option(2048, "length of calibration and evaluation windows", "tokens", least=SHORTEST_WINDOW)
     batch_size: int = option(1, "calibration windows at once", "windows", least=1)
     evaluation: str = option("embedded", "text of the perplexities; may not overlap the calibration text")

@@ -11,7 +11,7 @@ from mlaforge.config import DTYPES, Options, option
 class DemoConfig(Options):
     """Options of `demo`."""
 
-    nsamples: int = option(8, "calibration windows of the embedded text", "windows", least=1)
+    nsamples: int = option(8, "calibration windows", "windows", least=1)
     eval_windows: int = option(4, "held-out evaluation windows", "windows", least=0)
     prompt: str = option("Explain in two sentences why the sky is blue.", "the user's turn that both models answer")
 

@@ -295,7 +295,7 @@ class _Draw:
     def _write_sheet(self) -> None:
         """What is in the journal, for people and for programs."""
         lines = self.journal.lines.values()
-        sheet = {
+        sheet: dict[str, Any] = {
             "model": self.source.record, "seed": self.seed, "device": str(self.device),
             "licence": "what the model's own licence says of text that it writes",
             "sampling": {"temperature": TEMPERATURE, "top_p": TOP_P, "longest": LONGEST, "shortest": SHORTEST},

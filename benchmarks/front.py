@@ -1,0 +1,136 @@
+"""Perplexity by bytes of the cache: what others store a grouped-query cache as, and latents by rank, beside each other.
+
+    python benchmarks/front.py --data ../shared/data [--scratch FOLDER] [--out FILE.json]
+
+SmolLM2-135M-Instruct in bf16 on a CPU, in the windows of benchmarks/kv_cache.py: 16 of 2048 tokens of wiki.test.raw and
+4 of Python source. Conversions, and the basis of the plain code, are calibrated on WikiText's validation text. Latents
+of plain rows are read through the engine's cache. Rivals that the engine does not have (rivals.py) are rounded as
+transformers' own cache would give them back; `4 bits, whole` is a check of that beside the engine's int4. Every row
+stands beside the unrounded cache of the same code. Bytes are those of 2048 tokens: scales, norms, first tokens and
+blocks among them. A run that was cut off goes on; --scratch keeps conversions. benchmarks/front_picture.py draws it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import rivals
+from kv_cache import CALIBRATION_WINDOWS, LENGTH, cache_bytes, losses
+from rows import Results, command, judged_texts, parser, wikitext, without_repeats
+from torch import Tensor
+
+from mlaforge import LLM
+from mlaforge.checkpoint.loading import load_model
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
+from mlaforge.data import corpus, overlap
+from mlaforge.demo import model as demo_model
+from mlaforge.rendering.table import markdown_table
+
+WINDOWS = {"wiki": 16, "code": 4}
+# Form and bits of what is simulated.
+SIMULATED = [
+    *(("rotated", f"{bits} bits") for bits in (4, 3)), ("blocks", "2 bits"),
+    *(("plain code", f"{bits} bits") for bits in (4, 3, 2)), ("rotated", "2 bits"), ("blocks", "4 bits, whole"),
+]  # fmt: skip
+# Layout and share of plain rows.
+CONVERTED = [("latent", 0.75), ("latent", 0.5), ("latent", 0.25), ("latent_rope", 0.5)]
+
+
+def asked() -> Iterator[dict[str, Any]]:
+    """What tells each row from the others."""
+    for how in ("engine", "simulated"):
+        yield {"how": how, "form": "gqa", "stored": "bf16", "budget": None}
+    for form, stored in SIMULATED:
+        yield {"how": "simulated", "form": form, "stored": stored, "budget": None}
+    for layout, budget in CONVERTED:
+        for stored in ("bf16", "int8"):
+            yield {"how": "engine", "form": layout, "stored": stored, "budget": budget}
+
+
+class Simulated:
+    """The original in transformers, and what its rivals are made of."""
+
+    def __init__(self, original: Path, tuned: Tensor):
+        self.spec = SourceModel.open(original).spec
+        self.model = load_model(original, "bfloat16")
+        self.tuned = tuned
+
+    def rival(self, row: dict[str, Any]) -> rivals.Rival | None:
+        if row["form"] == "gqa":
+            return None
+        bits = int(row["stored"].split()[0])
+        if row["form"] == "blocks" and "whole" in row["stored"]:
+            return rivals.Blocks(bits, group=self.spec.layers[0].head_dim, exempt=0)
+        if row["form"] == "plain code":
+            if not hasattr(self, "bases"):
+                self.bases = rivals.plain_bases(self.model, self.tuned)
+            return rivals.PlainCode(bits, self.model, self.bases)
+        return rivals.Blocks(bits) if row["form"] == "blocks" else rivals.Rotated(bits)
+
+    def measured(self, row: dict[str, Any], texts: dict[str, Tensor]) -> dict[str, Any]:
+        rival, plain = self.rival(row), 2 * LENGTH
+        ppl = {name: math.exp(rivals.rounded_losses(self.model, rival, ids).mean()) for name, ids in texts.items()}
+        layers = self.spec.layers
+        size = sum(rival.bytes(layer, LENGTH) if rival else plain * layer.cached for layer in layers)
+        return {"ppl": ppl, "bytes": size}
+
+
+def through_engine(directory: Path, stored: str, texts: dict[str, Tensor]) -> dict[str, Any]:
+    llm = LLM(directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20, max_num_seqs=4)
+    return {"ppl": {n: math.exp(losses(llm, ids).mean()) for n, ids in texts.items()}, "bytes": cache_bytes(llm)}
+
+
+def main() -> None:
+    arguments = parser(__doc__, "benchmarks/front.json")
+    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
+    options = arguments.parse_args()
+    original = demo_model.fetch()
+    tokenizer = SourceModel.open(original).tokenizer
+    results = Results(options.out, [], resume=True, command=command())
+    with contextlib.ExitStack() as stack:
+        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
+        scratch.mkdir(parents=True, exist_ok=True)
+        validation = wikitext(options.data)[0]
+        tuned = corpus.windows(tokenizer, validation, CALIBRATION_WINDOWS, LENGTH, seed=0)
+        judged = judged_texts(tokenizer, options.data, WINDOWS, LENGTH, scratch)
+        texts = {name: w.ids for name, w in without_repeats(judged, overlap.passages(tuned)).items()}
+        results.body["tokens"] = {name: ids.numel() for name, ids in texts.items()}
+        simulated: Simulated | None = None
+        for row in results.missing(asked()):
+            if row["how"] == "simulated":
+                simulated = simulated or Simulated(original, tuned.ids)
+                own = simulated.measured(row, texts)
+            else:
+                directory = original
+                if row["budget"] is not None:
+                    directory = scratch / f"{row['form']} {row['budget']:g}"
+                    config = ConvertConfig(
+                        layout=row["form"], budget=row["budget"], calibration=validation, nsamples=CALIBRATION_WINDOWS,
+                        seqlen=LENGTH, eval_windows=0, device="cpu",
+                    )  # fmt: skip
+                    convert.run(str(original), directory, config, calibrated=scratch / "calibration")
+                own = through_engine(directory, row["stored"], texts)
+            exact = next((r for r in results.rows if r["how"] == row["how"]), own)
+            ratio = {name: own["ppl"][name] / exact["ppl"][name] for name in texts}
+            results.add({**row, **own, "ratio": ratio, "bytes_ratio": own["bytes"] / exact["bytes"]})
+    print(table(results.rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    heads = ("form", "rows", "rank's share", "how", "bytes of bf16's", "wiki.test ppl ratio", "Python source")
+    cells = [
+        (row["form"], row["stored"], f"{row['budget']:.1%}" if row["budget"] else "–", row["how"],
+         f"{row['bytes_ratio']:.1%}", f"{row['ratio']['wiki']:.4f}", f"{row['ratio']['code']:.4f}") for row in rows
+    ]  # fmt: skip
+    return markdown_table([heads, *cells])
+
+
+if __name__ == "__main__":
+    main()
