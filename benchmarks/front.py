@@ -45,10 +45,10 @@ CONVERTED = [("latent", 0.75), ("latent", 0.5), ("latent", 0.25), ("latent_rope"
 
 def asked() -> Iterator[dict[str, Any]]:
     """What tells each row from the others."""
-    for how in ("engine", "simulated"):
+    for how in ("engine", "simulated rounding"):
         yield {"how": how, "form": "gqa", "stored": "bf16", "budget": None}
     for form, stored in SIMULATED:
-        yield {"how": "simulated", "form": form, "stored": stored, "budget": None}
+        yield {"how": "simulated rounding", "form": form, "stored": stored, "budget": None}
     for layout, budget in CONVERTED:
         for stored in ("bf16", "int8"):
             yield {"how": "engine", "form": layout, "stored": stored, "budget": budget}
@@ -104,7 +104,7 @@ def main() -> None:
         results.body["tokens"] = {name: ids.numel() for name, ids in texts.items()}
         simulated: Simulated | None = None
         for row in results.missing(asked()):
-            if row["how"] == "simulated":
+            if row["how"] == "simulated rounding":
                 simulated = simulated or Simulated(original, tuned.ids)
                 own = simulated.measured(row, texts)
             else:

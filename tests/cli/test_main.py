@@ -151,7 +151,7 @@ def test_options_override_the_recipe_and_the_manifest_has_what_was_resolved(reci
     wanted = dataclasses.asdict(ConvertConfig(**{**keys, "budget": 0.75}))
     # Where it ran is no part of what was asked for: the environment says it; what a plan holds is among the inputs.
     del wanted["device"], wanted["plan"]
-    wanted |= {"calibration": "calibration.txt", "evaluation": "evaluation.txt", "layout": "latent"}
+    wanted |= {"calibration": ["calibration.txt"], "evaluation": "evaluation.txt", "layout": "latent"}
     assert stored == wanted
 
 

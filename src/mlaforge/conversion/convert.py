@@ -26,7 +26,6 @@ from mlaforge.conversion.config import ConvertConfig
 from mlaforge.conversion.solve import Choices, LayerSolver
 from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus, overlap
-from mlaforge.engine.execution.linear import bfloat16_unit
 from mlaforge.factorization.moments import collect
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning import plan_file
@@ -179,7 +178,7 @@ def run(
     if done := finished(out, manifest, overwrite, reads):
         log(f"{out} is finished already")
         return done
-    # The work is in fp32 on a CPU and in the stored dtype on a GPU.
+    # Calibration runs in fp32 on a CPU (in half precision full rank is not exact) and in the stored dtype on a GPU.
     dtype = torch.float32 if device.type == "cpu" else source.dtype
     with writing(out, manifest, resumable=True) as partial, LayerStream(source, dtype, device) as stream:
         if config.bits is not None and given.bits is None:
@@ -220,17 +219,13 @@ def _convert(
     with timed(seconds, "moments"):
         inputs, converted = manifest.inputs, choices.plan.converted
         folder, calibration = calibrated or work.folder / "calibration", {}
-        # A CPU that multiplies bfloat16 calibrates in it, in two thirds of the time.
-        half = stream.device.type == "cpu" and bfloat16_unit() is not None
-        with LayerStream(stream.source, torch.bfloat16 if half else stream.dtype, stream.device) as running:
-            for layers, text in tuned.items():
-                key = str([
-                    MOMENTS, inputs["model"]["sha256"], text.sha256, config.seed, config.batch_size, layers,
-                    running.dtype,
-                ])  # fmt: skip
-                moments = Spill(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
-                collect(running, layers, text.ids.split(config.batch_size), moments, config.seed)
-                calibration.update(dict.fromkeys(layers, moments))
+        for layers, text in tuned.items():
+            key = str([
+                MOMENTS, inputs["model"]["sha256"], text.sha256, config.seed, config.batch_size, layers, stream.dtype,
+            ])  # fmt: skip
+            moments = Spill(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
+            collect(stream, layers, text.ids.split(config.batch_size), moments, config.seed)
+            calibration.update(dict.fromkeys(layers, moments))
     with timed(seconds, "layers"):
         solver = LayerSolver(stream, choices, calibration, work)
         partial_rope = solver.run(next(iter(tuned.values())).ids, judged.ids if judged else None)
