@@ -103,10 +103,8 @@ def test_the_page_needs_nothing_else_and_says_every_verdict(diagnosed, tmp_path)
 
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
 def test_convert_takes_the_plan_and_predicts_the_same(layout, diagnosed, tiny_models, calibration_file, evaluation_file,
-                                                      tmp_path, monkeypatch):  # fmt: skip
+                                                      tmp_path):  # fmt: skip
     """Calibrated on the diagnosed windows, conversion finds the first-order loss of diagnosis, layer by layer."""
-    # Else `convert` calibrates in bf16 where the processor multiplies it.
-    monkeypatch.setattr(convert, "bfloat16_unit", lambda: None)
     out = diagnosed("gpt_oss", layout=layout)
     told = convert_options(calibration_file, evaluation_file, plan=str(out))
     found = convert.run(str(tiny_models["gpt_oss"]), tmp_path / "mla", told)
@@ -128,9 +126,7 @@ def test_convert_takes_the_plan_and_predicts_the_same(layout, diagnosed, tiny_mo
     assert again.fingerprint == found.fingerprint
 
 
-def test_coded_rows_cost_what_convert_will_say(diagnosed, tiny_models, calibration_file, evaluation_file, tmp_path,
-                                               monkeypatch):  # fmt: skip
-    monkeypatch.setattr(convert, "bfloat16_unit", lambda: None)
+def test_coded_rows_cost_what_convert_will_say(diagnosed, tiny_models, calibration_file, evaluation_file, tmp_path):
     told = numbers(diagnosed("gpt_oss"))
     options = convert_options(calibration_file, evaluation_file, bits=3.0)
     found = convert.run(str(tiny_models["gpt_oss"]), tmp_path / "mla", options).metrics["layers"]
