@@ -310,10 +310,10 @@ def trained(tmp_path_factory):
         save_tokenizer(made[family])
         tokenizer = PreTrainedTokenizerFast.from_pretrained(made[family])
         text = torch.tensor(tokenizer("\n\n".join(topics[key] for key in keys))["input_ids"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        for _ in range(120):
-            starts = torch.randint(0, len(text) - 96, (16,))
-            batch = torch.stack([text[start : start + 96] for start in starts])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(400):
+            starts = torch.randint(0, len(text) - 128, (16,))
+            batch = torch.stack([text[start : start + 128] for start in starts])
             model(batch, labels=batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -329,11 +329,11 @@ def test_a_predicted_loss_is_what_conversion_loses(
     """Measured on windows of the text that was diagnosed, judged by `convert` on another: within a factor of 1.5,
     where the first-order loss was measured too, and where it lies between."""
     config = DiagnoseConfig(
-        text=str(calibration_file), seqlen=96, windows=48, budget=0.25, layout=layout, device="cpu", report=False
+        text=str(calibration_file), seqlen=128, windows=32, budget=0.25, layout=layout, device="cpu", report=False
     )
     told = diagnose.run(str(trained[family]), None, config).metrics["plan"]
     settings = convert_options(
-        calibration_file, evaluation_file, budget=0.25, layout=layout, seqlen=96, nsamples=48, eval_windows=120
+        calibration_file, evaluation_file, budget=0.25, layout=layout, seqlen=128, nsamples=32, eval_windows=90
     )
     found = convert.run(str(trained[family]), tmp_path / "out", settings).metrics
     lost = math.log(found["ratio"])

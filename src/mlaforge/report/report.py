@@ -285,12 +285,18 @@ def _cards(groups: dict[str, list[dict[str, Any]]], longest: str) -> list[dict[s
     """The few numbers that matter: per card one row for each layout; longest: the context of which bytes are told."""
     everything = [conversion for part in groups.values() for conversion in part]
     cards: list[dict[str, Any]] = []
-    for title, form, keys, gqa in (
+    kinds: list[tuple[str, str, tuple[str, ...], str | tuple[str, ...]]] = [
         ("Cache kept", "percent", FRACTION, f"of the K and V cache at {longest} tokens, whole model"),
         ("Perplexity", "times", RATIO, "converted / original; ×1 is lossless"),
         ("Cache per token", "bytes", (*CACHE, "mla_bytes_per_token"), (*CACHE, "gqa_bytes_per_token")),
-        (f"One sequence of {longest} tokens", "bytes", *(("context_bytes", longest, side) for side in ("mla", "gqa"))),
-    ):
+        (
+            f"One sequence of {longest} tokens",
+            "bytes",
+            ("context_bytes", longest, "mla"),
+            ("context_bytes", longest, "gqa"),
+        ),
+    ]
+    for title, form, keys, gqa in kinds:
         note = gqa if isinstance(gqa, str) else f"GQA: {_span(everything, form, *gqa)}"
         rows = [{"layout": layout, "value": _span(part, form, *keys)} for layout, part in groups.items()]
         cards.append({"title": title, "note": note, "rows": rows})
