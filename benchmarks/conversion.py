@@ -50,7 +50,7 @@ def main() -> None:
     directory = demo_model.fetch()
     tokenizer = source_model.load_tokenizer(directory)
     sources = {"wiki": wikitext(options.data)[0], "embedded": corpus.EMBEDDED}
-    count = {"wiki": options.calibration_windows, "embedded": ConvertConfig().nsamples}
+    count = {"wiki": options.calibration_windows, "embedded": options.calibration_windows // 2}
     results = Results(options.out, [], resume=True)
     with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:
         scratch = Path(folder)

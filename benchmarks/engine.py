@@ -95,7 +95,9 @@ def converted(directory: Path, name: str) -> Path:
     layout, _, bits = name.partition(", ")
     kept = {"bits": float(bits.split()[0])} if bits else {"budget": 0.5}
     out = SCRATCH / f"smollm2-{layout}-{bits.replace(' ', '-') or 50}"
-    mlaforge.convert(directory, out, layout=layout, nsamples=8, seqlen=256, eval_windows=1, **kept)
+    mlaforge.convert(
+        directory, out, layout=layout, calibration="embedded", nsamples=8, seqlen=256, eval_windows=1, **kept
+    )  # fmt: skip
     return out
 
 
@@ -118,7 +120,7 @@ def peers(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Pe
     for stored in ("int8", "int4"):
         words = [sys.executable, script, "mlaforge", directory, "auto", stored]
         commands[f"original, {stored} rows"] = words, ours, None, True
-    for layout in ("latent", "latent_rope", "latent, 4 bits"):
+    for layout in ("latent", "latent_rope", "latent, 4 bits", "latent, 3 bits"):
         if not options.peers or layout in options.peers:
             model = converted(directory, layout)
             reads = SourceModel.open(model), bf16

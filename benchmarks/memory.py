@@ -78,7 +78,9 @@ def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, Any]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    config = ConvertConfig(layout=layout, budget=0.5, nsamples=1, eval_windows=0, device="cpu")
+    config = ConvertConfig(
+        layout=layout, budget=0.5, calibration="embedded", nsamples=1, eval_windows=0, device="cpu"
+    )  # fmt: skip
     try:
         stages = convert.run(str(source), out, config).seconds
     finally:

@@ -26,7 +26,7 @@ def test_short_contexts_need_nothing(cpu: Gpu) -> None:
     """Weights are all that a step reads: no form is faster by a twentieth, so the one without loss stays."""
     found = advised(cpu, 128)
     assert found.best.label == "gqa"
-    assert found.sentence.startswith("Keep the original as it is: 1 request of 128 tokens take")
+    assert found.sentence.startswith("Keep the original as it is: 1 request of 128 tokens takes")
     assert found.sentence.endswith("at no loss.")
 
 

@@ -83,6 +83,15 @@ def test_a_broken_off_draw_goes_on(home, llama, tmp_path, monkeypatch):
     assert written(llama, 4000).lines == text.lines
 
 
+def test_short_texts_ask_for_no_more_than_is_wanted(home, llama, monkeypatch):
+    """Short texts end first: what they held says nothing of those under way."""
+    begin, short = module._Draw._begin, {"kind": "prose", "dropped": "too short"}
+    monkeypatch.setattr(module._Draw, "_begin", lambda self, n: dict(short) if n < 3 else begin(self, n))
+    assert written(llama, 1000).tokens >= 1000
+    texts = (the_folder(home) / module.TEXTS).read_text().splitlines()
+    assert len(texts) <= 3 + math.ceil(1000 / (module.LONGEST / 2))
+
+
 def test_a_random_model_writes_nothing(home, llama, monkeypatch):
     monkeypatch.setattr(module, "NOISE", 0.8)
     with pytest.raises(CannotWrite, match="surprise it as much as noise") as first:

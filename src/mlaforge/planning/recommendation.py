@@ -66,10 +66,10 @@ def percent(row: Row) -> str:
 
 def _sentence(best: Row, original: Row) -> str:
     assert best.form is not None
-    requests = f"{best.batch} request{'s' * (best.batch > 1)} of {best.context:,} tokens"
+    requests = f"{best.batch} request{'s' * (best.batch > 1)} of {best.context:,} tokens take{'s' * (best.batch == 1)}"
     held, before = (in_bytes(row.plan.cache_bytes(row.context, row.batch)) for row in (best, original))
     took, base = (f"{in_digits(row.verify.total * 1e3)} ms" for row in (best, original))
-    text = f"{best.form.advice}: {requests} take {held} of cache"
+    text = f"{best.form.advice}: {requests} {held} of cache"
     if best is original:
         return f"{text} and {took} a step on {best.gpu.name}, at no loss."
     beside = f"{before} and {base}" if original.fits else f"{before}, which does not fit, and {base}"
@@ -94,9 +94,7 @@ def _beside(best: Row, fitting: Sequence[Row], weighed: Sequence[Row]) -> list[s
         )
     if lost := [row for row in weighed if not row.fits]:
         reasons.append("Does not fit: " + ", ".join(f"{row.label} ({row.requests:,} requests)" for row in lost) + ".")
-    reasons.append(
-        f"Losses are typical ones, measured on {MEASURED_ON} before healing: `mlaforge diagnose` measures this model's."
-    )
+    reasons.append(f"Losses are typical ones, measured on {MEASURED_ON} before healing.")
     return reasons
 
 

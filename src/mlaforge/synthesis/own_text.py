@@ -186,7 +186,8 @@ class _Draw:
             written = sum(map(_size, lines.values()))
             if len(lines) >= SEEN and written < LEAST_KEPT * len(lines) * LONGEST / 2:
                 self._give_up("most of what it writes repeats itself")
-            expected = written + len(busy) * (written / len(lines) if lines else LONGEST / 2)
+            # Short texts end first: those that have ended may only raise what is expected of the others.
+            expected = written + len(busy) * max(LONGEST / 2, written / max(1, len(lines)))
             if self._missing(tokens) <= 0 or (busy and expected >= min(tokens, self.most)):
                 return None
             return next(number for number in itertools.count() if number not in lines and number not in busy)
