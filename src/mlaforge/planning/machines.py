@@ -55,15 +55,14 @@ def measured() -> Gpu:
 
 @functools.cache
 def this_cpu() -> Gpu:
-    """This CPU as the engine's steps use it. Without AMX its kernels widen bf16 to fp32, and multiply at that speed.
+    """This CPU as the engine's steps use it: its kernels multiply in bf16 or widen to fp32, whichever is faster.
 
     Products are one thread's, times the threads: what else runs on the machine would stop a product of all of them.
     """
-    dtype = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        flops = threads * product_speed(40, dtype, 512)
+        flops = threads * max(product_speed(40, dtype, 512) for dtype in (torch.float32, torch.bfloat16))
     finally:
         torch.set_num_threads(threads)
     return decoding(flops, memory_speed(10), psutil.virtual_memory().total / 2**30)

@@ -18,7 +18,7 @@ from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import resolve_device, timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
-from mlaforge.serving.repetition import repeats_from
+from mlaforge.synthesis.repetition import repeats_from
 
 
 def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.serving.repetition import LEAST, TURNS, repeats_from
+from mlaforge.synthesis.repetition import LEAST, TURNS, repeats_from
 
 WORDS = list(range(100, 130))
 
