@@ -27,7 +27,8 @@ constexpr int MOST_BLOCKS = blocks_beside(1);
 
 // Weights are packed [M / 16, K / 2, 16, 2]: sixteen pairs are two inputs of 16 outputs, so a block is one stretch of
 // memory read in order, and no sum runs across lanes. They are widened here, because processors multiply pairs of bf16
-// at half the rate of fp32. FAR: weights come from memory, whose own prefetcher stops at the end of a page.
+// at half the rate of fp32. FAR: weights come from memory, whose own prefetcher stops at the end of a page. They are
+// fetched to the second cache: eight streams whole pages apart would evict each other from a first one of eight ways.
 template <int N, int B, bool FAR>
 __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t stride, int64_t K, float* out, int64_t to) {
   Floats sums[B][N];
@@ -41,7 +42,7 @@ __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t s
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
       pair[b] = pairs(w + b * step);
-      if constexpr (FAR) _mm_prefetch((const char*)(w + b * step + 32 * LANES), _MM_HINT_T0);
+      if constexpr (FAR) _mm_prefetch((const char*)(w + b * step + 32 * LANES), _MM_HINT_T1);
     }
     auto add = [&](auto half, int64_t offset) {
       Floats weight[B];
@@ -78,7 +79,7 @@ __attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, 
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
       pair[b] = pairs((const bf16*)w + b * step);
-      if constexpr (FAR) _mm_prefetch((const char*)(w + b * step + 32 * LANES), _MM_HINT_T0);
+      if constexpr (FAR) _mm_prefetch((const char*)(w + b * step + 32 * LANES), _MM_HINT_T1);
     }
 #pragma GCC unroll 12
     for (int n = 0; n < N; ++n) {
