@@ -16,10 +16,11 @@ import torch
 from mlaforge.planning.costs import GPUS, Gpu
 from mlaforge.runtime import UserError
 
-# Of memory's speed and of a product's, what decoding steps on a CPU reach; and of memory's, how fast rows are read that
-# are not bf16: int8 rows are multiplied as they are, int4 rows are decoded by vector instructions.
-READ, MULTIPLIED = 0.68, 0.85
-ROWS_READ = {"int8": 0.84, "int4": 0.37}
+# Of memory's speed and of a product's, what decoding steps on a CPU reach; and bytes of cached rows per second that a
+# thread's attention goes through: int8 rows are multiplied as they are, int4 rows are decoded by vector instructions,
+# and rows of `latent_rope` are scored by every head.
+READ, MULTIPLIED = 0.68, 0.78
+ROWS_READ = {"bf16": 6.2e9, "int8": 5.0e9, "int4": 2.1e9, "latent_rope": 3.4e9}
 
 
 def memory_speed(passes: int = 5) -> float:
@@ -65,15 +66,15 @@ def this_cpu() -> Gpu:
         flops = threads * max(product_speed(40, dtype, 512) for dtype in (torch.float32, torch.bfloat16))
     finally:
         torch.set_num_threads(threads)
-    return decoding(flops, memory_speed(10), psutil.virtual_memory().total / 2**30)
+    return decoding(flops, memory_speed(10), psutil.virtual_memory().total / 2**30, threads)
 
 
-def decoding(flops: float, bandwidth: float, memory_gib: float) -> Gpu:
-    """A CPU of which product and memory speed were measured, as decoding steps use it."""
+def decoding(flops: float, bandwidth: float, memory_gib: float, threads: int) -> Gpu:
+    """A CPU of which product and memory speed were measured, as decoding steps on so many threads use it."""
     source = "this CPU, measured now; a decoding step reaches the shares that docs/plan.md tells"
     return Gpu(
         "cpu", flops / 1e12, bandwidth / 1e12, round(memory_gib, 1), source, achievable=MULTIPLIED, read=READ,
-        rows_read=ROWS_READ, keys_on_chip=True,
+        rows_read={rows: threads * speed for rows, speed in ROWS_READ.items()}, keys_on_chip=True,
     )  # fmt: skip
 
 
