@@ -30,7 +30,7 @@ from mlaforge.tensor_store import Spill
 # Tokens whose mean loss counts as one draw: those of a window are not independent, those so far apart nearly are.
 BLOCK = 128
 # How far the divergence may be from the loss beside what chance does, as a share of it (measured: docs/diagnose.md).
-DOUBT = 0.3
+DOUBT = 0.5
 # What no measurement tells from nothing, nats per token.
 NOTHING = 1e-7
 
@@ -133,7 +133,7 @@ def estimate(differences: Sequence[Tensor], divergences: Sequence[Tensor]) -> Lo
     """The loss from every window's tokens [T-1]: the mean of their loss difference and divergence, by certainty.
 
     Both have the same mean where the text is as the original believes. The difference is what perplexity shows, and
-    varies; the divergence hardly varies, and is off by up to a third where text is not what the model expects.
+    varies; the divergence hardly varies, and is off by up to half where text is not what the model expects.
     """
     blocks = [
         torch.stack([part.mean() for window in values for part in window.chunk(max(1, round(len(window) / BLOCK)))])
