@@ -32,7 +32,8 @@ NO = ("scenario: batch\n", "quantity: speed\n")
 def case(count, runs, length=None, ceiling=None, **changes):
     made = {
         "id": f"k{count}", "engine": "mlaforge", "model": "m", "dtype": "bfloat16", "context": 16384, "batch": 4,
-        "num_speculative_tokens": count, "imported": None, "status": "ok", "limit": None,
+        "num_speculative_tokens": count, "draft": "head" if count else "none", "layout": "gqa", "imported": None,
+        "status": "ok", "limit": None, "cache": {"bytes": 1000},
         "tokens_per_second": {"median": sorted(runs)[len(runs) // 2], "min": min(runs), "max": max(runs), "runs": runs},
         "ms_per_token": {"p50": 5.0}, "eagle_speculation": {"mean_acceptance_length": length} if length else None,
         "roofline": {"tokens_per_second": 400.0, "fraction": 0.5, "limit": "weights", "speedup_ceiling": ceiling},
@@ -44,7 +45,7 @@ def results(*cases, **changes):
     body = {
         "kind": "scenario", "schema": 1, "scenario": "batch", "scope": "micro", "commit": "c" * 40, "dirty": False,
         "device": "gpu", "forced": False, "time": "2026-01-01T00:00:00+00:00", "roof": {"name": "h200"},
-        "perf": [{"name": "deterministic", "passed": True, "told": "all"}], "cases": list(cases),
+        "perf": [{"name": "deterministic", "passed": True, "told": "all"}], "cases": list(cases), "models": [],
     }  # fmt: skip
     return {**body, **changes}
 
@@ -97,7 +98,7 @@ def test_what_was_not_measured_says_why():
     found = judged(SPEED + "at_least: 1}", results(case(0, [1.0]), lacking))
     assert found["verdict"] == "missing" and "the cache holds 9 tokens" in found["told"]
     found = judged("{quantity: invariants, at_least: 1}", results(perf=None))
-    assert found["verdict"] == "missing" and "--perf" in found["told"]
+    assert found["verdict"] == "not asked" and "--perf" in found["told"]
     broken = [{"name": "deterministic", "passed": False, "told": "1 of 4 answers differ"}]
     found = judged("{quantity: invariants, at_least: 1}", results(perf=broken))
     assert found["verdict"] == "fail" and "1 of 4 answers differ" in found["told"]
@@ -106,19 +107,61 @@ def test_what_was_not_measured_says_why():
     assert found["verdict"] == "missing"
 
 
+CACHE = "{quantity: cache_bytes, case: {num_speculative_tokens: 0}, over: {layout: gqa}, needs: conversion, "
+
+
+def test_what_was_never_asked_is_no_failure():
+    """Without a draft head, without a conversion, without --perf, in a scenario that was not run."""
+    drafts = SPEED + "needs: draft, at_least: 1}"
+    plain = results(case(0, [100.0]), case(3, [120.0], draft="ngram"))
+    found = judged(drafts, plain)
+    assert found["verdict"] == "not asked" and "no draft head" in found["told"]
+    for draft in ("head", "replay"):
+        assert judged(drafts, results(case(0, [100.0]), case(3, [120.0], draft=draft)))["verdict"] == "pass"
+    found = judged(CACHE + "at_most: 0.8}", plain)
+    assert found["verdict"] == "not asked" and "no converted model beside its original" in found["told"]
+    found = judged("{quantity: perplexity_ratio, at_most: 1.05}", plain)
+    assert found["verdict"] == "not asked" and "tells its perplexity" in found["told"]
+    away = gate._gate(Path("x.yaml"), 1, {"name": "g", "scenario": "single", "quantity": "invariants", "at_least": 1})
+    assert gate.judge(away, {"batch": plain})["told"] == "single was not run"
+
+
+def test_a_conversion_is_judged_beside_its_original():
+    made = case(0, [80.0], model="out", layout="latent", cache={"bytes": 250})
+    body = results(case(0, [100.0]), made, models=[
+        {"name": "m", "layout": "gqa", "ratio": None, "ratio_interval": None},
+        {"name": "out", "layout": "latent", "ratio": 1.02, "ratio_interval": [1.01, 1.03]}])  # fmt: skip
+    found = judged(CACHE + "at_most: 0.8}", body)
+    assert (found["verdict"], found["value"], found["against"]) == ("pass", 0.25, "the original")
+    assert judged(CACHE + "at_most: 0.2}", body)["verdict"] == "fail"
+    found = judged("{quantity: perplexity_ratio, at_most: 1.05}", body)
+    assert (found["verdict"], found["value"], found["spread"], found["case"]) == ("pass", 1.02, [1.01, 1.03], "out")
+    assert judged("{quantity: perplexity_ratio, at_most: 1.01}", body)["verdict"] == "fail"
+    # Slower than the original: said where a gate asks for it.
+    speed = "{quantity: tokens_per_second, over: {layout: gqa}, needs: conversion, at_least: 0.9}"
+    assert judged(speed, body)["value"] == pytest.approx(0.8)
+    beside = results(case(0, [100.0]), case(0, [40.0], engine="transformers"))
+    found = judged("{quantity: tokens_per_second, over: {engine: transformers}, at_least: 1}", beside)
+    assert (found["verdict"], found["value"], found["against"]) == ("pass", 2.5, "transformers")
+
+
 def test_the_planned_gates_ship():
-    planned = {g.name: g for path in gate.FOLDER.glob("*.yaml") for g in gate.read(path)}
+    planned = {(g.name, g.scopes): g for path in gate.FOLDER.glob("*.yaml") for g in gate.read(path)}
     wanted = {
         ("batch", 16384, 4, "tokens_per_second"): 1.0, ("batch", 16384, 4, "mean_acceptance_length"): 2.2,
         ("single", 32768, 1, "tokens_per_second"): 2.0, ("single", 32768, 1, "mean_acceptance_length"): 3.0,
     }  # fmt: skip
     for scope in ("micro", "full"):
         own = [g for g in planned.values() if scope in g.scopes]
-        found = {(g.scenario, g.case["context"], g.case["batch"], g.quantity): g.at_least for g in own if g.case}
+        drafted = [g for g in own if g.needs == "draft"]
+        found = {(g.scenario, g.case["context"], g.case["batch"], g.quantity): g.at_least for g in drafted}
         assert found == wanted
-        assert all(g.case["num_speculative_tokens"] == 3 for g in own if g.case)
+        assert all(g.case["num_speculative_tokens"] == 3 for g in drafted)
         assert {g.scenario for g in own if g.quantity == "invariants"} == {"single", "batch"}
-    assert any(g.scopes == ("cpu",) for g in planned.values())
+    # What needs no head: quality, memory, speed.
+    for scope in gate.SCOPES:
+        rest = {g.quantity for g in planned.values() if scope in g.scopes and g.needs != "draft"}
+        assert rest == {"perplexity_ratio", "cache_bytes", "tokens_per_second", "invariants"}
 
 
 def write_run(out, name, **changes):
@@ -214,6 +257,7 @@ def test_the_exit_code_and_the_newest_run(one_gate, cli):
             "gates:\n- {name: g, scenario: batch, quantity: invariants, at_least: 1, over: {batch: 1}}",
             "over names fields",
         ),
+        ("gates:\n- {name: g, scenario: batch, quantity: invariants, at_least: 1, needs: drat}", "mean 'draft'"),
         ("gates:\n- {name: g, scope: macro, scenario: batch, quantity: invariants, at_least: 1}", "scope 'macro'"),
     ],
 )

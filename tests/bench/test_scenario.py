@@ -125,9 +125,10 @@ def test_the_cpu_twins_of_the_gates(twins, cli):
     done = cli("gate", twins)
     body = read(twins, "gates")
     verdicts = {gate["name"]: gate["verdict"] for gate in body["gates"]}
-    assert len(verdicts) == 6 and set(verdicts.values()) <= {"pass", "fail"}
+    assert len(verdicts) == 9 and set(verdicts.values()) <= {"pass", "fail"}
     for name, verdict in verdicts.items():
-        assert verdict == "pass" or "speed" in name, body
+        # A tiny model is not trained, so nothing tells what conversion loses.
+        assert verdict == "pass" or "speed" in name or "over" in name, body
         assert name in done.stdout
     assert done.exit_code == (0 if body["passed"] else 1)
     perf = read(twins, "batch")["perf"]

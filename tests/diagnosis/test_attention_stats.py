@@ -128,7 +128,7 @@ def test_spectra_are_those_of_the_keys_and_values(seen):
     m = moments.LayerMoments.empty(layer, spec.hidden_size, torch.device("cpu"))
     m.key_outer, m.rows = 3 * eye, 1
     w_o = torch.zeros(spec.hidden_size, layer.num_heads * layer.head_dim).double()
-    own = type("Own", (), {"w_o": w_o})
+    own = type("Own", (), {"o_gram": w_o.T @ w_o})
     spectra = found[2][1].spectra(own, m, layer)
     covariance = torch.cov(kv.T, correction=0)
     k, v = covariance[:half, :half], covariance[half:, half:]

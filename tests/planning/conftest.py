@@ -22,4 +22,4 @@ def llama() -> ModelSpec:
 @pytest.fixture
 def cpu() -> Gpu:
     """Two cores with AMX, as benchmarks/engine-rows.json found them."""
-    return decoding(1.198e12, 20.46e9, 23.5)
+    return decoding(1.198e12, 20.46e9, 23.5, 2)

@@ -95,7 +95,7 @@ def test_verifying_reads_more_experts(config: dict, billions: float, experts: in
 
 
 def test_step_is_the_sum_of_its_parts(llama: ModelSpec) -> None:
-    gpu = Gpu("cpu", 0.12, 0.03, 23.5, "made up", achievable=1.0, rows_read={"int8": 0.5})
+    gpu = Gpu("cpu", 0.12, 0.03, 23.5, "made up", achievable=1.0, rows_read={"int8": 15e9})
     step = decode_step(unconverted(llama), gpu, context=100, batch=2, queries=1)
     # fp32 weights, bf16 cache. One token does 2 FLOP per 4 bytes of weight: bandwidth-bound (ridge 8.6).
     attention = 2 * 100 * 64 * 2  # bytes; GQA does 4·4·16 = 256 FLOP per 128 bytes
@@ -105,7 +105,7 @@ def test_step_is_the_sum_of_its_parts(llama: ModelSpec) -> None:
     assert step.total == pytest.approx((4 * attention + weights) / 30e9)
     assert step.limit == "weight bandwidth"
     assert step.limits["cache bandwidth"] == pytest.approx(4 * attention / 30e9)
-    # Rows of 16 numbers a byte each and a scale of two bytes to each of 4 parts, read at half the speed.
+    # Rows of 16 numbers a byte each and a scale of two bytes to each of 4 parts, read at 15 GB/s at most.
     packed = decode_step(unconverted(llama, "int8"), gpu, context=100, batch=2, queries=1)
     assert packed.seconds["attention"] == pytest.approx(4 * 2 * 100 * (64 + 8) / 15e9)
     assert packed.costs["attention"].bytes == 4 * 2 * 100 * (64 + 8)

@@ -123,17 +123,18 @@ def test_python_runs(code, run, capsys):
 
 
 def measured() -> dict[str, list[str]]:
-    """README's table by benchmarks/*.json: form -> cache, ratios on WikiText and Python source, tokens/s, healed."""
-    kv_cache, plain, speed, healing = (
+    """README's table by benchmarks/*.json: form -> cache, ratios on WikiText and Python source, tokens/s twice, healed."""
+    kv_cache, plain, amx, vectors, healing = (
         json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]
-        for name in ("kv_cache", "conversion", "engine-rows", "healing")
+        for name in ("kv_cache", "conversion", "engine-rows", "engine-rows-avx512", "healing")
     )
 
     def row(share: float, ratio: dict[str, float], peer: str, healed: str = "") -> list[str]:
-        rates = [r["tokens_per_second"] for r in speed if (r["case"], r["peer"]) == ("2048x1", peer)]
+        rates = [{r["peer"]: f"{r['tokens_per_second']:.1f}" for r in speed if r["case"] == "2048x1"}
+                 for speed in (amx, vectors)]  # fmt: skip
         return [
             f"{share:.1%}".replace("%", " %").replace(".0 ", " "), f"{ratio['wiki']:.3f}", f"{ratio['code']:.3f}",
-            f"{rates[0]:.1f}" if rates else "not measured", f"{healing[healed]['ratio'][1]:.3f}" if healed else "–",
+            *(each.get(peer, "not measured") for each in rates), f"{healing[healed]['ratio'][1]:.3f}" if healed else "–",
         ]  # fmt: skip
 
     cached = {(r["layout"], r["stored"]): r for r in kv_cache}

@@ -28,13 +28,18 @@ NEEDED = 3
 # What a gate may judge, and how to read it off a case: value and spread over the repetitions.
 SPREADS = ("tokens_per_second", "prefill_tokens_per_second", "time_to_first_token")
 COUNTED = ("mean_acceptance_length", "mean_acceptance_rate")
-QUANTITIES = (*SPREADS, *COUNTED, "roof_fraction", "ms_per_token", "invariants")
+QUANTITIES = (*SPREADS, *COUNTED, "roof_fraction", "ms_per_token", "cache_bytes", "perplexity_ratio", "invariants")
+# What a ratio may be of.
+RATIOS = (*SPREADS, "cache_bytes")
+# What a gate may need of a run, and what a run lacks that was never asked for it.
+NEEDS = {"draft": "no draft head and no replay (--draft)", "conversion": "no converted model beside its original"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
     """One entry of a gates file. `case` and `over` are fields that a case must have; a gate with `over` judges the
-    ratio to the case that has those and is otherwise the same, of `over_scenario` in the same run."""
+    ratio to the case that has those and is otherwise the same, of `over_scenario` in the same run. `needs`: without it
+    in a run, the gate was not asked."""
 
     name: str
     scopes: tuple[str, ...]
@@ -45,6 +50,7 @@ class Gate:
     case: dict[str, Any]
     over: dict[str, Any] | None
     over_scenario: str
+    needs: str | None = None
 
     @property
     def threshold(self) -> float:
@@ -68,7 +74,7 @@ def read(path: Path) -> list[Gate]:
 def _gate(path: Path, number: int, entry: Any) -> Gate:
     where, known = (
         f"{path}, gate {number}",
-        ("name", "scope", "scenario", "quantity", "at_least", "at_most", "case", "over"),
+        ("name", "scope", "scenario", "quantity", "at_least", "at_most", "case", "over", "needs"),
     )
     if not isinstance(entry, dict) or not {"name", "scenario", "quantity"} <= set(entry):
         raise UserError(f"{where} needs name, scenario and quantity")
@@ -92,13 +98,15 @@ def _gate(path: Path, number: int, entry: Any) -> Gate:
             case["context"] = whole_number(str(case["context"]))
         except ValueError as error:
             raise UserError(f"{where}: context {case['context']!r} must be a whole number such as 512 or 8k") from error
-    if over is not None and (not isinstance(over, dict) or entry["quantity"] not in SPREADS):
-        raise UserError(f"{where}: over names fields of a case, for a quantity out of {', '.join(SPREADS)}")
+    if over is not None and (not isinstance(over, dict) or entry["quantity"] not in RATIOS):
+        raise UserError(f"{where}: over names fields of a case, for a quantity out of {', '.join(RATIOS)}")
+    if (needs := entry.get("needs")) is not None and needs not in NEEDS:
+        raise UserError(f"{where}: needs {needs!r} must be one of {', '.join(NEEDS)}{nearest(str(needs), NEEDS)}")
     against = dict(over) if over is not None else None
     scenario = str(against.pop("scenario", entry["scenario"])) if against is not None else str(entry["scenario"])
     return Gate(
         str(entry["name"]), scopes, str(entry["scenario"]), entry["quantity"], entry.get("at_least"),
-        entry.get("at_most"), case, against, scenario,
+        entry.get("at_most"), case, against, scenario, needs,
     )  # fmt: skip
 
 
@@ -108,16 +116,16 @@ def judge(gate: Gate, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "name": gate.name, "scenario": gate.scenario, "quantity": gate.quantity,
         "comparison": "ratio" if gate.over is not None else "absolute",
         "against": None if gate.over is None else _words(gate), "operator": ">=" if gate.at_least is not None else "<=",
-        "threshold": gate.threshold, "unit": "x" if gate.over is not None else "", "value": None, "spread": None,
-        "ceiling": None, "ceiling_told": None, "case": None,
+        "threshold": gate.threshold, "needs": gate.needs, "unit": "x" if gate.over is not None else "", "value": None,
+        "spread": None, "ceiling": None, "ceiling_told": None, "case": None,
     }  # fmt: skip
+    if reason := _not_asked(gate, results):
+        return verdict | {"verdict": "not asked", "told": reason}
     measured = _measured(gate, results)
     if not measured:
         body = results.get(gate.scenario)
         lacking = [c["limit"]["what"] for c in (body or {}).get("cases", ()) if c["limit"] and _matches(c, gate.case)]
-        why = lacking[0] if lacking else "no such case was run" if body else f"{gate.scenario} was not run"
-        if body and gate.quantity == "invariants":
-            why = "run it with --perf"
+        why = lacking[0] if lacking else "no such case was run"
         return verdict | {"verdict": "missing", "told": f"not measured: {why}"}
     worst = (min if gate.at_least is not None else max)(measured, key=lambda measurement: measurement["value"])
     verdict |= worst
@@ -132,9 +140,30 @@ def judge(gate: Gate, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return verdict | {"verdict": "fail", "told": f"not {form}{beside}"}
 
 
+def _not_asked(gate: Gate, results: dict[str, dict[str, Any]]) -> str | None:
+    """What the run was never asked for that a gate is about; None where it was."""
+    body = results.get(gate.scenario)
+    if body is None:
+        return f"{gate.scenario} was not run"
+    if gate.quantity == "invariants" and body["perf"] is None:
+        return "the run was without --perf"
+    own = [case for case in body["cases"] if not case["imported"]]
+    layouts = {case["layout"] for case in own}
+    there = {
+        "draft": any(case["num_speculative_tokens"] and case["draft"] in ("head", "replay") for case in own),
+        "conversion": "gqa" in layouts and len(layouts) > 1,
+    }
+    if gate.quantity == "perplexity_ratio" and not _measured(gate, results):
+        return "no converted model tells its perplexity"
+    return None if gate.needs is None or there[gate.needs] else NEEDS[gate.needs]
+
+
 def _words(gate: Gate) -> str:
     assert gate.over is not None
-    words = "plain decoding" if gate.over == {"num_speculative_tokens": 0} else json.dumps(gate.over)
+    known = {"num_speculative_tokens": "plain decoding", "layout": "the original", "engine": "transformers"}
+    ours = {"num_speculative_tokens": 0, "layout": "gqa", "engine": "transformers"}
+    (key, *more), words = gate.over, json.dumps(gate.over)
+    words = known[key] if not more and ours.get(key) == gate.over[key] else words
     return words if gate.over_scenario == gate.scenario else f"{words} of {gate.over_scenario}"
 
 
@@ -156,9 +185,15 @@ def _measured(gate: Gate, results: dict[str, dict[str, Any]]) -> list[dict[str, 
         broken = [f"{finding['name']}: {finding['told']}" for finding in perf if not finding["passed"]]
         share = 1 - len(broken) / len(perf)
         return [{"value": share, "ceiling": 1.0, "ceiling_told": broken[0] if broken else "all of them hold"}]
+    if gate.quantity == "perplexity_ratio":
+        told = [model for model in body.get("models", ()) if model.get("ratio") is not None]
+        return [{"value": m["ratio"], "spread": m["ratio_interval"], "case": m["name"]} for m in told]
     measurements = []
     for case in body["cases"]:
         ran = _matches(case, gate.case) and case["status"] == "ok"
+        if gate.over and "layout" in gate.over and case["layout"] == gate.over["layout"]:
+            # The original is what conversions are judged by.
+            continue
         if ran and (value_and_spread := _value(gate, case, results)) is not None:
             value, spread = value_and_spread
             ceiling, why = _ceiling(gate, case, body)
@@ -180,21 +215,29 @@ def _value(
     if gate.quantity == "ms_per_token":
         value = case["ms_per_token"]["p50"]
         return None if value is None else (value, None)
-    own = case[gate.quantity]
+    own = _quantity(gate, case)
     if gate.over is None:
         return _middle(own)
-    same = {key: case[key] for key in ("engine", "model", "dtype", "context", "batch")} | gate.over
-    if same["num_speculative_tokens"] == case["num_speculative_tokens"] and gate.over_scenario == gate.scenario:
+    fields = ("engine", "model", "dtype", "context", "batch", "num_speculative_tokens", "draft")
+    # Of a conversion's original, only what was asked for is the same; plain decoding has no draft.
+    dropped = {"model"} if "layout" in gate.over else {"draft"} if "num_speculative_tokens" in gate.over else set()
+    same = {key: case[key] for key in fields if key not in dropped} | gate.over
+    if all(case[key] == value for key, value in gate.over.items()) and gate.over_scenario == gate.scenario:
         raise UserError(f"gate {gate.name!r} compares a case with itself")
     body = results.get(gate.over_scenario, {"cases": []})
     others = [c for c in body["cases"] if _matches(c, same) and c["status"] == "ok"]
     if not others:
         return None
-    theirs = others[0][gate.quantity]
+    theirs = _quantity(gate, others[0])
     if gate.over_scenario == gate.scenario and len(own["runs"]) == len(theirs["runs"]):
         # Repetitions of one round are neighbours in time.
         return _middle(spread([a / b for a, b in zip(own["runs"], theirs["runs"], strict=True)]))
     return own["median"] / theirs["median"], None
+
+
+def _quantity(gate: Gate, case: dict[str, Any]) -> dict[str, Any]:
+    """Median and spread of the repetitions; a cache's bytes are the same in all of them."""
+    return spread([case["cache"]["bytes"]]) if gate.quantity == "cache_bytes" else case[gate.quantity]
 
 
 def _middle(runs: dict[str, Any]) -> tuple[float, list[float]]:
@@ -260,11 +303,13 @@ def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
         raise UserError(f"{', '.join(map(str, wanted))} hold no gate of scope {one['scope']}")
     counted = {verdict["verdict"] for verdict in verdicts}
     passed = "pass" in counted and not counted & {"fail", "missing"}
+    # What opens the full suite was asked everything but for what a run need not have.
+    whole = all(verdict["needs"] for verdict in verdicts if verdict["verdict"] == "not asked")
     dirty = any(body["dirty"] for body in results.values())
     ledger = folder.parent / LEDGER
     entry = {
-        "time": one["time"], "commit": one["commit"], "device": one["device"], "scope": one["scope"], "passed": passed,
-        "dirty": dirty, "results": folder.name, "digest": _digest(folder),
+        "time": one["time"], "commit": one["commit"], "device": one["device"], "scope": one["scope"],
+        "passed": passed and whole, "dirty": dirty, "results": folder.name, "digest": _digest(folder),
     }  # fmt: skip
     # What other gates than the shipped ones say opens no full suite.
     if gates is None:
@@ -340,9 +385,10 @@ def table(body: dict[str, Any]) -> str:
         value = "–" if verdict["value"] is None else f"{verdict['value']:.3g}{unit}"
         between = "–" if not verdict["spread"] else "{:.3g}..{:.3g}".format(*verdict["spread"])
         ceiling = "–" if verdict["ceiling"] is None else f"{verdict['ceiling']:.3g}{unit}"
-        reason = verdict["told"] if verdict["verdict"] in ("missing", "unreachable") else verdict["ceiling_told"]
+        unjudged = verdict["verdict"] in ("missing", "not asked", "unreachable")
+        reason = verdict["told" if unjudged else "ceiling_told"]
         wanted = f"{verdict['operator']} {verdict['threshold']:g}{unit}"
-        shown = verdict["verdict"].upper() if verdict["verdict"] != "pass" else "pass"
+        shown = verdict["verdict"] if verdict["verdict"] in ("pass", "not asked") else verdict["verdict"].upper()
         lines.append((shown, verdict["name"], value, between, wanted, ceiling, reason or ""))
     ledger = body["ledger"]
     judged = f"{'passed' if body['passed'] else 'FAILED'}: {body['scope']} on {body['device']}, {body['commit'][:12]}"

@@ -15,7 +15,7 @@ from mlaforge.runtime import UserError
 FOLDER = Path(__file__).with_name("scenarios")
 SCENARIOS = ("baseline", "single", "batch", "large-context", "stress")
 # The benchmarks of what the engine and speculation promise, in the same form.
-OTHERS = ("engine", "draft")
+OTHERS = ("speed", "engine", "draft")
 SCOPES = ("micro", "cpu")
 # What a scenario's file need not say.
 DEFAULTS = {

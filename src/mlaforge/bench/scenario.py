@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import record_place
+from mlaforge.artifact import Manifest, record_place
 from mlaforge.bench import machine, summary
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
@@ -33,6 +34,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.model import choose_format
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan, plan_of
+from mlaforge.rendering.page import interval
 from mlaforge.runtime import UserError, log, resolve_device
 
 # What torch's allocator on a CPU says when the system gives it nothing.
@@ -124,7 +126,8 @@ def run(
         "config": _recorded(recipe), "prompts": judged, "unknown": unknown, "roof": describe(gpu),
         "models": [
             {"name": m.name, "path": record_place(m.source.path), "sha256": m.source.fingerprint,
-             "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token} for m in resolved
+             "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token, **_quality(m.source.path)}
+            for m in resolved
         ],
         "perf": None, "cases": [],
     }  # fmt: skip
@@ -264,7 +267,15 @@ def loaded(
 
 def _model(name: str) -> Model:
     source = SourceModel.open(name)
-    return Model(source.path.name, source, plan_of(source.config, source.spec))
+    return Model(source.name, source, plan_of(source.config, source.spec))
+
+
+def _quality(path: Path) -> dict[str, Any]:
+    """What `convert` measured of a model: perplexity over the original's, and its 95 % interval; None elsewhere."""
+    metrics = made.metrics if (made := Manifest.load(path)) and made.stage == "convert" else {}
+    ratio, error, windows = (metrics.get(name) for name in ("ratio", "log_ratio_stderr", "windows"))
+    ends = interval(math.log(ratio), error, windows) if ratio and error is not None and windows else None
+    return {"ratio": ratio, "ratio_interval": ends and [math.exp(end) for end in ends]}
 
 
 def _weight(recipe: Recipe, context: int, batch: int) -> float:

@@ -26,6 +26,7 @@ from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
+from mlaforge.rendering.page import model_name
 from mlaforge.rendering.table import text_table
 from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError
@@ -402,7 +403,7 @@ def env() -> None:
 
 def conversion_table(manifests: list[Any]) -> str:
     """One line per conversion: perplexities and cache."""
-    heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache bytes/token", "of GQA at 128K")
+    heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache bytes/token", "of GQA")
     rows: list[tuple[str, ...]] = [heads]
     for manifest in manifests:
         metrics, cache = manifest.metrics, manifest.metrics["cache"]
@@ -422,9 +423,10 @@ def continuations(metrics: dict[str, Any]) -> str:
         text = run["text"].strip() or (NO_ANSWER if run.get("reasoning_content") else "")
         length = (run.get("eagle_speculation") or {}).get("mean_acceptance_length")
         drafts = f", {length:.2f} a step" if length else ""
+        loop = f"\n[it repeats itself from token {run['repeats_from']}]" if run.get("repeats_from") else ""
         parts.append(
-            f"\n[{run['model']}: {run['tokens_per_second']:.1f} tokens/s{drafts}, cache {run['cache_bytes']} bytes for "
-            f"{run['cached_tokens']} tokens]\n{text}"
+            f"\n[{model_name(run['model'])}: {run['tokens_per_second']:.1f} tokens/s{drafts}, cache "
+            f"{run['cache_bytes']} bytes for {run['cached_tokens']} tokens]\n{text}{loop}"
         )
     return "\n".join(parts) + "\n"
 

@@ -258,8 +258,10 @@ def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "gqa_per_token": before,
         "mla_per_token": plan.cached_per_token,
-        # Of a request of 128K tokens: layers with a sliding window hold no more than that, before and after.
-        "fraction": plan.model_fraction(CONTEXTS[-1]),
+        # What the model was made for, and of a request of 128K tokens at the most: layers with a sliding window hold no
+        # more than that, before and after.
+        "positions": (positions := plan.spec.max_position_embeddings),
+        "fraction": plan.model_fraction(min(positions, CONTEXTS[-1])),
         # Coded rows stand beside those of a model in bf16, whatever their weights are stored as.
         "gqa_bytes_per_token": unconverted(plan.spec, stored.stored).cache_bytes(1),
         "mla_bytes_per_token": stored.cache_bytes(1),

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import head_losses, perplexity
-from mlaforge.conversion.layer import LayerWeights, attention_module, kept_parts, mla_config
 from mlaforge.factorization import code, moments
 from mlaforge.factorization.latent import Latent, factor_query
+from mlaforge.factorization.layer import LayerWeights, attention_module, kept_parts, mla_config
 from mlaforge.factorization.ranks import (
     allocate_ranks,
     at_every_rank,

@@ -19,7 +19,7 @@ from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.writer import rewriting
-from mlaforge.conversion.layer import LayerWeights
+from mlaforge.factorization.layer import LayerWeights
 
 
 def write_checkpoint(

@@ -47,6 +47,10 @@ class Windows:
     def sha256(self) -> str:
         return hashlib.sha256(self.ids.to(torch.int64).numpy().tobytes()).hexdigest()
 
+    def take(self, numbers: list[int]) -> Windows:
+        """Some of them."""
+        return Windows(self.ids[numbers], self.source)
+
     def describe(self) -> dict[str, Any]:
         """What a manifest records."""
         n, t = self.ids.shape

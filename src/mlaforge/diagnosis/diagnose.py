@@ -2,8 +2,8 @@
 
 The forward and backward pass of calibration (factorization/moments.py) is watched layer by layer: where attention looks
 (attention_stats.py), how experts are routed (routing.py), the shape of keys and values (geometry.py). The moments give
-the predicted loss of every layer by budget and layout, and from it a plan for `convert --plan`. docs/diagnose.md says
-what each number means.
+the first-order loss of every layer by budget and layout, and from it a plan for `convert --plan` (prediction.py); what
+such conversions lose is measured on held-out windows (held_out.py). docs/diagnose.md says what each number means.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_name, record_names, writing
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import losses
@@ -32,19 +33,18 @@ from mlaforge.diagnosis import verdicts
 from mlaforge.diagnosis.attention_stats import AttentionStats
 from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.diagnosis.geometry import Geometry, effective_rank
+from mlaforge.diagnosis.prediction import BUDGETS, Prediction, foreseen, stats_key
 from mlaforge.diagnosis.routing import RoutingStats
-from mlaforge.factorization import code, moments, ranks
+from mlaforge.factorization import code, moments
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.planning import plan_file
-from mlaforge.planning.plan import LATENT_LAYOUTS, LayerPlan, Plan, make_plan, rank_limit
-from mlaforge.runtime import UserError, progress, resolve_device, timed
+from mlaforge.planning.plan import LATENT_LAYOUTS, Plan, make_plan
+from mlaforge.runtime import UserError, resolve_device, timed
 from mlaforge.tensor_store import Spill
 
 DIAGNOSIS = "diagnosis.json"
-# Shares of a layer's cache at which its loss is predicted.
-BUDGETS = (0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
-# Bits of a number at which the loss of coded rows is predicted, of this layout in all layers that the plan converts.
-BITS, LATENT = (4, 3, 2), LayerPlan("latent")
+# Windows that conversions are judged on, for each that is looked at.
+HELD_OUT = 0.25
 
 
 class Watch:
@@ -90,11 +90,7 @@ class Watch:
             yield see
         parts = {"attention": attention, "geometry": geometry, **({"routing": routing} if routing else {})}
         tensors = {f"{part}.{name}": value for part, stats in parts.items() for name, value in vars(stats).items()}
-        self.spill[_stats_key(index)] = {**tensors, "cache.allocated": torch.tensor(allocated[0])}
-
-
-def _stats_key(index: int) -> str:
-    return f"seen-{index:03d}"
+        self.spill[stats_key(index)] = {**tensors, "cache.allocated": torch.tensor(allocated[0])}
 
 
 def _listen(router: Any, routing: RoutingStats, top_k: int) -> Any:
@@ -128,13 +124,14 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
         raise UserError(f"{source} is already converted ({source.model_type}); diagnose the original")
     plan = make_plan(source.spec, config.budget, config.layout, config.layers)
     device = resolve_device(config.device)
-    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
-    source.check_tokens(text.ids)
+    text, held = windows(source.tokenizer, config)
+    source.check_tokens(text.ids, held.ids)
     manifest = Manifest(
         "diagnose",
         config={k: v for k, v in dataclasses.asdict(config).items() if k != "device"} | record_names(config, "text"),
-        inputs={"model": {**source.record, "model_type": source.spec.model_type}, "text": text.describe()},
-    )
+        inputs={"model": {**source.record, "model_type": source.spec.model_type}, "text": text.describe(),
+                "held_out": held.describe()},
+    )  # fmt: skip
     if out is not None and (done := finished(out, manifest, overwrite, (source.path, config.text))):
         return done
     stored = source.dtype
@@ -153,32 +150,65 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
             watch = Watch(stream, text.ids, work, source.family.router, stored)
             moments.collect(stream, range(stream.num_layers), text.ids.split(1), work, config.seed, watch)
         with timed(manifest.seconds, "predict"):
-            records, suggested = _records(stream, work, plan, stored, config.seqlen)
+            prediction = Prediction(stream, work, plan, config.budget, config.layers)
+            suggested = prediction.allocated(config.budget)
+        with timed(manifest.seconds, "judge"):
+            curves = prediction.curves(held.ids, text.ids)
+        records = _records(stream, work, prediction, suggested, stored, config.seqlen)
+        losses = foreseen(prediction, suggested, *curves)
         mean = float(torch.stack([work[f"losses-{n:04d}"]["mean"] for n in range(len(text.ids))]).mean())
-        manifest.metrics = verdicts.summary(records, mean, text.ids.shape, suggested, stored)
+        manifest.metrics = verdicts.summary(records, mean, text.ids.shape, suggested, stored, losses)
+        manifest.metrics["held_out"] = held.ids.numel() - len(held.ids)
         if out is not None:
-            _write(folder, manifest, records, suggested, overlap.passages(text), config.report)
+            # A plan may be chosen by what it was judged on.
+            known = sorted({passage for each in (text, held) for passage in overlap.passages(each)})
+            _write(folder, manifest, records, suggested, known, config.report)
     return manifest
 
 
+def windows(tokenizer: Any, config: DiagnoseConfig) -> tuple[corpus.Windows, corpus.Windows]:
+    """What is looked at, as `convert` would calibrate on it, and what conversions are judged on: other windows of the
+    text, spread over it, that share no passage with the first. Raises UserError where there are none."""
+    looked = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
+    wanted = math.ceil(config.windows * HELD_OUT)
+    if config.text == corpus.EMBEDDED:
+        others = corpus.windows(tokenizer, config.text, wanted, config.seqlen, judged=True)
+    else:
+        every = corpus.windows(tokenizer, config.text, sys.maxsize // config.seqlen, config.seqlen)
+        seen = {row.numpy().tobytes() for row in looked.ids}
+        others = every.take([n for n, row in enumerate(every.ids) if row.numpy().tobytes() not in seen])
+        if not len(others.ids):
+            # All of a short text would be looked at: a part of it is left for judging.
+            count = len(looked.ids)
+            left = _spread(count, min(wanted, count // 2))
+            others, looked = looked.take(left), looked.take([n for n in range(count) if n not in left])
+    repeated = overlap.overlapping(others, overlap.passages(looked))
+    new = [n for n in range(len(others.ids)) if n not in repeated]
+    if not new:
+        raise UserError(
+            f"text {record_name(config.text)!r} leaves nothing to judge on: beside {len(looked.ids)} window(s) of "
+            f"{config.seqlen} tokens it has none that is new; give more text or a smaller --seqlen"
+        )
+    return looked, others.take([new[n] for n in _spread(len(new), min(wanted, len(new)))])
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """So many of `count` numbers, far from each other."""
+    return [int((n + 0.5) * count / wanted) for n in range(wanted)]
+
+
 def _records(
-    stream: LayerStream, work: Spill, plan: Plan, stored: torch.dtype, length: int
-) -> tuple[list[dict[str, Any]], Plan]:
-    """Everything about each layer as plain numbers, and `plan` with ranks by predicted loss."""
-    predictions = {i: _predicted(stream, work, plan, i) for i in progress(range(stream.num_layers), "predict")}
-    suggested = ranks.allocate_ranks(plan, {i: predictions[i]["values"] for i in plan.converted})
-    errors = {i: predictions[i]["errors"] for i in plan.converted}
-    latent = Plan(plan.spec, tuple(LATENT if i in plan.converted else LayerPlan("gqa") for i in predictions))
-    widths = {bits: code.allocate_bits(errors, code.room(latent, bits)) for bits in BITS}
-    records = []
+    stream: LayerStream, work: Spill, prediction: Prediction, suggested: Plan, stored: torch.dtype, length: int
+) -> list[dict[str, Any]]:
+    """Everything about each layer as plain numbers."""
+    plan, records = prediction.plan, []
     for i, (own, chosen) in enumerate(zip(stream.spec.layers, suggested.layers, strict=True)):
-        tensors = work[_stats_key(i)]
+        tensors, found = work[stats_key(i)], prediction.layers[i]
 
         def stats(kind: Any, part: str, tensors: dict[str, Tensor] = tensors) -> dict[str, Any]:
             return kind(**{n.split(".")[1]: t for n, t in tensors.items() if n.startswith(f"{part}.")}).describe()
 
-        values, lost = predictions[i]["values"], float(predictions[i]["lost"])
-        eigenvalues = {name.split(".")[1]: v for name, v in predictions[i].items() if name.startswith("spectrum.")}
+        eigenvalues = {name.split(".")[1]: v for name, v in found.items() if name.startswith("spectrum.")}
         rows = torch.zeros(1, 1, length, chosen.cached(own), dtype=stored)
         converted = chosen.layout != "gqa"
         gqa = int(tensors["cache.allocated"])
@@ -193,82 +223,35 @@ def _records(
             "routing": stats(RoutingStats, "routing") if own.moe else None,
             "spectra": {name: v.tolist() for name, v in eigenvalues.items()},
             "effective_rank": {name: effective_rank(v) for name, v in eigenvalues.items()},
-            "predicted_loss": {
+            "first_order": {
                 layout: {str(b): None if math.isnan(v) else v for b, v in zip(BUDGETS, row, strict=True)}
-                for layout, row in zip(LATENT_LAYOUTS, predictions[i]["loss"].tolist(), strict=True)
+                for layout, row in zip(LATENT_LAYOUTS, found["loss"].tolist(), strict=True)
             },
             "plan": {
                 **dataclasses.asdict(chosen),
-                "predicted_loss": float(values[chosen.kv_lora_rank :].sum()) / 2 + lost if converted else None,
+                "first_order": prediction.first_order(i, chosen) if converted else None,
                 "uniform_rank": plan.layers[i].kv_lora_rank,
-                "uniform_loss": float(values[plan.layers[i].kv_lora_rank :].sum()) / 2 + lost if converted else None,
             },
             "coded": {
-                str(bits): {
-                    "code": code.counts(own_widths[i]),
-                    "predicted_loss": code.lost(errors[i], own_widths[i]),
-                }
-                for bits, own_widths in widths.items()
+                str(bits): {"code": code.counts(widths[i]), "first_order": prediction.bits_lost(i, bits)}
+                for bits, widths in prediction.widths.items()
             } if converted else None,
             "cache_bytes": {
                 "gqa": gqa,
                 "plan": allocated_bytes(stream.config, i, rows, rows[..., :0]) if converted else gqa,
             },
         })  # fmt: skip
-    return records, suggested
-
-
-def _predicted(stream: LayerStream, work: Spill, plan: Plan, index: int) -> dict[str, Tensor]:
-    """Of one layer: predicted loss [layouts, BUDGETS] (NaN where it does not fit), spectra, and as `plan` has it the
-    spectrum by loss (`values`), what the rotary split loses (`lost`), and what its numbers lose at every width, coded
-    (`errors`)."""
-    name = f"predicted-{index:03d}"
-    if name in work:
-        return work[name]
-    m, spec = moments.load(work, index, stream.device), stream.spec
-    ranks.check_moments(m, index, stream.dtype)
-    own = ranks.projections(stream.attention(index))
-    parts: dict[tuple[str, int], Any] = {}
-
-    def part(chosen: Any) -> Any:
-        key = chosen.layout, chosen.qk_rope_head_dim
-        if key not in parts:
-            parts[key] = ranks.at_every_rank(own, m, spec, index, chosen)
-        return parts[key]
-
-    table = torch.full((len(LATENT_LAYOUTS), len(BUDGETS)), torch.nan, dtype=torch.float64)
-    for row, layout in enumerate(LATENT_LAYOUTS):
-        for column, budget in enumerate(BUDGETS):
-            # Too small for one block of ranks, or a layout that the layer's norms rule out.
-            with contextlib.suppress(UserError):
-                chosen = make_plan(spec, budget, layout, str(index)).layers[index]
-                table[row, column] = ranks.loss(part(chosen), chosen.kv_lora_rank)
-    stats = work[_stats_key(index)]
-    geometry = {n.split(".")[1]: t.to(stream.device) for n, t in stats.items() if n.startswith("geometry.")}
-    prediction = {f"spectrum.{n}": v for n, v in Geometry(**geometry).spectra(own, m, spec.layers[index]).items()}
-    prediction["spectrum.loss"] = ranks.spectrum(part(plan.layers[plan.converted[0]])).values
-    if index in plan.converted:
-        chosen = plan.layers[index]
-        prediction["values"] = ranks.spectrum(part(chosen)).values.clone()
-        prediction["lost"] = torch.tensor(ranks.loss(part(chosen), len(prediction["values"])), dtype=torch.float64)
-        layer = spec.layers[index]
-        full = ranks.at_rank(part(LATENT), layer, rank_limit(spec, layer, LATENT.layout))
-        prediction["errors"] = code.Rates.of_layer(full, m).error
-    else:
-        prediction["values"] = torch.zeros(0, dtype=torch.float64)
-        prediction["lost"] = torch.zeros((), dtype=torch.float64)
-    work[name] = {**prediction, "loss": table}
-    return work[name]
+    return records
 
 
 def _write(
     folder: Path, manifest: Manifest, records: list[dict[str, Any]], suggested: Plan, passages: list[int], report: bool
 ) -> None:
-    inputs = {name: manifest.inputs[name] for name in ("model", "text")}
+    inputs = {name: manifest.inputs[name] for name in ("model", "text", "held_out")}
     document = {**inputs, "summary": manifest.metrics, "budgets": BUDGETS, "layers": records}
     diagnosis = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.6g}"))
     (folder / DIAGNOSIS).write_text(json.dumps(diagnosis, allow_nan=False) + "\n", encoding="utf-8")
-    predicted = [record["plan"]["predicted_loss"] for record in records]
+    predicted = [record["plan"]["first_order"] for record in records]
     plan_file.write(folder / plan_file.PLAN, suggested, inputs, predicted, passages)
     if report:
         from mlaforge.diagnosis.plots import draw

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.factorization.latent import Projections, key_weight, roots, value_weight, with_ridge
-from mlaforge.factorization.moments import LayerMoments
+from mlaforge.factorization.latent import Projections, key_weight, value_weight, with_ridge
+from mlaforge.factorization.moments import LayerMoments, roots
 from mlaforge.families.spec import LayerSpec
 
 # A dimension is an outlier if its root mean square is so many times the median of its head (of x: of all).
@@ -79,7 +79,7 @@ class Geometry:
         scale = torch.cat([part.diagonal().mean().clamp_min(1e-300).rsqrt().expand(half) for part in (k, v)])
         weighted = {
             "k_weighted": (k, key_weight(m.key_outer, layer, m.rows)),
-            "v_weighted": (v, value_weight(m.value_mix, own.w_o, layer, m.rows)),
+            "v_weighted": (v, value_weight(m.value_mix, own.o_gram, layer, m.rows)),
         }
         matrices = {"k": k, "v": v, "joint": scale[:, None] * covariance * scale}
         for name, (part, weight) in weighted.items():

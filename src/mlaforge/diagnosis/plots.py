@@ -144,15 +144,15 @@ def _of_geometry(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _of_plan(layers: list[dict[str, Any]], budgets: list[float]) -> list[dict[str, Any]]:
     figures = []
-    for layout in layers[0]["predicted_loss"]:
-        table = [[_log(layer["predicted_loss"][layout][str(b)]) for b in budgets] for layer in layers]
+    for layout in layers[0]["first_order"]:
+        table = [[_log(layer["first_order"][layout][str(b)]) for b in budgets] for layer in layers]
         if not all(math.isnan(value) for row in table for value in row):
             caption = (
-                f"Loss in nats per token that converting one layer to {layout} is predicted to add, by the share of "
-                "its cache that is kept."
+                f"Loss in nats per token that converting one layer to {layout} adds to first order, by the share of "
+                "its cache that is kept: it compares layers; their sum comes out too small."
             )
             ticks = [f"{100 * b:g} %" for b in budgets]
-            title = f"Predicted loss, {layout}"
+            title = f"First-order loss, {layout}"
             figures.append(_map("plan", title, caption, table, "cache kept", label="log10 nats", ticks=ticks))
     caption = "Latent rank of each layer in plan.json as bars; the black line is the uniform rank of the same total."
     return [*figures, _figure("plan", "Suggested ranks", caption, _ranks, [layer["plan"] for layer in layers])]

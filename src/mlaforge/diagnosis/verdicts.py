@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mlaforge.diagnosis.attention_stats import RECENT
+from mlaforge.diagnosis.held_out import Loss
 from mlaforge.diagnosis.routing import DEAD, HOT
 from mlaforge.planning.plan import Plan, plain, unconverted
 from mlaforge.rendering.table import text_table
@@ -27,14 +28,16 @@ COLLAPSED = 1.5
 LOCAL = 128
 # Experts are loaded unevenly where the standard deviation of the load exceeds this share of its mean.
 UNEVEN = 1.0
-# Predicted loss of the plan, nats per token, up to which conversion is cheap, or can be healed.
-CHEAP, COSTLY = 0.01, 0.05
+# Predicted loss of the plan, nats per token, up to which conversion is cheap, or can be healed (docs/diagnose.md).
+CHEAP, COSTLY = 0.01, 0.2
 
 
 def summary(
-    layers: list[dict[str, Any]], mean_loss: float, shape: Iterable[int], suggested: Plan, dtype: torch.dtype
-) -> dict[str, Any]:
-    """The manifest's metrics. mean_loss: of the text, nats per token; shape: its windows and their length.
+    layers: list[dict[str, Any]], mean_loss: float, shape: Iterable[int], suggested: Plan, dtype: torch.dtype,
+    losses: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The manifest's metrics. mean_loss: of the text, nats per token; shape: its windows and their length; losses: what
+    `prediction.foreseen` gives.
 
     Raises UserError where the loss is not finite.
     """
@@ -53,8 +56,8 @@ def summary(
         "routing": routing(layers),
         "geometry": geometry(layers),
         "cache": cache(layers, length, suggested, dtype),
-        "plan": plan(layers, suggested),
-        "bits": bits(layers),
+        "plan": plan(layers, suggested, losses),
+        "bits": bits(layers, losses["bits"]),
     }
 
 
@@ -174,51 +177,63 @@ def cache(layers: list[dict[str, Any]], tokens: int, suggested: Plan, dtype: tor
     }
 
 
-def plan(layers: list[dict[str, Any]], suggested: Plan) -> dict[str, Any]:
-    """Whether conversion pays: predicted loss with the suggested ranks, and with uniform ones."""
+def plan(layers: list[dict[str, Any]], suggested: Plan, losses: dict[str, dict[str, Loss]]) -> dict[str, Any]:
+    """Whether conversion pays: the loss with the suggested ranks, with uniform ones, and by budget."""
     planned = [layer["plan"] for layer in layers if layer["plan"]["layout"] != "gqa"]
-    loss, uniform = (sum(layer[kind] for layer in planned) for kind in ("predicted_loss", "uniform_loss"))
+    loss, uniform = losses["plan"]["suggested"], losses["plan"]["uniform"]
     ranks = [layer["kv_lora_rank"] for layer in planned]
+    verdict = "fit" if loss.nats <= CHEAP else "needs healing" if loss.nats <= COSTLY else "unfit at this budget"
     return {
-        "verdict": "fit" if loss <= CHEAP else "needs healing" if loss <= COSTLY else "unfit at this budget",
+        "verdict": verdict,
         "text": f"{planned[0]['layout']}, ranks {min(ranks)} to {max(ranks)} in {len(planned)} of {len(layers)} "
-        f"layers, {suggested.converted_fraction:.1%} of their cache: predicted loss {loss:.3g} nats per token, "
-        f"{uniform:.3g} with uniform ranks",
+        f"layers, {suggested.converted_fraction:.1%} of their cache: predicted loss {_told(loss)} nats per token; "
+        f"{uniform.nats:.2g} with uniform ranks",
         "thresholds": [CHEAP, COSTLY],
-        "predicted_loss": loss,
-        "uniform_loss": uniform,
+        "predicted_loss": loss.nats,
+        "interval": loss.interval,
+        "uniform_loss": uniform.nats,
+        "first_order": sum(layer["first_order"] for layer in planned),
+        "by_budget": {name: _described(each) for name, each in losses["budgets"].items()},
         "fraction": suggested.converted_fraction,
     }
 
 
-def bits(layers: list[dict[str, Any]]) -> dict[str, Any]:
+def bits(layers: list[dict[str, Any]], losses: dict[str, Loss]) -> dict[str, Any]:
     """Whether coded rows pay (`convert --bits`): predicted loss by the bits of a number, over all converted layers."""
     coded = [layer["coded"] for layer in layers if layer["coded"]]
     found = {}
-    for name in coded[0]:
+    for name, loss in losses.items():
         kept = [layer[name]["code"][0] for layer in coded]
-        found[name] = {
-            "predicted_loss": sum(layer[name]["predicted_loss"] for layer in coded),
-            "kept": [min(kept), max(kept)],
-        }
-    (first, widest), *fewer = found.items()
-    least, most = widest["kept"]
-    text = f"latent with coded rows: predicted loss {widest['predicted_loss']:.2g} nats per token at {first} bits "
-    text += "a number (bf16 has 16)" + "".join(f", {each['predicted_loss']:.2g} at {name}" for name, each in fewer)
-    lossless = [name for name, each in found.items() if each["predicted_loss"] <= CHEAP]
+        found[name] = {**_described(loss), "kept": [min(kept), max(kept)]}
+    (first, widest), *fewer = losses.items()
+    least, most = found[first]["kept"]
+    text = (
+        f"latent with coded rows: predicted loss {_told(widest)} nats per token at {first} bits a number (bf16 has 16)"
+    )
+    text += "".join(f", {_told(each)} at {name}" for name, each in fewer)
+    cheap = [name for name, each in losses.items() if each.nats <= CHEAP]
     return {
-        "verdict": f"{lossless[-1]} bits are cheap" if lossless else "no code is cheap",
+        "verdict": f"{cheap[-1]} bits are cheap" if cheap else "no code is cheap",
         "text": f"{text}; {least} to {most} numbers a layer are left at {first}",
         "threshold": CHEAP,
         "by_bits": found,
     }
 
 
+def _told(loss: Loss) -> str:
+    """With its 95 % interval."""
+    ends = "" if loss.interval is None else f" (95 %: {loss.interval[0]:.2g} to {loss.interval[1]:.2g})"
+    return f"{loss.nats:.2g}{ends}"
+
+
+def _described(loss: Loss) -> dict[str, Any]:
+    return {"predicted_loss": loss.nats, "interval": loss.interval}
+
+
 def table(metrics: dict[str, Any]) -> str:
     """The summary for a terminal: question, verdict, finding."""
-    rows = [
-        ("text", f"ppl {metrics['ppl']:.3f}", f"{metrics['tokens']:,} tokens in {metrics['windows_judged']} windows")
-    ]
+    seen = f"{metrics['tokens']:,} tokens in {metrics['windows_judged']} windows, which conversions are calibrated on"
+    rows = [("text", f"ppl {metrics['ppl']:.3f}", f"{seen}; their losses on {metrics['held_out']:,} other tokens")]
     rows += [(name, metrics[name]["verdict"], metrics[name]["text"]) for name in
              ("sinks", "windows", "routing", "geometry", "cache", "plan", "bits")]  # fmt: skip
     return text_table(rows)

@@ -10,12 +10,13 @@ E qk_rope_head_dim.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 
 import torch
 from torch import Tensor
 
-from mlaforge.factorization.moments import LayerMoments
+from mlaforge.factorization.moments import LayerMoments, roots
 from mlaforge.families.spec import LayerSpec
 
 # Added to every weight matrix, as a share of its mean diagonal: errors nobody measured are not free, and other text
@@ -37,6 +38,11 @@ class Projections:
     b_q: Tensor
     b_k: Tensor
     b_v: Tensor
+
+    @functools.cached_property
+    def o_gram(self) -> Tensor:
+        """[H·D, H·D]: W_oᵀ W_o."""
+        return self.w_o.T @ self.w_o
 
 
 @dataclasses.dataclass
@@ -86,14 +92,6 @@ class Latent:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
-def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Square root and inverse square root of Hermitian positive semi-definite matrices [..., n, n]."""
-    values, vectors = torch.linalg.eigh(matrix)
-    values = values.clamp_min(values[..., -1:].abs() * 1e-12 + 1e-300)
-    root = (vectors * values.sqrt()[..., None, :]) @ vectors.mH
-    return root, (vectors * values.rsqrt()[..., None, :]) @ vectors.mH
-
-
 def with_ridge(weight: Tensor) -> Tensor:
     """`weight` + RIDGE · its mean diagonal · I; I alone where nothing has any weight (o_proj is zero)."""
     mean = weight.diagonal().mean()
@@ -120,10 +118,10 @@ def key_weight(outer: Tensor, layer: LayerSpec, rows: int) -> Tensor:
     return torch.block_diag(*per_group)
 
 
-def value_weight(value_mix: Tensor, w_o: Tensor, layer: LayerSpec, rows: int) -> Tensor:
-    """[G·D, G·D]: Σ_{h in g, h' in g'} E[Σ_j a^h_ij a^h'_ij] · W_o^hᵀ W_o^h'."""
+def value_weight(value_mix: Tensor, o_gram: Tensor, layer: LayerSpec, rows: int) -> Tensor:
+    """[G·D, G·D]: Σ_{h in g, h' in g'} E[Σ_j a^h_ij a^h'_ij] · W_o^hᵀ W_o^h'; o_gram: W_oᵀ W_o."""
     H, G, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    gram = (w_o.T @ w_o).view(H, D, H, D) * (value_mix / rows)[:, None, :, None]
+    gram = o_gram.view(H, D, H, D) * (value_mix / rows)[:, None, :, None]
     return gram.view(G, layer.group, D, G, layer.group, D).sum((1, 4)).reshape(G * D, G * D)
 
 
@@ -143,10 +141,10 @@ class Spectrum:
     mean: Tensor
 
     @classmethod
-    def of(cls, w: Tensor, bias: Tensor, mean: Tensor, covariance: Tensor, weight: Tensor) -> Spectrum:
+    def of(cls, w: Tensor, bias: Tensor, mean: Tensor, covariance_root: Tensor, weight: Tensor) -> Spectrum:
         root, inverse = roots(weight)
         # Singular values of half the product: squaring it first would drown the small ones.
-        vectors, values, _ = torch.linalg.svd(root @ w @ roots(covariance)[0], full_matrices=False)
+        vectors, values, _ = torch.linalg.svd(root @ w @ covariance_root, full_matrices=False)
         return cls(values.square(), vectors, root, inverse, w, bias, mean)
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
@@ -173,10 +171,10 @@ def latent_spectrum(p: Projections, m: LayerMoments, layer: LayerSpec) -> Spectr
     """The joint spectrum of [k before RoPE; v] under the blended weights (layout `latent`)."""
     w = torch.cat((p.w_k, p.w_v))
     gauss_newton = torch.block_diag(
-        key_weight(m.key_outer, layer, m.rows), value_weight(m.value_mix, p.w_o, layer, m.rows)
+        key_weight(m.key_outer, layer, m.rows), value_weight(m.value_mix, p.o_gram, layer, m.rows)
     )
     weight = blend(m.fisher, gauss_newton, w @ m.covariance @ w.T)
-    return Spectrum.of(w, torch.cat((p.b_k, p.b_v)), m.mean, m.covariance, weight)
+    return Spectrum.of(w, torch.cat((p.b_k, p.b_v)), m.mean, m.covariance_root, weight)
 
 
 def to_latent(spectrum: Spectrum, layer: LayerSpec, rank: int) -> Latent:
@@ -234,7 +232,9 @@ def channels(p: Projections, m: LayerMoments, layer: LayerSpec, fold: int = 1) -
     k = as_complex(_with_bias(p.w_k, p.b_k), G).reshape(P // fold, fold * G, -1)
     x = torch.cat((m.mean, m.mean.new_ones(1)))
     second = torch.block_diag(m.covariance, m.covariance.new_zeros(1, 1)) + torch.outer(x, x)
-    moment = k @ second.to(k.dtype) @ k.mH
+    # As two real products: a complex one of a real matrix does four.
+    rows = k.flatten(0, 1)
+    moment = torch.complex(rows.real @ second, rows.imag @ second).view_as(k) @ k.mH
     # What a head would lose at each frequency if a constant phase replaced its rotation.
     lost = 1 - m.rho.abs().square()
     per_pair = m.key_outer.diagonal(dim1=1, dim2=2).view(layer.num_heads, 2, -1).sum(1) / 2 / m.rows
@@ -302,7 +302,7 @@ def split_rope(
     turn = torch.stack([as_real(torch.diag(row.conj())) for row in m.rho]) * attention_scaling**2
     nope_outer = turn @ m.query_outer @ turn.mT
     gauss_newton = torch.block_diag(
-        key_weight(nope_outer, layer, m.rows), value_weight(m.value_mix, p.w_o, layer, m.rows)
+        key_weight(nope_outer, layer, m.rows), value_weight(m.value_mix, p.o_gram, layer, m.rows)
     )
     shrink = m.rho.abs().square().view(G, layer.group, -1).mean(1).sqrt()
     shrink = torch.cat((shrink, shrink), dim=1).flatten()
@@ -310,14 +310,14 @@ def split_rope(
     fisher = shrink[:, None] * m.fisher * shrink
     weight = blend(fisher, gauss_newton, w @ m.covariance @ w.T)
     bias = torch.cat((rest_rows[:, -1], p.b_v))
-    mean, covariance = m.mean, m.covariance
+    mean, root = m.mean, m.covariance_root
     if not centred:
-        mean, covariance = torch.zeros_like(mean), covariance + torch.outer(mean, mean)
+        mean, root = torch.zeros_like(mean), roots(m.covariance + torch.outer(mean, mean))[0]
     return RopeSplit(
         rope=torch.cat((channel.real, channel.imag)),
         query=query.reshape(H * (D + 2 * len(kept.index)), -1),
         index=kept.index,
-        spectrum=Spectrum.of(w, bias, mean, covariance, weight),
+        spectrum=Spectrum.of(w, bias, mean, root, weight),
         lost=lost,
     )
 
@@ -333,7 +333,8 @@ def to_latent_rope(split: RopeSplit, layer: LayerSpec, rank: int) -> Latent:
 
 def factor_query(w_q: Tensor, b_q: Tensor, m: LayerMoments, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """q_a [rank, C], q_b [n, rank] and the bias of q_b: the best `rank` for the inputs that calibration saw."""
-    spectrum = Spectrum.of(w_q, b_q, m.mean, m.covariance, torch.eye(len(w_q), dtype=w_q.dtype, device=w_q.device))
+    eye = torch.eye(len(w_q), dtype=w_q.dtype, device=w_q.device)
+    spectrum = Spectrum.of(w_q, b_q, m.mean, m.covariance_root, eye)
     q_a, q_b = spectrum.truncate(rank)
     return q_a, q_b, spectrum.at_mean - q_b @ (q_a @ m.mean)
 

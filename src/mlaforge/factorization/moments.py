@@ -10,6 +10,7 @@ Legend: B windows, T tokens, H query heads, G KV heads, D head_dim, P = D/2 rota
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,14 @@ UNSEEN = 1e-5
 SAMPLES, FIRST = 4096, 4
 # Weight of a token that has no gradient at all: where no token has one (o_proj is zero), all count alike.
 LEAST = 1e-30
+
+
+def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Square root and inverse square root of Hermitian positive semi-definite matrices [..., n, n]."""
+    values, vectors = torch.linalg.eigh(matrix)
+    values = values.clamp_min(values[..., -1:].abs() * 1e-12 + 1e-300)
+    root = (vectors * values.sqrt()[..., None, :]) @ vectors.mH
+    return root, (vectors * values.rsqrt()[..., None, :]) @ vectors.mH
 
 
 @dataclasses.dataclass
@@ -82,9 +91,10 @@ class LayerMoments:
 
     def tensors(self) -> dict[str, Tensor]:
         """As safetensors can hold it; `from_tensors` reads it."""
-        numbers = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(self).items()
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        numbers = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in held.items()
                    if not isinstance(value, Tensor)}  # fmt: skip
-        return {**vars(self), **numbers, "phase": torch.view_as_real(self.phase)}
+        return {**held, **numbers, "phase": torch.view_as_real(self.phase)}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> LayerMoments:
@@ -99,11 +109,17 @@ class LayerMoments:
         """[hidden]: weighted mean input."""
         return self.x_sum / self.x_weight
 
-    @property
+    @functools.cached_property
     def covariance(self) -> Tensor:
-        """[hidden, hidden]: weighted covariance of the input, and a trace of every direction that no token took."""
+        """[hidden, hidden]: weighted covariance of the input, and a trace of every direction that no token took; of
+        moments that are complete."""
         seen = self.x_outer / self.x_weight - torch.outer(self.mean, self.mean)
         return seen + UNSEEN * seen.diagonal().mean() * torch.eye(len(seen), dtype=seen.dtype, device=seen.device)
+
+    @functools.cached_property
+    def covariance_root(self) -> Tensor:
+        """Its square root."""
+        return roots(self.covariance)[0]
 
     @property
     def fisher(self) -> Tensor:

@@ -8,6 +8,7 @@ one step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -111,9 +112,9 @@ class Gpu:
     """A machine. `bf16_tflops` is the dense datasheet figure with fp32 accumulation, never the sparse one.
 
     `bandwidth_tbs` is TB/s (1e12 bytes), `memory_gib` what the driver reports, `achievable` the share of the
-    datasheet's FLOP/s that a good matrix product reaches, `read` that of its bandwidth; `rows_read`: for a format of
-    cached rows that are not read as fast as bf16's, what of that is left; `keys_on_chip`: whether there is a kernel
-    that keeps the keys that it decompresses.
+    datasheet's FLOP/s that a good matrix product reaches, `read` that of its bandwidth; `rows_read`: bytes per second
+    at which attention reads cached rows at most, by how they are stored, or by their layout; `keys_on_chip`: whether
+    there is a kernel that keeps the keys that it decompresses.
     """
 
     name: str
@@ -141,17 +142,17 @@ class Gpu:
         """FLOP per byte above which FLOP/s are the limit, below which bandwidth is."""
         return self.flops / self.bandwidth
 
-    def seconds(self, cost: Cost, stored: str = "bf16") -> float:
-        """The roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer. `stored`: how
-        the rows are, where bytes are those of a cache."""
-        return max(self._reading(cost, stored), cost.flops / self.flops)
+    def seconds(self, cost: Cost, rows: str = "") -> float:
+        """The roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer. `rows`: what
+        is read, where that is a cache's, as `rows_read` names it."""
+        return max(self._reading(cost, rows), cost.flops / self.flops)
 
-    def bound(self, cost: Cost, stored: str = "bf16") -> str:
+    def bound(self, cost: Cost, rows: str = "") -> str:
         """Which of the two that is: `bandwidth` or `compute`."""
-        return "compute" if cost.flops / self.flops > self._reading(cost, stored) else "bandwidth"
+        return "compute" if cost.flops / self.flops > self._reading(cost, rows) else "bandwidth"
 
-    def _reading(self, cost: Cost, stored: str) -> float:
-        return cost.bytes / (self.bandwidth * self.rows_read.get(stored, 1.0))
+    def _reading(self, cost: Cost, rows: str) -> float:
+        return cost.bytes / min(self.bandwidth, self.rows_read.get(rows, math.inf))
 
 
 # Datasheets alone: this CPU is measured (machines.py).

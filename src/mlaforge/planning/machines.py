@@ -16,10 +16,11 @@ import torch
 from mlaforge.planning.costs import GPUS, Gpu
 from mlaforge.runtime import UserError
 
-# Of memory's speed and of a product's, what decoding steps on a CPU reach; and of memory's, how fast rows are read that
-# are not bf16: int8 rows are multiplied as they are, int4 rows are decoded by vector instructions.
-READ, MULTIPLIED = 0.68, 0.85
-ROWS_READ = {"int8": 0.84, "int4": 0.37}
+# Of memory's speed and of a product's, what decoding steps on a CPU reach; and bytes of cached rows per second that a
+# thread's attention goes through: int8 rows are multiplied as they are, int4 rows are decoded by vector instructions,
+# and rows of `latent_rope` are scored by every head.
+READ, MULTIPLIED = 0.68, 0.78
+ROWS_READ = {"bf16": 6.2e9, "int8": 5.0e9, "int4": 2.1e9, "latent_rope": 3.4e9}
 
 
 def memory_speed(passes: int = 5) -> float:
@@ -55,26 +56,25 @@ def measured() -> Gpu:
 
 @functools.cache
 def this_cpu() -> Gpu:
-    """This CPU as the engine's steps use it. Without AMX its kernels widen bf16 to fp32, and multiply at that speed.
+    """This CPU as the engine's steps use it: its kernels multiply in bf16 or widen to fp32, whichever is faster.
 
     Products are one thread's, times the threads: what else runs on the machine would stop a product of all of them.
     """
-    dtype = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        flops = threads * product_speed(40, dtype, 512)
+        flops = threads * max(product_speed(40, dtype, 512) for dtype in (torch.float32, torch.bfloat16))
     finally:
         torch.set_num_threads(threads)
-    return decoding(flops, memory_speed(10), psutil.virtual_memory().total / 2**30)
+    return decoding(flops, memory_speed(10), psutil.virtual_memory().total / 2**30, threads)
 
 
-def decoding(flops: float, bandwidth: float, memory_gib: float) -> Gpu:
-    """A CPU of which product and memory speed were measured, as decoding steps use it."""
+def decoding(flops: float, bandwidth: float, memory_gib: float, threads: int) -> Gpu:
+    """A CPU of which product and memory speed were measured, as decoding steps on so many threads use it."""
     source = "this CPU, measured now; a decoding step reaches the shares that docs/plan.md tells"
     return Gpu(
         "cpu", flops / 1e12, bandwidth / 1e12, round(memory_gib, 1), source, achievable=MULTIPLIED, read=READ,
-        rows_read=ROWS_READ, keys_on_chip=True,
+        rows_read={rows: threads * speed for rows, speed in ROWS_READ.items()}, keys_on_chip=True,
     )  # fmt: skip
 
 

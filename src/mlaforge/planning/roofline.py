@@ -54,15 +54,16 @@ def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1
     costs = dict.fromkeys(PARTS, Cost(0.0, 0.0))
     seconds, limits = dict.fromkeys(PARTS, 0.0), defaultdict[str, float](float)
 
-    def run(part: str, cost: Cost, stored: str = "bf16") -> None:
+    def run(part: str, cost: Cost, rows: str = "") -> None:
         costs[part] += cost
-        seconds[part] += gpu.seconds(cost, stored)
+        seconds[part] += gpu.seconds(cost, rows)
         names = CACHE_LIMITS if part == "attention" else WEIGHT_LIMITS
-        limits[names[gpu.bound(cost, stored)]] += gpu.seconds(cost, stored)
+        limits[names[gpu.bound(cost, rows)]] += gpu.seconds(cost, rows)
 
     for layer, chosen in zip(plan.spec.layers, plan.layers, strict=True):
         stored = plan.stored_as(chosen)
-        run("attention", attention_op(layer, chosen, context, batch, queries, stored, gpu.keys_on_chip), stored)
+        rows = chosen.layout if chosen.layout in gpu.rows_read else stored
+        run("attention", attention_op(layer, chosen, context, batch, queries, stored, gpu.keys_on_chip), rows)
         run("projections", projections(plan.spec, layer, chosen, tokens))
         run("mlp", mlp(layer, tokens))
     run("lm_head", lm_head(plan.spec, tokens))

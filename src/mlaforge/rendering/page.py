@@ -56,6 +56,12 @@ def shown(value: Any, form: str) -> str:
     return FORMATS[form](finite)
 
 
+def model_name(place: Any) -> str:
+    """What people call a model, of a path, a hub id, a .gguf file, or such a file dequantised in the cache."""
+    name = str(place).rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+    return re.sub(r"-[0-9a-f]{12}$", "", name)
+
+
 def at(record: Any, *keys: str) -> Any:
     """The value below nested dictionaries, None where one of them is missing or no dictionary."""
     for key in keys:
@@ -153,5 +159,5 @@ def jinja_page(name: str) -> Any:
     if markdown:
         jinja.finalize = plain
     jinja.loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    jinja.filters["shown"] = shown
+    jinja.filters |= {"shown": shown, "model_name": model_name}
     return jinja.get_template(name)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlaforge.rendering.page import NOT_FINITE, at, number
+from mlaforge.rendering.page import NOT_FINITE, at, model_name, number
 
 KINDS = ("scenario", "kernels", "conversion", "gates")
 SCHEMA = 1
@@ -103,7 +103,7 @@ def groups(cases: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...],
 def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
     """What tells a case's series from the others: the model, and whatever else differs, and its drafted tokens."""
     among = list(among)
-    parts = [str(case["model"])]
+    parts = [model_name(case["model"])]
     for key, form in (("layout", "{}"), ("engine", "{}"), ("dtype", "{}"), ("cache_fraction", "cache {}")):
         several = len({str(other[key]) for other in among if other[key] is not None}) > 1
         if several and case[key] not in (None, OWN) and str(case[key]) not in parts[0]:

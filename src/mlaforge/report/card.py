@@ -90,6 +90,8 @@ def about(report: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         "conversion": conversion,
         "original": str(at(record, "inputs", "teacher", "path") if healed else at(record, "inputs", "model", "path")),
         "evaluations": of(report["evaluations"], "inputs", "model", "path"),
+        # Contexts at which somebody measured.
+        "speed": {label: sides for label, sides in (conversion or {}).get("speed", {}).items() if any(sides.values())},
         "criteria": [criterion for comparison in comparisons for criterion in comparison["criteria"]],
         # What replays a known answer is a ceiling, nothing to claim.
         "cases": [case for case in of(cases, "model") if case["draft"] != "replay"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlaforge.rendering.page import at, number, shown
+from mlaforge.rendering.page import at, model_name, number, shown
 from mlaforge.report.bench_results import dicts
 
 # A predicted loss is an order of magnitude, no more.
@@ -28,6 +28,7 @@ WATCHED = (
     f"caches more than {100 * CACHE:g} % and a block of {BLOCK} tokens a request off the plan",
     "settings that did not fit, peers that failed, invariants that broke",
     "numbers beyond the roofline",
+    "generated answers that fall into a loop",
     f"answers of which less than {100 * VARIED:g} % of the 4-grams are distinct",
     "drafts that replay a known answer, and numbers imported from other machines",
     "gates that failed, could not be judged or cannot be reached, and full runs that were forced",
@@ -41,6 +42,7 @@ def deviations(report: dict[str, Any]) -> list[dict[str, str]]:
         *_of_conversions(report["conversions"]),
         *_of_healings(report["healings"]),
         *_of_comparisons(report["acceptances"]),
+        *_of_generations(report["generations"]),
         *(statement for body in report["scenarios"] for statement in _of_scenario(body)),
         *(statement for body in report["gates"] for statement in _of_gates(body)),
         *_of_surroundings(report),
@@ -74,6 +76,14 @@ def _of_comparisons(comparisons: list[dict[str, Any]]) -> Statements:
             if c.get("passed") is not True:
                 worse, limit = shown(c.get("worse"), "small"), shown(c.get("limit"), "small")
                 yield record["name"], f"criterion {c.get('name')} failed: worse by {worse}, allowed {limit}"
+
+
+def _of_generations(generations: list[dict[str, Any]]) -> Statements:
+    for record in generations:
+        for run in record["metrics"]["runs"]:
+            if (token := number(run, "repeats_from")) is not None:
+                who = model_name(run.get("model"))
+                yield record["name"], f"the answer of {who} repeats itself from token {token:g}"
 
 
 def _of_scenario(body: dict[str, Any]) -> Statements:

@@ -10,7 +10,7 @@ from mlaforge.rendering.page import INK, MARKERS, MUTED, PAINT, bits_of, drawing
 from mlaforge.report import bench_plots
 from mlaforge.report.bench_results import dicts
 
-RATIO, FRACTION, AT_128K = ("metrics", "ratio"), ("metrics", "cache", "fraction"), ("context_bytes", "128K")
+RATIO, FRACTION = ("metrics", "ratio"), ("metrics", "cache", "fraction")
 SIDES = ("mla", "gqa")
 
 
@@ -20,7 +20,7 @@ def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str
     the last hold."""
     conversions = report["conversions"]
     points = [c for c in conversions if None not in (number(c, *RATIO), number(c, *FRACTION))]
-    held = [c for c in conversions if None not in (number(c, *AT_128K, "gqa"), number(c, *AT_128K, "mla"))]
+    held = [c for c in conversions if None not in (number(_longest(c), "gqa"), number(_longest(c), "mla"))]
     return {
         "tradeoff": drawing("tradeoff", _draw_tradeoff, points) if points else "",
         "memory": drawing("memory", _draw_memory, held, max(2.9, 1.2 + 0.42 * len(held))) if held else "",
@@ -173,10 +173,15 @@ def _draw_tradeoff(ax: Any, conversions: list[dict[str, Any]]) -> None:
     ax.legend(loc="upper right")
 
 
+def _longest(conversion: dict[str, Any]) -> dict[str, float | None]:
+    """Bytes at the longest context that is told."""
+    return list(conversion["context_bytes"].values())[-1]
+
+
 def _draw_memory(ax: Any, conversions: list[dict[str, Any]]) -> None:
-    before = {(c["model"], c["context_bytes"]["128K"]["gqa"]): "gqa" for c in conversions}
+    before = {(c["model"], _longest(c)["gqa"]): "gqa" for c in conversions}
     rows = [(f"{model}, GQA", size, layout) for (model, size), layout in before.items()]
-    rows += [(c["name"], c["context_bytes"]["128K"]["mla"], c["layout"]) for c in conversions]
+    rows += [(c["name"], _longest(c)["mla"], c["layout"]) for c in conversions]
     names, sizes, layouts = zip(*rows, strict=True)
     bars = ax.barh(range(len(rows)), sizes, height=0.42, color=[PAINT[layout] for layout in layouts])
     ax.bar_label(bars, [shown(size, "bytes") for size in sizes], padding=4, color=INK)

@@ -71,11 +71,14 @@ def _cache(conversions: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
         if good:
             best = min(good, key=_fraction)
             cost = shown(best["metrics"]["ratio"], "times")
-            spans = " – ".join(shown(end, "times") for end in best["ratio_interval"] or ()) or "no interval"
+            ends = " to ".join(shown(end, "times") for end in best["ratio_interval"] or ())
+            spans = f"95 % interval {ends}" if ends else "no interval"
             yield _row(f"{model}, {layout}", shown(_fraction(best), "percent"), f"{best['name']}: {cost} ({spans})")
         else:
             least = min(own, key=worst)
-            yield _row(f"{model}, {layout}", "none", f"the best is {least['name']} at {shown(worst(least), 'times')}")
+            cost, end = shown(least["metrics"]["ratio"], "times"), shown(worst(least), "times")
+            told = f"upper end of its interval {end}" if least["ratio_interval"] else "no interval"
+            yield _row(f"{model}, {layout}", "none", f"the best is {least['name']}: {cost}, {told}")
 
 
 def _fraction(conversion: dict[str, Any]) -> float:

@@ -16,11 +16,23 @@ from typing import Any
 
 from mlaforge.artifact import Manifest, artifacts_below, record_name
 from mlaforge.planning.plan import LayerPlan
-from mlaforge.rendering.page import NOT_FINITE, NOT_MEASURED, PAINT, at, interval, jinja_page, number, shown
+from mlaforge.rendering.page import (
+    NOT_FINITE,
+    NOT_MEASURED,
+    PAINT,
+    at,
+    interval,
+    jinja_page,
+    model_name,
+    number,
+    shown,
+)
 from mlaforge.report.bench_results import dicts, latest, read_results
 from mlaforge.report.deviations import WATCHED, deviations
 from mlaforge.report.plots import figures
 from mlaforge.report.recommendations import recommend
+from mlaforge.report.speeds import CONTEXTS as SPEEDS
+from mlaforge.report.speeds import beside, speeds
 from mlaforge.runtime import UserError
 
 GENERATOR = "mlaforge report"
@@ -37,11 +49,11 @@ PARTS = {
     ),
     "eval": ("perplexity on text of your own", "mlaforge eval MODEL EVALUATED --text OTHER_TEXT"),
     "generate": ("text side by side", "mlaforge generate MODEL TALK --against OUT"),
-    "scenario": ("throughput, acceptance, memory, the roofline", "mlaforge bench single MODEL OUT"),
+    "scenario": ("speed, acceptance, memory, the roofline", "mlaforge bench speed MODEL OUT"),
     "kernels": ("kernels against the roof", "mlaforge bench kernels"),
     "gates": ("gates", "mlaforge gate"),
 }
-CACHE, RATIO, AT_128K = ("metrics", "cache"), ("metrics", "ratio"), ("context_bytes", "128K")
+CACHE, RATIO = ("metrics", "cache"), ("metrics", "ratio")
 FRACTION = (*CACHE, "fraction")
 DIAGNOSIS = "diagnosis.json"
 CONTEXTS = {"8K": 8192, "32K": 32768, "128K": 131072}
@@ -98,7 +110,11 @@ def summarise(folder: Path) -> dict[str, Any]:
     ]
     results, lost = read_results(folder)
     of = {stage: [record for record in records if record["stage"] == stage] for stage in PARTS}
-    conversions = [_conversion(record) for record in of["convert"]]
+    made_for = [n for record in of["convert"] if (n := number(record["metrics"], "cache", "positions"))]
+    # Of contexts that every model here was made for, the shortest where there are none.
+    fit = [label for label, tokens in CONTEXTS.items() if tokens <= min(made_for, default=tokens)]
+    contexts = {label: CONTEXTS[label] for label in fit or [min(CONTEXTS, key=lambda label: CONTEXTS[label])]}
+    conversions = [_conversion(record, contexts) for record in of["convert"]]
     conversions.sort(key=lambda c: (list(PAINT).index(c["layout"]), -(number(c, *FRACTION) or 0)))
     layouts = dict.fromkeys(c["layout"] for c in conversions)
     groups = {layout: [c for c in conversions if c["layout"] == layout] for layout in layouts}
@@ -111,7 +127,8 @@ def summarise(folder: Path) -> dict[str, Any]:
         "models": list(dict.fromkeys(c["model"] for c in conversions)),
         "verdict": "; ".join(verdicts) or "Nothing has been converted in this folder yet.",
         "missing": {part: {"what": w, "command": c} for part, (w, c) in PARTS.items() if not parts[part]},
-        "cards": _cards(groups),
+        "cards": _cards(groups, longest := [*contexts][-1]),
+        "longest": longest,
         "conversions": conversions,
         "calibrations": of["calibrate"],
         "diagnoses": of["diagnose"],
@@ -129,6 +146,10 @@ def summarise(folder: Path) -> dict[str, Any]:
         "records": records,
         "unreadable": unreadable + lost,
     }
+    known = speeds(report["scenarios"], report["generations"])
+    for c in conversions:
+        c["speed"] = beside(c, known)
+    report["speeds"] = [n for n in SPEEDS if any(s is not None for c in conversions for s in c["speed"][n].values())]
     report["settings"] = recommend(conversions, report["scenarios"])
     report["deviations"] = deviations(report)
     # Every record stands in its own section already.
@@ -172,32 +193,44 @@ def _comparison(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "criteria": dicts(record["metrics"].get("criteria"))}
 
 
-def _conversion(record: dict[str, Any]) -> dict[str, Any]:
+def _conversion(record: dict[str, Any], contexts: dict[str, int]) -> dict[str, Any]:
     """A `convert` record with what follows from its numbers: layout, cache by context, losses."""
     metrics = record["metrics"]
     layers = metrics["layers"] = dicts(metrics.get("layers"))
     # The options may ask for latent_rope by another name (TransMLA's), so the layers decide.
     layouts = {str(layer.get("layout")) for layer in layers} - {"gqa"} or {str(record["config"].get("layout"))}
     layout = layouts.pop() if len(layouts) == 1 else "mixed"
+    layout = layout if layout in PAINT else "mixed"
     losses = [loss for layer in layers if (loss := number(layer, "predicted_loss")) is not None]
     rows, ratio = _row_bytes(metrics), number(metrics, "ratio")
+    bits = _bits(layers, rows)
     loss = math.log(ratio) if ratio and ratio > 0 else None
     model = record["inputs"].get("model")
     kind, digest = (str(at(model, key) or "") for key in ("model_type", "sha256"))
     return {
         **record,
-        "layout": layout if layout in PAINT else "mixed",
-        "model": Path(str(at(model, "path") or f"{kind} {digest[:8]}")).name.strip() or "model",
+        "layout": layout,
+        # As bench and generate call it, and as people do.
+        "original": str(at(model, "path") or ""),
+        "model": model_name(at(model, "path") or f"{kind} {digest[:8]}").strip() or "model",
         "row_bytes": rows,
-        "bits": _bits(layers, rows),
+        "bits": bits,
         "context_bytes": {
             label: {side: _context_bytes(layers, rows[side], tokens) if rows else None for side in ("gqa", "mla")}
-            for label, tokens in CONTEXTS.items()
+            for label, tokens in contexts.items()
         },
         "predicted_loss": sum(losses) if losses else None,
         "measured_loss": loss,
+        "form": f"{layout}, {_size(record['config'], bits)}",
         "ratio_interval": _exponential({**metrics, "loss": loss}, "loss", "log_ratio_stderr"),
     }
+
+
+def _size(config: dict[str, Any], bits: float | None) -> str:
+    """How large a conversion was asked to be."""
+    if bits is not None:
+        return f"{bits:.3g} bits"
+    return f"{shown(config.get('budget'), 'percent')} of the cache" if config.get("budget") else "ranks of its own"
 
 
 def _row_bytes(metrics: dict[str, Any]) -> dict[str, list[float]] | None:
@@ -248,16 +281,22 @@ def _verdict(conversions: list[dict[str, Any]]) -> str:
     return f"{cache}, perplexity {_span(conversions, 'times', *RATIO)}"
 
 
-def _cards(groups: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The few numbers that matter: per card one row for each layout."""
+def _cards(groups: dict[str, list[dict[str, Any]]], longest: str) -> list[dict[str, Any]]:
+    """The few numbers that matter: per card one row for each layout; longest: the context of which bytes are told."""
     everything = [conversion for part in groups.values() for conversion in part]
     cards: list[dict[str, Any]] = []
-    for title, form, keys, gqa in (
-        ("Cache kept", "percent", FRACTION, "of the K and V cache at 128K tokens, whole model"),
+    kinds: list[tuple[str, str, tuple[str, ...], str | tuple[str, ...]]] = [
+        ("Cache kept", "percent", FRACTION, f"of the K and V cache at {longest} tokens, whole model"),
         ("Perplexity", "times", RATIO, "converted / original; ×1 is lossless"),
         ("Cache per token", "bytes", (*CACHE, "mla_bytes_per_token"), (*CACHE, "gqa_bytes_per_token")),
-        ("One sequence of 128K tokens", "bytes", (*AT_128K, "mla"), (*AT_128K, "gqa")),
-    ):
+        (
+            f"One sequence of {longest} tokens",
+            "bytes",
+            ("context_bytes", longest, "mla"),
+            ("context_bytes", longest, "gqa"),
+        ),
+    ]
+    for title, form, keys, gqa in kinds:
         note = gqa if isinstance(gqa, str) else f"GQA: {_span(everything, form, *gqa)}"
         rows = [{"layout": layout, "value": _span(part, form, *keys)} for layout, part in groups.items()]
         cards.append({"title": title, "note": note, "rows": rows})

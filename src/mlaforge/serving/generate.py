@@ -18,6 +18,7 @@ from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import resolve_device, timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
+from mlaforge.synthesis.repetition import repeats_from
 
 
 def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> 
         "text": "".join(text),
         "reasoning_content": "".join(reasoning),
         "new_tokens": len(ids),
+        "repeats_from": repeats_from(ids),
         "seconds": end - start,
         "tokens_per_second": (len(ids) - 1) / (end - first) if len(ids) > 1 else len(ids) / (end - start),
         "cache_bytes": cached,
@@ -82,7 +84,7 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
         format = choose_format(config.dtype, sources[0], resolve_device(config.device))
         config = dataclasses.replace(config, dtype=format)
         with timed(manifest.seconds, "generate"):
-            runs = [{"model": source.path.name, **continue_prompt(source, config)} for source in sources]
+            runs = [{"model": source.name, **continue_prompt(source, config)} for source in sources]
         manifest.metrics = {"prompt": config.prompt, "runs": runs}
     return manifest
 
