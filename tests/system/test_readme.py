@@ -123,7 +123,8 @@ def test_python_runs(code, run, capsys):
 
 
 def measured() -> dict[str, list[str]]:
-    """README's table by benchmarks/*.json: form -> cache, ratios on WikiText and Python source, tokens/s twice, healed."""
+    """README's table by benchmarks/*.json: form -> cache, ratios on WikiText and Python source, tokens/s
+    with AMX and without, healed."""
     kv_cache, plain, amx, vectors, healing = (
         json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]
         for name in ("kv_cache", "conversion", "engine-rows", "engine-rows-avx512", "healing")
@@ -134,7 +135,8 @@ def measured() -> dict[str, list[str]]:
                  for speed in (amx, vectors)]  # fmt: skip
         return [
             f"{share:.1%}".replace("%", " %").replace(".0 ", " "), f"{ratio['wiki']:.3f}", f"{ratio['code']:.3f}",
-            *(each.get(peer, "not measured") for each in rates), f"{healing[healed]['ratio'][1]:.3f}" if healed else "–",
+            *(each.get(peer, "not measured") for each in rates),
+            f"{healing[healed]['ratio'][1]:.3f}" if healed else "–",
         ]  # fmt: skip
 
     cached = {(r["layout"], r["stored"]): r for r in kv_cache}
