@@ -2,7 +2,8 @@
 
 A typical loss is measured, not computed: nats per token, the mean over encyclopedia, Python source and mathematics, on
 SmolLM2-135M-Instruct calibrated on 65,536 tokens of encyclopedia (benchmarks/kv_cache.json for rows that are rounded,
-benchmarks/conversion.json for ranks; a test compares). Another model loses more or less.
+benchmarks/conversion.json for ranks; a test compares). Another model loses more or less: `diagnose` measures
+its own.
 """
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ def _beside(best: Row, fitting: Sequence[Row], weighed: Sequence[Row]) -> list[s
         )
     if lost := [row for row in weighed if not row.fits]:
         reasons.append("Does not fit: " + ", ".join(f"{row.label} ({row.requests:,} requests)" for row in lost) + ".")
-    reasons.append(f"Losses are typical ones, measured on {MEASURED_ON} before healing.")
+    reasons.append(
+        f"Losses are typical ones, measured on {MEASURED_ON} before healing: `mlaforge diagnose` measures this model's."
+    )
     return reasons
 
 

@@ -62,7 +62,7 @@ def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1
 
     for layer, chosen in zip(plan.spec.layers, plan.layers, strict=True):
         stored = plan.stored_as(chosen)
-        rows = chosen.layout if chosen.layout in gpu.rows_read else stored
+        rows = chosen.layout if stored == "bf16" and chosen.layout in gpu.rows_read else stored
         run("attention", attention_op(layer, chosen, context, batch, queries, stored, gpu.keys_on_chip), rows)
         run("projections", projections(plan.spec, layer, chosen, tokens))
         run("mlp", mlp(layer, tokens))
