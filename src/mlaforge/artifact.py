@@ -331,7 +331,7 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
             manifest.save(partial)
             _appear(partial, out)
         except BaseException as error:
-            full = _disk_is_full(error)
+            full = disk_is_full(error)
             kept = ours and begun.is_file() and (full or isinstance(error, KeyboardInterrupt | Resumable))
             if ours:
                 if former.exists() and not out.exists():
@@ -342,11 +342,8 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
             if kept and isinstance(error, KeyboardInterrupt):
                 raise Interrupted(resume) from error
             if full:
-                free = shutil.disk_usage(next(p for p in out.parents if p.exists())).free
-                raise UserError(
-                    f"the disk is full ({free / 2**30:.1f} GiB free at {out.parent}): free some room or choose an "
-                    f"output on another disk; {resume if kept else 'nothing was written'}"
-                ) from error
+                choose = "or choose an output on another disk"
+                raise UserError(full_disk(out.parent, choose, resume if kept else "nothing was written")) from error
             place = error.filename if isinstance(error, OSError) else None
             if place and (Path(place).is_relative_to(partial) or Path(place) in absent):
                 assert isinstance(error, OSError)
@@ -354,9 +351,16 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
             raise
 
 
-def _disk_is_full(error: BaseException) -> bool:
+def disk_is_full(error: BaseException) -> bool:
+    """Whether that is what an error says."""
     # safetensors hides the number in its message.
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+
+
+def full_disk(folder: Path, choose: str, then: str) -> str:
+    """What a user is told whose disk is full at `folder`, which need not exist."""
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    return f"the disk is full ({free / 2**30:.1f} GiB free at {folder}): free some room {choose}; {then}"
 
 
 def _empty(partial: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus, overlap
-from mlaforge.runtime import Interrupted
+from mlaforge.runtime import Interrupted, UserError
 from mlaforge.synthesis import own_text as module
 from mlaforge.synthesis.own_text import CannotWrite, OwnText, own_text
 from mlaforge.synthesis.repetition import distinct_share, loop
@@ -90,6 +90,21 @@ def test_short_texts_ask_for_no_more_than_is_wanted(home, llama, monkeypatch):
     assert written(llama, 1000).tokens >= 1000
     texts = (the_folder(home) / module.TEXTS).read_text().splitlines()
     assert len(texts) <= 3 + math.ceil(1000 / (module.LONGEST / 2))
+
+
+def test_a_full_disk(home, llama, monkeypatch, small_disk, tmp_path):
+    """One line, and what was drawn counts."""
+    disk = small_disk(2**16)
+    monkeypatch.setattr(module, "cache_home", lambda: disk)
+    with pytest.raises(UserError, match=r"the disk is full \(0.0 GiB free at .*MLAFORGE_HOME.* goes on"):
+        written(llama, 40_000)
+    drawn = (the_folder(disk) / module.TEXTS).read_bytes()
+    assert len(drawn) > 2**14
+    monkeypatch.setattr(module, "cache_home", lambda: tmp_path / "another")
+    assert written(llama, 40_000).tokens >= 40_000
+    (moved := the_folder(tmp_path / "another") / module.TEXTS).write_bytes(drawn)
+    assert written(llama, 40_000).tokens >= 40_000
+    assert moved.read_bytes().startswith(drawn[: drawn.rfind(b"\n") + 1])
 
 
 def test_a_random_model_writes_nothing(home, llama, monkeypatch):

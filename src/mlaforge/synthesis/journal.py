@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,11 +42,11 @@ class Journal:
     def __init__(self, path: Path):
         self.path, self.lines, self.under_way = path, dict[int, Line](), dict[int, list[int]]()
         if path.exists():
-            # The last line of a killed run may be torn.
-            whole, _, torn = path.read_text(encoding="utf-8").rpartition("\n")
+            # The last line of a killed run may be torn. It is cut off in place: a full disk has room for that.
+            written = path.read_bytes()
+            whole = written[: written.rfind(b"\n") + 1]
             self.lines = {line["number"]: line for line in map(json.loads, whole.splitlines())}
-            if torn:
-                path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+            os.truncate(path, len(whole))
 
     def run(
         self, engine: Engine, following: Callable[[], int | None], begin: Begin, answered: Answered, bar: Any,

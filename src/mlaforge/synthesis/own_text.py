@@ -20,13 +20,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from mlaforge.artifact import locked
+from mlaforge.artifact import disk_is_full, full_disk, locked
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus, overlap
 from mlaforge.engine.cache.kv_cache import free_bytes
@@ -101,7 +102,7 @@ def own_text(source: SourceModel, tokens: int, seed: int, device: str, judged: l
     recipe = [_openings(), TEMPERATURE, TOP_P, SHORTEST, LONGEST, seed]
     key = hashlib.sha256(json.dumps([source.fingerprint, *recipe]).encode()).hexdigest()
     folder = cache_home() / "self" / f"{source.path.name}-{key[:12]}"
-    with locked(folder / "lock", f"the text of {source.name}", wait=True):
+    with _room(folder), locked(folder / "lock", f"the text of {source.name}", wait=True):
         draw, needed = _Draw(source, seed, resolve_device(device), folder), tokens
         while True:
             draw.until(needed)
@@ -111,6 +112,18 @@ def own_text(source: SourceModel, tokens: int, seed: int, device: str, judged: l
             if text.tokens >= tokens or needed >= draw.most:
                 return text
             needed += tokens - text.tokens
+
+
+@contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """Raises UserError where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if not disk_is_full(error):
+            raise
+        choose = "or set MLAFORGE_HOME to a folder on another disk"
+        raise UserError(full_disk(folder, choose, "the same command goes on from what it holds")) from error
 
 
 @functools.cache
