@@ -295,9 +295,9 @@ def test_a_model_that_overflows_is_no_diagnosis(model, options, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Two tiny models that were trained, for seconds, on half of Python's topics, and two files of a quarter each: all
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def trained(request, tmp_path_factory):
+    """A tiny model that was trained, for seconds, on half of Python's topics, and two files of a quarter each: all
     three have some of every kind."""
     from pydoc_data.topics import topics
 
@@ -306,47 +306,38 @@ def trained(tmp_path_factory):
     # Some topics repeat lines of others.
     lines = dict.fromkeys(line for topic in sorted(topics) for line in topics[topic].splitlines())
     parts = ["\n".join(list(lines)[start : start + 50]) for start in range(0, len(lines), 50)]
-    made, folder = {}, tmp_path_factory.mktemp("trained")
+    folder = tmp_path_factory.mktemp("trained")
     for name, start in (("looked-at", 0), ("judged", 2)):
-        made[name] = folder / f"{name}.txt"
-        made[name].write_text("\n\n".join(parts[start::4]), encoding="utf-8")
-    for family in ("llama", "qwen2"):
-        made[family] = folder / family
-        torch.manual_seed(0)
-        model = build(family).train()
-        save_tokenizer(made[family])
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(made[family])
-        text = torch.tensor(tokenizer("\n\n".join(parts[1::2]))["input_ids"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for _ in range(300):
-            starts = torch.randint(0, len(text) - 128, (16,))
-            batch = torch.stack([text[start : start + 128] for start in starts])
-            model(batch, labels=batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model.eval().save_pretrained(made[family])
-    return made
+        (folder / f"{name}.txt").write_text("\n\n".join(parts[start::4]), encoding="utf-8")
+    torch.manual_seed(0)
+    model = build(request.param).train()
+    save_tokenizer(folder / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    text = torch.tensor(tokenizer("\n\n".join(parts[1::2]))["input_ids"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(300):
+        starts = torch.randint(0, len(text) - 128, (16,))
+        batch = torch.stack([text[start : start + 128] for start in starts])
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(folder / "model")
+    return folder / "model", folder / "looked-at.txt", folder / "judged.txt"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(("layout", "budget"), [("latent", 0.125), ("latent_rope", 0.25)])
-def test_a_predicted_loss_is_what_conversion_loses(family, layout, budget, trained, tmp_path):
+def test_a_predicted_loss_is_what_conversion_loses(layout, budget, trained, tmp_path):
     """Measured on windows of the text that was diagnosed, judged by `convert` on other text of its kind: within a
     factor of 1.5."""
+    model, looked_at, judged = trained
     config = DiagnoseConfig(
-        text=str(trained["looked-at"]),
-        seqlen=128,
-        windows=128,
-        budget=budget,
-        layout=layout,
-        device="cpu",
-        report=False,
+        text=str(looked_at), seqlen=128, windows=128, budget=budget, layout=layout, device="cpu", report=False
     )
-    told = diagnose.run(str(trained[family]), None, config).metrics["plan"]
+    told = diagnose.run(str(model), None, config).metrics["plan"]
     settings = convert_options(
-        trained["looked-at"], trained["judged"], budget=budget, layout=layout, seqlen=128, nsamples=128, eval_windows=90
+        looked_at, judged, budget=budget, layout=layout, seqlen=128, nsamples=128, eval_windows=90
     )
-    found = convert.run(str(trained[family]), tmp_path / "out", settings).metrics
+    found = convert.run(str(model), tmp_path / "out", settings).metrics
     lost = math.log(found["ratio"])
     assert lost > 4 * found["log_ratio_stderr"], "too little is lost to tell"
     assert 1 / 1.5 < told["predicted_loss"] / lost < 1.5, (told["predicted_loss"], lost)
