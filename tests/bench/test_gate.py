@@ -228,6 +228,13 @@ def test_own_gates_open_nothing(one_gate, tmp_path):
     assert found["passed"] and found["ledger"]["in_a_row"] == 0 and found["gates"][0]["name"] == "mine"
 
 
+def test_a_run_that_no_gate_is_about_is_not_judged(one_gate):
+    write_run(one_gate, "a", scenario="speed")
+    with pytest.raises(UserError, match="no gate of scope micro judges speed; there are gates for batch"):
+        gate.run(one_gate)
+    assert not (one_gate / gate.LEDGER).exists()
+
+
 def test_the_exit_code_and_the_newest_run(one_gate, cli):
     write_run(one_gate, "20260101-000000", cases=[case(0, [10.0])])
     done = cli("gate", one_gate)

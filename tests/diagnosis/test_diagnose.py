@@ -295,7 +295,7 @@ def test_a_model_that_overflows_is_no_diagnosis(model, options, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
     """A tiny model that was trained, for seconds, on half of Python's topics, and two files of a quarter each: all
     three have some of every kind."""
@@ -325,7 +325,15 @@ def trained(request, tmp_path_factory):
     return folder / "model", folder / "looked-at.txt", folder / "judged.txt"
 
 
-@pytest.mark.parametrize(("layout", "budget"), [("latent", 0.125), ("latent_rope", 0.25)])
+@pytest.mark.parametrize(
+    ("trained", "layout", "budget"),
+    [
+        ("llama", "latent", 0.125), ("qwen2", "latent_rope", 0.25),
+        pytest.param("llama", "latent_rope", 0.25, marks=pytest.mark.slow),
+        pytest.param("qwen2", "latent", 0.125, marks=pytest.mark.slow),
+    ],
+    indirect=["trained"],
+)  # fmt: skip
 def test_a_predicted_loss_is_what_conversion_loses(layout, budget, trained, tmp_path):
     """Measured on windows of the text that was diagnosed, judged by `convert` on other text of its kind: within a
     factor of 1.5."""

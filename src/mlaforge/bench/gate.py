@@ -302,6 +302,9 @@ def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
     if not verdicts:
         raise UserError(f"{', '.join(map(str, wanted))} hold no gate of scope {one['scope']}")
     counted = {verdict["verdict"] for verdict in verdicts}
+    if counted == {"not asked"}:
+        judged = ", ".join(sorted({verdict["scenario"] for verdict in verdicts}))
+        raise UserError(f"no gate of scope {one['scope']} judges {', '.join(results)}; there are gates for {judged}")
     passed = "pass" in counted and not counted & {"fail", "missing"}
     # What opens the full suite was asked everything but for what a run need not have.
     whole = all(verdict["needs"] for verdict in verdicts if verdict["verdict"] == "not asked")
