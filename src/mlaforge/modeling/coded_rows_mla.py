@@ -49,12 +49,15 @@ class CodedRows:
             halves[:count] *= 2
         return halves
 
+    def nearest(self, latent: Tensor) -> Tensor:
+        """[..., R] in fp32: the whole numbers that a latent is stored as."""
+        halves = self.halves(latent.device)
+        return torch.maximum(torch.minimum(latent.bfloat16().float().round(), halves - 1.0), -halves.float())
+
     def pack(self, row: Tensor) -> Tensor:
         """[..., R+E] of any float dtype -> uint8 [..., B]. What is no number in a latent becomes 0: no code says it."""
         row = row.bfloat16().float()
-        latent, halves = row[..., : self.rank], self.halves(row.device)
-        nearest = torch.maximum(torch.minimum(latent.round(), halves - 1.0), -halves.float())
-        codes = nearest.nan_to_num().int() + halves
+        codes = self.nearest(row[..., : self.rank]).nan_to_num().int() + self.halves(row.device)
         weights = (1 << torch.arange(8, device=row.device)).int()
         parts = [
             ((codes[..., :count] >> bit & 1).unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)

@@ -35,6 +35,18 @@ FIELDS = {
     "mla_sinks": (bool, False),
     # Whether queries and keys are RMS-normed per head before RoPE, as in the source (layout `latent` only).
     "mla_qk_norm": (bool, False),
+    # Sparse attention (token_index_mla.py): the kind of the index, None where all attention is dense; tokens that a
+    # query reads, and per layer where layers differ; numbers of an index key; which tokens are read in any case: the
+    # first, the newest, and every so-manieth.
+    "index_kind": (str | None, None),
+    "index_topk": (int | None, None),
+    "index_topk_per_layer": (list[int] | None, None),
+    "index_head_dim": (int, 0),
+    "index_sink": (int, 0),
+    "index_window": (int, 0),
+    "index_stride": (int, 0),
+    # Per layer: "full" has an index, "shared" reads what the last layer before it that has one chose, "dense" all.
+    "indexer_types": (list[str] | None, None),
 }
 
 _classes: dict[str, type] = {}

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_mla import FUSED, attend, attend_fused, sink_share
 from .coded_rows_mla import CodedRows
 from .rope_mla import RotationTable, pairs, rotate
+from .token_index_mla import SparseLayer, Sparsity, cached
 
 
 class HeadRMSNorm(nn.Module):
@@ -60,7 +61,7 @@ class LatentAttention(nn.Module):
     is_causal = True
     rope_index: Tensor
 
-    def __init__(self, config: Any, layer_idx: int, table: RotationTable):
+    def __init__(self, config: Any, layer_idx: int, table: RotationTable, sparsity: Sparsity | None = None):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -103,6 +104,10 @@ class LatentAttention(nn.Module):
             assert self.layout == "latent"
             self.q_norm = HeadRMSNorm(self.nope_dim, config.rms_norm_eps)
             self.k_norm = HeadRMSNorm(self.nope_dim, config.rms_norm_eps)
+        # An index key is a linear map of the row as it is read, or of the keys where a norm stands between.
+        features = self.num_kv_heads * self.nope_dim if self.qk_norm else self.rank + self.rope_dim
+        self.sparse = SparseLayer.of(config, layer_idx, sparsity, features, self.nope_dim + self.rope_dim)
+        self.index = self.sparse.index if self.sparse is not None else None
 
     def forward(
         self,
@@ -133,34 +138,58 @@ class LatentAttention(nn.Module):
             q_BHTD = self.q_norm(q_BHTD)
         row_BTR = self.kv_a_proj_with_mqa(hidden_states)
 
-        if self.layout == "latent_rope":
-            num_pairs = self.nope_dim // 2
-            cos, sin = (pairs(table, num_pairs)[..., self.rope_index] for table in position_embeddings)
+        first = 0
+        if past_key_values is not None:
+            # The frame in which transformers builds its masks: cached row j has index first_key + j.
+            seen = past_key_values.get_seq_length(self.layer_idx)
+            first = int(seen - past_key_values.get_mask_sizes(T, self.layer_idx)[1])
+        if self.layout == "latent":
+            cos, sin = (table[:, first:] for table in self.table(first + T, q_BHTD))
+        else:
+            cos, sin = (pairs(table, self.nope_dim // 2) for table in position_embeddings)
+        index_BTI = None
+        if self.index is not None:
+            index_BTI = self.index.keys(self._features(row_BTR), cos, sin)
+        if self.sparse is not None:
+            self.sparse.ask(q_BHTD, cos, sin)
+
+        if self.layout == "latent":
+            q_BHTD = rotate(q_BHTD, cos, sin)
+        else:
+            cos, sin = cos[..., self.rope_index], sin[..., self.rope_index]
             q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
             q_BHTD = torch.cat((q_nope, rotate(q_rope, cos, sin)), dim=-1)
             latent, k_rope = row_BTR.split([self.rank, self.rope_dim], dim=-1)
             row_BTR = torch.cat((latent, rotate(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
 
-        row_B1SR, first = row_BTR[:, None], 0
+        row_B1SR = row_BTR[:, None]
         if self.coded is not None:
             row_B1SR = self.coded.rounded(row_B1SR) if past_key_values is None else self.coded.pack(row_B1SR)
         if past_key_values is not None:
-            # The frame in which transformers builds its masks: cached row j has index first_key + j.
-            seen = past_key_values.get_seq_length(self.layer_idx)
-            first_key = past_key_values.get_mask_sizes(T, self.layer_idx)[1]
-            first = seen - first_key
-            row_B1SR, _ = past_key_values.update(row_B1SR, row_B1SR[..., :0], self.layer_idx)
+            row_B1SR, index_BTI = cached(past_key_values, self.layer_idx, row_B1SR, index_BTI)
             if self.coded is not None:
                 row_B1SR = self.coded.unpack(row_B1SR).to(row_BTR.dtype)
-        row_BSR = row_B1SR[:, 0]
-
-        if self.layout == "latent":
-            cos, sin = self.table(max(row_BSR.shape[1], int(first) + T), q_BHTD)
-            at = first + torch.arange(T, device=cos.device)
-            q_BHTD = rotate(q_BHTD, cos[:, at], sin[:, at])
+        row_BSR, at = row_B1SR[:, 0], None
+        if self.sparse is not None:
+            row_BSR, attention_mask, at = self.sparse.read(row_BSR, index_BTI, attention_mask, T, self._sinks)
         absorb = self.cheaper_absorbed(T) if self.absorb is None else self.absorb
         form = self.absorbed if absorb else self.expanded
-        return form(q_BHTD, row_BSR, attention_mask, **kwargs)
+        return form(q_BHTD, row_BSR, attention_mask, at, **kwargs)
+
+    def _features(self, row_BTR: Tensor) -> Tensor:
+        """What an index key is a linear map of: a row as it is read, its rotary part not turned yet."""
+        if self.coded is not None:
+            whole = self.coded.nearest(row_BTR[..., : self.rank]).to(row_BTR.dtype)
+            row_BTR = torch.cat((whole, row_BTR[..., self.rank :]), dim=-1)
+        if not self.qk_norm:
+            return row_BTR
+        w_uk, _, b_k, _ = self.up_projections()
+        keys = nn.functional.linear(row_BTR, w_uk.flatten(0, 1), b_k.flatten())
+        return self.k_norm(keys.unflatten(-1, (self.num_kv_heads, -1))).flatten(-2)
+
+    @property
+    def _sinks(self) -> Tensor | None:
+        return self.sinks if self.config.mla_sinks else None
 
     def cheaper_absorbed(self, num_queries: int) -> bool:
         """Whether T query tokens cost fewer FLOPs per cached token over the latent than over decompressed heads."""
@@ -182,16 +211,16 @@ class LatentAttention(nn.Module):
         """What a query of the `latent` layout is multiplied with, from keys as they are decompressed."""
         if self.qk_norm:
             k_BGSD = self.k_norm(k_BGSD)
-        cos, sin = self.table(k_BGSD.shape[2], k_BGSD)
+        cos, sin = self.table(k_BGSD.shape[2] if at_S is None else int(at_S.max()) + 1, k_BGSD)
         if at_S is not None:
-            cos, sin = cos[:, at_S], sin[:, at_S]
+            cos, sin = cos[0][at_S], sin[0][at_S]
         return rotate(k_BGSD, cos, sin)
 
     def expanded(
         self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, at_S: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """Keys and values of every KV head are decompressed: fewer FLOPs where many query tokens share them. `at_S`:
-        positions of the rows below S where they are not 0 to S - 1."""
+        positions of the rows, [S] or [B, S], where they are not 0 to S - 1."""
         B, S, _ = row_BSR.shape
         kv = self.kv_b_proj(row_BSR[..., : self.rank]).view(B, S, self.num_kv_heads, -1).transpose(1, 2)
         k_BGSD, v_BGSV = kv.split([self.nope_dim, self.v_dim], dim=-1)
@@ -200,7 +229,7 @@ class LatentAttention(nn.Module):
         else:
             k_rope = row_BSR[:, None, :, self.rank :].expand(-1, self.num_kv_heads, -1, -1)
             k_BGSD = torch.cat((k_BGSD, k_rope), dim=-1)
-        sinks = self.sinks if self.config.mla_sinks else None
+        sinks = self._sinks
         if self.config._attn_implementation == FUSED:
             return attend_fused(q_BHTD, k_BGSD, v_BGSV, mask, self.scaling, sinks)
         if sinks is not None:

@@ -16,20 +16,29 @@ from .coded_rows_mla import CodedRows
 from .configuration_mla import FIELDS
 from .latent_attention_mla import LatentAttention
 from .rope_mla import RotationTable
+from .sparse_attention_mla import SparseAttention
+from .token_index_mla import Sparsity
 
-__all__ = ["FIELDS", "CodedRows", "LatentAttention", "attend", "use_latent_attention"]
+__all__ = [
+    "FIELDS", "CodedRows", "LatentAttention", "SparseAttention", "Sparsity", "attend", "use_latent_attention",
+]  # fmt: skip
 
 _classes: dict[str, type] = {}
 
 
 def use_latent_attention(model: Any) -> None:
-    """Replaces `self_attn` of every converted layer of a decoder (`model.layers`, `model.rotary_emb`) in place."""
+    """Replaces `self_attn` of every converted or sparse layer of a decoder (`model.layers`, `model.rotary_emb`) in
+    place. `model.sparsity`: what its sparse layers share, None where all attention is dense."""
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     table = RotationTable(model.rotary_emb, head_dim // 2)
+    sparsity = Sparsity(config) if config.index_kind else None
+    model.sparsity = sparsity
     for index, layer in enumerate(model.layers):
         if config.mla_layer_types[index] != "gqa":
-            layer.self_attn = LatentAttention(config, index, table)
+            layer.self_attn = LatentAttention(config, index, table, sparsity)
+        elif sparsity is not None and config.indexer_types[index] != "dense":
+            layer.self_attn = SparseAttention(layer.self_attn, config, index, sparsity)
 
 
 def _make(name: str, family: str, kind: str) -> type:

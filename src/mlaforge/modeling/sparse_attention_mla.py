@@ -1,0 +1,70 @@
+"""Grouped-query attention that reads a selection of its cache: for layers that were not converted.
+
+Takes over the projections, norms and sinks of a decoder layer's own attention module. A token's row, its rotated keys
+and its values side by side, is cached as keys, its index key as values. Copied into checkpoints; needs only torch.
+
+Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention_mla import attend, attend_fused, sink_share
+from .rope_mla import pairs, rotate
+from .token_index_mla import SparseLayer, Sparsity, cached, seen
+
+
+class SparseAttention(nn.Module):
+    """`attention`: the layer's own module, whose parts this one has from then on. With a T of several that are not
+    given selections it is the same attention."""
+
+    def __init__(self, attention: Any, config: Any, layer_idx: int, sparsity: Sparsity):
+        super().__init__()
+        for name, part in attention.named_children():
+            self.add_module(name, part)
+        self.sinks = getattr(attention, "sinks", None)
+        self.layer_idx, self.head_dim, self.scaling = layer_idx, attention.head_dim, attention.scaling
+        self.num_kv_heads = config.num_key_value_heads
+        features = self.num_kv_heads * self.head_dim
+        self.sparse = SparseLayer.of(config, layer_idx, sparsity, features, self.head_dim)
+        assert self.sparse is not None
+        self.index = self.sparse.index
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None)."""
+        assert self.sparse is not None
+        B, T, _ = hidden_states.shape
+        q, k = (project(hidden_states).view(B, T, -1, self.head_dim) for project in (self.q_proj, self.k_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = (pairs(table, self.head_dim // 2) for table in position_embeddings)
+        index_BTI = None if self.index is None else self.index.keys(k.flatten(2), cos, sin)
+        q_BHTD, k_BGTD = q.transpose(1, 2), k.transpose(1, 2)
+        self.sparse.ask(q_BHTD, cos, sin)
+        q_BHTD, k_BGTD = rotate(q_BHTD, cos, sin), rotate(k_BGTD, cos, sin)
+        row_BSW = torch.cat((k_BGTD.transpose(1, 2).flatten(2), self.v_proj(hidden_states)), dim=-1)
+        if past_key_values is not None:
+            row_B1SW, index_BTI = cached(past_key_values, self.layer_idx, row_BSW[:, None], index_BTI)
+            row_BSW = row_B1SW[:, 0]
+        row_BSW, mask, _ = self.sparse.read(row_BSW, index_BTI, attention_mask, T, self.sinks)
+        S = row_BSW.shape[1]
+        k_BGSD, v_BGSD = (
+            part.reshape(B, S, self.num_kv_heads, self.head_dim).transpose(1, 2) for part in row_BSW.chunk(2, dim=-1)
+        )
+        if T > 1:
+            visible = seen(mask, B, T, S, q.device)
+            out_BHTD = attend_fused(q_BHTD, k_BGSD, v_BGSD, visible, self.scaling, self.sinks)
+        else:
+            out_BHTD, lse = attend(q_BHTD, k_BGSD, v_BGSD, mask, self.scaling)
+            if self.sinks is not None:
+                out_BHTD = out_BHTD * sink_share(lse, self.sinks)[..., None].to(out_BHTD.dtype)
+        return self.o_proj(out_BHTD.transpose(1, 2).flatten(2)), None
