@@ -1,4 +1,4 @@
-"""config.json of a converted model: what is asked of the fields that `convert` writes beside its source's own.
+"""config.json of a model of ours: what is asked of the fields that `convert` and `sparsify` write beside its source's.
 
 modeling/configuration_mla.py says what each of them means.
 """
@@ -12,12 +12,15 @@ from mlaforge.families.schema import FLAG, LARGEST_HEAD, Rule, broken, check, li
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.coded_rows_mla import LARGEST_CODE
 from mlaforge.modeling.configuration_mla import FIELDS
+from mlaforge.modeling.token_index_mla import INDEXES
 from mlaforge.runtime import UserError
 
 SUFFIX = "_mla"
+# An index key's numbers come in so many.
+INDEX_NUMBERS = 8
 RULES = {
     "architectures": Rule("a list", lambda value: isinstance(value, list)),
-    "kv_lora_rank": whole(1),
+    "kv_lora_rank": whole(0),
     "qk_rope_head_dim": whole(0),
     "qk_nope_head_dim": whole(1, LARGEST_HEAD),
     "v_head_dim": whole(1, LARGEST_HEAD),
@@ -31,12 +34,29 @@ RULES = {
     "mla_o_bias": FLAG,
     "mla_sinks": FLAG,
     "mla_qk_norm": FLAG,
+    "index_kind": one_of(*INDEXES),
+    "index_topk": whole(1),
+    "index_topk_per_layer": list_of(whole(0)),
+    "index_head_dim": whole(0, LARGEST_HEAD),
+    "index_sink": whole(0),
+    "index_window": whole(0),
+    "index_stride": whole(0),
+    "indexer_types": list_of(one_of("full", "shared", "dense")),
 }
 # Those whose default in FIELDS no converted model can have.
 REQUIRED = (
     "architectures", "mla_layer_types", "mla_kv_lora_ranks", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
     "softmax_scale",
 )  # fmt: skip
+
+
+# Those that a sparse model has all of, and a dense one none: without one of them others would serve it densely.
+SPARSE = ("index_kind", "index_topk", "index_head_dim", "index_window", "indexer_types")
+
+
+def is_sparse(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model that `sparsify` made."""
+    return any(config.get(name) for name in SPARSE)
 
 
 def is_converted(config: dict[str, Any]) -> bool:
@@ -73,7 +93,7 @@ def check_converted(config: dict[str, Any], spec: ModelSpec) -> None:
     for field, right, words in (
         ("architectures", config["architectures"] == own, f"{own}"),
         ("mla_layer_types", len(layouts) == spec.num_layers, each),
-        ("mla_layer_types", any(latent), "another kind than gqa for a layer at least"),
+        ("mla_layer_types", any(latent) or is_sparse(config), "another kind than gqa for a layer at least"),
         ("mla_kv_lora_ranks", len(ranks) == spec.num_layers, each),
         ("mla_kv_lora_ranks", [rank > 0 for rank in ranks] == latent, f"0 for gqa, above for others of {layouts}"),
         ("mla_code_counts", len(codes) == spec.num_layers, each),
@@ -93,6 +113,33 @@ def check_converted(config: dict[str, Any], spec: ModelSpec) -> None:
         ("v_head_dim", config["v_head_dim"] == head_dim, f"{head_dim}, the head_dim"),
         ("qk_rope_head_dim", rotary % 2 == 0, "even"),
         ("qk_rope_head_dim", (rotary > 0) == ("latent_rope" in layouts), "above 0 with layers of latent_rope, else 0"),
+    ):
+        if not right:
+            raise broken("config.json", field, config.get(field), words)
+    if is_sparse(config):
+        _check_sparse(config, spec)
+
+
+def _check_sparse(config: dict[str, Any], spec: ModelSpec) -> None:
+    for name in SPARSE:
+        if not config.get(name):
+            raise UserError(f"config.json has no {name!r}, which a sparse model must have; it would be served densely")
+    kinds, read = config["indexer_types"], config.get("index_topk_per_layer") or [config["index_topk"]]
+    first = next((kind for kind in kinds if kind != "dense"), None)
+    forced = (config.get("index_sink") or 0) + config["index_window"]
+    each = f"a list of {spec.num_layers}, one for each layer"
+    sliding = [i for i, layer in enumerate(spec.layers) if layer.window is not None]
+    for field, right, words in (
+        ("indexer_types", len(kinds) == spec.num_layers, each),
+        ("indexer_types", first == "full", "full before the first shared"),
+        (
+            "indexer_types",
+            all(kinds[i] == "dense" for i in sliding if i < len(kinds)),
+            f"dense where layers have a sliding window: {sliding}",
+        ),
+        ("index_topk_per_layer", len(read) in (1, spec.num_layers), each),
+        ("index_topk", min(read) > forced, f"above the {forced} tokens that are read in any case"),
+        ("index_head_dim", config["index_head_dim"] % INDEX_NUMBERS == 0, f"a multiple of {INDEX_NUMBERS}"),
     ):
         if not right:
             raise broken("config.json", field, config.get(field), words)

@@ -74,6 +74,7 @@ class Reader:
         self.directory = directory
         self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
+        self._names: dict[str, list[str]] = {}
         indexed = self._index()
         for name in self.shards:
             path = directory / name
@@ -83,7 +84,8 @@ class Reader:
                 raise UserError(f"{path} is missing, though {INDEX} names it; fetch the model again") from error
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is truncated or not safetensors ({error}); fetch it again") from error
-            self._file_of.update((name, file) for name in file.keys() if not name.endswith(TABLE))  # noqa: SIM118 (no mapping)
+            self._names[name] = list(file.keys())
+            self._file_of.update((name, file) for name in self._names[name] if not name.endswith(TABLE))
         for name in indexed:
             if name not in self._file_of and not name.endswith(TABLE):
                 raise UserError(f"{directory} has no tensor {name!r}, though {INDEX} names it; fetch the model again")
@@ -113,6 +115,11 @@ class Reader:
                 "convert them to safetensors first"
             )
         raise UserError(f"{self.directory} has neither {SINGLE} nor {INDEX}; a model directory has one of them")
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """Every tensor's shard, also of those that the model does not use."""
+        return {name: shard for shard, names in self._names.items() for name in names}
 
     def __enter__(self) -> Reader:
         return self

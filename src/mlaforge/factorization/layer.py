@@ -46,15 +46,11 @@ def kept_parts(latent: Latent) -> tuple[str, ...]:
     return kept if latent.w_q is not None else (*kept, "q_proj")
 
 
-def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias: bool) -> dict[str, Any]:
-    """config.json of the converted model: the source's, its type changed, the MLA fields added."""
-    raw, spec = source.config, source.spec
-    layer = spec.layers[plan.converted[0]]
-    chosen = [plan.layers[i] for i in plan.converted]
+def mla_classes(raw: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the classes that compute a model of ours; `raw` is its original's."""
     config_class, causal_lm = loading.model_class(raw)
     prefix = causal_lm.__name__.removesuffix("ForCausalLM")
     return {
-        **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
         # Of the class that computes it, which for some families is another's.
         "model_type": config_class.model_type + SUFFIX,
         "architectures": [f"{prefix}MlaForCausalLM"],
@@ -63,6 +59,17 @@ def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias:
             "AutoModel": f"modeling_mla.{prefix}MlaModel",
             "AutoModelForCausalLM": f"modeling_mla.{prefix}MlaForCausalLM",
         },
+    }
+
+
+def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias: bool) -> dict[str, Any]:
+    """config.json of the converted model: the source's, its type changed, the MLA fields added."""
+    raw, spec = source.config, source.spec
+    layer = spec.layers[plan.converted[0]]
+    chosen = [plan.layers[i] for i in plan.converted]
+    return {
+        **{k: v for k, v in raw.items() if k not in ("_name_or_path", "transformers_version")},
+        **mla_classes(raw),
         "kv_lora_rank": max(part.kv_lora_rank for part in chosen),
         "qk_rope_head_dim": chosen[0].qk_rope_head_dim,
         "qk_nope_head_dim": layer.head_dim,

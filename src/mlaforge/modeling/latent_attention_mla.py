@@ -130,12 +130,8 @@ class LatentAttention(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Everything before o_proj: [B, T, hidden] -> [B, H, T, V]."""
-        B, T, _ = hidden_states.shape
-        x = hidden_states if self.config.q_lora_rank is None else self.q_a_proj(hidden_states)
-        q = (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)(x)
-        q_BHTD = q.view(B, T, self.num_heads, -1).transpose(1, 2)
-        if self.qk_norm:
-            q_BHTD = self.q_norm(q_BHTD)
+        T = hidden_states.shape[1]
+        q_BHTD = self.queries(hidden_states)
         row_BTR = self.kv_a_proj_with_mqa(hidden_states)
 
         first = 0
@@ -149,7 +145,7 @@ class LatentAttention(nn.Module):
             cos, sin = (pairs(table, self.nope_dim // 2) for table in position_embeddings)
         index_BTI = None
         if self.index is not None:
-            index_BTI = self.index.keys(self._features(row_BTR), cos, sin)
+            index_BTI = self.index.keys(self.index_features(row_BTR), cos, sin)
         if self.sparse is not None:
             self.sparse.ask(q_BHTD, cos, sin)
 
@@ -176,8 +172,16 @@ class LatentAttention(nn.Module):
         form = self.absorbed if absorb else self.expanded
         return form(q_BHTD, row_BSR, attention_mask, at, **kwargs)
 
-    def _features(self, row_BTR: Tensor) -> Tensor:
-        """What an index key is a linear map of: a row as it is read, its rotary part not turned yet."""
+    def queries(self, hidden_BTC: Tensor) -> Tensor:
+        """[B, H, T, D+E], normed where the source norms them, before RoPE."""
+        x = hidden_BTC if self.config.q_lora_rank is None else self.q_a_proj(hidden_BTC)
+        q = (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)(x)
+        q_BHTD: Tensor = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return self.q_norm(q_BHTD) if self.qk_norm else q_BHTD
+
+    def index_features(self, row_BTR: Tensor) -> Tensor:
+        """What an index key is a linear map of: a row as it is read, its rotary part not turned yet, or the normed keys
+        of all heads."""
         if self.coded is not None:
             whole = self.coded.nearest(row_BTR[..., : self.rank]).to(row_BTR.dtype)
             row_BTR = torch.cat((whole, row_BTR[..., self.rank :]), dim=-1)

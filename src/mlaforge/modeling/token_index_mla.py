@@ -83,6 +83,7 @@ class Sparsity:
         self.prompts = False
         # All is read without an index where it is not more than a selection; tests want the index all the same.
         self.shortcut = True
+        self.score = scores
         self.chosen: Tensor | None = None
 
     def active(self, num_queries: int) -> bool:
@@ -112,7 +113,7 @@ class Sparsity:
         parts = []
         for start in range(0, T, rows):
             queries, visible = queries_BHTI[:, :, start : start + rows], visible_BTS[:, start : start + rows]
-            parts.append(self.top(scores(queries, keys_BSI, visible, sinks_H), visible, k))
+            parts.append(self.top(self.score(queries, keys_BSI, visible, sinks_H), visible, k))
         return torch.cat(parts, dim=1)
 
 

@@ -1,0 +1,125 @@
+"""Perplexity at long context where generated tokens read a selection: an index beside what it could be at the best.
+
+    python benchmarks/sparsity.py --data ../shared/data --model DIR [--topk 1024 512] [--selectors pairs oracle ...]
+
+DIR is what `mlaforge sparsify` wrote. One-document windows of 8192 tokens of three kinds: WikiText-2's test articles,
+modules of installed packages, and the reference text of others. The first 4096 tokens are read densely, as a prompt is;
+every later one reads a selection, and is judged. fp32 in transformers. A run that was cut off goes on.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import Results, command, parser, wikitext
+from token_selectors import SELECTORS, select_by
+from torch import Tensor
+
+from mlaforge.checkpoint.loading import load_model
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.data import corpus, overlap
+from mlaforge.rendering.table import markdown_table
+from mlaforge.runtime import UserError
+
+LENGTH, PROMPT, CHUNK = 8192, 4096, 512
+ARTICLES = ("Brock Lesnar", "Ironclad warship", "Temnospondyli", "Manila")
+MODULES = ("transformers/generation/utils.py", "numpy/lib/_npyio_impl.py")
+REFERENCE = ("scipy/signal/_filter_design.py", "scipy/optimize/_optimize.py")
+
+
+def documents(data: Path) -> Iterator[tuple[str, str]]:
+    """(name, text) of every one."""
+    articles = re.split(r"\n (?== [^=])", Path(wikitext(data)[1]).read_text("utf-8"))
+    for title in ARTICLES:
+        yield title, next(article for article in articles if article.startswith(f"= {title} ="))
+    site = Path(sysconfig.get_paths()["purelib"])
+    for name in MODULES:
+        yield name, (site / name).read_text("utf-8")
+    for name in REFERENCE:
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        nodes = (node for node in ast.walk(ast.parse((site / name).read_text("utf-8"))) if isinstance(node, kinds))
+        yield f"docstrings of {name}", "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
+
+
+def windows(source: SourceModel, data: Path) -> dict[str, Tensor]:
+    """Token ids [LENGTH] of the documents; UserError where one repeats what the model was tuned on."""
+    tuned = overlap.read_passages(source.path / overlap.PASSAGES)
+    found = {}
+    for name, text in documents(data):
+        ids = corpus.tokens(source.tokenizer, text, LENGTH)[:LENGTH]
+        assert len(ids) == LENGTH, f"{name} has {len(ids)} tokens"
+        if overlap.sharing([ids], tuned):
+            raise UserError(f"{name} shares text with what the model was tuned on")
+        found[name] = ids
+    return found
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor, past: Any, sparse: bool) -> tuple[Tensor, Any]:
+    """Losses of the tokens after `ids`'s first, in nats, and the cache; `past` holds what stands before."""
+    model.model.sparsity.prompts = sparse
+    start = past.get_seq_length() if past is not None else 0
+    losses = []
+    for begin in range(start, len(ids) - 1, CHUNK):
+        part = ids[begin : min(begin + CHUNK, len(ids) - 1)]
+        out = model(part[None], past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        logits = out.logits[0].float()
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, ids[begin + 1 : begin + 1 + len(part)], reduction="none")
+        )
+    return torch.cat(losses), past
+
+
+def main() -> None:
+    arguments = parser(__doc__, "benchmarks/sparsity.json")
+    arguments.add_argument("--model", required=True)
+    arguments.add_argument("--form", default="latent 50 %", help="what the table calls it")
+    arguments.add_argument("--topk", type=int, nargs="*", default=[1024, 512])
+    arguments.add_argument("--selectors", nargs="*", choices=[*SELECTORS], default=["pairs", "oracle"])
+    options = arguments.parse_args()
+    source = SourceModel.open(options.model)
+    texts = windows(source, options.data)
+    results = Results(options.out, [], resume=True, command=command())
+    model = load_model(source, "float32")
+    wanted = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
+    for name, ids in texts.items():
+        asked = [{"form": options.form, "text": name, "selector": selector, "topk": k} for selector, k in wanted]
+        # An exact index has keys of its own, which a cache made with another one lacks.
+        prompts: dict[bool, Any] = {}
+        for row in results.missing(asked):
+            exact = SELECTORS.get(row["selector"], (False, None))[0]
+            select_by(model, "pairs" if row["selector"] == "dense" else row["selector"], row["topk"])
+            if exact not in prompts:
+                prompts[exact] = read(model, ids[: PROMPT + 1], None, sparse=False)[1]
+            losses, _ = read(model, ids, copy.deepcopy(prompts[exact]), sparse=row["selector"] != "dense")
+            results.add({**row, "losses": [float(part.mean()) for part in losses.split(1024)]})
+    print(table(results.rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Perplexity over the dense model's by kind of text."""
+    dense = {(r["form"], r["text"]): r["losses"] for r in rows if r["selector"] == "dense"}
+    kinds = {"articles": set(ARTICLES), "modules": set(MODULES), "reference": {f"docstrings of {n}" for n in REFERENCE}}
+    lines: list[list[str]] = [["form", "selector", "k", *kinds, "all", "worst window"]]
+    for key in dict.fromkeys((r["form"], r["selector"], r["topk"]) for r in rows if r["selector"] != "dense"):
+        own = [r for r in rows if (r["form"], r["selector"], r["topk"]) == key]
+        lost = {
+            r["text"]: sum(r["losses"]) / len(r["losses"]) - sum(d := dense[r["form"], r["text"]]) / len(d) for r in own
+        }
+        groups = [[x for text, x in lost.items() if text in names] for names in kinds.values()]
+        means = [sum(g) / len(g) if g else math.nan for g in (*groups, [*lost.values()])]
+        lines.append([key[0], key[1], str(key[2]), *(f"{math.exp(x):.4f}" for x in (*means, max(lost.values())))])
+    return markdown_table(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Ways to choose the tokens that a query reads, beside the `pairs` index: what is exact, what others do, what is blind.
+
+Each is an index (what is kept of a token and asked for it) and a score of tokens; the pattern of forced tokens and the
+budget are the same for all.
+
+Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim, I numbers of an index key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlaforge.modeling.latent_attention_mla import LatentAttention
+from mlaforge.modeling.rope_mla import rotate
+from mlaforge.modeling.token_index_mla import scores
+
+# Tokens of a block of Quest's.
+BLOCK = 16
+
+
+class ExactIndex(nn.Module):
+    """A token's whole keys, and the heads' own queries: the scores are those of attention itself."""
+
+    def __init__(self, attention: Any):
+        super().__init__()
+        self.latent = [attention] if isinstance(attention, LatentAttention) else []
+        self.groups, self.scale = attention.num_kv_heads, attention.scaling
+
+    def keys(self, features_BTF: Tensor, cos_BTP: Tensor, sin_BTP: Tensor) -> Tensor:
+        """[B, T, G·D], and the rotary key behind them in `latent_rope`."""
+        still = features_BTF[..., :0]
+        if self.latent and not self.latent[0].qk_norm:
+            attention = self.latent[0]
+            w_uk, _, b_k, _ = attention.up_projections()
+            latents = features_BTF[..., : attention.rank]
+            keys = nn.functional.linear(latents, w_uk.flatten(0, 1), b_k.flatten())
+            if attention.rope_dim:
+                cos, sin = cos_BTP[..., attention.rope_index], sin_BTP[..., attention.rope_index]
+                return torch.cat((keys, rotate(features_BTF[:, None, :, attention.rank :], cos, sin)[:, 0]), dim=-1)
+            features_BTF = keys
+        keys_BGTD = features_BTF.unflatten(-1, (self.groups, -1)).transpose(1, 2)
+        return torch.cat((rotate(keys_BGTD, cos_BTP, sin_BTP).transpose(1, 2).flatten(2), still), dim=-1)
+
+    def queries(self, q_BHTE: Tensor, cos_BTP: Tensor, sin_BTP: Tensor) -> Tensor:
+        """[B, H, T, I]: a head's query in its group's place, zeros in the others'."""
+        rope_dim = self.latent[0].rope_dim if self.latent else 0
+        own, rope = q_BHTE, q_BHTE[..., :0]
+        if rope_dim:
+            at = self.latent[0].rope_index
+            own, rope = q_BHTE.split([q_BHTE.shape[-1] - rope_dim, rope_dim], dim=-1)
+            rope = rotate(rope, cos_BTP[..., at], sin_BTP[..., at])
+        else:
+            own = rotate(own, cos_BTP, sin_BTP)
+        B, H, T, D = own.shape
+        placed = own.new_zeros(B, self.groups, H // self.groups, T, self.groups, D)
+        for group, part in enumerate(own.unflatten(1, (self.groups, -1)).unbind(1)):
+            placed[:, group, :, :, group] = part
+        return torch.cat((placed.flatten(1, 2).flatten(3), rope), dim=-1) * self.scale
+
+
+Score = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def quest(queries_BHTI: Tensor, keys_BSI: Tensor, visible_BTS: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """arXiv 2406.10774: a block's score is the most that any key within its least and largest numbers could have."""
+    S = keys_BSI.shape[1]
+    padded = nn.functional.pad(keys_BSI, (0, 0, 0, -S % BLOCK), value=torch.nan).unflatten(1, (-1, BLOCK))
+    least, most = padded.nan_to_num(torch.inf).amin(2), padded.nan_to_num(-torch.inf).amax(2)
+    bound = queries_BHTI.clamp_min(0) @ most[:, None].mT + queries_BHTI.clamp_max(0) @ least[:, None].mT
+    seen = nn.functional.pad(visible_BTS, (0, -S % BLOCK)).unflatten(2, (-1, BLOCK)).any(-1)
+    share = torch.softmax(bound.float().masked_fill(~seen[:, None], -torch.inf), dim=-1).mean(1)
+    return share.repeat_interleave(BLOCK, dim=-1)[..., :S]
+
+
+def relu(queries_BHTI: Tensor, keys_BSI: Tensor, visible_BTS: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """DeepSeek-V3.2's form with heads of equal weight, not trained."""
+    return (queries_BHTI @ keys_BSI[:, None].mT).relu().sum(1).float()
+
+
+def newest(queries_BHTI: Tensor, keys_BSI: Tensor, visible_BTS: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """The budget goes to the newest tokens."""
+    return torch.arange(keys_BSI.shape[1], device=keys_BSI.device).float().expand(visible_BTS.shape)
+
+
+def blind(queries_BHTI: Tensor, keys_BSI: Tensor, visible_BTS: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Any tokens."""
+    return torch.rand(visible_BTS.shape, generator=torch.Generator().manual_seed(visible_BTS.shape[1]))
+
+
+# Name -> whether its index is exact, and its score.
+SELECTORS: dict[str, tuple[bool, Score]] = {
+    "pairs": (False, scores), "oracle": (True, scores), "Quest": (True, quest), "ReLU": (False, relu),
+    "newest": (False, newest), "random": (False, blind),
+}  # fmt: skip
+
+
+def select_by(model: Any, name: str, topk: int) -> None:
+    """Every sparse layer of a causal LM chooses so, and so many tokens."""
+    exact, model.model.sparsity.score = SELECTORS[name]
+    for layer in model.model.layers:
+        sparse = getattr(layer.self_attn, "sparse", None)
+        if sparse is None:
+            continue
+        sparse.topk = topk
+        if sparse.index is not None:
+            if not hasattr(sparse, "own"):
+                sparse.own = sparse.index
+            sparse.index = layer.self_attn.index = ExactIndex(layer.self_attn) if exact else sparse.own

@@ -1,0 +1,1 @@
+"""Sparse attention: an index for a model, so that what it generates reads only tokens that matter."""

@@ -1,0 +1,28 @@
+"""What a user may set of `sparsify`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaforge.config import SHORTEST_WINDOW, Options, option
+
+
+@dataclasses.dataclass(frozen=True)
+class SparsifyConfig(Options):
+    """Options of `sparsify`."""
+
+    first = ("topk", "text", "share")
+
+    topk: int = option(
+        1024, "tokens that a generated token reads in each layer, forced ones among them", "tokens", least=2
+    )
+    text: str = option("embedded", "text that shows what queries look for: a file, a folder or embedded")
+    share: int = option(1, "layers that read one selection, the first of them with an index", "layers", least=1)
+    width: int = option(32, "numbers of a token's index key, a byte each", "numbers", least=8)
+    sink: int = option(4, "first tokens that are always read", "tokens", least=0)
+    window: int = option(128, "newest tokens that are always read", "tokens", least=1)
+    stride: int = option(0, "every so-manieth token is always read; 0: none", "tokens", least=0)
+    nsamples: int = option(4, "windows of the text", "windows", least=1)
+    seqlen: int = option(2048, "their length", "tokens", least=SHORTEST_WINDOW)
+    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed of the choice of windows")

@@ -1,0 +1,157 @@
+"""`sparsify`: a model in, the same with an index of its tokens out; what it generates then reads a selection.
+
+The model is run once over a text, one layer at a time; each layer's index follows from what its queries and keys do
+there (factorization/token_index.py). OUT has MODEL's shards as they are, one more with the indexes, and a config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import mlaforge.modeling
+from mlaforge.artifact import Manifest, finished, record_names, writing
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.converted_config import INDEX_NUMBERS, is_sparse
+from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.reader import INDEX, SINGLE, Reader, companions
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.config import by_keywords
+from mlaforge.data import corpus, overlap
+from mlaforge.factorization.layer import mla_classes
+from mlaforge.runtime import UserError, log, resolve_device, timed
+from mlaforge.sparsity.config import SparsifyConfig
+from mlaforge.sparsity.observation import Observation
+
+SHARD, ONE_OF_ONE = "model-index.safetensors", "model-00001-of-00001.safetensors"
+
+
+def layer_kinds(source: SourceModel, share: int) -> list[str]:
+    """Config's `indexer_types`: layers with a sliding window stay dense, of `share` others in a row the first has an
+    index."""
+    kinds, number = [], 0
+    for layer in source.spec.layers:
+        if layer.window is not None:
+            kinds.append("dense")
+        else:
+            kinds.append("shared" if number % share else "full")
+            number += 1
+    if not number:
+        raise UserError(f"{source} has no layer without a sliding window; there is nothing to make sparse")
+    return kinds
+
+
+def settings(source: SourceModel, config: SparsifyConfig) -> dict[str, Any]:
+    """config.json of the result. Raises UserError for what contradicts."""
+    forced = config.sink + config.window
+    if config.topk <= forced:
+        raise UserError(
+            f"topk = {config.topk} must be above the {forced} tokens that are read in any case (sink {config.sink}, "
+            f"window {config.window})"
+        )
+    if config.width % INDEX_NUMBERS:
+        raise UserError(f"width = {config.width} must be a multiple of {INDEX_NUMBERS}")
+    raw, layer = source.config, source.spec.layers[0]
+    own = {} if source.converted else {
+        **mla_classes(raw), "kv_lora_rank": 0, "qk_nope_head_dim": layer.head_dim, "v_head_dim": layer.head_dim,
+        "softmax_scale": source.spec.softmax_scale, "mla_layer_types": ["gqa"] * source.spec.num_layers,
+        "mla_kv_lora_ranks": [0] * source.spec.num_layers,
+    }  # fmt: skip
+    return {
+        **{name: value for name, value in raw.items() if name not in ("_name_or_path", "transformers_version")},
+        **own,
+        "index_kind": "pairs",
+        "index_topk": config.topk,
+        "index_head_dim": config.width,
+        "index_sink": config.sink,
+        "index_window": config.window,
+        "index_stride": config.stride,
+        "indexer_types": layer_kinds(source, config.share),
+    }
+
+
+def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) -> Manifest:
+    """Makes MODEL, original or converted, sparse in the new directory `out`, and returns its manifest.
+
+    Raises UserError for the user's mistakes; `out` is either complete or untouched.
+    """
+    source = SourceModel.open(model)
+    if is_sparse(source.config):
+        raise UserError(f"{source} is sparse already; sparsify the model that it was made of")
+    made = settings(source, config)
+    device = resolve_device(config.device)
+    windows = corpus.windows(source.tokenizer, config.text, config.nsamples, config.seqlen, seed=config.seed)
+    source.check_tokens(windows.ids)
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name != "device"}
+    manifest = Manifest(
+        "sparsify",
+        config=options | record_names(config, "text"),
+        inputs={"model": {**source.record, "model_type": source.model_type}, "text": windows.describe()},
+    )
+    if done := finished(out, manifest, overwrite, (source.path, config.text)):
+        log(f"{out} is finished already")
+        return done
+    dtype = torch.float32 if device.type == "cpu" else source.dtype
+    with writing(out, manifest) as partial, LayerStream(source, dtype, device) as stream:
+        stream.check()
+        with timed(manifest.seconds, "index"):
+            tensors = learn(stream, windows.ids, made["indexer_types"], config.width)
+        with timed(manifest.seconds, "write"):
+            write(source, partial, made, tensors)
+            burnt = source.path / overlap.PASSAGES
+            known = overlap.read_passages(burnt) if burnt.is_file() else []
+            overlap.write_passages(partial, sorted({*known, *overlap.passages(windows)}))
+        per_token = config.width * made["indexer_types"].count("full")
+        manifest.metrics["cache"] = {"index_bytes_per_token": per_token}
+    return manifest
+
+
+def learn(stream: LayerStream, ids_NT: Tensor, kinds: list[str], width: int) -> dict[str, Tensor]:
+    """The index tensors of all layers whose kind is full, by their names in the checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    seen: dict[int, Observation] = {}
+
+    def see(index: int, number: int, states: Tensor) -> None:
+        if kinds[index] != "full":
+            return
+        layer = seen.setdefault(index, Observation(stream, index))
+        layer.add(states)
+        if number == len(ids_NT) - 1:
+            prefix = f"model.layers.{index}.self_attn.index."
+            tensors.update({prefix + name: tensor for name, tensor in seen.pop(index).index(width).items()})
+
+    stream.last_states(list(ids_NT), "index", see)
+    return tensors
+
+
+def write(source: SourceModel, out: Path, made: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Fills the directory `out`: MODEL's shards byte for byte, the indexes, config and what else a model needs."""
+    dtype = source.dtype
+    stored = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    with Reader(source.path) as reader:
+        # Where there is a file of this name, loaders do not look for others.
+        names = {shard: ONE_OF_ONE if shard == SINGLE else shard for shard in reader.shards}
+        weight_map = {name: names[shard] for name, shard in reader.weight_map.items()} | dict.fromkeys(stored, SHARD)
+    for shard, name in names.items():
+        shutil.copyfile(source.path / shard, out / name)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, out / SHARD, metadata={"format": "pt"})
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    for path in companions(source.path):
+        shutil.copyfile(path, out / path.name)
+    for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
+        shutil.copyfile(path, out / path.name)
+    with Reader(out) as reader:
+        reader.check_shapes(*loading.expected_tensors(made))
+
+
+sparsify = by_keywords(run, SparsifyConfig)
