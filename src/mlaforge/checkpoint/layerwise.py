@@ -48,7 +48,7 @@ class LayerStream:
             if hasattr(layer.self_attn, "table"):
                 layer.self_attn.table.rotary = rotary
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
-        self.reader = reader.Reader(self.source.path)
+        self.reader = reader.Reader(self.source.path, self.source.without)
 
     def __enter__(self) -> LayerStream:
         return self

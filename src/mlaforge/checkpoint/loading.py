@@ -46,7 +46,7 @@ def load_model(
     source = SourceModel.open(model)
     _ = source.spec  # what no model can have is told before anything is read
     config_class, causal_lm = model_class(source.config)
-    with Reader(source.path) as reader:
+    with Reader(source.path, source.without) as reader:
         reader.check_shapes(*expected_tensors(source.config))
         left_out = set(reader.left_out)
     loaded, info = causal_lm.from_pretrained(

@@ -65,9 +65,10 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 class Reader:
-    """Lazy access to the tensors of a safetensors directory, sharded or not."""
+    """Lazy access to the tensors of a safetensors directory, sharded or not; those with `without` in their names are
+    not there."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, without: str | None = None):
         """Raises UserError for a missing or truncated shard, a pickle checkpoint, or a lying index."""
         from safetensors import SafetensorError, safe_open
 
@@ -91,7 +92,9 @@ class Reader:
                 raise UserError(f"{directory} has no tensor {name!r}, though {INDEX} names it; fetch the model again")
         # What the model does not use is not there for anyone who reads through this.
         prefixes = families.left_out(read_config(directory)) if (directory / "config.json").is_file() else ()
-        self.left_out = [name for name in self._file_of if name.startswith(prefixes)]
+        self.left_out = [
+            name for name in self._file_of if name.startswith(prefixes) or (without is not None and without in name)
+        ]
         for name in self.left_out:
             del self._file_of[name]
 
@@ -179,7 +182,7 @@ class Reader:
         """As `check_shapes`, and UserError for the first tensor that holds NaN or infinity."""
         self.check_shapes(expected, tied, whole)
         if self.left_out:
-            log(f"left out: {len(self.left_out)} tensors that the logits do not depend on, such as {self.left_out[0]}")
+            log(f"left out: {len(self.left_out)} tensors that are not used, such as {self.left_out[0]}")
         for name in progress(self, "check weights", len(self._file_of)):
             if not torch.isfinite(self[name]).all():
                 raise UserError(f"{self.directory}: {name!r} holds NaN or infinity; fetch the model again")

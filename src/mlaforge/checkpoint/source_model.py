@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mlaforge import families
 from mlaforge.artifact import record_name
-from mlaforge.checkpoint.converted_config import SUFFIX, check_converted, completed, is_converted
+from mlaforge.checkpoint.converted_config import SUFFIX, check_converted, completed, is_converted, is_sparse
 from mlaforge.checkpoint.reader import check_files, fingerprint, read_config
 from mlaforge.checkpoint.resolve import locate
 from mlaforge.families.family import Family
@@ -21,6 +21,8 @@ from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError, resolve_dtype
 
 GENERATION_CONFIG = "generation_config.json"
+# In the names of an index's tensors.
+INDEXES = ".self_attn.index."
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
@@ -71,6 +73,8 @@ class SourceModel:
     path: Path
     name: str
     config: dict[str, Any]
+    # What the names of tensors hold that are not read.
+    without: str | None = None
 
     @classmethod
     def open(cls, model: str | Path | SourceModel) -> SourceModel:
@@ -92,6 +96,15 @@ class SourceModel:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    def dense(self) -> SourceModel:
+        """A sparse model without its index: the one that `sparsify` was given. UserError where it is not sparse."""
+        if not is_sparse(self.config):
+            raise UserError(f"{self} is not sparse: it has no index to be read without (--dense)")
+        config = {name: value for name, value in self.config.items() if not name.startswith("index")}
+        if all(kind == "gqa" for kind in config["mla_layer_types"]):
+            config = _original(config)
+        return dataclasses.replace(self, config=completed(config) if is_converted(config) else config, without=INDEXES)
 
     @property
     def model_type(self) -> str:

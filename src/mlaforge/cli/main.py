@@ -31,6 +31,7 @@ from mlaforge.rendering.table import text_table
 from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
+from mlaforge.sparsity.config import SparsifyConfig
 
 app = group("Turn a grouped-query-attention model into multi-head latent attention, prove what it cost, run it.")
 app.add_typer(draft.app, name="draft")
@@ -95,6 +96,16 @@ def convert(model: Model, out: Out, config: ConvertConfig, overwrite: Overwrite 
 
     quiet()
     print(conversion_table([stage.run(model, out, config, overwrite)]))
+
+
+@verb(SparsifyConfig)
+def sparsify(model: Model, out: Out, config: SparsifyConfig, overwrite: Overwrite = False) -> None:
+    """Give MODEL, original or converted, an index of its tokens: what it generates then reads a selection of them."""
+    from mlaforge.sparsity import sparsify as stage
+
+    quiet()
+    per_token = stage.run(model, out, config, overwrite).metrics["cache"]["index_bytes_per_token"]
+    print(f"{out}: a generated token reads {config.topk} tokens a layer; its index keys take {per_token} bytes a token")
 
 
 @verb(HealConfig)

@@ -32,6 +32,7 @@ class EngineConfig(Options):
         "how the KV cache stores its rows; auto: coded where the model is (convert --bits), else in its dtype",
         choices=CACHE_DTYPES,
     )
+    dense: bool = option(False, "read all that is cached, though the model is sparse (sparsify)")
     block_size: int | None = option(
         None, "tokens per cache block (16; with --kv-cache-dtype int4, which packs so many at a time, 32)", "tokens",
         least=1,

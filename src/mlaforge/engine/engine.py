@@ -57,6 +57,8 @@ class Engine:
         block_size = config.block_size
         assert block_size is not None
         source = SourceModel.open(model)
+        if config.dense:
+            source = source.dense()
         self.config, self.model_name = config, source.path.name
         self.device = resolve_device(config.device)
         if config.kv_cache_dtype in ("int8", "int4") and self.device.type != "cpu":

@@ -1,0 +1,109 @@
+"""The pairs index: with all its numbers exact, with fewer the better the more."""
+
+import pytest
+import torch
+
+from mlaforge.factorization.token_index import Candidates, PairMoments
+from mlaforge.modeling.token_index_mla import PairsIndex
+from mlaforge.runtime import UserError
+
+H, G, P, R, T = 4, 2, 6, 10, 200
+
+
+def text(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(G * 2 * P, G * 2 * P, generator=generator)
+    keys = torch.randn(T, G * 2 * P, generator=generator) @ mix * torch.linspace(1, 0.01, G * 2 * P)
+    queries = torch.randn(H, T, 2 * P, generator=generator) * torch.linspace(0.1, 2, 2 * P)
+    angles = torch.outer(torch.arange(float(T)), 0.5 ** torch.arange(float(P)))
+    return keys, queries, angles.cos(), angles.sin()
+
+
+def as_complex(x):
+    return torch.complex(*x.chunk(2, dim=-1))
+
+
+def turned(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def exact(keys, queries, cos, sin):
+    """[H, T, T]"""
+    k = turned(keys.view(T, G, -1).transpose(0, 1), cos, sin).repeat_interleave(H // G, dim=0)
+    return turned(queries, cos, sin) @ k.mT
+
+
+def observed(keys, queries, cos, sin):
+    moments = PairMoments(G, P)
+    moments.add(as_complex(keys.view(T, G, -1)), as_complex(queries.transpose(0, 1)), [torch.complex(cos, sin)])
+    return Candidates.turning(moments)
+
+
+def logits(tensors, features, queries, cos, sin):
+    """[H, T, T] of an index with keys that are not rounded."""
+    index = PairsIndex(G, len(tensors["key.bias"]), features.shape[1], queries.shape[-1])
+    index.load_state_dict(tensors)
+    keys = index._turned(index.key(features)[None, None], cos[None], sin[None])[0, 0]
+    assert (index.keys(features[None], cos[None], sin[None])[0] - keys).abs().max() <= 0.5
+    return (index.queries(queries[None], cos[None], sin[None])[0] @ keys.T).detach()
+
+
+def test_all_pairs_give_the_logits_themselves():
+    keys, queries, cos, sin = text()
+    tensors = observed(keys, queries, cos, sin).best(2 * P * G, keys, 0.25, 1.0)
+    expected = 0.25 * exact(keys, queries, cos, sin)
+    torch.testing.assert_close(logits(tensors, keys, queries, cos, sin), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_more_pairs_leave_less():
+    keys, queries, cos, sin = text()
+    found, expected = observed(keys, queries, cos, sin), exact(keys, queries, cos, sin)
+    assert (found.worth >= 0).all()
+    lost = [
+        float((logits(found.best(width, keys, 1.0, 1.0), keys, queries, cos, sin) - expected).square().mean())
+        for width in (4, 8, 12, 16, 20, 24)
+    ]
+    assert lost == sorted(lost, reverse=True) and lost[-1] < 1e-4 * lost[0]
+    # Pairs of the least worth, of as many numbers, leave more.
+    found.worth = -found.worth
+    worst = logits(found.best(8, keys, 1.0, 1.0), keys, queries, cos, sin) - expected
+    assert worst.square().mean() > 2 * lost[1]
+
+
+def test_of_latents():
+    """Keys that are decompressed: the index reads what is cached."""
+    keys, queries, cos, sin = text()
+    generator = torch.Generator().manual_seed(1)
+    latents, w = torch.randn(T, R, generator=generator), torch.randn(G * 2 * P, R, generator=generator)
+    b = torch.randn(G * 2 * P, generator=generator)
+    keys = latents @ w.T + b
+    found = observed(keys, queries, cos, sin).of_latents(w, b)
+    got = logits(found.best(2 * P * G, latents, 1.0, 1.0), latents, queries, cos, sin)
+    expected = exact(keys, queries, cos, sin)
+    assert (got - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def test_what_does_not_turn():
+    """`latent_rope`: products with the latent, beside a rotary key that all heads share."""
+    _, queries, cos, sin = text()
+    generator = torch.Generator().manual_seed(2)
+    latents, rope = torch.randn(T, R, generator=generator), torch.randn(T, 2 * P, generator=generator)
+    still, w_uk = torch.randn(H, T, 8, generator=generator), torch.randn(G, 8, R, generator=generator)
+    moments = PairMoments(1, P)
+    moments.add(as_complex(rope[:, None]), as_complex(queries.transpose(0, 1)), [torch.complex(cos, sin)])
+    outer = torch.einsum("gjtd,gjte->gde", *[still.unflatten(0, (G, -1))] * 2) / T
+    turning = Candidates.turning(moments)
+    turning.query = turning.query.expand(G, -1, -1, -1)
+    found = Candidates.still(torch.cov(latents.T), outer, w_uk).beside(turning)
+    features, asked = torch.cat((latents, rope), dim=1), torch.cat((still, queries), dim=-1)
+    got = logits(found.best(2 * len(found.worth), features, 1.0, 1.0), features, asked, cos, sin)
+    latent_part = still @ torch.einsum("gdr,tr->gtd", w_uk, latents).repeat_interleave(H // G, dim=0).mT
+    expected = latent_part + turned(queries, cos, sin) @ turned(rope, cos, sin).T
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_more_numbers_than_there_are():
+    keys, queries, cos, sin = text()
+    with pytest.raises(UserError, match="an index key of 32 numbers is more than a layer has: 24"):
+        observed(keys, queries, cos, sin).best(32, keys, 1.0, 1.0)

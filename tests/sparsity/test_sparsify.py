@@ -1,0 +1,198 @@
+"""Sparse models beside the dense ones that they were made of, for every family and layout."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.data import overlap
+from mlaforge.runtime import UserError
+from mlaforge.sparsity import sparsify
+from mlaforge.sparsity.config import SparsifyConfig
+from support.tiny_models import load_original
+
+# Every family that has layers without a window, original and converted.
+CASES = [(f, layout) for f in ("llama", "qwen2", "gpt_oss") for layout in ("gqa", "latent", "latent_rope")]
+CASES += [("qwen3", "gqa"), ("qwen3", "latent"), ("mimo", "latent"), ("llama", "coded")]
+SMALL = {"width": 16, "sink": 2, "window": 8, "seqlen": 64, "nsamples": 6, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def dense(converted, tiny_models):
+    def get(family, layout):
+        if layout == "gqa":
+            return tiny_models[family]
+        return converted(family, "latent", bits=6) if layout == "coded" else converted(family, layout)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def sparse(dense, calibration_file, tmp_path_factory):
+    """(family, layout, **options) -> what `sparsify` makes, once."""
+    made = {}
+
+    def get(family, layout, **options):
+        key = (family, layout, *options.items())
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("sparse") / "model"
+            config = SparsifyConfig(text=str(calibration_file), **{"topk": 24, **SMALL, **options})
+            sparsify.run(str(dense(family, layout)), made[key], config)
+        return made[key]
+
+    return get
+
+
+def tokens(n=2, t=60):
+    return torch.randint(0, 250, (n, t), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def one_by_one(model, ids, prompt=20):
+    out = model(ids[:, :prompt], use_cache=True)
+    logits = [out.logits]
+    for t in range(prompt, ids.shape[1]):
+        out = model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1), out.past_key_values
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_all_tokens_give_the_dense_logits(family, layout, sparse, dense):
+    """Gathered, though a selection of all could go without; and fewer give others."""
+    directory, ids = sparse(family, layout), tokens()
+    model = loading.load_model(directory, "float32")
+    own = (
+        load_original(dense(family, layout))
+        if layout == "gqa"
+        else loading.load_model(dense(family, layout), "float32")
+    )
+    with torch.no_grad():
+        expected = own(ids).logits
+    model.model.sparsity.shortcut = False
+    few, _ = one_by_one(model, ids)
+    for layer in model.model.layers:
+        if getattr(layer.self_attn, "sparse", None):
+            layer.self_attn.sparse.topk = 60
+    all_of_them, cache = one_by_one(model, ids)
+    torch.testing.assert_close(all_of_them, expected, rtol=1e-4, atol=1e-4)
+    # A prompt is read densely.
+    torch.testing.assert_close(few[:, :20], expected[:, :20], rtol=1e-4, atol=1e-4)
+    assert (few[:, 30:] - expected[:, 30:]).abs().max() > 1e-3
+    # The cache holds rows and index keys, nothing else.
+    kinds = model.config.indexer_types
+    assert "full" in kinds
+    for kind, layer in zip(kinds, cache.layers, strict=True):
+        assert kind == "dense" or (layer.keys.shape[1] == 1 and layer.values.shape[1:] == (1, 60, 16))
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "latent"), ("gpt_oss", "gqa"), ("qwen2", "latent_rope")])
+def test_the_index_finds_what_attention_wants(family, layout, sparse):
+    """With as many numbers as keys have it chooses as attention itself would; a blind one reads less of the mass."""
+    full = {"gqa": 32, "latent": 32, "latent_rope": 24}[layout]
+    model = loading.load_model(sparse(family, layout, width=full), "float32")
+    torch.manual_seed(0)
+    model.model.sparsity.prompts = True
+    ids = tokens(1, 200)
+    with torch.no_grad():
+        chosen = model(ids).logits
+        model.model.sparsity.score = lambda q, k, visible, sinks: torch.rand(visible.shape)
+        blind = model(ids).logits
+        model.model.sparsity.prompts = False
+        expected = model(ids).logits
+
+    def lost(logits):
+        return float((logits - expected)[:, 40:].square().mean())
+
+    assert lost(chosen) < 0.8 * lost(blind)
+
+
+def test_a_selection_is_shared(sparse):
+    model = loading.load_model(sparse("llama", "latent", share=2), "float32")
+    assert model.config.indexer_types == ["full", "shared", "full"]
+    assert [layer.self_attn.index is not None for layer in model.model.layers] == [True, False, True]
+    read = []
+    for layer in model.model.layers:
+        own = layer.self_attn.sparse
+
+        def record(*arguments, own=own, read_by=own.read):
+            found = read_by(*arguments)
+            read.append(found[2])
+            return found
+
+        own.read = record
+    one_by_one(model, tokens(1, 40), prompt=39)
+    assert torch.equal(read[-3], read[-2]) and read[-3].shape == (1, 24)
+
+
+def test_shards_are_the_same_and_the_index_comes_off(sparse, dense):
+    for layout in ("gqa", "latent"):
+        source, directory = dense("llama", layout), sparse("llama", layout)
+        ours = {p.read_bytes() for p in directory.glob("*.safetensors")}
+        assert ours > {p.read_bytes() for p in source.glob("*.safetensors")} and len(ours) == 2
+        without = SourceModel.open(directory).dense()
+        assert without.converted == (layout == "latent") and without.model_type == SourceModel.open(source).model_type
+        ids = tokens()
+        with torch.no_grad():
+            logits = [loading.load_model(each, "float32")(ids).logits for each in (without, source)]
+        assert torch.equal(*logits)
+    with pytest.raises(UserError, match="is not sparse"):
+        SourceModel.open(dense("llama", "latent")).dense()
+
+
+def test_what_it_was_tuned_on_is_remembered(sparse, dense):
+    both = [set(overlap.read_passages(d("llama", "latent") / overlap.PASSAGES)) for d in (sparse, dense)]
+    assert both[0] > both[1]
+    assert overlap.read_passages(sparse("llama", "gqa") / overlap.PASSAGES)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        ("latent", ("--topk", "100"), "above the 132 tokens that are read in any case (sink 4, window 128)"),
+        ("latent", ("--width", "20"), "width = 20 must be a multiple of 8"),
+        ("latent", ("--width", "64"), "64 numbers is more than a layer has: 32"),
+        ("sparse", (), "is sparse already; sparsify the model that it was made of"),
+        ("mistral", (), "no layer without a sliding window"),
+    ],
+)
+def test_the_users_mistakes(source, options, words, sparse, dense, tiny_models, calibration_file, refused, tmp_path):
+    models = {"latent": lambda: dense("llama", "latent"), "sparse": lambda: sparse("llama", "latent")}
+    model = models.get(source, lambda: tiny_models[source])()
+    text = ("--text", calibration_file, "--seqlen", "64", "--nsamples", "2", "--device", "cpu")
+    refused(words, "sparsify", model, tmp_path / "out", *text, *options)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"index_topk": None}, "no 'index_topk'"),
+        ({"index_kind": None}, "no 'index_kind'"),
+        ({"index_kind": "trees"}, "index_kind"),
+        ({"index_topk": 10}, "above the 10 tokens that are read in any case"),
+        ({"indexer_types": ["full", "full"]}, "a list of 3"),
+        ({"indexer_types": ["shared", "full", "full"]}, "full before the first shared"),
+        ({"indexer_types": ["full", "dense", "full"]}, "does not call for"),
+        ({"index_head_dim": 24}, "shape"),
+    ],
+)
+def test_a_damaged_config(change, words, sparse, tmp_path):
+    directory = shutil.copytree(sparse("llama", "latent"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text()) | change
+    (directory / "config.json").write_text(json.dumps({n: v for n, v in config.items() if v is not None}))
+    with pytest.raises(UserError, match=words):
+        loading.load_model(directory)
+
+
+def test_a_missing_tensor(sparse, tmp_path):
+    directory = shutil.copytree(sparse("llama", "latent"), tmp_path / "model")
+    tensors = load_file(directory / sparsify.SHARD)
+    name = next(iter(tensors))
+    del tensors[name]
+    save_file(tensors, directory / sparsify.SHARD, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=name):
+        loading.load_model(directory)
