@@ -16,11 +16,12 @@ from mlaforge.evaluation.config import EvalConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
 from mlaforge.runtime import UserError
+from mlaforge.sparsity.config import SparsifyConfig
 from support.tiny_models import load_original
 
 OPTIONS = {
     "plan": PlanConfig, "diagnose": DiagnoseConfig, "calibrate": CalibrateConfig, "convert": ConvertConfig,
-    "heal": HealConfig, "evaluate": EvalConfig,
+    "sparsify": SparsifyConfig, "heal": HealConfig, "evaluate": EvalConfig,
 }  # fmt: skip
 NAMES = {"LLM", "SamplingParams", "RequestOutput", "load_model", *OPTIONS}
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mlaforge.evaluation.perplexity import evaluate
     from mlaforge.healing.heal import heal
     from mlaforge.planning.report import plan
+    from mlaforge.sparsity.sparsify import sparsify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "heal",
     "load_model",
     "plan",
+    "sparsify",
 ]
 _HOME = {
     "LLM": "engine.llm",
@@ -49,6 +51,7 @@ _HOME = {
     "heal": "healing.heal",
     "load_model": "checkpoint.loading",
     "plan": "planning.report",
+    "sparsify": "sparsity.sparsify",
 }
 
 

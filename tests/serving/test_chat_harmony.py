@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from mlaforge.cli.main import NO_ANSWER, show
+from mlaforge.cli.answers import NO_ANSWER, show
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request import harmony
 from mlaforge.engine.request.output import Completion

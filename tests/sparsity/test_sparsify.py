@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.data import overlap
+from mlaforge.data import corpus, overlap
+from mlaforge.evaluation import perplexity
+from mlaforge.evaluation.config import EvalConfig
 from mlaforge.runtime import UserError
 from mlaforge.sparsity import sparsify
 from mlaforge.sparsity.config import SparsifyConfig
@@ -196,3 +198,25 @@ def test_a_missing_tensor(sparse, tmp_path):
     save_file(tensors, directory / sparsify.SHARD, metadata={"format": "pt"})
     with pytest.raises(UserError, match=name):
         loading.load_model(directory)
+
+
+@pytest.mark.parametrize("options", [{}, {"share": 2}])
+def test_eval_reads_as_generated_tokens_do(options, sparse, dense, evaluation_file, capsys):
+    config = {"text": str(evaluation_file), "windows": 2, "dtype": "float32", "device": "cpu"}
+    directory = sparse("llama", "latent", topk=50, **options)
+    untested = "the index is not tested: windows have 48 tokens"
+    short = perplexity.run(str(directory), None, EvalConfig(seqlen=48, **config)).metrics["nll"]
+    assert untested in capsys.readouterr().err
+    whole = perplexity.run(str(dense("llama", "latent")), None, EvalConfig(seqlen=48, **config)).metrics["nll"]
+    assert short == pytest.approx(whole, rel=1e-5)
+    long = perplexity.run(str(directory), None, EvalConfig(seqlen=128, **config)).metrics["nll"]
+    assert untested not in capsys.readouterr().err
+    # The model as a whole, one layer after another on each window.
+    source = SourceModel.open(directory)
+    ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, judged=True).ids
+    model = loading.load_model(source, "float32")
+    losses = []
+    for model.model.sparsity.prompts in (True, False):
+        with torch.no_grad():
+            losses.append(float(model(ids, labels=ids).loss))
+    assert long == pytest.approx(losses[0], rel=1e-5) and abs(losses[1] - losses[0]) > 1e-4

@@ -135,12 +135,18 @@ class LayerStream:
         the states [1, T, C].
         """
         hidden = [self.embed(ids[None]) for ids in texts]
+        # Layers may read what one before them chose on the same text.
+        sparsity, chosen = getattr(self.decoder, "sparsity", None), dict[int, Any]()
         for index in progress(range(self.num_layers), what, self.num_layers):
             with self.layer(index) as layer:
                 for n, states in enumerate(hidden):
                     if see is not None:
                         see(index, n, states)
+                    if sparsity is not None:
+                        sparsity.chosen = chosen.get(n)
                     hidden[n] = self.run(layer, index, states)
+                    if sparsity is not None and "shared" in self.config.indexer_types:
+                        chosen[n] = sparsity.chosen
         return hidden
 
     @contextmanager

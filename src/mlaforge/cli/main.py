@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ import typer
 from mlaforge import config as configuration
 from mlaforge.bench.config import BenchConfig
 from mlaforge.calibration.config import CalibrateConfig
-from mlaforge.cli import draft
+from mlaforge.cli import answers, draft
 from mlaforge.cli import verb as verbs
 from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, judged, quiet
 from mlaforge.conversion.config import EXPORTS, ConvertConfig, ExportConfig
@@ -26,7 +26,6 @@ from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
-from mlaforge.rendering.page import model_name
 from mlaforge.rendering.table import text_table
 from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError
@@ -37,8 +36,6 @@ app = group("Turn a grouped-query-attention model into multi-head latent attenti
 app.add_typer(draft.app, name="draft")
 verb = functools.partial(verbs.verb, app)
 
-# In place of an answer for which the reasoning before it left no room.
-NO_ANSWER = "[only reasoning, no answer: --max-new-tokens may be too small]"
 # How the demo ends.
 DEMO_NEXT = """\
 report: {page}
@@ -63,10 +60,10 @@ def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
 def diagnose(model: Model, config: DiagnoseConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
     """What MODEL's attention does on a text, and what converting it would cost; OUT gets numbers, drawings, a plan."""
     from mlaforge.diagnosis import diagnose as stage
-    from mlaforge.diagnosis import verdicts
+    from mlaforge.diagnosis.verdicts import table
 
     quiet()
-    print(verdicts.table(stage.run(model, out, config, overwrite).metrics))
+    print(table(stage.run(model, out, config, overwrite).metrics))
     if out is not None:
         print(
             f"{out}: plan.json for `mlaforge convert --plan`" + ("; diagnosis.html to look at" if config.report else "")
@@ -104,8 +101,8 @@ def sparsify(model: Model, out: Out, config: SparsifyConfig, overwrite: Overwrit
     from mlaforge.sparsity import sparsify as stage
 
     quiet()
-    per_token = stage.run(model, out, config, overwrite).metrics["cache"]["index_bytes_per_token"]
-    print(f"{out}: a generated token reads {config.topk} tokens a layer; its index keys take {per_token} bytes a token")
+    size = stage.run(model, out, config, overwrite).metrics["cache"]["index_bytes_per_token"]
+    print(f"{out}: a generated token reads {config.topk} tokens a layer; index keys take {size} bytes a token")
 
 
 @verb(HealConfig)
@@ -189,7 +186,7 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
     from mlaforge.serving import generate as stage
 
     quiet()
-    print(continuations(stage.run(model, out, config, overwrite).metrics))
+    print(answers.continuations(stage.run(model, out, config, overwrite).metrics))
 
 
 @verb(ChatConfig)
@@ -205,27 +202,11 @@ def chat(model: Model, config: ChatConfig) -> None:
             continue
         answer = conversation.answer(message)
         try:
-            show(answer)
+            answers.show(answer)
         except KeyboardInterrupt:
             answer.close()
             print(" [broken off]", end="")
         print()
-
-
-def show(answer: Iterable[Any]) -> None:
-    """Prints an answer as it is made; on a terminal, dimmed, the reasoning before it too."""
-    gap = "\n" if sys.stdout.isatty() else ""
-    reasoned = answered = False
-    for piece in answer:
-        if piece.reasoning_content:
-            reasoned = True
-            if gap:
-                print(typer.style(piece.reasoning_content, dim=True), end="", flush=True)
-        if piece.text:
-            print((gap if reasoned and not answered else "") + piece.text, end="", flush=True)
-            answered = True
-    if reasoned and not answered:
-        print(gap + NO_ANSWER, end="")
 
 
 def _ask() -> str:
@@ -280,7 +261,7 @@ def demo(
     quiet()
     shown: dict[str, Callable[[Any], str]] = {
         "plan": lambda plan: f"plan: {plan.chosen.sentence}",
-        "answer": lambda manifest: continuations(manifest.metrics),
+        "answer": lambda manifest: answers.continuations(manifest.metrics),
         "conversion": lambda manifest: conversion_table([manifest]),
         "report": lambda page: DEMO_NEXT.format(page=page, out=folder / stage.CONVERTED),
     }
@@ -425,21 +406,6 @@ def conversion_table(manifests: list[Any]) -> str:
         bits = f", {manifest.config['bits']:g} bits" if manifest.config.get("bits") else ""
         rows.append((" + ".join(sorted(layouts)) + bits, *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
     return text_table(rows, ">")
-
-
-def continuations(metrics: dict[str, Any]) -> str:
-    """The prompt and each model's continuation, with its speed and measured cache."""
-    parts = [f"\n> {metrics['prompt']}"]
-    for run in metrics["runs"]:
-        text = run["text"].strip() or (NO_ANSWER if run.get("reasoning_content") else "")
-        length = (run.get("eagle_speculation") or {}).get("mean_acceptance_length")
-        drafts = f", {length:.2f} a step" if length else ""
-        loop = f"\n[it repeats itself from token {run['repeats_from']}]" if run.get("repeats_from") else ""
-        parts.append(
-            f"\n[{model_name(run['model'])}: {run['tokens_per_second']:.1f} tokens/s{drafts}, cache "
-            f"{run['cache_bytes']} bytes for {run['cached_tokens']} tokens]\n{text}{loop}"
-        )
-    return "\n".join(parts) + "\n"
 
 
 def main() -> None:

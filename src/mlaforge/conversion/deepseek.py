@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.writer import rewriting
@@ -92,6 +93,8 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
 def refuse(raw: dict[str, Any], spec: ModelSpec) -> None:
     """Raises UserError for the first feature, as far as config.json tells, that DeepSeek-V3's format lacks."""
     layouts = raw["mla_layer_types"]
+    if is_sparse(raw):
+        raise UserError("the model is sparse and DeepSeek-V3 has no index: export the model that it was made of")
     if raw.get("mla_sinks") or any(layer.sinks for layer in spec.layers):
         raise UserError("the softmax has learned sinks and DeepSeek-V3's has none: this model cannot be exported")
     if any(layer.moe for layer in spec.layers):

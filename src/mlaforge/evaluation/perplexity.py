@@ -8,13 +8,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from mlaforge.artifact import Manifest, finished, record_names, writing
+from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation.config import EvalConfig
-from mlaforge.runtime import UserError, resolve_device, resolve_dtype, timed
+from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 
 
 def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = False) -> Manifest:
@@ -41,6 +42,11 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     with nullcontext() if out is None else writing(out, manifest):
         with timed(manifest.seconds, "eval"), LayerStream(source, dtype, device) as stream:
             stream.check()
+            if is_sparse(source.config):
+                # Every token as if it had been generated.
+                stream.decoder.sparsity.prompts = True
+                if config.seqlen <= (topk := source.config["index_topk"]):
+                    log(f"the index is not tested: windows have {config.seqlen} tokens, and {topk} are read (--seqlen)")
             losses = window_losses(stream, text.ids, "evaluate")
         mean, n = float(losses.mean()), len(losses)
         if not math.isfinite(mean):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, record_names
+from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.reader import Reader
@@ -98,6 +99,8 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     original, converted = SourceModel.open(teacher), SourceModel.open(student)
     if not converted.converted:
         raise UserError(f"student {student} is not converted ({converted.model_type}); convert it first")
+    if is_sparse(converted.config):
+        raise UserError(f"student {student} is sparse; heal the model that it was made of, and sparsify the result")
     if original.converted:
         raise UserError(f"teacher {teacher} is converted itself; give the original")
     if converted.config.get("vocab_size") != original.config.get("vocab_size"):

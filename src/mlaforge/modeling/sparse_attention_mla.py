@@ -20,6 +20,13 @@ class SparseAttention(nn.Module):
     """`attention`: the layer's own module, whose parts this one has from then on. With a T of several that are not
     given selections it is the same attention."""
 
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+    q_norm: Any
+    k_norm: Any
+
     def __init__(self, attention: Any, config: Any, layer_idx: int, sparsity: Sparsity):
         super().__init__()
         for name, part in attention.named_children():

@@ -30,6 +30,10 @@ def refuse(vllm_config: Any) -> None:
         raise UserError("converted models are served without pipeline parallelism: their cache is one for all layers")
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UserError("converted models are served without context parallelism: a row is read by one rank as a whole")
+    if getattr(config, "index_kind", None):
+        raise UserError(
+            "the model is sparse and vLLM would read all: use `mlaforge serve`, or the model it was made of"
+        )
     if getattr(config, "mla_code_counts", None):
         raise UserError(
             "rows of this model are coded and vLLM would keep them in its own dtype: use `mlaforge serve`, or convert "
