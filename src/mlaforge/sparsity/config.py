@@ -11,7 +11,7 @@ from mlaforge.config import SHORTEST_WINDOW, Options, option
 class SparsifyConfig(Options):
     """Options of `sparsify`."""
 
-    first = ("topk", "text", "share")
+    first = ("topk", "text", "share", "width", "window")
 
     topk: int = option(
         1024, "tokens that a generated token reads in each layer, forced ones among them", "tokens", least=2
