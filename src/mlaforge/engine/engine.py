@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.cache.block_tables import BlockTables
@@ -42,6 +43,7 @@ from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.row_format import INT4_TOKENS
+from mlaforge.ops.token_selection import TOGETHER
 from mlaforge.runtime import UserError, log, on_device, resolve_device
 
 
@@ -59,6 +61,8 @@ class Engine:
         source = SourceModel.open(model)
         if config.dense:
             source = source.dense()
+        if is_sparse(source.config) and block_size % TOGETHER:
+            raise UserError(f"block_size = {block_size} must be a multiple of {TOGETHER} where a model is sparse")
         self.config, self.model_name = config, source.path.name
         self.device = resolve_device(config.device)
         if config.kv_cache_dtype in ("int8", "int4") and self.device.type != "cpu":

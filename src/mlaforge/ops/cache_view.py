@@ -37,6 +37,12 @@ class CacheView:
                     and the token itself are. Token t then stands max(tree_Tn[t]) behind the first row of the tree,
                     and sees all rows before the tree that its window reaches
 
+    generating      per sequence, whether its tokens were generated or drafted: in sparse layers they read a selection;
+                    nothing said, none were
+    positions_SK    int32, or None: of a selection (ops/token_selection.py), where the tokens of the table's rows stand
+                    in their text; `counts`, host numbers, are the rows of each sequence. All other positions count what
+                    is read, from first_S on
+
     Host numbers, so that no kernel launch waits for the device: `max_query` and `max_seq_len` bound the step (graphs
     round them up), `queries` is T per sequence, and `runs` per sequence the stretches of consecutive slots
     (start, length) that make up its table from `first` to its length.
@@ -55,6 +61,9 @@ class CacheView:
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
     tree_Tn: Tensor | None = None
     packs_2K: Tensor | None = None
+    generating: tuple[bool, ...] = ()
+    positions_SK: Tensor | None = None
+    counts: tuple[int, ...] = ()
 
     def own(self, queries: int) -> int:
         """The last rows, of which not every query token of a sequence sees all: its own, or the tree."""
@@ -71,14 +80,32 @@ class CacheView:
             distance = torch.cat((stands_T1 - at_L[:before], self.tree_Tn), dim=1)
         return (distance >= 0) & (distance < (self.window or L))
 
-    def places(self, L: int) -> Tensor | None:
-        """int64 [L]: positions of the last L rows, counted from the first of them; None where they are one by one.
-        The query tokens are the whole tree."""
-        if self.tree_Tn is None:
+    def places(self, index: int, L: int) -> Tensor | None:
+        """int64 [L]: positions of sequence `index`'s last L rows, of a selection in the text, else counted from the
+        first of them; None where they are one by one. The query tokens are the whole tree."""
+        if self.positions_SK is not None:
+            at_L = self.positions_SK[index, :L].long()
+        elif self.tree_Tn is None:
             return None
+        else:
+            at_L = torch.arange(L, device=self.tree_Tn.device)
+        if self.tree_Tn is None:
+            return at_L
         T, n = self.tree_Tn.shape
         assert n == T, f"{T} query tokens of a tree of {n}"
-        return torch.cat((torch.arange(L - n, device=self.tree_Tn.device), L - n + self.tree_Tn.amax(1).long()))
+        return torch.cat((at_L[: L - n], at_L[L - n] + self.tree_Tn.amax(1).long()))
+
+    def reads(self, topk: int, window: int) -> tuple[int, ...] | None:
+        """How many tokens of each sequence a sparse layer reads that has such a budget and always reads so many of the
+        newest; None where it reads all of every sequence. Of a step longer than that nobody could be left out."""
+        if not any(self.generating):
+            return None
+        lengths = [sum(length for _, length in runs) for runs in self.runs]
+        counts = tuple(
+            min(length, topk) if sparse and window >= T else length
+            for length, T, sparse in zip(lengths, self.queries, self.generating, strict=True)
+        )
+        return None if list(counts) == lengths else counts
 
     @functools.cached_property
     def dense_slots(self) -> tuple[Tensor, Tensor]:
@@ -140,6 +167,10 @@ class CacheView:
 
     def _slots_and_mask(self, index: int) -> tuple[slice | Tensor, Tensor | None]:
         T, device = self.queries[index], self.slots_N.device
+        if self.positions_SK is not None:
+            count = self.counts[index]
+            mask = self.visible(T, count)[None, None] if T > 1 or self.tree_Tn is not None else None
+            return self.block_table_SB[index, :count].long(), mask
         total = sum(length for _, length in self.runs[index])
         L = total if self.window is None else min(total, self.own(T) - 1 + self.window)
         mask = self.visible(T, L)[None, None] if T > 1 or self.tree_Tn is not None else None

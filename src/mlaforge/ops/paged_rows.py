@@ -13,27 +13,30 @@ from torch import Tensor
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels
 from mlaforge.ops.row_format import Plain, RowFormat
+from mlaforge.ops.token_selection import TOGETHER, empty_keys, keys_at
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedRows:
     """`packed` holds one unit of `format` a row, block after block; the slots behind its own are those of `whole`,
-    [L, W] in bf16. `dtype` is the model's."""
+    [L, W] in bf16. `dtype` is the model's. `index`: of a sparse layer the index keys (ops/token_selection.py)."""
 
     format: RowFormat
     packed: Tensor
     dtype: torch.dtype
     whole: Tensor | None = None
+    index: Tensor | None = None
 
     @classmethod
     def empty(
-        cls, format: RowFormat, slots: int, dtype: torch.dtype, device: torch.device, whole: int = 0
+        cls, format: RowFormat, slots: int, dtype: torch.dtype, device: torch.device, whole: int = 0, index: int = 0
     ) -> PagedRows:
-        """Room for so many tokens, and so many more in whole blocks; not cleared."""
+        """Room for so many tokens, and so many more in whole blocks; not cleared. `index`: numbers of an index key."""
         if isinstance(format, Plain):
             slots, whole = slots + whole, 0
         rows = torch.empty(whole, format.width, dtype=torch.bfloat16, device=device) if whole else None
-        return cls(format, format.empty(slots // format.tokens, device), dtype, rows)
+        keys = empty_keys(slots, index, device) if index else None
+        return cls(format, format.empty(slots // format.tokens, device), dtype, rows, keys)
 
     @property
     def slots(self) -> int:
@@ -42,7 +45,7 @@ class PagedRows:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.packed] if self.whole is None else [self.packed, self.whole]
+        return [tensor for tensor in (self.packed, self.whole, self.index) if tensor is not None]
 
     @property
     def plain(self) -> bool:
@@ -79,6 +82,12 @@ class PagedRows:
         else what it holds of the view's sequences, decoded."""
         if self.plain:
             return self.packed, view
+        if view.positions_SK is not None:
+            # A selection's blocks are rows.
+            table_SK = view.block_table_SB
+            rows = self.format.read(self.packed, table_SK.flatten().long()).to(self.dtype)
+            places = torch.arange(table_SK.numel(), dtype=torch.int32, device=table_SK.device)
+            return rows, dataclasses.replace(view, block_table_SB=places.view_as(table_SK))
         blocks_B, gathered = view.gathered
         size = view.block_size
         if self.whole is None:
@@ -93,11 +102,17 @@ class PagedRows:
         """Of the rows that a step has written to `slots_N` those numbered `kept`, rising, to where its first are."""
         assert self.whole is None, "a row that is packed does not become whole again"
         rows = self.packed.view(torch.uint8)
-        rows[slots_N[: len(kept)]] = rows[slots_N[kept]]
+        to, of = slots_N[: len(kept)], slots_N[kept]
+        rows[to] = rows[of]
+        if self.index is not None:
+            self.index[to // TOGETHER, :, to % TOGETHER] = keys_at(self.index, of)
 
     def copy(self, source: int, target: int, block_size: int) -> None:
         """Block `source` to block `target`, of one kind."""
         whole = self.whole is not None and source * block_size >= self.slots
+        if self.index is not None:
+            tiles = block_size // TOGETHER
+            self.index[target * tiles : (target + 1) * tiles] = self.index[source * tiles : (source + 1) * tiles]
         rows, size = self.packed, block_size // self.format.tokens
         if whole:
             assert self.whole is not None

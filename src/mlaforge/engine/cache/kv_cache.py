@@ -29,11 +29,13 @@ class CacheTooSmall(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """What a layer keeps per token: `kind` is gqa, latent or latent_rope, `format` how; `group` is its index."""
+    """What a layer keeps per token: `kind` is gqa, latent or latent_rope, `format` how; `group` is its group's number,
+    `index` how many bytes of an index key it keeps too."""
 
     kind: str
     format: RowFormat
     group: int
+    index: int = 0
 
     @property
     def width(self) -> int:
@@ -41,7 +43,7 @@ class LayerCache:
         return self.format.width
 
     def block_bytes(self, block_size: int) -> int:
-        return self.format.unit_bytes * block_size // self.format.tokens
+        return self.format.unit_bytes * block_size // self.format.tokens + self.index * block_size
 
     def whole_bytes(self, block_size: int) -> int:
         """Of a block whose rows are kept as they are."""
@@ -56,6 +58,7 @@ def layer_caches(
     computes in, `stored` a name of ops/row_format.py. Raises UserError for one that does not suit a layer."""
     kinds = getattr(config, "mla_layer_types", None) or ["gqa"] * spec.num_layers
     codes: list[list[int]] = getattr(config, "mla_code_counts", None) or [[]] * spec.num_layers
+    sparse = getattr(config, "index_kind", None) is not None
     if stored == "coded" and not any(codes):
         raise UserError("kv_cache_dtype coded is for models that were converted with --bits; use auto")
     windows = sorted({layer.window for layer in spec.layers}, key=lambda w: (w is not None, w))
@@ -72,7 +75,12 @@ def layer_caches(
         format: RowFormat = row_format("auto" if stored == "coded" else stored, parts, dtype)
         if codes[index] and stored != "bf16":
             format = Coded(tuple(codes[index]), sum(parts[1:]))
-        layers.append(LayerCache(kind, format, windows.index(layer.window)))
+        own = config.index_head_dim if sparse and config.indexer_types[index] == "full" else 0
+        if own and format.whole:
+            raise UserError(
+                f"kv_cache_dtype {stored} keeps whole blocks, of which no selection is read; use int8 or bf16"
+            )
+        layers.append(LayerCache(kind, format, windows.index(layer.window), own))
     return layers, windows
 
 
@@ -157,7 +165,7 @@ class Cache:
         for layer in layers:
             group = groups[layer.group]
             packed, whole = (count * block_size for count in (group.num_blocks + spare, group.num_whole))
-            self.rows.append(PagedRows.empty(layer.format, packed, dtype, device, whole))
+            self.rows.append(PagedRows.empty(layer.format, packed, dtype, device, whole, layer.index))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -36,12 +36,13 @@ Span = tuple[int, int, int]
 
 def make_views(
     spans: Sequence[Span], tables: Tables, device: torch.device, groups: Sequence[int] | None = None,
-    tree: list[list[int]] | None = None,
+    tree: list[list[int]] | None = None, generating: Sequence[bool] = (),
 ) -> tuple[CacheView, ...]:  # fmt: skip
-    """The view of every cache group, or of those named only. `tree` is CacheView.tree_Tn, of a span that is alone."""
+    """The view of every cache group, or of those named only. `tree` is CacheView.tree_Tn, of a span that is alone;
+    `generating` is CacheView's."""
     assert tree is None or len(spans) == 1
     tree_Tn = None if tree is None else on_device(tree, torch.int32, device)
-    shared = _shared(spans, tables, device)
+    shared = _shared(spans, tables, device) | {"generating": tuple(generating)}
     views = []
     for group in groups or range(len(tables.groups)):
         if "newest" in tables.groups[group].whole:

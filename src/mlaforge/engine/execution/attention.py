@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.linear import fused
+from mlaforge.engine.execution.sparse_reading import Chosen, angles_of, reading
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
@@ -32,12 +33,14 @@ class Step:
     """What the attention layers need of a step.
 
     One column per rotary pair: `cos_N1P` and `sin_N1P` in the model's dtype, `turn_N1P` the same as complex numbers.
+    `chosen`: what sparse layers leave to those behind them.
     """
 
     batch: Batch
     cos_N1P: Tensor
     sin_N1P: Tensor
     turn_N1P: Tensor
+    chosen: dict[str, Chosen] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def make(cls, batch: Batch, rotary: nn.Module, head_dim: int, dtype: torch.dtype) -> Step:
@@ -76,6 +79,7 @@ class PagedGroupedQueryAttention:
         self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
+        self.sparse = reading(attention, self.num_heads, rows, self.sinks, order=order)
         native = kernels() if native_reads(rows) else None
         self.turn_and_store = native.turn_and_store.default if native is not None else None
 
@@ -104,6 +108,9 @@ class PagedGroupedQueryAttention:
             self.rows.write(view.slots_N, qkv[:, H * D :])
         if view.packs_2K is not None:
             self.rows.pack(view.packs_2K, view.block_size)
+        if self.sparse is not None:
+            keys_NF = qkv[:, H * D : (H + G) * D]
+            view = self.sparse(keys_NF, qkv, step.turn_N1P, self.rows, view, step.chosen)
         if self.k_LGD is not None and self.v_LGD is not None:
             out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
         else:
@@ -114,7 +121,7 @@ class PagedGroupedQueryAttention:
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can hold a step of this layer."""
-        if self.k_LGD is None or self.v_LGD is None:
+        if self.k_LGD is None or self.v_LGD is None or self.sparse is not None:
             return False
         q_NHD = self.k_LGD.new_empty(0, self.num_heads, self.head_dim, dtype=self.rows.dtype)
         return capturable(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
@@ -134,6 +141,8 @@ class PagedLatentAttention:
         self.q_b_proj = fused([attention.q_b_proj], format) if self.factored else None
         self.o_proj = fused([attention.o_proj], format)
         del attention.o_proj, attention.kv_a_proj_with_mqa
+        sinks = attention.sinks if attention.config.mla_sinks else None
+        self.sparse = reading(attention, attention.num_heads, rows, sinks, angles=not attention.rope_dim)
         self.native = NativeLatent.of(attention, rows)
         # On a CPU the product with decompressed keys and values is limited by arithmetic.
         self.latent = attention.float() if rows.packed.device.type == "cpu" else attention
@@ -150,6 +159,9 @@ class PagedLatentAttention:
         q, row_NW = both[:, :-W], both[:, -W:]
         if self.q_b_proj is not None:
             q = self.q_b_proj(q)
+        if self.sparse is not None:
+            features, asked = self._normed(row_NW, q) if latent.qk_norm else (row_NW, q)
+            view = self.sparse(features, asked, step.turn_N1P, self.rows, view, step.chosen)
         if self.native is not None:
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
             return self.o_proj(self.native(both, step.turn_N1P, self.rows, view), plus_NC)
@@ -170,12 +182,19 @@ class PagedLatentAttention:
             out_NHV = self._by_sequence(q_NHD, view)
         return self.o_proj(out_NHV.to(normed_NC.dtype).reshape(N, -1), plus_NC)
 
+    def _normed(self, row_NW: Tensor, q_NX: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and queries as a norm leaves them, which an index is made of then."""
+        latent = self.latent
+        wide = latent.kv_b_proj.weight.dtype
+        q_NHD = latent.q_norm(q_NX.to(wide).unflatten(1, (latent.num_heads, -1)))
+        return latent.index_features(row_NW.to(wide)).to(row_NW.dtype), q_NHD.flatten(1).to(q_NX.dtype)
+
     def _absorbs(self, view: CacheView) -> bool:
         return bool(self.latent.rope_dim) and self.latent.cheaper_absorbed(view.max_query)
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can hold a step of this layer: not what goes sequence by sequence."""
-        if not (self._absorbs(view) and self.rows.direct):
+        if not (self._absorbs(view) and self.rows.direct and self.sparse is None):
             return False
         rows_L1W = self.rows.packed[:, None]
         q_NHW = rows_L1W.new_empty(0, self.latent.num_heads, rows_L1W.shape[2], dtype=self.rows.dtype)
@@ -201,9 +220,9 @@ class PagedLatentAttention:
             rows_1LW, mask = view.sequence(index, rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
-            at_L = view.places(L)
+            at_L = view.places(index, L)
             if not latent.rope_dim:
-                cos, sin = latent.table(L, q_1HTD)
+                cos, sin = latent.table(view.max_seq_len, q_1HTD)
                 last = slice(L - T, L) if at_L is None else at_L[L - T :]
                 q_1HTD = rotate(q_1HTD, cos[:, last], sin[:, last])
             form = latent.absorbed if latent.cheaper_absorbed(T) else latent.expanded
@@ -249,8 +268,10 @@ class NativeLatent:
         if self.rope_dim:
             out: Tensor = self.kernel(both_NX, turn_N1P, self.rope_index, *weights, *step)
         else:
-            cos, sin = self.table(view.max_seq_len, turn_N1P.real)
-            out = self.kernel(both_NX, cos[0], sin[0], *weights, *self.norms, self.eps, *step)
+            cos, sin = (table[0] for table in self.table(view.max_seq_len, turn_N1P.real))
+            if view.positions_SK is not None:
+                cos, sin = angles_of(view, cos, sin)
+            out = self.kernel(both_NX, cos, sin, *weights, *self.norms, self.eps, *step)
         return out
 
 

@@ -21,7 +21,7 @@ class Chunk:
     """Tokens [start, stop) of a sequence that this step computes; `seq` is its number in the block tables.
 
     `tree`: the last rows up to `stop` are a tree of drafted tokens, of which this has a row for each of the tokens, as
-    CacheView.tree_Tn; then there is no other chunk.
+    CacheView.tree_Tn; then there is no other chunk. `generating`: the tokens are no prompt's.
     """
 
     seq: int
@@ -29,6 +29,7 @@ class Chunk:
     start: int
     stop: int
     tree: list[list[int]] | None = None
+    generating: bool = False
 
     @property
     def positions(self) -> Iterable[int]:
@@ -64,5 +65,12 @@ def make_batch(
         on_device(token_ids, torch.int64, device),
         on_device(positions, torch.int64, device),
         on_device(lasts, torch.int64, device),
-        make_views([(chunk.seq, chunk.start, chunk.stop) for chunk in chunks], tables, device, groups, tree),
+        make_views(
+            [(chunk.seq, chunk.start, chunk.stop) for chunk in chunks],
+            tables,
+            device,
+            groups,
+            tree,
+            [chunk.generating for chunk in chunks],
+        ),
     )

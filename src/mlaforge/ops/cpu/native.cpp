@@ -10,6 +10,7 @@
 #include "linear.h"
 #include "linear_int4.h"
 #include "linear_int8.h"
+#include "token_selection.h"
 
 // Names that are macros are not joined to others before they are replaced.
 #define LIBRARY(name, m) TORCH_LIBRARY(name, m)
@@ -41,6 +42,12 @@ LIBRARY(FORM, m) {
       "latent_rope(Tensor both, Tensor turn, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
       "Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
       "Tensor first, Tensor query_start, int block_size, int window, float scale, Tensor? tree) -> Tensor");
+  m.def("write_index(Tensor features, Tensor? halves, Tensor weight, Tensor bias, Tensor? turn, Tensor frequency, "
+        "Tensor(a!) keys, Tensor slots) -> ()");
+  m.def(
+      "select_tokens(Tensor q, int heads, Tensor weight, Tensor? turn, Tensor frequency, Tensor? sinks, Tensor keys, "
+      "Tensor table, Tensor seq_lens, Tensor query_start, int block_size, int[] counts, int sink, int window, int stride) "
+      "-> (Tensor, Tensor)");
 }
 
 LIBRARY_OF_CPU(FORM, m) {
@@ -56,4 +63,6 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("decode", decode);
   m.impl("latent", latent);
   m.impl("latent_rope", latent_rope);
+  m.impl("write_index", write_index);
+  m.impl("select_tokens", select_tokens);
 }

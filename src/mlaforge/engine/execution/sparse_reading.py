@@ -1,0 +1,83 @@
+"""What attention of a sparse layer does before it attends: its index keys are written, its view is narrowed.
+
+Legend: N tokens of a step, F features of an index key, X numbers of a row that begins with the queries of all heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge.modeling.token_index_mla import SparseLayer
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_format import Coded
+from mlaforge.ops.token_selection import TokenIndex, narrowed
+
+# What a layer with an index chose in a step, for layers behind it that have none: slots, positions, counts.
+Chosen = tuple[Tensor, Tensor, tuple[int, ...]]
+# Sequences' rows begin at multiples of this where one table of angles serves all: chunks of the kernels.
+APART = 256
+
+
+class SparseReading:
+    """Made of a layer's SparseLayer; `turned` says that it is given keys and queries after RoPE, their dimensions in
+    `order`. `angles`: positions of rows are looked up, as the layout `latent` does."""
+
+    def __init__(
+        self, sparse: SparseLayer, heads: int, halves: Tensor | None, sinks: Tensor | None,
+        order: Tensor | None = None, angles: bool = False,
+    ):  # fmt: skip
+        pattern, self.topk, self.angles = sparse.sparsity, sparse.topk, angles
+        self.window, self.index = pattern.window, None
+        if sparse.index is None:
+            return
+        own = sparse.index
+        key, query = own.key.weight.detach().float(), own.query.detach().float()
+        if order is not None:
+            key = key.unflatten(1, (-1, len(order)))[..., order].flatten(1)
+            query = query[..., order]
+        self.index = TokenIndex(
+            key.contiguous(), own.key.bias.detach().float(), query.contiguous(), own.frequency, heads, halves,
+            order is not None, None if sinks is None else sinks.detach().float(), pattern.sink, pattern.window,
+            pattern.stride, sparse.topk,
+        )  # fmt: skip
+
+    def __call__(
+        self, features_NF: Tensor | None, q_NX: Tensor, turn_N1P: Tensor, rows: PagedRows, view: CacheView,
+        chosen: dict[str, Chosen],
+    ) -> CacheView:  # fmt: skip
+        """The view of what this step's tokens read. Features are of layers with an index alone; `chosen` goes from
+        layer to layer."""
+        if self.index is not None:
+            assert rows.index is not None and features_NF is not None
+            self.index.write(rows.index, features_NF, turn_N1P, view.slots_N)
+        counts = view.reads(self.topk, self.window)
+        if counts is None:
+            return view
+        if self.index is not None:
+            assert rows.index is not None
+            chosen["last"] = (*self.index.choose(rows.index, q_NX, turn_N1P, view, counts), counts)
+        slots_SK, positions_SK, counts = chosen["last"]
+        apart = -(-slots_SK.shape[1] // APART) * APART if self.angles else 0
+        return narrowed(view, slots_SK, positions_SK, counts, apart)
+
+
+def angles_of(view: CacheView, cos_LP: Tensor, sin_LP: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a table of angles, one for each row that a narrowed view of the layout `latent` reads."""
+    assert view.positions_SK is not None
+    K = view.positions_SK.shape[1]
+    places = torch.nn.functional.pad(view.positions_SK, (0, -K % APART)).flatten()
+    return cos_LP.index_select(0, places), sin_LP.index_select(0, places)
+
+
+def reading(attention: Any, heads: int, rows: PagedRows, sinks: Tensor | None, **more: Any) -> SparseReading | None:
+    """Of a decoder layer's attention module; None where it is dense."""
+    sparse, halves = getattr(attention, "sparse", None), None
+    if sparse is None:
+        return None
+    if isinstance(rows.format, Coded) and not attention.qk_norm:
+        halves = rows.format.code.halves(rows.packed.device).float()
+    return SparseReading(sparse, heads, halves, sinks, **more)

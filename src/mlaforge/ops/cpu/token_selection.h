@@ -1,0 +1,200 @@
+// Which cached tokens a step's newest query tokens read in sparse attention: modeling/token_index_mla.py says what is
+// computed. Index keys lie sixteen tokens together, number by number: [L / 16, I, 16] of int8.
+#pragma once
+#include <numeric>
+
+#include "view.h"
+
+constexpr int64_t TOKENS = 16;     // whose index keys lie together
+constexpr int64_t SCORED = 1024;   // cached tokens of a task
+
+// What index keys and queries have in common: pairs (n, n + I / 2), each turned by one of the model's frequencies.
+struct IndexPairs {
+  const c10::complex<float>* turns;  // [N, P]; none where they are turned already
+  const int64_t* frequency;          // -1: not turned
+  int64_t P, I;
+
+  void turn(int64_t n, float* x) const {
+    for (int64_t i = 0; turns && i < I / 2; ++i) {
+      if (frequency[i] < 0) continue;
+      const auto by = turns[n * P + frequency[i]];
+      const float a = x[i], b = x[i + I / 2];
+      x[i] = a * by.real() - b * by.imag();
+      x[i + I / 2] = b * by.real() + a * by.imag();
+    }
+  }
+};
+
+inline float product(const float* w, const float* x, int64_t count) {
+  Floats to = all(0.0f);
+  for (int64_t f = 0; f < count; f += 16) {
+    const int64_t some = std::min<int64_t>(16, count - f);
+    to = fma(load(w + f, some), load(x + f, some), to);
+  }
+  return sum(to);
+}
+
+// Index keys of a step's tokens, from their features, each to its slot. `halves`: of the first features, those of coded
+// rows, which are read as whole numbers from -half to half - 1.
+void write_index(const at::Tensor& features_NF, const std::optional<at::Tensor>& halves_R, const at::Tensor& weight_IF,
+                 const at::Tensor& bias_I, const std::optional<at::Tensor>& turn_N1P, const at::Tensor& frequency,
+                 at::Tensor& keys, const at::Tensor& slots_N) {
+  const int64_t N = features_NF.size(0), F = features_NF.size(1), I = weight_IF.size(0), stride = features_NF.stride(0);
+  TORCH_CHECK(features_NF.stride(1) == 1 && weight_IF.is_contiguous() && keys.is_contiguous(), "numbers lie apart");
+  const bf16* features = features_NF.const_data_ptr<bf16>();
+  const float *weight = weight_IF.const_data_ptr<float>(), *bias = bias_I.const_data_ptr<float>();
+  const float* halves = halves_R ? halves_R->const_data_ptr<float>() : nullptr;
+  const int64_t R = halves_R ? halves_R->size(0) : 0;
+  const IndexPairs pairs{turn_N1P ? turn_N1P->const_data_ptr<c10::complex<float>>() : nullptr,
+                         frequency.const_data_ptr<int64_t>(), turn_N1P ? turn_N1P->size(2) : 0, I};
+  const int64_t* slots = slots_N.const_data_ptr<int64_t>();
+  int8_t* to = keys.mutable_data_ptr<int8_t>();
+  at::parallel_for(0, N, 8, [&](int64_t begin, int64_t end) {
+    std::vector<float> x(F), y(I);
+    for (int64_t n = begin; n < end; ++n) {
+      for (int64_t f = 0; f < F; ++f) x[f] = features[n * stride + f];
+      for (int64_t f = 0; f < R; ++f) x[f] = std::clamp(std::nearbyint(x[f]), -halves[f], halves[f] - 1);
+      for (int64_t i = 0; i < I; ++i) y[i] = product(weight + i * F, x.data(), F) + bias[i];
+      pairs.turn(n, y.data());
+      int8_t* own = to + slots[n] / TOKENS * I * TOKENS + slots[n] % TOKENS;
+      // What is no number becomes one, so that whoever reads it does not wait for one.
+      for (int64_t i = 0; i < I; ++i) own[i * TOKENS] = int8_t(std::clamp(std::nearbyint(y[i] == y[i] ? y[i] : 0), -127.0f, 127.0f));
+    }
+  });
+}
+
+// The `count` largest of scores that are no less than 0, in rising order of place; of equal ones the last.
+inline void largest(const float* scores, int64_t size, int64_t count, int32_t* places) {
+  auto bits = [&](int64_t t) {
+    uint32_t x;
+    std::memcpy(&x, scores + t, 4);
+    return x;
+  };
+  // Digit by digit: where the count-th largest lies.
+  uint32_t prefix = 0, known = 0;
+  int64_t left = count;
+  for (int shift : {22, 11, 0}) {
+    std::array<int64_t, 2048> of{};
+    for (int64_t t = 0; t < size; ++t)
+      if ((bits(t) & known) == prefix) ++of[bits(t) >> shift & 2047];
+    int64_t digit = 2047;
+    while (of[digit] < left) left -= of[digit--];
+    prefix |= uint32_t(digit) << shift, known |= 2047u << shift;
+  }
+  int64_t equal = 0;
+  for (int64_t t = 0; t < size; ++t) equal += bits(t) == prefix;
+  for (int64_t t = 0; t < size; ++t) {
+    const uint32_t x = bits(t);
+    if (x > prefix || (x == prefix && --equal < left)) *places++ = int32_t(t);
+  }
+}
+
+// For each sequence the slots and positions [S, K] of the tokens that its query tokens read, in rising order: as many as
+// `counts` says, all of them where there are no more. The last query token decides for all. Rows [q (H E), ...] in.
+std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t heads, const at::Tensor& weight_GIE,
+                                                 const std::optional<at::Tensor>& turn_N1P, const at::Tensor& frequency,
+                                                 const std::optional<at::Tensor>& sinks_H, const at::Tensor& keys,
+                                                 const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
+                                                 const at::Tensor& query_start_S1, int64_t block_size, at::IntArrayRef counts,
+                                                 int64_t sink, int64_t window, int64_t stride) {
+  const int64_t S = seq_lens_S.size(0), H = heads, G = weight_GIE.size(0), I = weight_GIE.size(1), E = weight_GIE.size(2);
+  TORCH_CHECK(q_NX.stride(1) == 1 && weight_GIE.is_contiguous() && keys.is_contiguous(), "numbers lie apart");
+  TORCH_CHECK(block_size % TOKENS == 0, "index keys lie ", TOKENS, " tokens together, blocks have ", block_size);
+  const View view{table_SB, seq_lens_S, at::zeros_like(seq_lens_S), query_start_S1, block_size, 0, std::nullopt};
+  const int64_t K = *std::max_element(counts.begin(), counts.end());
+  at::Tensor slots = at::zeros({S, K}, table_SB.options()), positions = at::zeros({S, K}, table_SB.options());
+  int32_t *slot = slots.mutable_data_ptr<int32_t>(), *position = positions.mutable_data_ptr<int32_t>();
+
+  const bf16* qs = q_NX.const_data_ptr<bf16>();
+  const float *weight = weight_GIE.const_data_ptr<float>(), *sinks = sinks_H ? sinks_H->const_data_ptr<float>() : nullptr;
+  const IndexPairs pairs{turn_N1P ? turn_N1P->const_data_ptr<c10::complex<float>>() : nullptr,
+                         frequency.const_data_ptr<int64_t>(), turn_N1P ? turn_N1P->size(2) : 0, I};
+  const int8_t* from = keys.const_data_ptr<int8_t>();
+  // Sequences that there is something to choose for, their index queries, logits and scores; tasks of them.
+  struct Chosen { int64_t s, length, padded; std::vector<float> u, logits, scores; };
+  std::vector<Chosen> some;
+  std::vector<std::pair<int64_t, int64_t>> tasks;
+  for (int64_t s = 0; s < S; ++s) {
+    const int64_t length = view.length(s), padded = (length + TOKENS - 1) / TOKENS * TOKENS;
+    if (counts[s] >= length) continue;
+    for (int64_t t = 0; t < padded; t += SCORED) tasks.push_back({some.size(), t});
+    some.push_back({s, length, padded, std::vector<float>(H * I), {}, std::vector<float>(padded)});
+    some.back().logits.resize(H * padded);
+  }
+  at::parallel_for(0, some.size() * H, 4, [&](int64_t begin, int64_t end) {
+    std::vector<float> x(E);
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t h = at % H, n = view.query(some[at / H].s + 1) - 1;
+      float* u = some[at / H].u.data() + h * I;
+      for (int64_t e = 0; e < E; ++e) x[e] = qs[n * q_NX.stride(0) + h * E + e];
+      for (int64_t i = 0; i < I; ++i) u[i] = product(weight + (h / (H / G) * I + i) * E, x.data(), E);
+      pairs.turn(n, u);
+    }
+  });
+  at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      Chosen& own = some[tasks[task].first];
+      const int32_t* blocks = view.blocks(own.s).data();
+      for (int64_t t = tasks[task].second; t < std::min(own.padded, tasks[task].second + SCORED); t += TOKENS) {
+        const int8_t* key = from + (blocks[t / block_size] * block_size + t % block_size) * I;
+        constexpr int64_t TOGETHER = 8;
+        for (int64_t h = 0; h < H; h += TOGETHER) {
+          const int64_t several = std::min(TOGETHER, H - h);
+          Floats sums[TOGETHER];
+          for (Floats& to : sums) to = all(0.0f);
+          for (int64_t i = 0; i < I; ++i) {
+            const Floats y = widened(key + i * TOKENS);
+            for (int64_t j = 0; j < several; ++j) sums[j] = fma(all(own.u[(h + j) * I + i]), y, sums[j]);
+          }
+          for (int64_t j = 0; j < several; ++j) store(own.logits.data() + (h + j) * own.padded + t, sums[j]);
+        }
+      }
+    }
+  });
+  // Each head's softmax over all that is there.
+  at::parallel_for(0, some.size() * H, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      Chosen& own = some[at / H];
+      float* logits = own.logits.data() + at % H * own.padded;
+      std::fill(logits + own.length, logits + own.padded, -INF);
+      Floats most = all(-INF), total = all(0.0f);
+      for (int64_t t = 0; t < own.padded; t += 16) most = max(most, load(logits + t));
+      const float peak = std::max(greatest(most), sinks ? sinks[at % H] : -INF);
+      for (int64_t t = 0; t < own.padded; t += 16) {
+        const Floats e = exponential(load(logits + t) - all(peak));
+        total = total + e;
+        store(logits + t, e);
+      }
+      const Floats share = all(1.0f / ((sum(total) + (sinks ? std::exp(sinks[at % H] - peak) : 0.0f)) * H));
+      for (int64_t t = 0; t < own.padded; t += 16) store(logits + t, load(logits + t) * share);
+    }
+  });
+  at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      Chosen& own = some[tasks[task].first];
+      for (int64_t t = tasks[task].second; t < std::min(own.padded, tasks[task].second + SCORED); t += 16) {
+        Floats score = all(0.0f);
+        for (int64_t h = 0; h < H; ++h) score = score + load(own.logits.data() + h * own.padded + t);
+        store(own.scores.data() + t, score);
+      }
+    }
+  });
+  at::parallel_for(0, S, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      const int64_t length = view.length(s), count = std::min(counts[s], length);
+      int32_t* places = position + s * K;
+      const auto own = std::find_if(some.begin(), some.end(), [&](const Chosen& each) { return each.s == s; });
+      if (own == some.end()) {
+        std::iota(places, places + count, 0);
+      } else {
+        float* scores = own->scores.data();
+        std::fill(scores, scores + std::min(sink, length), INF);
+        std::fill(scores + std::max<int64_t>(0, length - window), scores + length, INF);
+        for (int64_t t = 0; stride && t < length; t += stride) scores[t] = INF;
+        largest(scores, length, count, places);
+      }
+      for (int64_t i = 0; i < count; ++i) view.slots(s, places[i], 1, slot + s * K + i);
+    }
+  });
+  return {slots, positions};
+}

@@ -1,0 +1,142 @@
+"""Which cached tokens a step's queries read in sparse attention: index keys in the paged cache, and the choice by them.
+
+modeling/token_index_mla.py says what an index is and what is computed; here it is computed over blocks, for the tokens
+of a step. The last query token of a sequence chooses for all of its step: the others are drafts, or before them.
+
+Legend: N query tokens of all sequences one after another, S sequences, L slots, H query heads, G KV heads, I numbers of
+an index key, F features of a key, E of a query, P rotary pairs, K tokens that are read at the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mlaforge.modeling.rope_mla import rotate
+from mlaforge.modeling.token_index_mla import LARGEST_KEY, scores
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.native import kernels
+
+# Tokens whose index keys lie together, number by number.
+TOGETHER = 16
+
+
+def empty_keys(slots: int, width: int, device: torch.device) -> Tensor:
+    """Room for the index keys of so many tokens, int8 [L / 16, I, 16]; zeros, because what no token has written is read
+    beside what others have."""
+    return torch.zeros(-(-slots // TOGETHER), width, TOGETHER, dtype=torch.int8, device=device)
+
+
+def keys_at(keys: Tensor, slots: Tensor) -> Tensor:
+    """[..., I]: those of some slots."""
+    return keys[slots // TOGETHER, :, slots % TOGETHER]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenIndex:
+    """A layer's PairsIndex in fp32, as its kernels read it.
+
+    `key` [I, F] and `bias` [I]; `halves` [R], or None: of coded rows, whose first R features are read as whole numbers
+    from -half to half - 1; `turned`: features and queries were turned already, as the map commutes with RoPE. `query`
+    [G, I, E], `frequency` [I/2]. `sinks` [H] or None. The pattern: tokens that are read in any case, and `topk` in all.
+    """
+
+    key: Tensor
+    bias: Tensor
+    query: Tensor
+    frequency: Tensor
+    heads: int
+    halves: Tensor | None = None
+    turned: bool = False
+    sinks: Tensor | None = None
+    sink: int = 0
+    window: int = 1
+    stride: int = 0
+    topk: int = 1
+
+    def write(self, keys: Tensor, features_NF: Tensor, turn_N1P: Tensor, slots_N: Tensor) -> None:
+        """Puts the index keys of a step's tokens into the cache. turn_N1P: complex, of their positions."""
+        native = kernels() if _native_reads(features_NF) else None
+        if native is not None:
+            turn = None if self.turned else turn_N1P
+            native.write_index(features_NF, self.halves, self.key, self.bias, turn, self.frequency, keys, slots_N)
+            return
+        features = features_NF.float()
+        if self.halves is not None:
+            whole = features[:, : len(self.halves)].bfloat16().float().round()
+            whole = torch.maximum(torch.minimum(whole, self.halves - 1), -self.halves)
+            features = torch.cat((whole, features[:, len(self.halves) :]), dim=1)
+        made = features @ self.key.T + self.bias
+        if not self.turned:
+            made = self._turn(made[:, None], turn_N1P)[:, 0]
+        made = made.round().clamp(-LARGEST_KEY, LARGEST_KEY).nan_to_num().to(torch.int8)
+        keys[slots_N // TOGETHER, :, slots_N % TOGETHER] = made
+
+    def choose(
+        self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Slots and positions, int32 [S, K], of as many tokens as `counts` says, or all where a sequence has no more;
+        in rising order. q_NX: queries, H·E numbers and what else lies behind them. The view sees all."""
+        native = kernels() if _native_reads(q_NX) else None
+        if native is None:
+            return self._reference(keys, q_NX, turn_N1P, view, counts)
+        turn = None if self.turned else turn_N1P
+        slots, positions = native.select_tokens(
+            q_NX, self.heads, self.query, turn, self.frequency, self.sinks, keys, view.block_table_SB,
+            view.seq_lens_S, view.query_start_S1, view.block_size, counts, self.sink, self.window, self.stride,
+        )  # fmt: skip
+        return slots, positions
+
+    def _reference(
+        self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """In fp32, sequence by sequence."""
+        device, size = q_NX.device, view.block_size
+        slots = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+        positions = torch.zeros_like(slots)
+        lasts = (view.query_start_S1[1:] - 1).tolist()
+        for s, (count, length, last) in enumerate(zip(counts, view.seq_lens_S.tolist(), lasts, strict=True)):
+            at_L = torch.arange(length, device=device)
+            slots_L = view.block_table_SB[s, at_L // size].long() * size + at_L % size
+            if count < length:
+                G, _, E = self.query.shape
+                q_HE = q_NX[last, : self.heads * E].float().view(G, -1, E)
+                asked = (q_HE @ self.query.mT).flatten(0, 1)[:, None]
+                asked = asked if self.turned else self._turn(asked, turn_N1P[last : last + 1])
+                own = keys_at(keys, slots_L).float()
+                seen = torch.ones(1, 1, length, dtype=torch.bool, device=device)
+                score_L = scores(asked[None], own[None], seen, self.sinks)[0, 0]
+                score_L[: self.sink] = score_L[length - self.window :] = torch.inf
+                if self.stride:
+                    score_L[:: self.stride] = torch.inf
+                # Of equal ones the last.
+                at_L = score_L.flip(0).sort(descending=True, stable=True).indices[:count]
+                at_L = (length - 1 - at_L).sort().values
+            positions[s, : len(at_L)], slots[s, : len(at_L)] = at_L.int(), slots_L[at_L].int()
+        return slots, positions
+
+    def _turn(self, x_NHI: Tensor, turn_N1P: Tensor) -> Tensor:
+        still = self.frequency < 0
+        turn = turn_N1P[..., self.frequency.clamp_min(0)]
+        cos, sin = turn.real.masked_fill(still, 1.0), turn.imag.masked_fill(still, 0.0)
+        return rotate(x_NHI[:, :, None], cos, sin)[:, :, 0]
+
+
+def _native_reads(x_NX: Tensor) -> bool:
+    return x_NX.device.type == "cpu" and x_NX.dtype == torch.bfloat16 and x_NX.stride(1) == 1
+
+
+def narrowed(view: CacheView, slots_SK: Tensor, positions_SK: Tensor, counts: Sequence[int], apart: int) -> CacheView:
+    """The view of the tokens chosen, as if their rows were all that there is: blocks of one row.
+
+    Sequence s has the rows from s * apart on, so that one table of angles, that of `positions_SK`, can serve all.
+    """
+    first = torch.arange(len(counts), dtype=torch.int32) * apart
+    lengths = first + torch.tensor(counts, dtype=torch.int32)
+    return dataclasses.replace(
+        view, block_table_SB=slots_SK, first_S=first.to(slots_SK.device), seq_lens_S=lengths.to(slots_SK.device),
+        block_size=1, runs=(), positions_SK=positions_SK, counts=tuple(counts),
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+"""The choice of tokens: the compiled kernels beside the reference, and the reference beside the model's own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlaforge.modeling import token_index_mla
+from mlaforge.modeling.token_index_mla import PairsIndex
+from mlaforge.ops import token_selection
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at, narrowed
+
+G, P = 2, 6
+
+
+def made(lengths, queries, block_size=16, seed=0):
+    """A view of sequences whose blocks lie anywhere, and how many slots there are."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-length // block_size) for length in lengths]
+    blocks = torch.randperm(sum(counts) + 3, generator=generator).int()
+    table, at = torch.zeros(len(lengths), max(counts), dtype=torch.int32), 0
+    for s, count in enumerate(counts):
+        table[s, :count], at = blocks[at : at + count], at + count
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    slots = [
+        int(table[s, p // block_size]) * block_size + p % block_size
+        for s, (length, T) in enumerate(zip(lengths, queries, strict=True))
+        for p in range(length - T, length)
+    ]
+    view = CacheView(
+        table, torch.tensor(lengths, dtype=torch.int32), torch.zeros(len(lengths), dtype=torch.int32), starts,
+        torch.tensor(slots), block_size, max(queries), max(lengths), queries=tuple(queries),
+        runs=tuple(((0, length),) for length in lengths), generating=(True,) * len(lengths),
+    )  # fmt: skip
+    return view, len(blocks) * block_size
+
+
+def turns(positions):
+    return torch.polar(torch.ones(()), torch.outer(positions.float(), 0.7 ** torch.arange(float(P))))[:, None]
+
+
+def index(H, W, E, F, seed=0, **more):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    frequency = torch.randint(-1, P, (W // 2,), generator=generator)
+    return TokenIndex(8 * normal(W, F), normal(W), normal(G, W, E) / 800, frequency, H, **more)
+
+
+cases = st.tuples(
+    st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(12, 80), st.integers(0, 4), st.integers(1, 8),
+    st.sampled_from([0, 7]), st.booleans(), st.sampled_from([2, 10]), st.sampled_from([8, 16, 32]), st.integers(0, 99),
+)  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(case=cases)
+def test_kernels_choose_as_the_reference(compiled, case):
+    lengths, topk, sink, window, stride, sinks, H, W, seed = case
+    view, slots = made(lengths, [min(length, 3) for length in lengths], seed=seed)
+    own = index(
+        H, W, 12, 20, seed, sink=sink, window=window, stride=stride, topk=topk,
+        sinks=torch.linspace(-1, 2, H) if sinks else None,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    keys = empty_keys(slots, W, torch.device("cpu"))
+    keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator))
+    N = len(view.slots_N)
+    q = torch.randn(N, H * 12 + 5, generator=generator).bfloat16()
+    turn = turns(torch.arange(N))
+    counts = tuple(min(topk, length) for length in lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_selection, "kernels", lambda: compiled)
+        ours = own.choose(keys, q, turn, view, counts)
+    expected = own._reference(keys, q, turn, view, counts)
+    for s, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        places = ours[1][s, :count].tolist()
+        assert places == sorted(set(places)) and places[-1] == length - 1
+        always = {*range(min(sink, length)), *range(max(0, length - window), length)}
+        always |= set(range(0, length, stride)) if stride else set()
+        assert always <= set(places) or len(always) > count
+        # Rounding may exchange two tokens whose scores are next to each other.
+        assert len(set(places) & set(expected[1][s, :count].tolist())) >= count - 1
+        block = view.block_table_SB[s].long()
+        for slot, place in zip(ours[0][s, :count].tolist(), places, strict=True):
+            assert slot == block[place // 16] * 16 + place % 16
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("coded", [False, True])
+def test_kernels_write_as_the_reference(compiled, turned, coded):
+    view, slots = made([40, 70], [40, 5])
+    halves = torch.full((12,), 4.0) if coded else None
+    own = index(4, 16, 12, 20, turned=turned, halves=halves)
+    both = (3 * torch.randn(45, 50)).bfloat16()
+    both[3, 35] = torch.nan
+    planes = []
+    for native in (compiled, None):
+        keys = empty_keys(slots, 16, torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(token_selection, "kernels", lambda native=native: native)
+            own.write(keys, both[:, 30:], turns(torch.arange(45)), view.slots_N)
+        planes.append(keys_at(keys, view.slots_N).int())
+    assert (planes[0] - planes[1]).abs().max() <= 1 and (planes[0] == planes[1]).float().mean() > 0.99
+    assert planes[0].abs().float().mean() > 5
+
+
+def test_the_reference_is_the_models():
+    """One sequence in one piece, by the module that checkpoints carry."""
+    torch.manual_seed(0)
+    H, W, E, F, L, k = 4, 16, 12, 24, 90, 30
+    module = PairsIndex(G, W, F, E)
+    for parameter, scale in ((module.key.weight, 8.0), (module.query, 0.02)):
+        torch.nn.init.normal_(parameter, std=scale)
+    module.frequency.copy_(torch.randint(-1, P, (W // 2,)))
+    config = type("Config", (), {"index_sink": 3, "index_window": 8, "index_stride": 0})
+    sparsity = token_index_mla.Sparsity(config)
+    features, q = torch.randn(1, L, F), torch.randn(1, H, 1, E)
+    turn = turns(torch.arange(L))
+    cos, sin = turn.real[None, :, 0], turn.imag[None, :, 0]
+    keys = module.keys(features, cos, sin)
+    asked = module.queries(q, cos[:, -1:], sin[:, -1:])
+    expected = sparsity.choose(asked, keys, torch.ones(1, 1, 1, L, dtype=torch.bool), k, None)[0, 0]
+    own = TokenIndex(
+        module.key.weight.detach(), module.key.bias.detach(), module.query.detach(), module.frequency, H, sink=3,
+        window=8, topk=k,
+    )  # fmt: skip
+    view, slots = made([L], [1])
+    whole, _ = made([L], [L])
+    plane = empty_keys(slots, W, torch.device("cpu"))
+    own.write(plane, features[0], turn, whole.slots_N)
+    assert torch.equal(keys_at(plane, whole.slots_N).float(), keys[0].detach())
+    _, positions = own.choose(plane, q.flatten(1)[:1], turn[-1:], view, (k,))
+    assert positions[0].tolist() == expected.tolist()
+
+
+def test_a_view_is_narrowed():
+    view, _ = made([50, 20, 90], [1, 1, 2])
+    assert view.reads(100, 8) is None and view.reads(30, 8) == (30, 20, 30)
+    # More query tokens than are read in any case: none of them could be left out.
+    assert view.reads(30, 1) == (30, 20, 90)
+    slots = torch.arange(90, dtype=torch.int32).view(3, 30)
+    some = narrowed(view, slots, slots, (30, 20, 30), 256)
+    assert some.first_S.tolist() == [0, 256, 512] and some.seq_lens_S.tolist() == [30, 276, 542]
+    assert some.block_size == 1 and some.runs == () and torch.equal(some.slots_N, view.slots_N)
