@@ -10,6 +10,8 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
 from mlaforge.sparsity import sparsify
 from mlaforge.sparsity.config import SparsifyConfig
+from support.drafters import Branching, Knowing
+from support.speculating import branch, speculate
 
 CASES = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("llama", "coded"), ("gpt_oss", "gqa")]
 CASES += [("gpt_oss", "latent"), ("qwen3", "latent"), ("qwen2", "latent_rope")]
@@ -126,26 +128,73 @@ def test_only_the_selection_is_read(layout, dtype, sparse, monkeypatch):
     assert seen and any(count == 40 for counts in seen for count in counts)
 
 
+@pytest.fixture
+def everything(monkeypatch):
+    """Whoever generates reads a selection of all that there is; gives the index keys of each step's first layer."""
+    seen, choose = [], token_selection.TokenIndex.choose
+
+    def counts(view, topk, window):
+        lengths = tuple(sum(length for _, length in runs) for runs in view.runs)
+        return lengths if any(view.generating) else None
+
+    def watched(self, keys, q, turn, view, counts):
+        found = choose(self, keys, q, turn, view, counts)
+        seen.append(token_selection.keys_at(keys, found[0][0, : counts[0]].long()).clone())
+        return found
+
+    monkeypatch.setattr(CacheView, "reads", counts)
+    monkeypatch.setattr(token_selection.TokenIndex, "choose", watched)
+    return seen
+
+
 @pytest.mark.parametrize("layout", ["gqa", "latent", "latent_rope", "coded"])
-def test_a_selection_of_all_is_dense(layout, sparse):
+def test_a_selection_of_all_is_dense(layout, sparse, everything):
     """Through the gathering path."""
     llm, dense = engine(sparse("llama", layout)), engine(sparse("llama", layout), dense=True)
-    with pytest.MonkeyPatch.context() as patch:
-        calls = []
-
-        def everything(view, topk, window):
-            if not any(view.generating):
-                return None
-            calls.append(1)
-            return tuple(sum(length for _, length in runs) for runs in view.runs)
-
-        patch.setattr(CacheView, "reads", everything)
-        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
-        ours, theirs = llm.generate(PROMPTS, params), dense.generate(PROMPTS, params)
-    assert calls and tokens(ours) == tokens(theirs)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+    ours, theirs = llm.generate(PROMPTS, params), dense.generate(PROMPTS, params)
+    assert everything and tokens(ours) == tokens(theirs)
     for a, b in zip(ours, theirs, strict=True):
         for x, y in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
             assert x.token_id == y.token_id and dict(x.top) == pytest.approx(dict(y.top), abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["gqa", "latent", "latent_rope"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_drafts_keep_rows_and_index_keys(layout, tree, sparse, everything):
+    """Chains and trees, of which some tokens are refused: text and index keys are those of decoding without drafts."""
+    directory, prompt = sparse("llama", layout), PROMPTS[0]
+    (text,) = tokens(engine(directory).generate([prompt], greedy(24)))
+    expected = everything[-2]
+    everything.clear()
+    llm = engine(directory)
+    if tree:
+        branch(llm.engine, Branching([prompt + text], 0.7), 4, 12)
+    else:
+        speculate(llm.engine, Knowing([prompt + text], 0.7))
+    assert tokens(llm.generate([prompt], greedy(24))) == [text]
+    assert llm.engine.stats().speculation.accepted > 4
+    ours = everything[-2]
+    length = min(len(ours), len(expected)) - 13
+    assert length > len(prompt) + 6
+    assert (ours[:length].int() - expected[:length].int()).abs().max() <= 1
+    llm.engine.check_integrity()
+
+
+def test_drafts_share_a_selection(sparse, monkeypatch):
+    """One choice for all query tokens of a step, by the last of them."""
+    llm, choose, asked = engine(sparse("llama", "latent")), token_selection.TokenIndex.choose, []
+
+    def watched(self, keys, q, turn, view, counts):
+        asked.append((len(q), counts))
+        return choose(self, keys, q, turn, view, counts)
+
+    monkeypatch.setattr(token_selection.TokenIndex, "choose", watched)
+    (text,) = tokens(llm.generate([PROMPTS[0]], greedy(16)))
+    speculate(llm.engine, Knowing([PROMPTS[0] + text], 1.0))
+    (drafted,) = tokens(llm.generate([PROMPTS[0]], greedy(16)))
+    assert len(drafted) == 16 and (4, (40,)) in asked
+    llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("layout", ["gqa", "latent"])
@@ -162,18 +211,7 @@ def test_prefixes_forks_and_chunks(layout, sparse):
     assert [output.token_ids for output in forked] == [plain[0]] * 2
 
 
-@pytest.mark.parametrize("layout", ["gqa", "latent", "coded"])
-@pytest.mark.parametrize("tree", [0, 6])
-def test_drafts(layout, tree, sparse):
-    """Drafted tokens share a selection; what is accepted keeps its rows and index keys."""
-    prompt = [65, 66, 67, 68] * 20
-    directory = sparse("llama", layout)
-    llm = engine(directory, speculative="ngram", adaptive_speculation=False, num_speculative_tokens=3)
-    made = tokens(llm.generate([prompt], greedy(20)))[0]
-    assert len(made) == 20
-
-
-def test_a_selection_is_shared(sparse, monkeypatch):
+def test_a_selection_is_shared(sparse):
     directory = sparse("llama", "latent", share=2)
     llm, model = engine(directory), loading.load_model(directory, "float32")
     assert sum(row.index is not None for row in llm.engine.cache.rows) == 2
