@@ -8,25 +8,44 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.diagnosis.held_out import DOUBT, Curve, Loss, estimate
+from mlaforge.diagnosis.held_out import DOUBT, PRIOR, Curve, Loss, Seen, estimates
 
 
 def drawn(mean: float, spread: float, windows: int = 4, tokens: int = 1024) -> list[torch.Tensor]:
     return [mean + spread * torch.randn(tokens, dtype=torch.float64) for _ in range(windows)]
 
 
+def estimate(differences: list[torch.Tensor], divergences: list[torch.Tensor]) -> Loss:
+    return estimates({"one": Seen.of(differences, divergences)})["one"]
+
+
 def test_the_surer_estimate_counts_more() -> None:
     torch.manual_seed(0)
-    # A difference that varies little is believed: the divergence may be off by half.
+    # A difference that varies little is believed: the divergence may be off.
     sure = estimate(drawn(0.02, 0.001), drawn(0.03, 0.001))
     assert sure.nats == pytest.approx(0.02, rel=0.02)
     # One that varies a lot is not.
     unsure = estimate(drawn(0.02, 10.0), drawn(0.03, 0.001))
-    assert unsure.nats == pytest.approx(0.03, rel=0.1)
+    assert unsure.nats == pytest.approx(0.03, rel=0.2)
     assert sure.interval is not None and unsure.interval is not None
     assert unsure.interval[1] - unsure.interval[0] > sure.interval[1] - sure.interval[0]
     # 4 windows of 8 blocks: 95 % of a normal is 1.96 deviations to each side, of Student's t a little more.
-    assert unsure.interval[1] - unsure.nats == pytest.approx(2.04 * DOUBT * 0.03, rel=0.1)
+    doubt = math.hypot(PRIOR, DOUBT)
+    assert unsure.interval[1] - unsure.nats == pytest.approx(2.04 * doubt * 0.03, rel=0.2)
+
+
+def test_what_much_loses_says_how_far_divergence_is_off() -> None:
+    """A size whose own difference is drowned in noise is told by the others."""
+    torch.manual_seed(0)
+    seen = {
+        "much": Seen.of(drawn(0.20, 0.02), drawn(0.40, 0.02)),
+        "little": Seen.of(drawn(0.01, 10.0), drawn(0.02, 0.001)),
+    }
+    found = estimates(seen)
+    assert found["little"].nats == pytest.approx(0.01, rel=0.1)
+    assert estimates({"little": seen["little"]})["little"].nats == pytest.approx(0.02, rel=0.3)
+    (low, high), alone = found["little"].interval, estimates({"little": seen["little"]})["little"].interval
+    assert high - low < 0.5 * (alone[1] - alone[0])
 
 
 def test_too_little_text_has_no_interval() -> None:

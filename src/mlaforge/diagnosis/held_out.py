@@ -29,8 +29,9 @@ from mlaforge.tensor_store import Spill
 
 # Tokens whose mean loss counts as one draw: those of a window are not independent, those so far apart nearly are.
 BLOCK = 128
-# How far the divergence may be from the loss beside what chance does, as a share of it (measured: docs/diagnose.md).
-DOUBT = 0.5
+# How far the loss may be from the divergence before anything is measured, as a share of it; and how far a size may be
+# from what all sizes say of that (measured: docs/diagnose.md).
+PRIOR, DOUBT = 0.5, 0.15
 # What no measurement tells from nothing, nats per token.
 NOTHING = 1e-7
 
@@ -126,28 +127,57 @@ def _judged(
             for name in sizes:
                 differences, divergences = zip(*each[name], strict=True)
                 found[name].append((torch.cat(differences).double(), torch.cat(divergences).double()))
-    return {name: estimate(*map(list, zip(*windows, strict=True))) for name, windows in found.items()}
+    return estimates({name: Seen.of(*map(list, zip(*windows, strict=True))) for name, windows in found.items()})
 
 
-def estimate(differences: Sequence[Tensor], divergences: Sequence[Tensor]) -> Loss:
-    """The loss from every window's tokens [T-1]: the mean of their loss difference and divergence, by certainty.
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a size's tokens say: means of their loss difference and of their divergence, the variances of these means
+    over `count` blocks, None of a single one."""
+
+    means: tuple[float, float]
+    variances: tuple[float, float] | None
+    count: int
+
+    @classmethod
+    def of(cls, differences: Sequence[Tensor], divergences: Sequence[Tensor]) -> Seen:
+        """Of every window's tokens [T-1]."""
+        blocks = [
+            torch.stack([part.mean() for window in values for part in window.chunk(max(1, round(len(window) / BLOCK)))])
+            for values in (differences, divergences)
+        ]
+        first, second = (float(torch.cat(list(values)).mean()) for values in (differences, divergences))
+        count = len(blocks[0])
+        variances = None if count == 1 else (float(blocks[0].var()) / count, float(blocks[1].var()) / count)
+        return cls((first, second), variances, count)
+
+
+def estimates(seen: Mapping[str, Seen]) -> dict[str, Loss]:
+    """The loss of every size from the loss differences and the divergences of all.
 
     Both have the same mean where the text is as the original believes. The difference is what perplexity shows, and
-    varies; the divergence hardly varies, and is off by up to half where text is not what the model expects.
+    varies; the divergence hardly varies, and is off where text is not what the model expects, by a factor that is about
+    the same for all sizes. So that factor is measured over all of them, most where much is lost, and each size's loss
+    is the mean of its difference and its divergence times the factor, by certainty.
     """
-    blocks = [
-        torch.stack([part.mean() for window in values for part in window.chunk(max(1, round(len(window) / BLOCK)))])
-        for values in (differences, divergences)
-    ]
-    means = [float(torch.cat(list(values)).mean()) for values in (differences, divergences)]
-    count = len(blocks[0])
-    if count == 1:
-        return Loss(means[1], None)
-    spreads = [float(block.var()) / count for block in blocks]
-    spreads[1] += (DOUBT * means[1]) ** 2
-    weights = [1 / max(spread, NOTHING**2) for spread in spreads]
-    loss = sum(w * mean for w, mean in zip(weights, means, strict=True)) / sum(weights)
-    return Loss(loss, interval(loss, sum(weights) ** -0.5, count))
+    known = [(size.means, size.variances) for size in seen.values() if size.variances is not None]
+    weights = [(d, k, 1 / max(v, NOTHING**2)) for (d, k), (v, _) in known]
+    precision = PRIOR**-2 + sum(k * k * w for _, k, w in weights)
+    factor = (PRIOR**-2 + sum(d * k * w for d, k, w in weights)) / precision
+    return {name: _estimate(size, factor, precision) for name, size in seen.items()}
+
+
+def _estimate(size: Seen, factor: float, precision: float) -> Loss:
+    (difference, divergence), scaled = size.means, factor * size.means[1]
+    if size.variances is None:
+        return Loss(scaled, None)
+    spreads = (
+        size.variances[0],
+        factor**2 * size.variances[1] + divergence**2 / precision + (DOUBT * scaled) ** 2,
+    )
+    shares = [1 / max(spread, NOTHING**2) for spread in spreads]
+    loss = (shares[0] * difference + shares[1] * scaled) / sum(shares)
+    return Loss(loss, interval(loss, sum(shares) ** -0.5, size.count))
 
 
 @dataclasses.dataclass(frozen=True)
