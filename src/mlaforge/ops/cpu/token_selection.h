@@ -111,21 +111,30 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
                          frequency.const_data_ptr<int64_t>(), turn_N1P ? turn_N1P->size(2) : 0, I};
   const int8_t* from = keys.const_data_ptr<int8_t>();
   // Sequences that there is something to choose for, their index queries, logits and scores; tasks of them.
-  struct Chosen { int64_t s, length, padded; std::vector<float> u, logits, scores; };
+  struct Chosen { int64_t s, length, padded; float *u, *logits, *scores; };
   std::vector<Chosen> some;
   std::vector<std::pair<int64_t, int64_t>> tasks;
   for (int64_t s = 0; s < S; ++s) {
     const int64_t length = view.length(s), padded = (length + TOKENS - 1) / TOKENS * TOKENS;
     if (counts[s] >= length) continue;
     for (int64_t t = 0; t < padded; t += SCORED) tasks.push_back({some.size(), t});
-    some.push_back({s, length, padded, std::vector<float>(H * I), {}, std::vector<float>(padded)});
-    some.back().logits.resize(H * padded);
+    some.push_back({s, length, padded, nullptr, nullptr, nullptr});
+  }
+  // Kept from layer to layer: fresh memory would be given page by page.
+  static thread_local std::vector<float> scratch;
+  int64_t numbers = 0;
+  for (const Chosen& own : some) numbers += H * I + (H + 1) * own.padded;
+  scratch.resize(std::max<size_t>(scratch.size(), numbers));
+  float* next = scratch.data();
+  for (Chosen& own : some) {
+    own.u = next, own.logits = own.u + H * I, own.scores = own.logits + H * own.padded;
+    next = own.scores + own.padded;
   }
   at::parallel_for(0, some.size() * H, 4, [&](int64_t begin, int64_t end) {
     std::vector<float> x(E);
     for (int64_t at = begin; at < end; ++at) {
       const int64_t h = at % H, n = view.query(some[at / H].s + 1) - 1;
-      float* u = some[at / H].u.data() + h * I;
+      float* u = some[at / H].u + h * I;
       for (int64_t e = 0; e < E; ++e) x[e] = qs[n * q_NX.stride(0) + h * E + e];
       for (int64_t i = 0; i < I; ++i) u[i] = product(weight + (h / (H / G) * I + i) * E, x.data(), E);
       pairs.turn(n, u);
@@ -146,7 +155,7 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
             const Floats y = widened(key + i * TOKENS);
             for (int64_t j = 0; j < several; ++j) sums[j] = fma(all(own.u[(h + j) * I + i]), y, sums[j]);
           }
-          for (int64_t j = 0; j < several; ++j) store(own.logits.data() + (h + j) * own.padded + t, sums[j]);
+          for (int64_t j = 0; j < several; ++j) store(own.logits + (h + j) * own.padded + t, sums[j]);
         }
       }
     }
@@ -155,7 +164,7 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
   at::parallel_for(0, some.size() * H, 1, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; ++at) {
       Chosen& own = some[at / H];
-      float* logits = own.logits.data() + at % H * own.padded;
+      float* logits = own.logits + at % H * own.padded;
       std::fill(logits + own.length, logits + own.padded, -INF);
       Floats most = all(-INF), total = all(0.0f);
       for (int64_t t = 0; t < own.padded; t += 16) most = max(most, load(logits + t));
@@ -174,8 +183,8 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
       Chosen& own = some[tasks[task].first];
       for (int64_t t = tasks[task].second; t < std::min(own.padded, tasks[task].second + SCORED); t += 16) {
         Floats score = all(0.0f);
-        for (int64_t h = 0; h < H; ++h) score = score + load(own.logits.data() + h * own.padded + t);
-        store(own.scores.data() + t, score);
+        for (int64_t h = 0; h < H; ++h) score = score + load(own.logits + h * own.padded + t);
+        store(own.scores + t, score);
       }
     }
   });
@@ -187,7 +196,7 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
       if (own == some.end()) {
         std::iota(places, places + count, 0);
       } else {
-        float* scores = own->scores.data();
+        float* scores = own->scores;
         std::fill(scores, scores + std::min(sink, length), INF);
         std::fill(scores + std::max<int64_t>(0, length - window), scores + length, INF);
         for (int64_t t = 0; stride && t < length; t += stride) scores[t] = INF;
