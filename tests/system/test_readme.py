@@ -21,8 +21,8 @@ PAGES = {name: (ROOT / name).read_text(encoding="utf-8")
 VERBS = {
     "README.md": "convert generate serve",
     "docs/start.md": "plan convert eval chat",
-    "docs/cli.md": "plan diagnose calibrate convert eval heal generate chat serve bench verify list report card "
-    "publish env",
+    "docs/cli.md": "plan diagnose calibrate convert sparsify eval heal generate chat serve bench verify list report "
+    "card publish env",
     "docs/engine.md": "generate generate chat serve",
 }
 # What a tiny model and text need beside the words of the text.
@@ -31,6 +31,7 @@ MORE = {
     "diagnose": ["--seqlen", "64"],
     "calibrate": ["--window", "200", "--clusters", "4"],
     "convert": ["--seqlen", "64", "--eval-windows", "0"],
+    "sparsify": ["--seqlen", "64", "--width", "16"],
     "eval": ["--seqlen", "64"],
     "heal": ["--seqlen", "64", "--steps", "2", "--batch-tokens", "128"],
     "generate": ["--max-new-tokens", "8", *FEW],
@@ -83,6 +84,7 @@ def run(tiny_models, calibration_file, evaluation_file, tmp_path_factory):
             "OTHER_TEXT": str(evaluation_file),
             "TEXT": str(calibration_file),
             "SETS": str(folder / "sets"),
+            "SPARSE": str(folder / "results" / "sparse"),
             "FOLDER": str(folder / "results"),
         }
         with pytest.MonkeyPatch.context() as patch:
