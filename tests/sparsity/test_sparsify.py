@@ -179,6 +179,7 @@ def test_the_users_mistakes(source, options, words, sparse, dense, tiny_models, 
         ({"indexer_types": ["full", "full"]}, "a list of 3"),
         ({"indexer_types": ["shared", "full", "full"]}, "full before the first shared"),
         ({"indexer_types": ["full", "dense", "full"]}, "does not call for"),
+        ({"indexer_types": ["full", "shared", "full"], "index_topk_per_layer": [24, 20, 24]}, "of the layer before it"),
         ({"index_head_dim": 24}, "shape"),
     ],
 )
@@ -220,3 +221,28 @@ def test_eval_reads_as_generated_tokens_do(options, sparse, dense, evaluation_fi
         with torch.no_grad():
             losses.append(float(model(ids, labels=ids).loss))
     assert long == pytest.approx(losses[0], rel=1e-5) and abs(losses[1] - losses[0]) > 1e-4
+
+
+def test_what_knows_no_index_refuses_it(sparse, tiny_models, refused, tmp_path):
+    model, out = sparse("llama", "latent"), tmp_path / "out"
+    refused(
+        "heal the model that it was made of",
+        "heal",
+        "--teacher",
+        tiny_models["llama"],
+        "--student",
+        model,
+        "--out",
+        out,
+    )
+    refused("export the model that it was made of", "export", "deepseek", model, out)
+
+
+def test_a_model_that_overflows_gets_no_index(tiny_models, calibration_file, tmp_path):
+    directory = shutil.copytree(tiny_models["llama"], tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"] *= 1e38
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="keys or queries are NaN or infinity"):
+        sparsify.run(str(directory), tmp_path / "out", SparsifyConfig(text=str(calibration_file), topk=24, **SMALL))
+    assert not (tmp_path / "out").exists()

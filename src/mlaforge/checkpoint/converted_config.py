@@ -5,6 +5,7 @@ modeling/configuration_mla.py says what each of them means.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from mlaforge import families
@@ -124,8 +125,10 @@ def _check_sparse(config: dict[str, Any], spec: ModelSpec) -> None:
     for name in SPARSE:
         if not config.get(name):
             raise UserError(f"config.json has no {name!r}, which a sparse model must have; it would be served densely")
-    kinds, read = config["indexer_types"], config.get("index_topk_per_layer") or [config["index_topk"]]
-    first = next((kind for kind in kinds if kind != "dense"), None)
+    kinds = config["indexer_types"]
+    read = config.get("index_topk_per_layer") or [config["index_topk"]] * spec.num_layers
+    sparse = [(kind, topk) for kind, topk in zip(kinds, read, strict=False) if kind != "dense"]
+    first = sparse[0][0] if sparse else None
     forced = (config.get("index_sink") or 0) + config["index_window"]
     each = f"a list of {spec.num_layers}, one for each layer"
     sliding = [i for i, layer in enumerate(spec.layers) if layer.window is not None]
@@ -137,8 +140,17 @@ def _check_sparse(config: dict[str, Any], spec: ModelSpec) -> None:
             all(kinds[i] == "dense" for i in sliding if i < len(kinds)),
             f"dense where layers have a sliding window: {sliding}",
         ),
-        ("index_topk_per_layer", len(read) in (1, spec.num_layers), each),
-        ("index_topk", min(read) > forced, f"above the {forced} tokens that are read in any case"),
+        ("index_topk_per_layer", len(read) == spec.num_layers, each),
+        (
+            "index_topk_per_layer",
+            all(topk == before for (_, before), (kind, topk) in itertools.pairwise(sparse) if kind == "shared"),
+            "for a shared layer that of the layer before it",
+        ),
+        (
+            "index_topk",
+            all(topk > forced for _, topk in sparse),
+            f"above the {forced} tokens that are read in any case",
+        ),
         ("index_head_dim", config["index_head_dim"] % INDEX_NUMBERS == 0, f"a multiple of {INDEX_NUMBERS}"),
     ):
         if not right:

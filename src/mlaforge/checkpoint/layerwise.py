@@ -47,6 +47,10 @@ class LayerStream:
         for layer in self.decoder.layers:
             if hasattr(layer.self_attn, "table"):
                 layer.self_attn.table.rotary = rotary
+        self.sparsity = getattr(self.decoder, "sparsity", None)
+        if self.sparsity is not None:
+            # Every token reads as if it had been generated, or a sparse model would be judged as a dense one.
+            self.sparsity.prompts = True
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
         self.reader = reader.Reader(self.source.path, self.source.without)
 
@@ -136,7 +140,7 @@ class LayerStream:
         """
         hidden = [self.embed(ids[None]) for ids in texts]
         # Layers may read what one before them chose on the same text.
-        sparsity, chosen = getattr(self.decoder, "sparsity", None), dict[int, Any]()
+        sparsity, chosen = self.sparsity, dict[int, Any]()
         for index in progress(range(self.num_layers), what, self.num_layers):
             with self.layer(index) as layer:
                 for n, states in enumerate(hidden):

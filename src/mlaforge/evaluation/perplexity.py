@@ -42,11 +42,8 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     with nullcontext() if out is None else writing(out, manifest):
         with timed(manifest.seconds, "eval"), LayerStream(source, dtype, device) as stream:
             stream.check()
-            if is_sparse(source.config):
-                # Every token as if it had been generated.
-                stream.decoder.sparsity.prompts = True
-                if config.seqlen <= (topk := source.config["index_topk"]):
-                    log(f"the index is not tested: windows have {config.seqlen} tokens, and {topk} are read (--seqlen)")
+            if is_sparse(source.config) and config.seqlen <= (topk := source.config["index_topk"]):
+                log(f"the index is not tested: windows have {config.seqlen} tokens, and {topk} are read (--seqlen)")
             losses = window_losses(stream, text.ids, "evaluate")
         mean, n = float(losses.mean()), len(losses)
         if not math.isfinite(mean):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, sha256, writing
+from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
@@ -136,6 +137,8 @@ class Judgement:
         scores = []
         for source in self.models:
             model = load_model(source, str(self.dtype).removeprefix("torch."), self.device)
+            if is_sparse(source.config):
+                model.model.sparsity.prompts = True
             scores.append(
                 lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit)
             )

@@ -37,7 +37,7 @@ FIELDS = {
     "mla_qk_norm": (bool, False),
     # Sparse attention (token_index_mla.py): the kind of the index, None where all attention is dense; tokens that a
     # query reads, and per layer where layers differ; numbers of an index key; which tokens are read in any case: the
-    # first, the newest, and every so-manieth.
+    # first, the newest, and the first of every so many.
     "index_kind": (str | None, None),
     "index_topk": (int | None, None),
     "index_topk_per_layer": (list[int] | None, None),

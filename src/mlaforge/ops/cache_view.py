@@ -100,12 +100,18 @@ class CacheView:
         newest; None where it reads all of every sequence. Of a step longer than that nobody could be left out."""
         if not any(self.generating):
             return None
-        lengths = [sum(length for _, length in runs) for runs in self.runs]
-        counts = tuple(
-            min(length, topk) if sparse and window >= T else length
-            for length, T, sparse in zip(lengths, self.queries, self.generating, strict=True)
-        )
-        return None if list(counts) == lengths else counts
+        if (topk, window) not in self._reads:
+            lengths = tuple(sum(length for _, length in runs) for runs in self.runs)
+            counts = tuple(
+                min(length, topk) if sparse and window >= T else length
+                for length, T, sparse in zip(lengths, self.queries, self.generating, strict=True)
+            )
+            self._reads[topk, window] = None if counts == lengths else counts
+        return self._reads[topk, window]
+
+    @functools.cached_property
+    def _reads(self) -> dict[tuple[int, int], tuple[int, ...] | None]:
+        return {}
 
     @functools.cached_property
     def dense_slots(self) -> tuple[Tensor, Tensor]:

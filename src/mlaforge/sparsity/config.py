@@ -21,7 +21,7 @@ class SparsifyConfig(Options):
     width: int = option(32, "numbers of a token's index key, a byte each", "numbers", least=8)
     sink: int = option(4, "first tokens that are always read", "tokens", least=0)
     window: int = option(128, "newest tokens that are always read", "tokens", least=1)
-    stride: int = option(0, "every so-manieth token is always read; 0: none", "tokens", least=0)
+    stride: int = option(0, "the first of every so many tokens is always read; 0: none", "tokens", least=0)
     nsamples: int = option(4, "windows of the text", "windows", least=1)
     seqlen: int = option(2048, "their length", "tokens", least=SHORTEST_WINDOW)
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")

@@ -15,6 +15,7 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.factorization.token_index import FIRST, Candidates, PairMoments
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs
+from mlaforge.runtime import UserError
 
 # Keys are also turned as if they stood so much later, that slow frequencies are seen at more angles.
 LATER = 4096
@@ -26,7 +27,7 @@ def as_complex(x: Tensor) -> Tensor:
 
 
 class Observation:
-    """Of one layer, window by window; then `candidates` of its index. Works on a layer that is loaded."""
+    """Of one layer, window by window; then its index. Works on a layer that is loaded."""
 
     def __init__(self, stream: LayerStream, index: int):
         self.stream, self.layer = stream, stream.decoder.layers[index]
@@ -78,8 +79,11 @@ class Observation:
         return found
 
     def index(self, width: int) -> dict[str, Tensor]:
-        """The parameters of the layer's PairsIndex. UserError where it has fewer numbers than `width`."""
+        """The parameters of the layer's PairsIndex. UserError where it has fewer numbers than `width`, and for a model
+        that overflows."""
         features, latent = torch.cat(self.features).cpu().double(), self.latent
+        if not (features.isfinite().all() and self.moments.power.isfinite().all()):
+            raise UserError(f"the model's keys or queries are NaN or infinity: it overflows in {self.stream.dtype}")
         found = Candidates.turning(self.moments)
         if latent is not None and not latent.qk_norm:
             w_uk, _, b_k, _ = (t.cpu() for t in latent.up_projections())

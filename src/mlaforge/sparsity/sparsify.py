@@ -121,8 +121,9 @@ def learn(stream: LayerStream, ids_NT: Tensor, kinds: list[str], width: int) -> 
     def see(index: int, number: int, states: Tensor) -> None:
         if kinds[index] != "full":
             return
-        layer = seen.setdefault(index, Observation(stream, index))
-        layer.add(states)
+        if index not in seen:
+            seen[index] = Observation(stream, index)
+        seen[index].add(states)
         if number == len(ids_NT) - 1:
             prefix = f"model.layers.{index}.self_attn.index."
             tensors.update({prefix + name: tensor for name, tensor in seen.pop(index).index(width).items()})

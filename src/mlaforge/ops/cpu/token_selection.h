@@ -57,8 +57,10 @@ void write_index(const at::Tensor& features_NF, const std::optional<at::Tensor>&
       for (int64_t i = 0; i < I; ++i) y[i] = product(weight + i * F, x.data(), F) + bias[i];
       pairs.turn(n, y.data());
       int8_t* own = to + slots[n] / TOKENS * I * TOKENS + slots[n] % TOKENS;
-      // What is no number becomes one, so that whoever reads it does not wait for one.
-      for (int64_t i = 0; i < I; ++i) own[i * TOKENS] = int8_t(std::clamp(std::nearbyint(y[i] == y[i] ? y[i] : 0), -127.0f, 127.0f));
+      for (int64_t i = 0; i < I; ++i) {
+        const float whole = std::isnan(y[i]) ? 0.0f : std::nearbyint(y[i]);
+        own[i * TOKENS] = int8_t(std::clamp(whole, -127.0f, 127.0f));
+      }
     }
   });
 }
