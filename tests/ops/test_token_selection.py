@@ -142,7 +142,8 @@ def test_a_view_is_narrowed():
     assert view.reads(100, 8) is None and view.reads(30, 8) == (30, 20, 30)
     # More query tokens than are read in any case: none of them could be left out.
     assert view.reads(30, 1) == (30, 20, 90)
-    slots = torch.arange(90, dtype=torch.int32).view(3, 30)
-    some = narrowed(view, slots, slots, (30, 20, 30), 256)
-    assert some.first_S.tolist() == [0, 256, 512] and some.seq_lens_S.tolist() == [30, 276, 542]
+    slots = torch.arange(96, dtype=torch.int32).view(3, 32)
+    some = narrowed(view, slots, slots, (30, 20, 30), True)
+    assert some.first_S.tolist() == [0, 32, 64] and some.seq_lens_S.tolist() == [30, 52, 94]
+    assert narrowed(view, slots, slots, (30, 20, 30), False).seq_lens_S.tolist() == [30, 20, 30]
     assert some.block_size == 1 and some.runs == () and torch.equal(some.slots_N, view.slots_N)

@@ -10,6 +10,7 @@ an index key, F features of a key, E of a query, P rotary pairs, K tokens that a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -76,26 +77,27 @@ class TokenIndex:
         keys[slots_N // TOGETHER, :, slots_N % TOGETHER] = made
 
     def choose(
-        self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int]
+        self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int], apart: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Slots and positions, int32 [S, K], of as many tokens as `counts` says, or all where a sequence has no more;
-        in rising order. q_NX: queries, H·E numbers and what else lies behind them. The view sees all."""
+        in rising order. q_NX: queries, H·E numbers and what else lies behind them. The view sees all. K is a multiple
+        of `apart`."""
         native = kernels() if _native_reads(q_NX) else None
         if native is None:
-            return self._reference(keys, q_NX, turn_N1P, view, counts)
+            return self._reference(keys, q_NX, turn_N1P, view, counts, apart)
         turn = None if self.turned else turn_N1P
         slots, positions = native.select_tokens(
             q_NX, self.heads, self.query, turn, self.frequency, self.sinks, keys, view.block_table_SB,
-            view.seq_lens_S, view.query_start_S1, view.block_size, counts, self.sink, self.window, self.stride,
+            view.seq_lens_S, view.query_start_S1, view.block_size, counts, self.sink, self.window, self.stride, apart,
         )  # fmt: skip
         return slots, positions
 
     def _reference(
-        self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int]
+        self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int], apart: int = 1
     ) -> tuple[Tensor, Tensor]:
         """In fp32, sequence by sequence."""
         device, size = q_NX.device, view.block_size
-        slots = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+        slots = torch.zeros(len(counts), -(-max(counts) // apart) * apart, dtype=torch.int32, device=device)
         positions = torch.zeros_like(slots)
         lasts = (view.query_start_S1[1:] - 1).tolist()
         for s, (count, length, last) in enumerate(zip(counts, view.seq_lens_S.tolist(), lasts, strict=True)):
@@ -129,14 +131,20 @@ def _native_reads(x_NX: Tensor) -> bool:
     return x_NX.device.type == "cpu" and x_NX.dtype == torch.bfloat16 and x_NX.stride(1) == 1
 
 
-def narrowed(view: CacheView, slots_SK: Tensor, positions_SK: Tensor, counts: Sequence[int], apart: int) -> CacheView:
+def narrowed(view: CacheView, slots_SK: Tensor, positions_SK: Tensor, counts: tuple[int, ...], apart: bool) -> CacheView:
     """The view of the tokens chosen, as if their rows were all that there is: blocks of one row.
 
-    Sequence s has the rows from s * apart on, so that one table of angles, that of `positions_SK`, can serve all.
+    With `apart` the rows of sequence s count from s·K on, so that `positions_SK` is one table of where they stand.
     """
-    first = torch.arange(len(counts), dtype=torch.int32) * apart
-    lengths = first + torch.tensor(counts, dtype=torch.int32)
+    first_S, lengths_S = _bounds(counts, slots_SK.shape[1] if apart else 0, slots_SK.device)
     return dataclasses.replace(
-        view, block_table_SB=slots_SK, first_S=first.to(slots_SK.device), seq_lens_S=lengths.to(slots_SK.device),
-        block_size=1, runs=(), positions_SK=positions_SK, counts=tuple(counts),
+        view, block_table_SB=slots_SK, first_S=first_S, seq_lens_S=lengths_S, block_size=1, runs=(),
+        positions_SK=positions_SK, counts=counts,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds(counts: tuple[int, ...], apart: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int32 [S]: first rows, and those behind the last; the same from layer to layer and from step to step."""
+    first = torch.arange(len(counts), dtype=torch.int32) * apart
+    return first.to(device), (first + torch.tensor(counts, dtype=torch.int32)).to(device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.linear import fused
-from mlaforge.engine.execution.sparse_reading import Chosen, angles_of, reading
+from mlaforge.engine.execution.sparse_reading import Chosen, reading
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
@@ -269,9 +269,7 @@ class NativeLatent:
             out: Tensor = self.kernel(both_NX, turn_N1P, self.rope_index, *weights, *step)
         else:
             cos, sin = (table[0] for table in self.table(view.max_seq_len, turn_N1P.real))
-            if view.positions_SK is not None:
-                cos, sin = angles_of(view, cos, sin)
-            out = self.kernel(both_NX, cos, sin, *weights, *self.norms, self.eps, *step)
+            out = self.kernel(both_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK)
         return out
 
 

@@ -18,7 +18,7 @@ from mlaforge.ops.token_selection import TokenIndex, narrowed
 
 # What a layer with an index chose in a step, for layers behind it that have none: slots, positions, counts.
 Chosen = tuple[Tensor, Tensor, tuple[int, ...]]
-# Sequences' rows begin at multiples of this where one table of angles serves all: chunks of the kernels.
+# Sequences' rows begin at multiples of this where one table of positions serves all: chunks of the kernels.
 APART = 256
 
 
@@ -59,18 +59,9 @@ class SparseReading:
             return view
         if self.index is not None:
             assert rows.index is not None
-            chosen["last"] = (*self.index.choose(rows.index, q_NX, turn_N1P, view, counts), counts)
-        slots_SK, positions_SK, counts = chosen["last"]
-        apart = -(-slots_SK.shape[1] // APART) * APART if self.angles else 0
-        return narrowed(view, slots_SK, positions_SK, counts, apart)
-
-
-def angles_of(view: CacheView, cos_LP: Tensor, sin_LP: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of a table of angles, one for each row that a narrowed view of the layout `latent` reads."""
-    assert view.positions_SK is not None
-    K = view.positions_SK.shape[1]
-    places = torch.nn.functional.pad(view.positions_SK, (0, -K % APART)).flatten()
-    return cos_LP.index_select(0, places), sin_LP.index_select(0, places)
+            apart = APART if self.angles else 1
+            chosen["last"] = (*self.index.choose(rows.index, q_NX, turn_N1P, view, counts, apart), counts)
+        return narrowed(view, *chosen["last"], self.angles)
 
 
 def reading(attention: Any, heads: int, rows: PagedRows, sinks: Tensor | None, **more: Any) -> SparseReading | None:

@@ -24,13 +24,15 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
                   const std::optional<at::Tensor>& whole_LR, at::IntArrayRef format, const at::Tensor& slots_N,
                   const at::Tensor& table_SB, const at::Tensor& seq_lens_S, const at::Tensor& first_S,
                   const at::Tensor& query_start_S1, int64_t block_size, int64_t window, double scale,
-                  const std::optional<at::Tensor>& tree_Tn) {
+                  const std::optional<at::Tensor>& tree_Tn, const std::optional<at::Tensor>& positions_SK) {
   const Rows rows(rows_LR, whole_LR, format);
   const at::Tensor both = both_NX.contiguous();
   const int64_t N = both.size(0), X = both.size(1), R = rows.width, D = 2 * cos_LP.size(1), GD = b_k.size(0);
   const int64_t G = GD / D, H = (X - R) / D, J = H / G, V = b_v_GV.size(1);
-  const Angles angles{cos_LP.const_data_ptr<float>(), sin_LP.const_data_ptr<float>(), cos_LP.size(0), D / 2};
+  const Angles angles{cos_LP.const_data_ptr<float>(), sin_LP.const_data_ptr<float>(), cos_LP.size(0), D / 2,
+                      positions_SK ? positions_SK->const_data_ptr<int32_t>() : nullptr};
   TORCH_CHECK(cos_LP.is_contiguous() && sin_LP.is_contiguous(), "angles have gaps between them");
+  TORCH_CHECK(!positions_SK || positions_SK->is_contiguous(), "positions have gaps between them");
   const LatentKeys keys(w_uk, b_k, k_norm, eps, angles, R);
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   for (int64_t n = 0; n < N; ++n) rows.put(slots[n], both.const_data_ptr<bf16>() + n * X + H * D);

@@ -12,13 +12,17 @@ constexpr int64_t LINE = 32, UNIT = 32;
 
 inline int64_t in_lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
 
-// The angles of every position: cos and sin [positions, D / 2].
+// The angles of every position: cos and sin [positions, D / 2]. Of a selection, `places` says where what it counts as
+// positions stands in the text.
 struct Angles {
   const float *cos, *sin;
   int64_t positions, pairs;
+  const int32_t* places = nullptr;
 
   // Where the angles of a position begin. Beyond a sequence's last row nothing is seen.
-  int64_t at(int64_t position) const { return std::min(position, positions - 1) * pairs; }
+  int64_t at(int64_t position) const {
+    return std::min<int64_t>(places ? places[position] : position, positions - 1) * pairs;
+  }
 
   // Numbers of a head, pair p being numbers p and p + D / 2, as they are turned at `position`.
   void turn(int64_t position, const bf16* x, float* y) const {

@@ -37,7 +37,8 @@ LIBRARY(FORM, m) {
   m.def(
       "latent(Tensor both, Tensor cos, Tensor sin, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, Tensor? q_norm, "
       "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, "
-      "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, Tensor? tree) -> Tensor");
+      "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
+      "Tensor? tree, Tensor? positions=None) -> Tensor");
   m.def(
       "latent_rope(Tensor both, Tensor turn, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
       "Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
@@ -46,8 +47,8 @@ LIBRARY(FORM, m) {
         "Tensor(a!) keys, Tensor slots) -> ()");
   m.def(
       "select_tokens(Tensor q, int heads, Tensor weight, Tensor? turn, Tensor frequency, Tensor? sinks, Tensor keys, "
-      "Tensor table, Tensor seq_lens, Tensor query_start, int block_size, int[] counts, int sink, int window, int stride) "
-      "-> (Tensor, Tensor)");
+      "Tensor table, Tensor seq_lens, Tensor query_start, int block_size, int[] counts, int sink, int window, int stride, "
+      "int apart) -> (Tensor, Tensor)");
 }
 
 LIBRARY_OF_CPU(FORM, m) {
