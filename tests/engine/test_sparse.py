@@ -5,7 +5,9 @@ import torch
 
 from mlaforge import LLM, SamplingParams
 from mlaforge.checkpoint import loading
-from mlaforge.ops import token_selection
+from mlaforge.engine import engine as kept_by
+from mlaforge.engine.execution import attention
+from mlaforge.ops import kept_keys, native, paged_rows, token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
 from mlaforge.sparsity import sparsify
@@ -100,8 +102,8 @@ def test_only_the_selection_is_read(layout, dtype, sparse, monkeypatch):
     seen = []
     choose = token_selection.TokenIndex.choose
 
-    def poisoned(self, keys, q, turn, view, counts):
-        slots, positions = choose(self, keys, q, turn, view, counts)
+    def poisoned(self, keys, q, turn, view, counts, apart):
+        slots, positions = choose(self, keys, q, turn, view, counts, apart)
         kept = {int(slot) for s, count in enumerate(counts) for slot in slots[s, :count]}
         for rows in llm.engine.cache.rows:
             if rows.index is keys and rows.packed.is_floating_point():
@@ -137,8 +139,8 @@ def everything(monkeypatch):
         lengths = tuple(sum(length for _, length in runs) for runs in view.runs)
         return lengths if any(view.generating) else None
 
-    def watched(self, keys, q, turn, view, counts):
-        found = choose(self, keys, q, turn, view, counts)
+    def watched(self, keys, q, turn, view, counts, apart):
+        found = choose(self, keys, q, turn, view, counts, apart)
         seen.append(token_selection.keys_at(keys, found[0][0, : counts[0]].long()).clone())
         return found
 
@@ -185,9 +187,9 @@ def test_drafts_share_a_selection(sparse, monkeypatch):
     """One choice for all query tokens of a step, by the last of them."""
     llm, choose, asked = engine(sparse("llama", "latent")), token_selection.TokenIndex.choose, []
 
-    def watched(self, keys, q, turn, view, counts):
+    def watched(self, keys, q, turn, view, counts, apart):
         asked.append((len(q), counts))
-        return choose(self, keys, q, turn, view, counts)
+        return choose(self, keys, q, turn, view, counts, apart)
 
     monkeypatch.setattr(token_selection.TokenIndex, "choose", watched)
     (text,) = tokens(llm.generate([PROMPTS[0]], greedy(16)))
@@ -219,12 +221,59 @@ def test_a_selection_is_shared(sparse):
         agree(tokens(llm.generate([prompt], greedy(8)))[0], model, prompt)
 
 
+@pytest.mark.parametrize(("layout", "stored"), [("latent", "auto"), ("latent", "int8"), ("coded", "auto")])
+def test_kept_keys_change_nothing(layout, stored, sparse, compiled, monkeypatch):
+    """To the bit, where rows are shared, copied, moved, given up and written again."""
+    monkeypatch.setattr(native, "kernels", lambda: compiled)
+    for module in (kept_by, token_selection, paged_rows, attention):
+        monkeypatch.setattr(module, "kernels", lambda: compiled)
+    # What is short reads much of what there is.
+    monkeypatch.setattr(kept_keys, "EACH", 1)
+    directory = sparse("llama", layout)
+    texts = tokens(engine(directory, dtype="bfloat16", kv_cache_dtype=stored).generate(PROMPTS, greedy(30)))
+
+    def scores(keep, drafter=None, blocks=200):
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_by, "kernels", lambda: compiled if keep else None)
+            options = {"dtype": "bfloat16", "kv_cache_dtype": stored}
+            block = sum(layer.block_bytes(16) for layer in engine(directory, **options).engine.cache.layers)
+            llm = engine(directory, **options, cache_bytes=blocks * block)
+            assert llm.engine.stats().cache_blocks == blocks
+        rows = llm.engine.cache.rows
+        assert all((row.kept is not None) == keep for row in rows)
+        if drafter == "tree":
+            branch(llm.engine, Branching([p + t for p, t in zip(PROMPTS, texts, strict=True)], 0.7), 4, 12)
+        elif drafter == "chain":
+            speculate(llm.engine, Knowing([p + t for p, t in zip(PROMPTS, texts, strict=True)], 0.7))
+        drawn = SamplingParams(temperature=0.9, seed=3, max_tokens=30, ignore_eos=True, logprobs=2, n=2)
+        several = [drawn] if drafter is None else []
+        found = []
+        for params in (SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2), *several):
+            for output in llm.generate(PROMPTS, params) + llm.generate(PROMPTS[::-1], params):
+                found += [(x.token_id, x.top) for completion in output.outputs for x in completion.logprobs]
+        llm.engine.check_integrity()
+        if keep:
+            places, steps = rows[0].kept.places[: rows[0].slots], int(rows[0].kept.places[-1])
+            assert (places >= 0).any() and steps > 20, (places, steps)
+        return found, llm.engine.stats()
+
+    for options in ({}, {"drafter": "chain"}, {"drafter": "tree"}, {"blocks": 14}):
+        ours, stats = scores(True, **options)
+        assert ours == scores(False, **options)[0], options
+    assert stats.preemptions
+
+
 def test_bytes_are_counted(sparse):
     both = [engine(sparse("llama", "latent"), dense=dense) for dense in (False, True)]
     for llm in both:
         llm.generate([PROMPTS[0]], greedy(2))
     layer, bare = (llm.engine.cache.layers[0] for llm in both)
     assert layer.block_bytes(16) == bare.block_bytes(16) + 16 * 16
+    if native.kernels() is not None:
+        both.append(engine(sparse("llama", "latent"), dtype="bfloat16"))
+        kept = both[-1].engine.cache.rows[0].kept
+        size = both[-1].engine.cache.layers[0].block_bytes(16) - layer.block_bytes(16) + 16 * layer.width * 2
+        assert size == 2 * 2 * kept.keys.shape[1] + 16 * 4 + 2 * 8
     for llm in both:
         assert llm.engine.cache.bytes == sum(t.nbytes for t in llm.engine.cache.tensors)
 

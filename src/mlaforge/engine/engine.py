@@ -42,6 +42,7 @@ from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
+from mlaforge.ops.native import kernels
 from mlaforge.ops.row_format import INT4_TOKENS
 from mlaforge.ops.token_selection import TOGETHER
 from mlaforge.runtime import UserError, log, on_device, resolve_device
@@ -76,7 +77,8 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(source)
 
         head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
-        layers, windows = layer_caches(spec, self.model.config, self.model.dtype, config.kv_cache_dtype)
+        keep = self.device.type == "cpu" and self.model.dtype == torch.bfloat16 and kernels() is not None
+        layers, windows = layer_caches(spec, self.model.config, self.model.dtype, config.kv_cache_dtype, keep)
         if head is not None:
             layers.append(head_cache(head.config, len(windows), self.model.dtype))
             windows.append(head.config.sliding_window)

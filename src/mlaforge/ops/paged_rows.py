@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.kept_keys import KeptKeys
 from mlaforge.ops.native import kernels
 from mlaforge.ops.row_format import Plain, RowFormat
 from mlaforge.ops.token_selection import TOGETHER, empty_keys, keys_at
@@ -19,24 +20,29 @@ from mlaforge.ops.token_selection import TOGETHER, empty_keys, keys_at
 @dataclasses.dataclass(frozen=True)
 class PagedRows:
     """`packed` holds one unit of `format` a row, block after block; the slots behind its own are those of `whole`,
-    [L, W] in bf16. `dtype` is the model's. `index`: of a sparse layer the index keys (ops/token_selection.py)."""
+    [L, W] in bf16. `dtype` is the model's. Of a sparse layer `index` are index keys (ops/token_selection.py), and
+    `kept` decompressed keys (ops/kept_keys.py)."""
 
     format: RowFormat
     packed: Tensor
     dtype: torch.dtype
     whole: Tensor | None = None
     index: Tensor | None = None
+    kept: KeptKeys | None = None
 
     @classmethod
     def empty(
-        cls, format: RowFormat, slots: int, dtype: torch.dtype, device: torch.device, whole: int = 0, index: int = 0
-    ) -> PagedRows:
-        """Room for so many tokens, and so many more in whole blocks; not cleared. `index`: numbers of an index key."""
+        cls, format: RowFormat, slots: int, dtype: torch.dtype, device: torch.device, whole: int = 0, index: int = 0,
+        keys: int = 0,
+    ) -> PagedRows:  # fmt: skip
+        """Room for so many tokens, and so many more in whole blocks; not cleared. `index`: numbers of an index key;
+        `keys`: of decompressed keys that are kept."""
         if isinstance(format, Plain):
             slots, whole = slots + whole, 0
         rows = torch.empty(whole, format.width, dtype=torch.bfloat16, device=device) if whole else None
-        keys = empty_keys(slots, index, device) if index else None
-        return cls(format, format.empty(slots // format.tokens, device), dtype, rows, keys)
+        index_keys = empty_keys(slots, index, device) if index else None
+        kept = KeptKeys.empty(slots + whole, keys) if keys else None
+        return cls(format, format.empty(slots // format.tokens, device), dtype, rows, index_keys, kept)
 
     @property
     def slots(self) -> int:
@@ -45,7 +51,8 @@ class PagedRows:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.packed, self.whole, self.index) if tensor is not None]
+        kept = (self.kept.keys, self.kept.places) if self.kept is not None else ()
+        return [tensor for tensor in (self.packed, self.whole, self.index, *kept) if tensor is not None]
 
     @property
     def plain(self) -> bool:
@@ -104,12 +111,16 @@ class PagedRows:
         rows = self.packed.view(torch.uint8)
         to, of = slots_N[: len(kept)], slots_N[kept]
         rows[to] = rows[of]
+        if self.kept is not None:
+            self.kept.forget(to)
         if self.index is not None:
             self.index[to // TOGETHER, :, to % TOGETHER] = keys_at(self.index, of)
 
     def copy(self, source: int, target: int, block_size: int) -> None:
         """Block `source` to block `target`, of one kind."""
         whole = self.whole is not None and source * block_size >= self.slots
+        if self.kept is not None:
+            self.kept.forget(torch.arange(target * block_size, (target + 1) * block_size))
         if self.index is not None:
             tiles = block_size // TOGETHER
             self.index[target * tiles : (target + 1) * tiles] = self.index[source * tiles : (source + 1) * tiles]

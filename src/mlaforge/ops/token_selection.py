@@ -131,7 +131,9 @@ def _native_reads(x_NX: Tensor) -> bool:
     return x_NX.device.type == "cpu" and x_NX.dtype == torch.bfloat16 and x_NX.stride(1) == 1
 
 
-def narrowed(view: CacheView, slots_SK: Tensor, positions_SK: Tensor, counts: tuple[int, ...], apart: bool) -> CacheView:
+def narrowed(
+    view: CacheView, slots_SK: Tensor, positions_SK: Tensor, counts: tuple[int, ...], apart: bool
+) -> CacheView:
     """The view of the tokens chosen, as if their rows were all that there is: blocks of one row.
 
     With `apart` the rows of sequence s count from s·K on, so that `positions_SK` is one table of where they stand.

@@ -18,6 +18,7 @@ from torch import Tensor
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.kept_keys import kept_bytes
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Coded, Plain, RowFormat, row_format
 from mlaforge.runtime import UserError
@@ -30,12 +31,14 @@ class CacheTooSmall(UserError):
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """What a layer keeps per token: `kind` is gqa, latent or latent_rope, `format` how; `group` is its group's number,
-    `index` how many bytes of an index key it keeps too."""
+    `index` how many bytes of an index key it keeps too, `keys` how many numbers decompressed keys have, which are kept
+    for some of the tokens."""
 
     kind: str
     format: RowFormat
     group: int
     index: int = 0
+    keys: int = 0
 
     @property
     def width(self) -> int:
@@ -43,7 +46,8 @@ class LayerCache:
         return self.format.width
 
     def block_bytes(self, block_size: int) -> int:
-        return self.format.unit_bytes * block_size // self.format.tokens + self.index * block_size
+        kept = kept_bytes(block_size, self.keys) if self.keys else 0
+        return self.format.unit_bytes * block_size // self.format.tokens + self.index * block_size + kept
 
     def whole_bytes(self, block_size: int) -> int:
         """Of a block whose rows are kept as they are."""
@@ -52,10 +56,11 @@ class LayerCache:
 
 
 def layer_caches(
-    spec: ModelSpec, config: Any, dtype: torch.dtype, stored: str = "auto"
+    spec: ModelSpec, config: Any, dtype: torch.dtype, stored: str = "auto", keep: bool = False
 ) -> tuple[list[LayerCache], list[int | None]]:
     """Every layer's cache, and the window of each group. `config` is the model's own, converted or not, `dtype` what it
-    computes in, `stored` a name of ops/row_format.py. Raises UserError for one that does not suit a layer."""
+    computes in, `stored` a name of ops/row_format.py; with `keep`, decompressed keys are kept where layers are sparse.
+    Raises UserError for a format that does not suit a layer."""
     kinds = getattr(config, "mla_layer_types", None) or ["gqa"] * spec.num_layers
     codes: list[list[int]] = getattr(config, "mla_code_counts", None) or [[]] * spec.num_layers
     sparse = getattr(config, "index_kind", None) is not None
@@ -80,7 +85,10 @@ def layer_caches(
             raise UserError(
                 f"kv_cache_dtype {stored} keeps whole blocks, of which no selection is read; use int8 or bf16"
             )
-        layers.append(LayerCache(kind, format, windows.index(layer.window), own))
+        keys = 0
+        if keep and sparse and kind == "latent" and config.indexer_types[index] != "dense":
+            keys = layer.num_kv_heads * layer.head_dim
+        layers.append(LayerCache(kind, format, windows.index(layer.window), own, keys))
     return layers, windows
 
 
@@ -165,7 +173,7 @@ class Cache:
         for layer in layers:
             group = groups[layer.group]
             packed, whole = (count * block_size for count in (group.num_blocks + spare, group.num_whole))
-            self.rows.append(PagedRows.empty(layer.format, packed, dtype, device, whole, layer.index))
+            self.rows.append(PagedRows.empty(layer.format, packed, dtype, device, whole, layer.index, layer.keys))
 
     @property
     def tensors(self) -> list[Tensor]:

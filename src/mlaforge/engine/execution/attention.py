@@ -269,7 +269,8 @@ class NativeLatent:
             out: Tensor = self.kernel(both_NX, turn_N1P, self.rope_index, *weights, *step)
         else:
             cos, sin = (table[0] for table in self.table(view.max_seq_len, turn_N1P.real))
-            out = self.kernel(both_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK)
+            kept = () if rows.kept is None else (rows.kept.keys, rows.kept.places)
+            out = self.kernel(both_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *kept)
         return out
 
 

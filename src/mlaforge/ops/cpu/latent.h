@@ -4,7 +4,7 @@
 
 #include "decode.h"
 #include "elementwise.h"
-#include "latent_rows.h"
+#include "kept_keys.h"
 #include "lift.h"
 
 // Rows of prompts that are made at a time, unless one sequence has more.
@@ -16,7 +16,8 @@ constexpr int64_t DECOMPRESSED = 4096;
 // goes through W_uv. Returns [N, H V].
 //
 // Limit: 2 R bytes and 2 R G D FLOPs a cached token, once for all query tokens of a sequence and all sequences of a step
-// that share it, R being whole tiles of 32 there, and 2 H (D + R) FLOPs for every query token that sees it.
+// that share it, R being whole tiles of 32 there, and 2 H (D + R) FLOPs for every query token that sees it. Of a selection
+// (positions_SK) those keys are made that no step before had made (kept_keys.h).
 at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at::Tensor& sin_LP, const at::Tensor& w_uk,
                   const at::Tensor& w_uv, const at::Tensor& b_k, const at::Tensor& b_v_GV,
                   const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm, double eps,
@@ -24,7 +25,8 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
                   const std::optional<at::Tensor>& whole_LR, at::IntArrayRef format, const at::Tensor& slots_N,
                   const at::Tensor& table_SB, const at::Tensor& seq_lens_S, const at::Tensor& first_S,
                   const at::Tensor& query_start_S1, int64_t block_size, int64_t window, double scale,
-                  const std::optional<at::Tensor>& tree_Tn, const std::optional<at::Tensor>& positions_SK) {
+                  const std::optional<at::Tensor>& tree_Tn, const std::optional<at::Tensor>& positions_SK,
+                  const std::optional<at::Tensor>& kept_EK, const std::optional<at::Tensor>& places) {
   const Rows rows(rows_LR, whole_LR, format);
   const at::Tensor both = both_NX.contiguous();
   const int64_t N = both.size(0), X = both.size(1), R = rows.width, D = 2 * cos_LP.size(1), GD = b_k.size(0);
@@ -36,6 +38,8 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
   const LatentKeys keys(w_uk, b_k, k_norm, eps, angles, R);
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   for (int64_t n = 0; n < N; ++n) rows.put(slots[n], both.const_data_ptr<bf16>() + n * X + H * D);
+  std::optional<KeptKeys> kept;
+  if (kept_EK) kept.emplace(*kept_EK, *places, places->numel() - 2 * kept_EK->size(0) - 2), kept->forget(slots, N);
 
   const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
   at::Tensor own = both.narrow(1, 0, H * D).reshape({N * H, D});
@@ -48,6 +52,10 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
   at::parallel_for(0, N, 8, [&](int64_t from, int64_t to) {
     for (int64_t i = from * H; i < to * H; ++i) angles.turn(position_of[i / H], queries + i * D, q.data() + i * D);
   });
+
+  bool few = true;
+  for (int64_t s = 0; s < view.sequences(); ++s) few &= !is_prompt(view, s, H);
+  if (kept && !(positions_SK && few && kept->make(view, keys, rows))) kept.reset();
 
   at::Tensor out = at::empty({N, H * V}, both.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
@@ -70,7 +78,10 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
     Attention attention{q.data() + base * H * D, H, G, D, R, row, Rows(nullptr, keys.width()), part, float(scale)};
     const LatentCache cache{keys, rows};
     const PromptRows prompts(cache, attention);
-    attention.source = [&] { return std::make_unique<LatentRows>(cache); };
+    attention.source = [&]() -> std::unique_ptr<Source> {
+      if (kept) return std::make_unique<KeptRows>(cache, *kept);
+      return std::make_unique<LatentRows>(cache);
+    };
     attend(attention,
            [&](int64_t n, const float* latents, const float* lse) { lift(latents, lse, outs + (base + n) * H * V); });
   }

@@ -38,7 +38,7 @@ LIBRARY(FORM, m) {
       "latent(Tensor both, Tensor cos, Tensor sin, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, Tensor? q_norm, "
       "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
-      "Tensor? tree, Tensor? positions=None) -> Tensor");
+      "Tensor? tree, Tensor? positions=None, Tensor(c!)? kept=None, Tensor(d!)? places=None) -> Tensor");
   m.def(
       "latent_rope(Tensor both, Tensor turn, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
       "Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
