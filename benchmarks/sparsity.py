@@ -4,7 +4,9 @@
 
 DIR is what `mlaforge sparsify` wrote. One-document windows of 8192 tokens of three kinds: WikiText-2's test articles,
 modules of installed packages, and the reference text of others. The first 4096 tokens are read densely, as a prompt is;
-every later one reads a selection, and is judged. fp32 in transformers. A run that was cut off goes on.
+every later one reads a selection, and is judged. Key tokens are those that the dense model gives a nat more to than it
+does with 1024 to 1536 tokens before them (LongPPL, arXiv 2410.23771). fp32 in transformers. A run that was cut off goes
+on.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from mlaforge.data import corpus, overlap
 from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError
 
-LENGTH, PROMPT, CHUNK = 8192, 4096, 512
+LENGTH, PROMPT, CHUNK, SHORT = 8192, 4096, 512, 1024
 ARTICLES = ("Brock Lesnar", "Ironclad warship", "Temnospondyli", "Manila")
 MODULES = ("transformers/generation/utils.py", "numpy/lib/_npyio_impl.py")
 REFERENCE = ("scipy/signal/_filter_design.py", "scipy/optimize/_optimize.py")
@@ -79,6 +81,16 @@ def read(model: Any, ids: Tensor, past: Any, sparse: bool) -> tuple[Tensor, Any]
     return torch.cat(losses), past
 
 
+@torch.no_grad()
+def helped(model: Any, ids: Tensor, losses: Tensor) -> list[int]:
+    """Which of the judged tokens, dense with `losses`, have a nat more with little before them."""
+    short = []
+    for start in range(PROMPT, len(ids) - 1, CHUNK):
+        own = read(model, ids[start - SHORT : start + CHUNK + 1], None, sparse=False)[0]
+        short.append(own[SHORT:])
+    return (torch.cat(short) - losses >= 1).nonzero().flatten().tolist()
+
+
 def main() -> None:
     arguments = parser(__doc__, "benchmarks/sparsity.json")
     arguments.add_argument("--model", required=True)
@@ -95,29 +107,48 @@ def main() -> None:
         asked = [{"form": options.form, "text": name, "selector": selector, "topk": k} for selector, k in wanted]
         # An exact index has keys of its own, which a cache made with another one lacks.
         prompts: dict[bool, Any] = {}
+        key: list[int] = next((r["key"] for r in results.rows if r.items() >= asked[0].items()), [])
         for row in results.missing(asked):
             exact = SELECTORS.get(row["selector"], (False, None))[0]
             select_by(model, "pairs" if row["selector"] == "dense" else row["selector"], row["topk"])
             if exact not in prompts:
                 prompts[exact] = read(model, ids[: PROMPT + 1], None, sparse=False)[1]
             losses, _ = read(model, ids, copy.deepcopy(prompts[exact]), sparse=row["selector"] != "dense")
-            results.add({**row, "losses": [float(part.mean()) for part in losses.split(1024)]})
+            judged = {"losses": [float(part.mean()) for part in losses.split(1024)]}
+            if row["selector"] == "dense":
+                key = judged["key"] = helped(model, ids, losses)
+            results.add({**row, **judged, "key_loss": float(losses[key].mean())})
     print(table(results.rows))
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Perplexity over the dense model's by kind of text."""
-    dense = {(r["form"], r["text"]): r["losses"] for r in rows if r["selector"] == "dense"}
+    dense = {(r["form"], r["text"]): r for r in rows if r["selector"] == "dense"}
     kinds = {"articles": set(ARTICLES), "modules": set(MODULES), "reference": {f"docstrings of {n}" for n in REFERENCE}}
-    lines: list[list[str]] = [["form", "selector", "k", *kinds, "all", "worst window"]]
+    lines: list[list[str]] = [
+        ["form", "selector", "k", *kinds, "all", "worst window", "4K to 6K", "6K to 8K", "key tokens"]
+    ]
     for key in dict.fromkeys((r["form"], r["selector"], r["topk"]) for r in rows if r["selector"] != "dense"):
         own = [r for r in rows if (r["form"], r["selector"], r["topk"]) == key]
+        # Nats by which each thousand of tokens is worse, window by window.
         lost = {
-            r["text"]: sum(r["losses"]) / len(r["losses"]) - sum(d := dense[r["form"], r["text"]]) / len(d) for r in own
+            r["text"]: [a - b for a, b in zip(r["losses"], dense[r["form"], r["text"]]["losses"], strict=True)]
+            for r in own
         }
-        groups = [[x for text, x in lost.items() if text in names] for names in kinds.values()]
-        means = [sum(g) / len(g) if g else math.nan for g in (*groups, [*lost.values()])]
-        lines.append([key[0], key[1], str(key[2]), *(f"{math.exp(x):.4f}" for x in (*means, max(lost.values())))])
+        windows = {text: mean(parts) for text, parts in lost.items()}
+        groups = [[x for text, x in windows.items() if text in names] for names in kinds.values()]
+        places = ([x for parts in lost.values() for x in parts[half]] for half in (slice(0, 2), slice(2, 4)))
+        # Every window's key tokens have the same weight each.
+        tokens = [
+            (len(d["key"]), r["key_loss"] - d["key_loss"]) for r in own if (d := dense[r["form"], r["text"]])["key"]
+        ]
+        helped_by = sum(n * x for n, x in tokens) / max(1, sum(n for n, _ in tokens))
+        means = (*map(mean, groups), mean([*windows.values()]), max(windows.values()), *map(mean, places), helped_by)
+        lines.append([key[0], key[1], str(key[2]), *(f"{math.exp(x):.4f}" for x in means)])
     return markdown_table(lines)
 
 
