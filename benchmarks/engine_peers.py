@@ -51,7 +51,7 @@ class Mlaforge:
         self._params = SamplingParams
         # An older checkout does not know the option.
         stored = {"kv_cache_dtype": rows[0]} if rows else {}
-        self._llm = LLM(model, dtype=dtype, device="cpu", cache_bytes=1 << 30, max_num_seqs=8, **stored)
+        self._llm = LLM(model, dtype=dtype, device="cpu", cache_bytes=1 << 31, max_num_seqs=8, **stored)
         self._prompts: Prompts = []
 
     def prefill(self, prompts: Prompts) -> float:
