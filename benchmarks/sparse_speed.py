@@ -105,14 +105,14 @@ def main() -> None:
             continue
         prompts = [ids[2048 * i :][:context].tolist() for i in range(batch)]
         models = {"base": model, **{form: sparse(model, form, topk, context + 192) for form in options.forms}}
-        results.rows += measured(case, prompts, models, options)
+        results.rows.extend(measured(case, prompts, models, options))
         results.save()
     for context in options.longer:
         case = f"{context}x1x512"
         for form in options.forms:
             if not any((row["case"], row["form"]) == (case, form) for row in results.rows):
                 models = {form: sparse(model, form, 512, context + 192)}
-                results.rows += measured(case, [ids[:context].tolist()], models, options)
+                results.rows.extend(measured(case, [ids[:context].tolist()], models, options))
                 results.save()
     for row in results.rows:
         beside = "" if "to base" not in row else "  to base {:.2f} ± {:.2f}".format(*row["to base"])
