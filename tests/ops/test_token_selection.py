@@ -9,7 +9,9 @@ from mlaforge.modeling import token_index_mla
 from mlaforge.modeling.token_index_mla import PairsIndex
 from mlaforge.ops import token_selection
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at, narrowed
+from support.paged_steps import SHAPES, make_step, needs_triton
 
 G, P = 2, 6
 
@@ -87,6 +89,57 @@ def test_kernels_choose_as_the_reference(compiled, case):
         block = view.block_table_SB[s].long()
         for slot, place in zip(ours[0][s, :count].tolist(), places, strict=True):
             assert slot == block[place // 16] * 16 + place % 16
+
+
+@needs_triton
+@settings(max_examples=12)
+@given(case=cases)
+def test_triton_chooses_as_the_reference(case):
+    lengths, topk, sink, window, stride, sinks, H, W, seed = case
+    view, slots = made(lengths, [min(length, 3) for length in lengths], seed=seed)
+    own = index(
+        H, W, 12, 20, seed, sink=sink, window=window, stride=stride, topk=topk,
+        sinks=torch.linspace(-1, 2, H) if sinks else None,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    keys = empty_keys(slots, W, torch.device("cpu"))
+    keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator))
+    N = len(view.slots_N)
+    q, turn = torch.randn(N, H * 12 + 5, generator=generator), turns(torch.arange(N))
+    # The first sequence reads all of its tokens, as beside others a prompt does.
+    counts = (lengths[0], *(min(topk, length) for length in lengths[1:]))
+    ours = own._triton(keys, q, turn, view, counts, 16)
+    expected = own._reference(keys, q, turn, view, counts, 16)
+    assert ours[0].shape == expected[0].shape and ours[0].dtype == torch.int32
+    for s, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        places = ours[1][s, :count].tolist()
+        assert places == sorted(set(places)) and places[-1] < length
+        # Those that are read in any case have equal scores.
+        always = {*range(min(sink, length)), *range(max(0, length - window), length)}
+        always |= set(range(0, length, stride)) if stride else set()
+        assert always <= set(places) or set(places) <= always
+        if always <= set(places):
+            assert len(set(places) & set(expected[1][s, :count].tolist())) >= count - 1
+        block = view.block_table_SB[s].long()
+        assert ours[0][s, :count].tolist() == [int(block[place // 16]) * 16 + place % 16 for place in places]
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", ["mha", "mla"])
+def test_triton_attends_to_a_selection(shape):
+    """Paged attention's own kernel over rows chosen one by one, beside the reference."""
+    step = make_step(SHAPES[shape], [(300, 1), (90, 3), (40, 1)])
+    q, k, v, view, scale = step.inputs
+    chosen = [torch.cat((torch.arange(0, length - 8, 7), torch.arange(length - 8, length))) for length in (300, 90, 40)]
+    positions = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).int()
+    slots = view.block_table_SB.long().gather(1, positions // view.block_size) * view.block_size
+    slots = (slots + positions % view.block_size).int()
+    some = narrowed(view, slots, positions, tuple(map(len, chosen)), False)
+    ours, expected = (paged_attention(q, k, v, some, scale, implementation=name) for name in ("triton", "reference"))
+    whole = paged_attention(q, k, v, view, scale, implementation="reference")
+    for a, b in zip(ours, expected, strict=True):
+        assert torch.allclose(a, b, atol=2e-5)
+    assert not torch.allclose(ours[0], whole[0], atol=1e-2)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -1,4 +1,5 @@
-"""Compiles the attention kernel for sm_90 as it would be launched on real shapes, without a GPU: one JSON line each.
+"""Compiles the kernels of attention and of its selection for sm_90 as they would be launched on real shapes, without a
+GPU: one JSON line each.
 
 python tests/support/compile_ahead.py [NAME ...]      (a process of its own: the tests' has Triton interpret)
 """
@@ -19,6 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from mlaforge.ops import paged_attention_triton as kernels
+from mlaforge.ops import token_selection_triton as selections
 from mlaforge.ops.cache_view import CacheView
 
 # Name -> query heads, key heads, key width, value width (None: the value is the key's own first part), query tokens.
@@ -66,6 +68,7 @@ def compile_ahead(kernel: Any, arguments: dict[str, Any], options: dict[str, int
         if isinstance(value, torch.Tensor):
             kind = {
                 "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
+                "int8": "i8",
             }  # fmt: skip
             signature[parameter.name] = "*" + kind[str(value.dtype).removeprefix("torch.")]
         else:
@@ -82,6 +85,19 @@ def merge(dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, int]]:
     lse = torch.empty(1)
     out = torch.empty(1, dtype=dtype)
     return {"parts": lse, "lses": lse, "out": out, "lse": lse, "splits": 16, "V": 320, "SIZE": 512}, {"num_warps": 4}
+
+
+def selection(kernel: str) -> tuple[Any, dict[str, Any]]:
+    """The kernel `lse` or `score` of an index of 32 numbers and 64 heads, and its arguments."""
+    S, H, L = 8, 64, 8192
+    numbers = torch.zeros(S, dtype=torch.int32)
+    view = CacheView(torch.zeros(S, 512, dtype=torch.int32), numbers, numbers, numbers, numbers.long(), 16, 1, L)
+    _, arguments = selections.launches(torch.zeros(512, 32, 16, dtype=torch.int8), torch.zeros(S, H, 32), view)
+    out = torch.zeros(S, L)
+    if kernel == "lse":
+        return selections.lse_kernel, arguments | {"out": out}
+    more = {"lse": torch.zeros(S, H), "out": out, "width": L, "sink": 4, "window": 128, "stride": 0}
+    return selections.score_kernel, arguments | more
 
 
 def registers(ptx: str) -> dict[str, int]:
@@ -107,6 +123,8 @@ def main(names: list[str]) -> None:
         told: dict[str, Any] = {"name": given}
         if shape == "merge":
             done = compile_ahead(kernels.merge_kernel, *merge(dtype))
+        elif shape.startswith("selection-"):
+            done = compile_ahead(*selection(shape.removeprefix("selection-")), {"num_warps": 4})
         else:
             planned = launch(shape, dtype, rows)
             told |= {"grid": planned.grid, "tile": [planned.arguments[name] for name in ("BLOCK_M", "BLOCK_N")]}
@@ -118,4 +136,16 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     fp8 = [f"{name}:bfloat16:float8_e4m3fn" for name in ("gqa-64", "gqa-128-prefill", "mla-512-64", "mla-small")]
-    main(sys.argv[1:] or [*SHAPES, "merge", "gqa-128:float16", "gqa-128:float32", "mla-512-64:float32", *fp8])
+    main(
+        sys.argv[1:]
+        or [
+            *SHAPES,
+            "merge",
+            "selection-lse",
+            "selection-score",
+            "gqa-128:float16",
+            "gqa-128:float32",
+            "mla-512-64:float32",
+            *fp8,
+        ]
+    )

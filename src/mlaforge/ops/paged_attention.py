@@ -91,8 +91,6 @@ def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
         return "triton is not installed"
     if view.tree_Tn is not None:
         return "it has no trees"
-    if view.positions_SK is not None:
-        return "it reads no selection"
     from mlaforge.ops import paged_attention_triton
 
     return paged_attention_triton.supports(q_NHD, k_LGD, v_LGV)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -83,6 +84,8 @@ class TokenIndex:
         in rising order. q_NX: queries, H·E numbers and what else lies behind them. The view sees all. K is a multiple
         of `apart`."""
         native = kernels() if _native_reads(q_NX) else None
+        if native is None and q_NX.device.type == "cuda" and find_spec("triton") is not None:
+            return self._triton(keys, q_NX, turn_N1P, view, counts, apart)
         if native is None:
             return self._reference(keys, q_NX, turn_N1P, view, counts, apart)
         turn = None if self.turned else turn_N1P
@@ -91,6 +94,22 @@ class TokenIndex:
             view.seq_lens_S, view.query_start_S1, view.block_size, counts, self.sink, self.window, self.stride, apart,
         )  # fmt: skip
         return slots, positions
+
+    def _asked(self, q_NX: Tensor, turn_N1P: Tensor, rows: Tensor) -> Tensor:
+        """Index queries [R, H, I] of some rows of a step, fp32."""
+        G, _, E = self.query.shape
+        q_RGJE = q_NX[rows, : self.heads * E].float().view(len(rows), G, -1, E)
+        asked = (q_RGJE @ self.query.mT).flatten(1, 2)
+        return asked if self.turned else self._turn(asked, turn_N1P[rows])
+
+    def _triton(
+        self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int], apart: int
+    ) -> tuple[Tensor, Tensor]:
+        # Loading Triton takes a second.
+        from mlaforge.ops import token_selection_triton
+
+        asked = self._asked(q_NX, turn_N1P, (view.query_start_S1[1:] - 1).long())
+        return token_selection_triton.choose(self, keys, asked, view, counts, apart)
 
     def _reference(
         self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int], apart: int = 1
@@ -104,10 +123,7 @@ class TokenIndex:
             at_L = torch.arange(length, device=device)
             slots_L = view.block_table_SB[s, at_L // size].long() * size + at_L % size
             if count < length:
-                G, _, E = self.query.shape
-                q_HE = q_NX[last, : self.heads * E].float().view(G, -1, E)
-                asked = (q_HE @ self.query.mT).flatten(0, 1)[:, None]
-                asked = asked if self.turned else self._turn(asked, turn_N1P[last : last + 1])
+                asked = self._asked(q_NX, turn_N1P, torch.tensor([last], device=device)).transpose(0, 1)
                 own = keys_at(keys, slots_L).float()
                 seen = torch.ones(1, 1, length, dtype=torch.bool, device=device)
                 score_L = scores(asked[None], own[None], seen, self.sinks)[0, 0]

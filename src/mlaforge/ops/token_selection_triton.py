@@ -1,0 +1,142 @@
+"""The choice of tokens in Triton: index logits, each head's softmax over its sequence, and the mean over heads.
+
+Logits are computed twice, once for the softmax's sums and once for the scores: index keys are few bytes, and logits of
+all heads would be many. The best of the scores are torch.topk's; among equal scores any wins. Launch geometry depends
+on host numbers alone. Not measured on a GPU yet.
+"""
+
+# Triton reads annotations of kernels: only constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlaforge.ops.cache_view import CacheView
+
+if TYPE_CHECKING:
+    from mlaforge.ops.token_selection import TokenIndex
+
+# Tokens of a program, and those whose logits it holds at a time.
+STRETCH, BLOCK_N = 1024, 64
+
+
+@triton.jit
+def _logits(
+    queries, keys, blocks, start, length,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_H, BLOCK_N] of the tokens from `start` on, -inf where there is no head or no token."""
+    h, i, t = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I), start + tl.arange(0, BLOCK_N)
+    live = t < length
+    block = tl.load(blocks + t // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    slot = block * BLOCK_SIZE + t % BLOCK_SIZE
+    # Index keys lie sixteen tokens together, number by number.
+    at = slot // 16 * (16 * WIDTH) + slot % 16
+    own = tl.load(keys + at[None, :] + i[:, None] * 16, mask=live[None, :] & (i < WIDTH)[:, None], other=0)
+    asked = tl.load(
+        queries + h[:, None] * WIDTH + i[None, :], mask=(h < HEADS)[:, None] & (i < WIDTH)[None, :], other=0.0
+    )
+    # Scores next to each other decide, so in as many bits as fp32 has, by tensor cores.
+    logits = tl.dot(asked, own.to(tl.float32), input_precision="tf32x3")
+    return tl.where(live[None, :] & (h < HEADS)[:, None], logits, float("-inf"))
+
+
+@triton.jit
+def lse_kernel(
+    queries, keys, table, seq_lens, out, table_row,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_N: tl.constexpr, STRETCH: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, stretches): out [S, stretches, HEADS], each head's logsumexp over a stretch."""
+    s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(seq_lens + s)
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for start in range(part * STRETCH, tl.minimum(part * STRETCH + STRETCH, length), BLOCK_N):
+        logits = _logits(
+            queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H,
+            BLOCK_I, BLOCK_N,
+        )  # fmt: skip
+        higher = tl.maximum(peak, tl.max(logits, 1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(peak - level) + tl.sum(tl.exp(logits - level[:, None]), 1)
+        peak = higher
+    h = tl.arange(0, BLOCK_H)
+    lse = tl.where(total > 0, peak + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(out + (s * tl.num_programs(1) + part) * HEADS + h, lse, mask=h < HEADS)
+
+
+@triton.jit
+def score_kernel(
+    queries, keys, table, seq_lens, lse, out, table_row, width, sink, window, stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_N: tl.constexpr, STRETCH: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, stretches): out [S, width], the mean over heads of exp(logit - lse), infinite where a token is
+    read in any case, -1 where there is none."""
+    s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(seq_lens + s)
+    h = tl.arange(0, BLOCK_H)
+    # Of no head all logits are -inf.
+    level = tl.load(lse + s * HEADS + h, mask=h < HEADS, other=0.0)
+    for start in range(part * STRETCH, part * STRETCH + STRETCH, BLOCK_N):
+        logits = _logits(
+            queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H,
+            BLOCK_I, BLOCK_N,
+        )  # fmt: skip
+        score = tl.sum(tl.exp(logits - level[:, None]), 0) / HEADS
+        t = start + tl.arange(0, BLOCK_N)
+        forced = (t < sink) | (t >= length - window)
+        if stride > 0:
+            forced = forced | (t % stride == 0)
+        score = tl.where(t < length, tl.where(forced, float("inf"), score), -1.0)
+        tl.store(out + s * width + t, score, mask=t < width)
+
+
+def launches(keys: Tensor, queries_SHI: Tensor, view: CacheView) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid of both kernels, and what both take, by name."""
+    S, H, I = queries_SHI.shape  # noqa: E741
+    sizes = {
+        "HEADS": H, "WIDTH": I, "BLOCK_SIZE": view.block_size, "BLOCK_H": max(16, triton.next_power_of_2(H)),
+        "BLOCK_I": max(16, triton.next_power_of_2(I)), "BLOCK_N": BLOCK_N, "STRETCH": STRETCH,
+    }  # fmt: skip
+    arguments = {
+        "queries": queries_SHI, "keys": keys, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
+        "table_row": view.block_table_SB.stride(0), **sizes,
+    }  # fmt: skip
+    return (S, triton.cdiv(view.max_seq_len, STRETCH)), arguments
+
+
+def choose(
+    index: TokenIndex, keys: Tensor, queries_SHI: Tensor, view: CacheView, counts: Sequence[int], apart: int
+) -> tuple[Tensor, Tensor]:
+    """As TokenIndex.choose, from the index queries of each sequence's last token, fp32."""
+    queries_SHI = queries_SHI.contiguous()
+    (S, H, _), device, L = queries_SHI.shape, queries_SHI.device, view.max_seq_len
+    grid, arguments = launches(keys, queries_SHI, view)
+    parts = torch.empty(*grid, H, device=device)
+    lse_kernel[grid](**arguments, out=parts)
+    lse_SH = torch.logsumexp(parts, dim=1)
+    if index.sinks is not None:
+        lse_SH = torch.logaddexp(lse_SH, index.sinks.expand_as(lse_SH))
+    scores_SL = torch.empty(S, L, device=device)
+    score_kernel[grid](
+        **arguments, lse=lse_SH.contiguous(), out=scores_SL, width=L, sink=index.sink, window=index.window,
+        stride=index.stride,
+    )  # fmt: skip
+    most, size = max(counts), view.block_size
+    best = scores_SL.topk(most, dim=1).indices
+    # Behind those that a sequence reads stands what does not count.
+    within = torch.arange(most, device=device) < torch.tensor(counts, device=device)[:, None]
+    positions = best.masked_fill(~within, L).sort(dim=1).values
+    positions = torch.where(within, positions, 0)
+    slots = view.block_table_SB.gather(1, positions // size) * size + positions % size
+    return tuple(torch.nn.functional.pad(x, (0, -most % apart)).int() for x in (slots, positions))  # type: ignore[return-value]
