@@ -45,6 +45,32 @@ def test_steps_beside_the_original_s_are_as_measured(file: str) -> None:
         assert 1 / 1.5 < predicted[0] / ms < 1.5, (case, peer, predicted, ms)
 
 
+def test_steps_over_a_selection_are_as_measured() -> None:
+    """Beside the original's, within the same factor; the machine is that of the other measurement."""
+    found = json.loads((BENCHMARKS / "engine-rows-avx512.json").read_text())
+    cpu = machines.decoding(max(found["product_flops"].values()), found["memory_bytes_per_second"], 23.5, 2)
+    stored = read_spec(SMOLLM2)
+    layers = tuple(dataclasses.replace(layer, mlp_bits=16.0) for layer in stored.layers)
+    spec = dataclasses.replace(stored, bits=16.0, layers=layers)
+    dense = {
+        "original": unconverted(spec), "latent": make_plan(spec, 0.5, "latent"),
+        "latent_rope": make_plan(spec, 0.5, "latent_rope"), "coded": coded_plan(spec, 4, "latent", "all"),
+    }  # fmt: skip
+    rows = json.loads((BENCHMARKS / "sparse_speed.json").read_text())["rows"]
+    took = {(row["case"], row["form"]): row["ms_per_step"] for row in rows if "to base" in row}
+    assert len(took) >= 10
+    for (case, form), ms in took.items():
+        context, batch, topk = map(int, case.split("x"))
+        if form == "base":
+            continue
+        own = tuple(dataclasses.replace(layer, topk=topk, index=32) for layer in dense[form].layers)
+        plan = dataclasses.replace(dense[form], layers=own)
+        seconds = [decode_step(p, cpu, context, batch).total for p in (plan, dense["original"])]
+        of_measured = seconds[0] / seconds[1] / (ms / took[case, "base"])
+        assert 1 / 1.5 < of_measured < 1.5, (case, form, of_measured)
+        assert plan.cache_bytes(context) == dense[form].cache_bytes(context) + 30 * 32 * context
+
+
 def test_machines_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machines.by_name("h100") is GPUS["h100"]
     here = machines.by_name("cpu")

@@ -122,3 +122,18 @@ def test_requests_fill_the_memory_beside_the_weights() -> None:
         assert row.requests == (free // per_request if fits else 0)
         assert (row.requests > 0) is fits
     assert row.perfect_speedup == pytest.approx(4 / row.verify_ratio)
+
+
+def test_a_selection_is_read_and_index_keys_of_all(gpt_oss):
+    layer = gpt_oss.layers[1]
+    H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    sparse = LayerPlan("gqa", topk=1024, index=32)
+    cost = attention_op(layer, sparse, 8192, 3, 2)
+    assert cost.bytes == 3 * (1024 * 2 * 2 * G * d + 8192 * 32)
+    assert cost.flops == 3 * (1024 * 2 * 4 * H * d + 8192 * 2 * H * 32)
+    # All is read of what is not more than a selection, and by a window.
+    assert attention_op(layer, sparse, 1000) == attention_op(layer, LayerPlan("gqa"), 1000)
+    latent = LayerPlan("latent", 448, topk=1024, index=32)
+    on_chip, off = (attention_op(layer, latent, 8192, keys_on_chip=kept) for kept in (True, False))
+    assert off.flops - on_chip.flops == pytest.approx(1024 * 6 / 7 * 2 * 448 * G * d)
+    assert off.bytes - on_chip.bytes == 1024 * 2 * 2 * G * d

@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
 from mlaforge.planning.plan import LayerPlan, Plan, tokens_held
 
+# Of the tokens that a step of a sparse model reads, those that the step before did not: 74 of 512 where SmolLM2 has
+# 8,000 tokens, 27 of 256 at 2,000.
+FRESH = 1 / 7
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -41,19 +45,28 @@ def attention_op(
     FLOPs per cached token: gqa T·4·H·d. latent_rope, absorbed: T·(2·H·(r + d_r) + 2·H·r). latent: keys are
     decompressed once, 2·r·G·d, then T·(2·H·d + 2·H·r) for scores and absorbed values. The cache is read once
     per step whatever T is. Decompressed keys that do not stay on the chip are written and read again, 2·G·d bytes each.
+
+    A sparse layer reads `topk` tokens, chosen by one query token of each request among the index keys of all: `index`
+    bytes and 2·H·index FLOPs a token. On a CPU the keys that a step before had decompressed are kept.
     """
     H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     r, d_r = chosen.kv_lora_rank, chosen.qk_rope_head_dim
+    held = tokens_held(layer, context)
+    read = min(held, chosen.topk or held)
+    per_token: float
     if chosen.layout == "gqa":
         per_token = queries * 4 * H * d
     elif chosen.layout == "latent":
-        per_token = 2 * r * G * d + queries * 2 * H * (d + r)
+        fresh = FRESH if keys_on_chip and read < held else 1.0
+        per_token = fresh * 2 * r * G * d + queries * 2 * H * (d + r)
     else:
         assert chosen.layout == "latent_rope"
         per_token = queries * 2 * H * (2 * r + d_r)
-    held = tokens_held(layer, context)
-    moved = 0 if keys_on_chip or chosen.layout != "latent" else 2 * 2 * G * d * held
-    return Cost(batch * held * per_token, batch * (chosen.cached_bytes(layer, held, stored) + moved))
+    moved = 0 if keys_on_chip or chosen.layout != "latent" else 2 * 2 * G * d * read
+    own = Cost(batch * read * per_token, batch * (chosen.row_bytes(layer, read, stored) + moved))
+    if read == held:
+        return own
+    return own + Cost(batch * held * 2.0 * H * chosen.index, batch * held * chosen.index)
 
 
 def projection_params(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan) -> int:

@@ -40,21 +40,28 @@ class LayerPlan:
 
     `kv_lora_rank` is the latent's width r; `qk_rope_head_dim` the width d_r of the rotary key that all heads
     share, 0 but in `latent_rope`. `code` is how many of the latent's numbers have at least 1, 2, ... bits
-    (modeling/coded_rows_mla.py), empty where rows are not coded.
+    (modeling/coded_rows_mla.py), empty where rows are not coded. In a sparse layer a generated token reads `topk`
+    tokens (0: all), and every token has an index key of `index` bytes, 0 where another layer's selection is read.
     """
 
     layout: str
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     code: tuple[int, ...] = ()
+    topk: int = 0
+    index: int = 0
 
     def cached(self, layer: LayerSpec) -> int:
         """Numbers in the cache per token: 2 · n_kv_heads · head_dim, r, or r + d_r."""
         return layer.cached if self.layout == "gqa" else self.kv_lora_rank + self.qk_rope_head_dim
 
     def cached_bytes(self, layer: LayerSpec, tokens: int, stored: str) -> int:
-        """Bytes of so many tokens of a request in the cache, scales among them: ops/row_format.py, without torch.
-        `stored` is of STORED, or coded where the layer has a code."""
+        """Bytes of so many tokens of a request in the cache: their rows and index keys."""
+        return self.row_bytes(layer, tokens, stored) + tokens * self.index
+
+    def row_bytes(self, layer: LayerSpec, tokens: int, stored: str) -> int:
+        """Of rows alone, scales among them: ops/row_format.py, without torch. `stored` is of STORED, or coded where the
+        layer has a code."""
         numbers = self.cached(layer)
         if stored == "int8":
             scales = 2 * layer.num_kv_heads if self.layout == "gqa" else 1 + (self.qk_rope_head_dim > 0)
@@ -146,10 +153,14 @@ class Plan:
 def plan_of(config: Mapping[str, Any], spec: ModelSpec) -> Plan:
     """What the layers of a model are, original or converted, from its config.json; `spec` is the original's."""
     layers, codes = [], config.get("mla_code_counts") or [[]] * spec.num_layers
+    sparse = config.get("indexer_types") or ["dense"] * spec.num_layers
+    reads = config.get("index_topk_per_layer") or [config.get("index_topk")] * spec.num_layers
     for index, kind in enumerate(config.get("mla_layer_types") or ["gqa"] * spec.num_layers):
         rope = config["qk_rope_head_dim"] if kind == "latent_rope" else 0
         rank = 0 if kind == "gqa" else config["mla_kv_lora_ranks"][index]
-        layers.append(LayerPlan(kind, rank, rope, tuple(codes[index])))
+        topk = reads[index] if sparse[index] != "dense" else 0
+        width = config["index_head_dim"] if sparse[index] == "full" else 0
+        layers.append(LayerPlan(kind, rank, rope, tuple(codes[index]), topk, width))
     return Plan(spec, tuple(layers), "coded" if any(codes) else "bf16")
 
 
