@@ -37,7 +37,7 @@ LINES = {
     "rotated": (THIRD, "v", "Hadamard, Lloyd-Max*\n(TurboQuant)", (0.2, 1.65)),
     "plain code": (OTHER, "D", "plain PCA*\n(KVTC)", (0.117, 1.07)),
     "latent": (LATENT, "o", "latent by rank\n○ bf16   ● int8", (0.62, 1.012)),
-    "latent_rope": (ROPE, "^", "latent_rope by rank\n△ bf16", (0.56, 1.2)),
+    "latent_rope": (ROPE, "^", "latent_rope by rank\n△ bf16   ▲ int8", (0.56, 1.2)),
 }
 NOTE = "* simulated rounding\n↓ healed (WikiText alone)\nat × 1.001: that or less"
 # Of each peer: how its rows are stored, colour and marker, its name, and which way from the point that stands.
@@ -98,10 +98,13 @@ def draw_quality(ax: Any, text: str, lines: dict[str, list[dict[str, Any]]]) -> 
         for kind, filled in (("bf16", False), ("int8", True)) if name.startswith("latent") else (("", True),):
             own = [p for p in lines[name] if kind in p["stored"]]
             xs, ys = [p["bytes"] for p in own], [height(p["ratio"][text]) for p in own]
+            width, size, above = (2.4, 7, 3) if name == "coded" else (1.2, 5, 2)
+            ax.plot(xs, ys, color=color, lw=width, ls="-" if filled else (0, (4, 2)), zorder=above)
+            # Points at the edge are whole; those above it are not there, and their line says so.
+            inside = [(x, y) for x, y in zip(xs, ys, strict=True) if y <= height(RATIOS[-1])]
             ax.plot(
-                xs, ys, color=color, marker=marker, lw=2.4 if name == "coded" else 1.2, ms=7 if name == "coded" else 5,
-                mfc=color if filled else "none", ls="-" if filled else (0, (4, 2)), zorder=3 if name == "coded" else 2,
-                clip_on=False,
+                *zip(*inside, strict=True), ls="", color=color, marker=marker, ms=size, mfc=color if filled else "none",
+                zorder=above, clip_on=False,
             )  # fmt: skip
     if text == "wiki":
         for layout, size, (before, after) in healed():
