@@ -29,7 +29,9 @@ from mlaforge.conversion.config import ConvertConfig
 from mlaforge.demo import gpt_oss
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.families.gpt_oss import FAMILY as GPT_OSS
-from mlaforge.planning.plan import LayerPlan, Plan
+from mlaforge.planning.plan import Plan, plan_of
+from mlaforge.sparsity import sparsify
+from mlaforge.sparsity.config import SparsifyConfig
 from support.eagle3_heads import make
 from support.serving import free_port, name_vllm
 from support.tiny_models import save_model
@@ -56,7 +58,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 ROOMY = {"max_num_seqs": 20, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 29, "block_size": 32}
 # What is served, with which options beside the driver's; `{head}` is a draft head's folder.
 PLAIN = ("llama latent", "llama latent_rope", "qwen2 latent", "qwen2 latent_rope", "qwen3 latent", "mistral latent",
-         "mistral latent_rope", "gpt_oss latent", "gpt_oss latent_rope")  # fmt: skip
+         "mistral latent_rope", "gpt_oss latent", "gpt_oss latent_rope", "llama gqa sparse", "llama latent sparse",
+         "qwen2 latent_rope sparse", "gpt_oss latent sparse")  # fmt: skip
 DRAFTED = ("llama latent_rope", "gpt_oss latent")
 # Prompts of several chunks and of several blocks, and one that repeats itself.
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 40, 100, 150)]
@@ -77,6 +80,18 @@ def run(cases, folder, **environment):
     return {told.pop("name"): told for told in lines}
 
 
+@torch.no_grad()
+def forced(model, text, length):
+    """Logits of what follows a prompt of so many tokens. It reads all; what a sparse model has generated does not."""
+    if not hasattr(model.model, "sparsity"):
+        return model(text).logits[0, length - 1 : -1]
+    model.model.sparsity.prompts = False
+    first = model(text[:, :length], use_cache=True)
+    model.model.sparsity.prompts = True
+    rest = model(text[:, length:], past_key_values=first.past_key_values).logits
+    return torch.cat((first.logits[0, -1:], rest[0, :-1]))
+
+
 def faults(directory, prompts, *rounds):
     """Gaps in nats between transformers' best token and vLLM's, in fp64, of all that are no proven near ties. Rounds
     mostly made the same of a prompt, which is judged once."""
@@ -85,7 +100,7 @@ def faults(directory, prompts, *rounds):
     for prompt, tokens in sorted(answers):
         text, chosen = torch.tensor([prompt + tokens]), torch.tensor(tokens)
         with torch.no_grad():
-            logits = model(text).logits[0, len(prompt) - 1 : -1]
+            logits = forced(model, text, len(prompt))
             wrong = (logits.argmax(-1) != chosen).nonzero()[:, 0]
             if not len(wrong):
                 continue
@@ -93,7 +108,7 @@ def faults(directory, prompts, *rounds):
                 exact = loading.load_model(directory, "float32").double()
                 # Experts as grouped products have no fp64.
                 exact.config._experts_implementation = "eager"
-            wide = exact(text).logits[0, len(prompt) - 1 : -1]
+            wide = forced(exact, text, len(prompt))
         for at in wrong.tolist():
             gap = float(wide[at].max() - wide[at, chosen[at]])
             rounding = float((wide[at] - logits[at]).abs().max())
@@ -108,13 +123,20 @@ def tiny(tmp_path_factory, calibration_file):
     root, made = tmp_path_factory.mktemp("tiny"), {}
 
     def get(name):
-        family, layout = name.split()
+        family, layout, *sparse = name.split()
+        if name not in made and sparse:
+            dense = get(f"{family} {layout}")
+            made[name] = root / name.replace(" ", "-")
+            settings = {"topk": 40, "width": 16, "sink": 2, "window": 12, "seqlen": 64, "nsamples": 6, "device": "cpu"}
+            sparsify.run(str(dense), made[name], SparsifyConfig(text=str(calibration_file), **settings))
         if name not in made:
             source = root / family
             if not source.exists():
                 source.mkdir()
                 of, changes = SOURCES[family]
                 save_model(source, of, list(SOURCES).index(family), **changes)
+            if layout == "gqa":
+                return source
             made[name] = root / name.replace(" ", "-")
             settings = {"seqlen": 64, "nsamples": 6, "eval_windows": 0, "device": "cpu", "budget": 0.5}
             config = ConvertConfig(layout=layout, calibration=str(calibration_file), **settings)
@@ -170,6 +192,7 @@ def served(tiny, tmp_path_factory):
         ("no window", edited(tiny("gpt_oss latent"), folder / "no-window", layer_types=full)),
         ("no window, llama's shape", edited(tiny("mistral latent"), folder / "no-window-2", sliding_window=None)),
         ("other experts", edited(tiny("gpt_oss latent"), folder / "other", swiglu_limit=9.0)),
+        ("all read", edited(tiny("llama latent sparse"), folder / "all-read", index_topk=1000)),
     ):
         cases.append({"name": name, "model": str(model), **shared})
     fp8 = {"kv_cache_dtype": "fp8"}
@@ -191,11 +214,9 @@ def check_cache(told, directory):
     window beside them take at most twice theirs."""
     config = checkpoint_reader.read_config(directory)
     spec = source_model.read_spec(config)
-    plans = [
-        LayerPlan(kind, rank, config["qk_rope_head_dim"] if kind == "latent_rope" else 0)
-        for kind, rank in zip(config["mla_layer_types"], config["mla_kv_lora_ranks"], strict=True)
-    ]
-    cached = Plan(spec, tuple(plans)).cached
+    plan = plan_of(config, spec)
+    # Index keys are bytes, the others numbers of fp32.
+    cached = [n + layer.index // 4 for n, layer in zip(plan.cached, plan.layers, strict=True)]
     for group in told["groups"]:
         planned = 4 * sum(n for n, layer in zip(cached, spec.layers, strict=True) if layer.window == group["window"])
         if group is told["groups"][0]:
@@ -207,7 +228,7 @@ def check_cache(told, directory):
     assert told["blocks"] == told["memory"] // page
     if len(told["groups"]) == 1 and spec.layers[0].window is None:
         # All of the memory, but for less than a block.
-        planned = Plan(spec, tuple(plans), "fp32").cache_bytes(told["tokens"])
+        planned = Plan(spec, plan.layers, "fp32").cache_bytes(told["tokens"])
         assert told["memory"] - page < planned <= told["memory"]
 
 
@@ -227,6 +248,7 @@ def test_speculation_changes_no_token(name, kind, served, tiny):
 
 @pytest.mark.parametrize(("name", "of"), [
     ("no sinks", "gpt_oss latent"), ("no window", "gpt_oss latent"), ("no window, llama's shape", "mistral latent"),
+    ("all read", "llama latent sparse"),
 ])  # fmt: skip
 def test_without_sinks_or_windows_it_is_another_model(name, of, served, tiny):
     assert max(faults(tiny(of), PROMPTS, served[name]["rounds"][0]), default=0.0) > 0.1

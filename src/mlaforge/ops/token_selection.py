@@ -61,7 +61,7 @@ class TokenIndex:
 
     def write(self, keys: Tensor, features_NF: Tensor, turn_N1P: Tensor, slots_N: Tensor) -> None:
         """Puts the index keys of a step's tokens into the cache. turn_N1P: complex, of their positions."""
-        native = kernels() if _native_reads(features_NF) else None
+        native = kernels() if _native_reads(features_NF, keys) else None
         if native is not None:
             turn = None if self.turned else turn_N1P
             native.write_index(features_NF, self.halves, self.key, self.bias, turn, self.frequency, keys, slots_N)
@@ -83,7 +83,7 @@ class TokenIndex:
         """Slots and positions, int32 [S, K], of as many tokens as `counts` says, or all where a sequence has no more;
         in rising order. q_NX: queries, H·E numbers and what else lies behind them. The view sees all. K is a multiple
         of `apart`."""
-        native = kernels() if _native_reads(q_NX) else None
+        native = kernels() if _native_reads(q_NX, keys) else None
         if native is None and q_NX.device.type == "cuda" and find_spec("triton") is not None:
             return self._triton(keys, q_NX, turn_N1P, view, counts, apart)
         if native is None:
@@ -143,8 +143,9 @@ class TokenIndex:
         return rotate(x_NHI[:, :, None], cos, sin)[:, :, 0]
 
 
-def _native_reads(x_NX: Tensor) -> bool:
-    return x_NX.device.type == "cpu" and x_NX.dtype == torch.bfloat16 and x_NX.stride(1) == 1
+def _native_reads(x_NX: Tensor, keys: Tensor) -> bool:
+    on_cpu = x_NX.device.type == "cpu" and x_NX.dtype == torch.bfloat16
+    return on_cpu and x_NX.stride(1) == 1 and keys.is_contiguous()
 
 
 def narrowed(

@@ -29,18 +29,18 @@ STRETCH, BLOCK_N = 1024, 64
 
 @triton.jit
 def _logits(
-    queries, keys, blocks, start, length,
+    queries, keys, blocks, start, length, key_tile, key_number, key_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_H, BLOCK_N] of the tokens from `start` on, -inf where there is no head or no token."""
+    """[BLOCK_H, BLOCK_N] of the tokens from `start` on, -inf where there is no head or no token. Index keys are sixteen
+    tokens' by sixteen, number by number, wherever these lie."""
     h, i, t = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I), start + tl.arange(0, BLOCK_N)
     live = t < length
     block = tl.load(blocks + t // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
     slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-    # Index keys lie sixteen tokens together, number by number.
-    at = slot // 16 * (16 * WIDTH) + slot % 16
-    own = tl.load(keys + at[None, :] + i[:, None] * 16, mask=live[None, :] & (i < WIDTH)[:, None], other=0)
+    at = slot // 16 * key_tile + slot % 16 * key_token
+    own = tl.load(keys + at[None, :] + i[:, None] * key_number, mask=live[None, :] & (i < WIDTH)[:, None], other=0)
     asked = tl.load(
         queries + h[:, None] * WIDTH + i[None, :], mask=(h < HEADS)[:, None] & (i < WIDTH)[None, :], other=0.0
     )
@@ -51,7 +51,7 @@ def _logits(
 
 @triton.jit
 def lse_kernel(
-    queries, keys, table, seq_lens, out, table_row,
+    queries, keys, table, seq_lens, out, table_row, key_tile, key_number, key_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
@@ -62,8 +62,8 @@ def lse_kernel(
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(part * STRETCH, tl.minimum(part * STRETCH + STRETCH, length), BLOCK_N):
         logits = _logits(
-            queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H,
-            BLOCK_I, BLOCK_N,
+            queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
+            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N,
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(logits, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -76,7 +76,8 @@ def lse_kernel(
 
 @triton.jit
 def score_kernel(
-    queries, keys, table, seq_lens, lse, out, table_row, width, sink, window, stride,
+    queries, keys, table, seq_lens, lse, out, table_row, key_tile, key_number, key_token,
+    width, sink, window, stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
@@ -89,8 +90,8 @@ def score_kernel(
     level = tl.load(lse + s * HEADS + h, mask=h < HEADS, other=0.0)
     for start in range(part * STRETCH, part * STRETCH + STRETCH, BLOCK_N):
         logits = _logits(
-            queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H,
-            BLOCK_I, BLOCK_N,
+            queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
+            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N,
         )  # fmt: skip
         score = tl.sum(tl.exp(logits - level[:, None]), 0) / HEADS
         t = start + tl.arange(0, BLOCK_N)
@@ -110,7 +111,8 @@ def launches(keys: Tensor, queries_SHI: Tensor, view: CacheView) -> tuple[tuple[
     }  # fmt: skip
     arguments = {
         "queries": queries_SHI, "keys": keys, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
-        "table_row": view.block_table_SB.stride(0), **sizes,
+        "table_row": view.block_table_SB.stride(0), "key_tile": keys.stride(0), "key_number": keys.stride(1),
+        "key_token": keys.stride(2), **sizes,
     }  # fmt: skip
     return (S, triton.cdiv(view.max_seq_len, STRETCH)), arguments
 

@@ -19,7 +19,7 @@ from mlaforge.engine.execution.attention import PagedAttention, Step, paged
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.vllm_plugin.heads import Heads
-from mlaforge.vllm_plugin.row_cache import RowCache
+from mlaforge.vllm_plugin.row_cache import Columns, RowCache
 
 OP = "mlaforge_attention"
 
@@ -57,17 +57,19 @@ class Attentions:
         self.kinds = [layer.kind for layer in layers]
         caches = []
         for group, window in enumerate(windows):
-            widths = {index: layer.width for index, layer in enumerate(layers) if layer.group == group}
+            own = {
+                index: Columns(layer.width, layer.index) for index, layer in enumerate(layers) if layer.group == group
+            }
             # vLLM orders caches by the one number in their name.
-            name = f"{prefix}.layers.{min(widths)}.rows"
-            caches.append(RowCache(name, window, widths, self.dtype, self))
+            name = f"{prefix}.layers.{min(own)}.rows"
+            caches.append(RowCache(name, window, own, self.dtype, self))
         for cache in caches:
             cache.siblings = caches
         return caches
 
     def layer(self, index: int) -> Attention:
         """What stands in the place of a decoder layer's attention."""
-        name = next(cache.name for cache in self.caches if index in cache.widths)
+        name = next(cache.name for cache in self.caches if index in cache.columns)
         return Attention(index, name, self.heads.size)
 
     def take(self, name: str, tensor: Tensor) -> bool:

@@ -30,10 +30,6 @@ def refuse(vllm_config: Any) -> None:
         raise UserError("converted models are served without pipeline parallelism: their cache is one for all layers")
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UserError("converted models are served without context parallelism: a row is read by one rank as a whole")
-    if getattr(config, "index_kind", None):
-        raise UserError(
-            "the model is sparse and vLLM would read all: use `mlaforge serve`, or the model it was made of"
-        )
     if getattr(config, "mla_code_counts", None):
         raise UserError(
             "rows of this model are coded and vLLM would keep them in its own dtype: use `mlaforge serve`, or convert "
@@ -43,6 +39,8 @@ def refuse(vllm_config: Any) -> None:
     if (kind := vllm_config.cache_config.cache_dtype) not in ("auto", own):
         raise UserError(f"--kv-cache-dtype {kind} is not supported: a latent is kept in the model's dtype; use auto")
     size, heads = parallel.tensor_parallel_size, config.num_attention_heads
+    if size > 1 and getattr(config, "index_kind", None):
+        raise UserError("a sparse model is served on one rank: all heads of a layer choose together what it reads")
     kv_heads = config.num_key_value_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         raise UserError(f"{heads} query and {kv_heads} KV heads are not divisible among {size} tensor parallel ranks")

@@ -1,9 +1,9 @@
 """The cache that vLLM allots to a converted model: one row per token and group of layers with the same window.
 
 A row holds what every layer of the group caches, side by side: latents (and rotary keys) of converted layers, keys and
-values of the others. So the bytes of a token are the sum over layers, whatever ranks they have; one cache per layer
-would be filled up to the widest, as vLLM wants pages of one size. Pages of several groups are made equal by block
-sizes, and by columns that stay empty in rows of windows alone, which are few.
+values of the others, and behind those of a sparse layer its index key. So the bytes of a token are the sum over layers,
+whatever ranks they have; one cache per layer would be filled up to the widest, as vLLM wants pages of one size. Pages
+of several groups are made equal by block sizes, and by columns that stay empty in rows of windows alone, which are few.
 
 Legend: L slots (block * block_size + offset), W numbers in a row.
 """
@@ -11,6 +11,7 @@ Legend: L slots (block * block_size + offset), W numbers in a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from mlaforge.engine.execution.attention import PagedAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Plain
+from mlaforge.ops.token_selection import TOGETHER
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.pages import even_pages
 
@@ -59,8 +61,10 @@ class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
         metadata = common_attn_metadata
         starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1].tolist()
         lengths = metadata.seq_lens[: metadata.num_reqs].tolist()
+        prompts = metadata.is_prefilling
+        generating = [False] * len(lengths) if prompts is None else (~prompts[: metadata.num_reqs]).tolist()
         chunks = [
-            Chunk(seq, (), length - (stop - start), length)
+            Chunk(seq, (), length - (stop - start), length, generating=generating[seq])
             for seq, ((start, stop), length) in enumerate(zip(pairwise(starts), lengths, strict=True))
             # Rows that fill up a batch have no tokens.
             if stop > start
@@ -101,28 +105,45 @@ class Model(Protocol):
         """A step's tokens with their rotations."""
 
 
+@dataclass(frozen=True)
+class Columns:
+    """What a layer keeps of a token: so many numbers, and an index key of `index` bytes."""
+
+    numbers: int
+    index: int = 0
+
+    def width(self, dtype: torch.dtype) -> int:
+        """In numbers of the cache's dtype."""
+        return self.numbers + -(-self.index // dtype.itemsize)
+
+
 class RowCache(AttentionLayerBase):
     """The cache of the layers that see `window` tokens (None: all); vLLM knows it as one layer named `name`.
 
-    `widths` is what each layer keeps of a token; in a row they lie one after another.
+    `columns` is what each layer keeps of a token; in a row they lie one after another.
     """
 
     # vLLM's builders of other layers' metadata look at it.
     impl = None
 
-    def __init__(self, name: str, window: int | None, widths: dict[int, int], dtype: torch.dtype, model: Model):
-        self.name, self.window, self.widths, self.dtype, self.model = name, window, widths, dtype, model
+    def __init__(self, name: str, window: int | None, columns: dict[int, Columns], dtype: torch.dtype, model: Model):
+        self.name, self.window, self.columns, self.dtype, self.model = name, window, columns, dtype, model
         self.siblings: Sequence[RowCache] = (self,)
         self.kv_cache = torch.empty(0)
         self._layers: dict[int, PagedAttention] = {}
         self._step: tuple[Batch, Step] | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token."""
+        return sum(own.width(self.dtype) for own in self.columns.values())
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return RowBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
         block_sizes, widths = even_pages(
-            [sum(cache.widths.values()) for cache in self.siblings],
+            [cache.width for cache in self.siblings],
             vllm_config.cache_config.block_size,
             drafted_width(vllm_config),
         )
@@ -141,20 +162,29 @@ class RowCache(AttentionLayerBase):
             raise UserError(f"vLLM allotted {self.name} pages with gaps, which this plugin cannot read")
         self.kv_cache = kv_cache
         rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
-        for index, width in self.widths.items():
-            columns = rows_LW[:, begin : begin + width]
-            own = PagedRows(Plain(width, self.dtype), columns, self.dtype)
+        for index, columns in self.columns.items():
+            numbers, end = columns.numbers, begin + columns.numbers
+            keys = index_keys(rows_LW, end, columns.index) if columns.index else None
+            own = PagedRows(Plain(numbers, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
             if index in self._layers:
                 self._layers[index].keep_in(own)
             else:
                 self._layers[index] = self.model.on(index, own)
-            begin += width
+            begin += columns.width(self.dtype)
 
     def attend(self, index: int, hidden_NC: Tensor, batch: Batch) -> Tensor:
         """The output of a layer's attention, [N, C]."""
         if self._step is None or self._step[0] is not batch:
             self._step = batch, self.model.step(batch)
         return self._layers[index](hidden_NC, self._step[1], None)
+
+
+def index_keys(rows_LW: Tensor, begin: int, count: int) -> Tensor:
+    """Bytes of each row from number `begin` on as the engine knows index keys, int8 [L / 16, count, 16]: a view."""
+    if len(rows_LW) % TOGETHER:
+        raise UserError(f"a sparse model needs blocks of whole {TOGETHER} tokens (--block-size)")
+    first = begin * rows_LW.itemsize
+    return rows_LW.view(torch.int8)[:, first : first + count].unflatten(0, (-1, TOGETHER)).transpose(1, 2)
 
 
 def drafted_width(vllm_config: Any) -> int:
