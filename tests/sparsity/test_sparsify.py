@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.config import resolve
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
@@ -221,6 +223,11 @@ def test_eval_reads_as_generated_tokens_do(options, sparse, dense, evaluation_fi
         with torch.no_grad():
             losses.append(float(model(ids, labels=ids).loss))
     assert long == pytest.approx(losses[0], rel=1e-5) and abs(losses[1] - losses[0]) > 1e-4
+
+
+def test_the_recipe_is_one():
+    config = resolve(SparsifyConfig, Path(__file__).parents[2] / "recipes" / "sparse-gptoss.yaml")
+    assert (config.topk, config.width, config.window) == (4096, 64, 128)
 
 
 def test_what_knows_no_index_refuses_it(sparse, tiny_models, refused, tmp_path):
