@@ -1,6 +1,6 @@
-// Decompressed keys of the layout latent that a selection of tokens was read with, kept from step to step: most of what
-// one token reads the next one reads too. A key depends on its token's row and position alone, so a kept one is the same
-// to the bit; whoever writes a row forgets its key.
+// Decompressed keys of the layout latent that a selection of tokens was read with, kept from step to step: most of
+// what one token reads the next one reads too. A key depends on its token's row and position alone, so a kept one is the
+// same to the bit; whoever writes a row forgets its key.
 //
 // Legend: L slots of the cache, E places for keys.
 #pragma once
@@ -11,7 +11,8 @@ class KeptKeys {
   // keys [E, G D]; `places` as ops/kept_keys.py describes it.
   KeptKeys(const at::Tensor& keys, const at::Tensor& places, int64_t slots)
       : keys_(keys.mutable_data_ptr<bf16>()), E_(keys.size(0)), GD_(keys.size(1)),
-        entry_(places.mutable_data_ptr<int32_t>()), owner_(entry_ + slots), used_(owner_ + E_), hand_(used_ + E_), now_(hand_ + 1) {
+        entry_(places.mutable_data_ptr<int32_t>()), owner_(entry_ + slots), used_(owner_ + E_), hand_(used_ + E_),
+        now_(hand_ + 1) {
     TORCH_CHECK(keys.is_contiguous() && places.is_contiguous(), "kept keys have gaps between them");
     TORCH_CHECK(places.numel() == slots + 2 * E_ + 2, "places are not those of ", slots, " slots and ", E_, " keys");
   }
@@ -55,7 +56,8 @@ class KeptKeys {
     const int64_t width = keys.width(), count = missing.size();
     at::parallel_for(0, (count + UNIT - 1) / UNIT, 1, [&](int64_t begin, int64_t end) {
       static thread_local std::vector<bf16> rows, scratch;
-      rows.resize(std::max<size_t>(rows.size(), UNIT * width + LINE)), scratch.resize(std::max<size_t>(scratch.size(), cached.scratch(UNIT)));
+      rows.resize(std::max<size_t>(rows.size(), UNIT * width + LINE));
+      scratch.resize(std::max<size_t>(scratch.size(), cached.scratch(UNIT)));
       bf16* own = lined(rows.data());
       for (int64_t unit = begin; unit < end; ++unit) {
         const Missing* some = missing.data() + unit * UNIT;
