@@ -83,7 +83,7 @@ def run(cases, folder, **environment):
 @torch.no_grad()
 def forced(model, text, length):
     """Logits of what follows a prompt of so many tokens. It reads all; what a sparse model has generated does not."""
-    if not hasattr(model.model, "sparsity"):
+    if getattr(model.model, "sparsity", None) is None:
         return model(text).logits[0, length - 1 : -1]
     model.model.sparsity.prompts = False
     first = model(text[:, :length], use_cache=True)
