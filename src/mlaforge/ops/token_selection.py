@@ -109,7 +109,8 @@ class TokenIndex:
         from mlaforge.ops import token_selection_triton
 
         asked = self._asked(q_NX, turn_N1P, (view.query_start_S1[1:] - 1).long())
-        return token_selection_triton.choose(self, keys, asked, view, counts, apart)
+        pattern = (self.sinks, self.sink, self.window, self.stride)
+        return token_selection_triton.choose(keys, asked, view, counts, apart, *pattern)
 
     def _reference(
         self, keys: Tensor, q_NX: Tensor, turn_N1P: Tensor, view: CacheView, counts: Sequence[int], apart: int = 1

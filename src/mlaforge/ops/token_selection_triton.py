@@ -11,7 +11,7 @@ on host numbers alone. Not measured on a GPU yet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
-
-if TYPE_CHECKING:
-    from mlaforge.ops.token_selection import TokenIndex
 
 # Tokens of a program, and those whose logits it holds at a time.
 STRETCH, BLOCK_N = 1024, 64
@@ -118,8 +115,9 @@ def launches(keys: Tensor, queries_SHI: Tensor, view: CacheView) -> tuple[tuple[
 
 
 def choose(
-    index: TokenIndex, keys: Tensor, queries_SHI: Tensor, view: CacheView, counts: Sequence[int], apart: int
-) -> tuple[Tensor, Tensor]:
+    keys: Tensor, queries_SHI: Tensor, view: CacheView, counts: Sequence[int], apart: int, sinks_H: Tensor | None,
+    sink: int, window: int, stride: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As TokenIndex.choose, from the index queries of each sequence's last token, fp32."""
     queries_SHI = queries_SHI.contiguous()
     (S, H, _), device, L = queries_SHI.shape, queries_SHI.device, view.max_seq_len
@@ -127,12 +125,11 @@ def choose(
     parts = torch.empty(*grid, H, device=device)
     lse_kernel[grid](**arguments, out=parts)
     lse_SH = torch.logsumexp(parts, dim=1)
-    if index.sinks is not None:
-        lse_SH = torch.logaddexp(lse_SH, index.sinks.expand_as(lse_SH))
+    if sinks_H is not None:
+        lse_SH = torch.logaddexp(lse_SH, sinks_H.expand_as(lse_SH))
     scores_SL = torch.empty(S, L, device=device)
     score_kernel[grid](
-        **arguments, lse=lse_SH.contiguous(), out=scores_SL, width=L, sink=index.sink, window=index.window,
-        stride=index.stride,
+        **arguments, lse=lse_SH.contiguous(), out=scores_SL, width=L, sink=sink, window=window, stride=stride,
     )  # fmt: skip
     most, size = max(counts), view.block_size
     best = scores_SL.topk(most, dim=1).indices
