@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from engine import HERE, SCRATCH, Peer, converted, decode, ratio
-from rows import Results, command, parser, wikitext
+from rows import Results, parser, wikitext
 
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus
@@ -45,7 +45,7 @@ def sparse(model: Path, form: str, topk: int, length: int) -> Path:
     """The model in a form, with an index; one index serves all that differs only in its config."""
     dense = model if FORMS[form] is None else converted(model, FORMS[form])
     first = SCRATCH / f"sparse-{form}"
-    sparsify.run(str(dense), first, SparsifyConfig(text=corpus.EMBEDDED, nsamples=2, topk=1024, device="cpu"))
+    sparsify.run(str(dense), first, SparsifyConfig(text=corpus.EMBEDDED, nsamples=2, topk=1024, device="cpu"), True)
     out = SCRATCH / f"sparse-{form}-{topk}-{length}"
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(first, out, copy_function=lambda source, to: Path(to).hardlink_to(source))
@@ -98,7 +98,7 @@ def main() -> None:
     model = demo_model.fetch()
     SCRATCH.mkdir(exist_ok=True)
     ids = corpus.windows(SourceModel.open(model).tokenizer, wikitext(options.data)[1], 24, 2048).ids.flatten()
-    results = Results(options.out, [], resume=True, command=command())
+    results = Results(options.out, [], resume=True)
     for case in options.cases:
         context, batch, topk = map(int, case.split("x"))
         if any(row["case"] == case for row in results.rows):

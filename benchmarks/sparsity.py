@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, command, parser, wikitext
+from rows import Results, parser, wikitext
 from token_selectors import SELECTORS, select_by
 from torch import Tensor
 
@@ -100,7 +100,7 @@ def main() -> None:
     options = arguments.parse_args()
     source = SourceModel.open(options.model)
     texts = windows(source, options.data)
-    results = Results(options.out, [], resume=True, command=command())
+    results = Results(options.out, [], resume=True)
     model = load_model(source, "float32")
     wanted = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
     for name, ids in texts.items():

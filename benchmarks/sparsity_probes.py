@@ -3,9 +3,10 @@
     python benchmarks/sparsity_probes.py --data ../shared/data --model DIR [--topk 1024 512] [--selectors pairs ...]
 
 DIR is what `mlaforge sparsify` wrote. Into the documents of benchmarks/sparsity.py go, at 1K to 7K before the end,
-segments of random words, and sentences that name a number; at the end stand the segments again, or the sentences up to
-the number. Read densely up to there, then by a selection, and judged: nats of a token of a segment's second copy (but
-for the first ones, which nothing announces), and of a number's digits, where one sentence or four were to be found.
+segments of another document, and sentences that name a number; at the end stand the segments again, or the sentences up
+to the number. Read densely up to there, then by a selection, and judged: nats of a token of a segment's second copy
+(but for the first ones, which nothing announces), and of a number's digits, where one sentence or four were to be
+found.
 
 Recall is the share of attention (mean of the heads' softmax, exact, of the dense model) that falls on the selection; of
 what is contested, without the tokens that are read in any case. Over the last queries of each document and all layers.
@@ -20,7 +21,7 @@ import statistics
 from typing import Any
 
 import torch
-from rows import Results, command, parser
+from rows import Results, parser
 from sparsity import LENGTH, mean, read, windows
 from token_selectors import SELECTORS, ExactIndex, select_by
 from torch import Tensor, nn
@@ -37,11 +38,10 @@ NAMES = ("Lisbon", "Oslo", "Cairo", "Lima")
 DOCUMENTS = 4
 
 
-def segments(tokenizer: Any, ids: Tensor, rng: random.Random) -> tuple[Tensor, list[int], int]:
-    """The document with segments of words at DISTANCES from its end and again there; which tokens are judged, and how
+def segments(tokenizer: Any, ids: Tensor, other: Tensor, rng: random.Random) -> tuple[Tensor, list[int], int]:
+    """The document with segments of another at DISTANCES from its end and again there; which tokens are judged, and how
     long the prompt is."""
-    words = [w for w in ids.tolist() if tokenizer.decode([w]).strip().isalpha()]
-    drawn = [torch.tensor(rng.choices(words, k=SEGMENT)) for _ in DISTANCES]
+    drawn = [other[at : at + SEGMENT] for at in rng.sample(range(0, LENGTH - SEGMENT, SEGMENT), len(DISTANCES))]
     text, judged = ids[: LENGTH - len(DISTANCES) * SEGMENT], []
     for distance, segment in zip(DISTANCES, drawn, strict=True):
         at = len(text) - distance
@@ -53,7 +53,9 @@ def segments(tokenizer: Any, ids: Tensor, rng: random.Random) -> tuple[Tensor, l
     return text, judged, prompt
 
 
-def needles(tokenizer: Any, ids: Tensor, rng: random.Random, count: int) -> tuple[Tensor, list[int], int]:
+def needles(
+    tokenizer: Any, ids: Tensor, other: Tensor, rng: random.Random, count: int
+) -> tuple[Tensor, list[int], int]:
     """The same with sentences that name a number."""
 
     def tokens(text: str) -> Tensor:
@@ -63,7 +65,7 @@ def needles(tokenizer: Any, ids: Tensor, rng: random.Random, count: int) -> tupl
     asked = [tokens(f"\nThe secret number of {name} is") for name in NAMES[:count]]
     answers, end = [tokens(number) for number in digits], tokens(".\n")
     text, judged = ids[: LENGTH - sum(map(len, (*asked, *answers)))], []
-    for distance, question, answer in zip(DISTANCES[4 - count :][::-1], asked, answers, strict=True):
+    for distance, question, answer in zip(DISTANCES[:count][::-1], asked, answers, strict=True):
         told = torch.cat((question, answer, end))
         at = len(text) - distance
         text = torch.cat((text[:at], told, text[at + len(told) :]))
@@ -148,21 +150,21 @@ def main() -> None:
     arguments.add_argument("--model", required=True)
     arguments.add_argument("--form", default="latent 50 %", help="what the table calls it")
     arguments.add_argument("--topk", type=int, nargs="*", default=[1024, 512])
-    arguments.add_argument("--selectors", nargs="*", choices=[*SELECTORS], default=[*SELECTORS])
+    arguments.add_argument("--selectors", nargs="*", choices=[*SELECTORS], default=[*SELECTORS][:-2])
     options = arguments.parse_args()
     source = SourceModel.open(options.model)
-    texts = list(windows(source, options.data).items())[:: 8 // DOCUMENTS]
-    results = Results(options.out, [], resume=True, command=command())
+    every = list(windows(source, options.data).items())
+    results = Results(options.out, [], resume=True)
     model = load_model(source, "float32")
     wanted = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
-    for name, ids in texts:
+    for (name, ids), (_, other) in zip(every[:: 8 // DOCUMENTS], every[1 :: 8 // DOCUMENTS], strict=True):
         if not any(
             {"form": options.form, "text": name, "probe": "recall"}.items() <= row.items() for row in results.rows
         ):
             for row in recall(model, ids, options.selectors, options.topk):
                 results.add({"form": options.form, "text": name, "probe": "recall", **row})
         for probe, made in PROBES.items():
-            text, judged, prompt = made(source.tokenizer, ids, random.Random(name))
+            text, judged, prompt = made(source.tokenizer, ids, other, random.Random(name))
             asked = [{"form": options.form, "text": name, "probe": probe, "selector": s, "topk": k} for s, k in wanted]
             prompts: dict[bool, Any] = {}
             for row in results.missing(asked):

@@ -18,8 +18,8 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.modeling.token_index_mla import scores
 
-# Tokens of a block of Quest's.
-BLOCK = 16
+# Tokens of a block of Quest's, and from one that is forced to the next.
+BLOCK, STRIDE = 16, 64
 
 
 class ExactIndex(nn.Module):
@@ -91,21 +91,24 @@ def blind(queries_BHTI: Tensor, keys_BSI: Tensor, visible_BTS: Tensor, sinks_H: 
     return torch.rand(visible_BTS.shape, generator=torch.Generator().manual_seed(visible_BTS.shape[1]))
 
 
-# Name -> whether its index is exact, and its score.
+# Name -> whether its index is exact, and its score. `strided` and `placed`: `pairs` with the first of every
+# STRIDE tokens forced, and with the budgets and indexes that the model has.
 SELECTORS: dict[str, tuple[bool, Score]] = {
     "pairs": (False, scores), "oracle": (True, scores), "Quest": (True, quest), "ReLU": (False, relu),
-    "newest": (False, newest), "random": (False, blind),
+    "newest": (False, newest), "random": (False, blind), "strided": (False, scores), "placed": (False, scores),
 }  # fmt: skip
 
 
 def select_by(model: Any, name: str, topk: int) -> None:
-    """Every sparse layer of a causal LM chooses so, and so many tokens."""
+    """Every sparse layer of a causal LM chooses so, and so many tokens; `placed` ones as many as they were given."""
     exact, model.model.sparsity.score = SELECTORS[name]
+    model.model.sparsity.stride = STRIDE if name == "strided" else model.config.index_stride
     for layer in model.model.layers:
         sparse = getattr(layer.self_attn, "sparse", None)
         if sparse is None:
             continue
-        sparse.topk = topk
+        if name != "placed":
+            sparse.topk = topk
         if sparse.index is not None:
             if not hasattr(sparse, "own"):
                 sparse.own = sparse.index

@@ -142,6 +142,12 @@ def calibration_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def healing_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text that neither calibration nor evaluation has."""
+    return _text(tmp_path_factory, "healing", sorted(topics)[25:50])
+
+
+@pytest.fixture(scope="session")
 def evaluation_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _text(tmp_path_factory, "evaluation", sorted(topics)[-20:])
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from mlaforge.artifact import Manifest
+from mlaforge.artifact import MANIFEST, Manifest
 from mlaforge.checkpoint import loading, reader
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.checkpoint.source_model import SourceModel
@@ -24,6 +25,8 @@ from mlaforge.drafting.config import DraftTrainConfig, VocabularyConfig
 from mlaforge.drafting.training_time_test import Unrolled, capture, columns
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import Resumable, UserError
+from mlaforge.sparsity import sparsify
+from mlaforge.sparsity.config import SparsifyConfig
 from support.eagle3_heads import make
 from support.engine_driver import greedy, watched
 from support.killed import check_same_tensors, killed_after
@@ -111,6 +114,25 @@ def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
     # The same steps, but where two logits are nearly the same in fp16, in which heads are stored.
     assert block["mean_acceptance_length"] == pytest.approx(manifest.metrics["best"]["acceptance_length"], abs=0.1)
     assert manifest.inputs["text"][0]["exclude"] == ["of judged prompts"]
+
+
+def test_a_head_for_a_sparse_target(trained, target, text, tmp_path):
+    """It learns from states that were read sparsely, and drafts for the engine."""
+    few = SparsifyConfig(
+        text=str(Path(__file__).parents[2] / "README.md"), topk=12, sink=2, window=4, width=8, seqlen=64, nsamples=2
+    )
+    sparsify.run(str(target), tmp_path / "sparse", few)
+    prompts = [answer.prompt_ids for answer in dataset.read_answers(text)[1]]
+    inputs = json.loads((text / MANIFEST).read_text())
+    inputs["inputs"]["model"]["sha256"] = reader.fingerprint(tmp_path / "sparse")
+    answers = shutil.copytree(text, tmp_path / "answers")
+    (answers / MANIFEST).write_text(json.dumps(inputs))
+    curves = {
+        name: trained(name=name, model=model, text=(str(of),), steps=40, vocabulary=None)[1].metrics["curve"]
+        for name, model, of in (("dense-head", target, text), ("sparse-head", tmp_path / "sparse", answers))
+    }
+    assert curves["dense-head"][0] != curves["sparse-head"][0]
+    assert accepted(tmp_path / "sparse", tmp_path / "sparse-head", prompts)["mean_acceptance_rate"] > 0.25
 
 
 def test_states_are_what_the_engine_captures(target):

@@ -263,6 +263,24 @@ def test_kept_keys_change_nothing(layout, stored, sparse, compiled, monkeypatch)
     assert stats.preemptions
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("layout", ["gqa", "latent", "latent_rope"])
+def test_preemption_changes_nothing(layout, caching, sparse):
+    """What was generated before is computed anew as it was, token by token, and not as a prompt."""
+    directory = sparse("llama", layout)
+    whole = engine(directory, prefix_caching=caching)
+    block = sum(layer.block_bytes(16) for layer in whole.engine.cache.layers)
+    found = {}
+    for blocks in (200, 14):
+        llm = engine(directory, prefix_caching=caching, cache_bytes=blocks * block)
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=1))
+        found[blocks] = tokens(outputs), [x.logprob for o in outputs for x in o.outputs[0].logprobs]
+        assert (llm.engine.stats().preemptions > 0) == (blocks == 14)
+        llm.engine.check_integrity()
+    assert found[14][0] == found[200][0]
+    assert found[14][1] == pytest.approx(found[200][1], abs=1e-4)
+
+
 def test_bytes_are_counted(sparse):
     both = [engine(sparse("llama", "latent"), dense=dense) for dense in (False, True)]
     for llm in both:

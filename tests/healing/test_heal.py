@@ -34,16 +34,6 @@ FEW = {
 
 
 @pytest.fixture(scope="module")
-def healing_file(tmp_path_factory):
-    """Text that neither calibration nor evaluation has."""
-    from pydoc_data.topics import topics
-
-    path = tmp_path_factory.mktemp("text") / "healing.txt"
-    path.write_text("\n\n".join(topics[key] for key in sorted(topics)[25:50])[:20000], encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
 def student(converted):
     return converted("llama", "latent", budget=0.25)
 

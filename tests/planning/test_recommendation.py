@@ -1,6 +1,7 @@
 """What `plan` recommends: memory first, then loss, then time."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -18,6 +19,10 @@ SPEC = dataclasses.replace(
 )
 
 
+# Those that read all.
+DENSE = tuple(form for form in FORMS if not form.one_of)
+
+
 def advised(gpu: Gpu, context: int, batch: int = 1, forms: tuple[Form, ...] = FORMS) -> Recommendation:
     return recommend(compare(SPEC, gpu, context, batch, 0, forms)[0])
 
@@ -32,21 +37,34 @@ def test_short_contexts_need_nothing(cpu: Gpu) -> None:
 
 def test_long_contexts_want_an_8_bit_cache(cpu: Gpu) -> None:
     """4 bits are smaller, but lose more than 1 % and are unpacked more slowly; latents are for where memory ends."""
-    found = advised(cpu, 8192, 4)
+    found = advised(cpu, 8192, 4, DENSE)
     assert found.best.label == "gqa, int8"
     assert "--kv-cache-dtype int8" in found.sentence and "typical loss of 0.2 %" in found.sentence
     assert any(reason.startswith("Least memory within 1 %: latent") for reason in found.reasons)
 
 
+def test_a_selection_is_taken_where_it_is_faster_and_loses_little(cpu: Gpu) -> None:
+    found = advised(cpu, 8192, 4)
+    assert found.best.label == "gqa, int8, 1024 read"
+    assert "mlaforge sparsify --topk 1024, --kv-cache-dtype int8" in found.sentence
+    (said,) = [reason for reason in found.reasons if reason.startswith("A selection of")]
+    first = int(re.search(r"faster from ([\d,]+) tokens", said)[1].replace(",", ""))
+    dense, read = FORMS[0], Form("bf16", 0.0, one_of=8)
+    for context, faster in ((first, True), (first // 2, False)):
+        rows, _ = compare(SPEC, cpu, context, 4, 0, (dense, read))
+        assert (len(rows) == 2 and rows[1].verify.total * ALIKE < rows[0].verify.total) == faster
+    assert not any("read" in row.label for row in compare(SPEC, cpu, 512, 1, 0)[0])
+
+
 def test_what_does_not_fit_is_out(cpu: Gpu) -> None:
     """Memory comes first: with 2 GiB, the widest cache that holds the batch decides."""
     small = dataclasses.replace(cpu, memory_gib=2.0)
-    rows, _ = compare(SPEC, small, 8192, 10, 0)
+    rows, _ = compare(SPEC, small, 8192, 10, 0, DENSE)
     fits = {row.label: row.fits for row in rows}
     assert not fits["gqa"] and fits["gqa, int8"]
     assert recommend(rows).best.label == "gqa, int8"
     assert "which does not fit" in recommend(rows).sentence
-    rows, _ = compare(SPEC, small, 8192, 24, 0)
+    rows, _ = compare(SPEC, small, 8192, 24, 0, DENSE)
     assert not next(row for row in rows if row.label == "gqa, int8").fits
     found = recommend(rows)
     assert found.best.form == Form("coded", 0.0045, "latent", bits=4.0, on=("cpu",))
@@ -75,7 +93,7 @@ def test_of_forms_that_are_alike_the_one_that_loses_least(cpu: Gpu) -> None:
 
 def test_a_configuration_of_ones_own_is_never_recommended(cpu: Gpu) -> None:
     rows, _ = compare(SPEC, cpu, 8192, 4, 0)
-    tiny = Form("bf16", 0.0, "latent", budget=0.125).plan(SPEC, "all")
+    tiny = Form("bf16", 0.0, "latent", budget=0.125).plan(SPEC, "all", 8192)
     assert recommend([*rows, Row(tiny, GPUS["b200"], 8192, 4, 0)]).best.plan != tiny
 
 
@@ -88,9 +106,9 @@ def test_a_machine_is_offered_what_its_engine_reads(gpu: str, absent: str, cpu: 
 
 def test_on_a_gpu_the_original_stays_while_it_fits() -> None:
     spec, h200 = read_spec(GPT_OSS), GPUS["h200"]
-    rows, left_out = compare(spec, h200, 32768, 4, 0, layers="auto")
+    rows, left_out = compare(spec, h200, 32768, 4, 0, DENSE, "auto")
     assert recommend(rows).best.label == "gqa" and not left_out
-    crowded, _ = compare(spec, h200, 131072, 50, 0, layers="auto")
+    crowded, _ = compare(spec, h200, 131072, 50, 0, DENSE, "auto")
     assert not crowded[0].fits and recommend(crowded).best.label == "latent 768"
 
 

@@ -277,6 +277,22 @@ def test_healings_are_drawn(tmp_path: Path) -> None:
         in made["deviations"]  # fmt: skip
 
 
+def test_selections_are_drawn(tmp_path: Path) -> None:
+    layers = [
+        {"kind": "dense", "topk": None},
+        {"kind": "full", "topk": 900, "kl": 0.004},
+        {"kind": "shared", "topk": 900, "kl": 0.002},
+    ]
+    metrics = {"layers": layers, "cache": {"index_bytes_per_token": 32}}
+    save(Manifest("sparsify", {"topk": 900}, {}, metrics=metrics, environment=MACHINE), tmp_path / "a")
+    save(Manifest("sparsify", {}, {}, metrics={"layers": ["?", {"topk": "?"}]}, environment=MACHINE), tmp_path / "b")
+    report = write_report(tmp_path, tmp_path / "report.html")
+    assert [s["indexes"] for s in report["selections"]] == [1, 0]
+    text = (tmp_path / "report.html").read_text()
+    assert "Sparse attention: tokens read" in text and "Sparse attention: what a layer loses" in text
+    assert text.count("a: tokens that a generated token reads") == 1 and "b: tokens that" not in text
+
+
 def test_trainings_of_heads_are_drawn(tmp_path: Path) -> None:
     """Three drawings of a whole curve, and of another what it has."""
     save(training(), tmp_path / "a" / '"><script>x')

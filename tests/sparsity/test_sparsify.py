@@ -8,15 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.layerwise import LayerStream
+from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
+from mlaforge.healing import heal
+from mlaforge.healing.config import HealConfig
 from mlaforge.runtime import UserError
-from mlaforge.sparsity import sparsify
+from mlaforge.sparsity import placement, sparsify
 from mlaforge.sparsity.config import SparsifyConfig
+from mlaforge.tensor_store import Spill
+from mlaforge.training.kl_loss import compare
 from support.tiny_models import load_original
 
 # Every family that has layers without a window, original and converted.
@@ -133,6 +140,71 @@ def test_a_selection_is_shared(sparse):
     assert torch.equal(read[-3], read[-2]) and read[-3].shape == (1, 24)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_measured_placement(family, sparse, dense, tmp_path, calibration_file):
+    """The mean budget is topk, as many layers have an index as were asked for, and the engine's formats hold it."""
+    options = {"topk": 24, "placement": "measured", "nsamples": 2, "share": 2 if family == "llama" else 1}
+    directory = sparse(family, "latent", **options)
+    model = loading.load_model(directory, "float32")
+    kinds, read = model.config.indexer_types, model.config.index_topk_per_layer
+    chosen = [k for kind, k in zip(kinds, read, strict=True) if kind != "dense"]
+    assert sum(chosen) <= 24 * len(chosen) and min(chosen) >= 12 and max(chosen) <= 48
+    assert kinds.count("full") == (2 if family == "llama" else len(chosen))
+    layers = Manifest.load(directory).metrics["layers"]
+    assert [(layer["kind"], layer["topk"] or 24) for layer in layers] == [*zip(kinds, read, strict=True)]
+    assert all((layer["kl"] is None) == (layer["kind"] == "dense") for layer in layers)
+    assert max(layer["kl"] or 0.0 for layer in layers) > 0
+    indexes = {name.split(".")[2] for name in load_file(directory / "model-index.safetensors")}
+    assert indexes == {str(i) for i, kind in enumerate(kinds) if kind == "full"}
+    # A second run that was cut off in the middle goes on, and comes to the same.
+    config = SparsifyConfig(text=str(calibration_file), **{**SMALL, **options})
+    measured = placement.Divergences._window
+    with pytest.MonkeyPatch.context() as patch:
+        seen = []
+
+        def cut(*arguments):
+            seen.append(arguments)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+            return measured(*arguments)
+
+        patch.setattr(placement.Divergences, "_window", cut)
+        with pytest.raises(KeyboardInterrupt):
+            sparsify.run(str(dense(family, "latent")), tmp_path / "again", config)
+        sparsify.run(str(dense(family, "latent")), tmp_path / "again", config)
+        assert len(seen) == 3
+    assert (tmp_path / "again" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_what_reads_all_diverges_nowhere(family, sparse, tmp_path):
+    with LayerStream(sparse(family, "latent"), torch.float32, torch.device("cpu")) as stream:
+        found = placement.Divergences(stream, 32, 1)
+        found.measure([tokens(1, 64)[0]], Spill(tmp_path))
+    assert found.own[:, 2].abs().max() < 1e-6 < found.own[:, 0].min()
+    assert (found.taken[1:] > 0).all() and (found.taken[0] == 0).all()
+
+
+def test_placement_by_hand():
+    """Indexes stand where sharing costs most, and tokens go where they help."""
+
+    class Given(placement.Divergences):
+        def __init__(self):
+            self.layers, self.topk, self.distances, self.budgets = [0, 1, 2, 3], 512, 3, [256, 512, 1024]
+            self.stream = type("Stream", (), {"num_layers": 5})
+            self.own = torch.tensor([[4.0, 2.0, 1.0], [0.04, 0.02, 0.01], [4.0, 2.0, 1.0], [0.04, 0.02, 0.01]])
+            self.taken = torch.full((4, 3), 9.0)
+            self.taken[1, 0], self.taken[3, 0] = 0.03, 0.03
+
+    placed = placement.place(Given(), 2)
+    assert placed["indexer_types"] == ["full", "shared", "full", "shared", "dense"]
+    assert placed["index_topk_per_layer"] == [512] * 5
+    even = placement.place(Given(), 1)
+    assert even["indexer_types"] == ["full"] * 4 + ["dense"]
+    first, second, third, fourth, _ = even["index_topk_per_layer"]
+    assert first == third > 700 and second == fourth == 256 and sum((first, second, third, fourth)) <= 4 * 512
+
+
 def test_shards_are_the_same_and_the_index_comes_off(sparse, dense):
     for layout in ("gqa", "latent"):
         source, directory = dense("llama", layout), sparse("llama", layout)
@@ -162,6 +234,8 @@ def test_what_it_was_tuned_on_is_remembered(sparse, dense):
         ("latent", ("--width", "64"), "64 numbers is more than a layer has: 32"),
         ("sparse", (), "is sparse already; sparsify the model that it was made of"),
         ("mistral", (), "no layer without a sliding window"),
+        ("latent", ("--placement", "measured", "--topk", "1024"), "8192 tokens, and the model's context is"),
+        ("latent", ("--placement", "best"), "even, measured"),
     ],
 )
 def test_the_users_mistakes(source, options, words, sparse, dense, tiny_models, calibration_file, refused, tmp_path):
@@ -230,18 +304,41 @@ def test_the_recipe_is_one():
     assert (config.topk, config.width, config.window) == (4096, 64, 128)
 
 
+@pytest.mark.parametrize("subset", ["projections", "attention", "all"])
+def test_a_sparse_model_is_healed_as_it_will_read(subset, sparse, dense, tiny_models, healing_file, tmp_path):
+    """It comes closer to the original where every token reads a selection; its index stays."""
+    options = {
+        "steps": 12, "batch_tokens": 256, "micro_tokens": 128, "seqlen": "64", "validation_tokens": 512,
+        "evaluate_every": 4, "learning_rate": 2e-3, "refit": "auto", "device": "cpu", "subset": subset,
+    }  # fmt: skip
+    student, out, teacher = sparse("llama", "latent"), tmp_path / "healed", load_original(tiny_models["llama"])
+    manifest = heal.run(str(tiny_models["llama"]), str(student), out, HealConfig(text=str(healing_file), **options))
+    with Reader(student) as before, Reader(out) as after:
+        index = [name for name in before if ".index." in name]
+        assert index and all(torch.equal(before[name], after[name]) for name in index)
+    ids = corpus.windows(SourceModel.open(out).tokenizer, str(healing_file), 1, 256).ids
+
+    @torch.no_grad()
+    def divergence(directory, prompts):
+        model = loading.load_model(directory, "float32")
+        model.model.sparsity.prompts = prompts
+        states = [(m.model(ids).last_hidden_state[0], m.lm_head.weight) for m in (model, teacher)]
+        return float(compare(*states, ids[0])[2].mean())
+
+    assert divergence(out, True) < divergence(student, True)
+    # Where all is read, the same student starts elsewhere.
+    whole = heal.run(
+        str(tiny_models["llama"]), str(dense("llama", "latent")), tmp_path / "dense",
+        HealConfig(text=str(healing_file), **(options | {"steps": 1})),
+    )  # fmt: skip
+    assert abs(whole.metrics["curve"][0]["kl"] - manifest.metrics["curve"][0]["kl"]) > 1e-4
+
+
 def test_what_knows_no_index_refuses_it(sparse, tiny_models, refused, tmp_path):
     model, out = sparse("llama", "latent"), tmp_path / "out"
-    refused(
-        "heal the model that it was made of",
-        "heal",
-        "--teacher",
-        tiny_models["llama"],
-        "--student",
-        model,
-        "--out",
-        out,
-    )
+    shared = sparse("llama", "latent", share=2)
+    heals = ("heal", "--teacher", tiny_models["llama"], "--student", shared, "--out", out)
+    refused("shares selections of tokens", *heals, "--gradient-checkpointing")
     refused("export the model that it was made of", "export", "deepseek", model, out)
 
 

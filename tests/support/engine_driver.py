@@ -152,7 +152,7 @@ def renew(
             cache.rows[index] = dataclasses.replace(rows, packed=rows.packed[:units])
             engine.model.layers[index].attention.keep_in(cache.rows[index])
     engine.tables = BlockTables(groups, block_size, caching)
-    engine.scheduler = Scheduler(engine.tables, max_num_seqs, max_step)
+    engine.scheduler = Scheduler(engine.tables, max_num_seqs, max_step, engine.scheduler.replays)
     poison(engine)
 
 

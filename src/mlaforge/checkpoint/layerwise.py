@@ -36,7 +36,8 @@ class LayerStream:
         """Raises UserError as `checkpoint.Reader` does, and for a config.json that makes no model."""
         self.source, self.dtype, self.device = SourceModel.open(model), dtype, device
         self.spec = self.source.spec
-        causal_lm: Any = loading.skeleton(self.source.config).eval()
+        # A sparse model would be judged as a dense one if its tokens read as a prompt's do.
+        causal_lm: Any = loading.as_generated(loading.skeleton(self.source.config)).eval()
         self.causal_lm, self.decoder = causal_lm, causal_lm.model
         self.config = causal_lm.config
         # The fused path of our attention: a learned sink needs it, and it never holds all scores at once.
@@ -48,9 +49,6 @@ class LayerStream:
             if hasattr(layer.self_attn, "table"):
                 layer.self_attn.table.rotary = rotary
         self.sparsity = getattr(self.decoder, "sparsity", None)
-        if self.sparsity is not None:
-            # Every token reads as if it had been generated, or a sparse model would be judged as a dense one.
-            self.sparsity.prompts = True
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
         self.reader = reader.Reader(self.source.path, self.source.without)
 

@@ -70,6 +70,13 @@ def load_model(
     return loaded.eval() if quantization else loaded.eval().to(device)
 
 
+def as_generated(model: Any) -> Any:
+    """The same model, and where it is sparse every token reads a selection, as if it had been generated."""
+    if getattr(model.model, "sparsity", None) is not None:
+        model.model.sparsity.prompts = True
+    return model
+
+
 def skeleton(config: dict[str, Any]) -> Any:
     """The causal LM that a config.json describes, on the meta device. Raises UserError where it describes none."""
     config_class, causal_lm = model_class(config)

@@ -109,7 +109,9 @@ class Engine:
             self.max_model_len = min(full) * block_size
             log(f"context cut to {self.max_model_len} tokens, which is what the cache holds; see --cache-bytes")
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
-        self.scheduler = Scheduler(self.tables, config.max_num_seqs, config.max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            self.tables, config.max_num_seqs, config.max_num_batched_tokens, replays=is_sparse(source.config)
+        )
         self.sampler = Sampler()
         self.grammars = Grammars(self.tokenizer, self.eos_token_ids)
         self.speculation: Speculation | None = None

@@ -26,10 +26,14 @@ class Plan:
 
 
 class Scheduler:
-    """Sequences wait, run, and leave by `finish`. `preemptions` and `cached_tokens` count since the start."""
+    """Sequences wait, run, and leave by `finish`. `preemptions` and `cached_tokens` count since the start.
 
-    def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int):
-        self.tables = tables
+    `replays`: tokens that were generated are computed anew as they were, one in a step, because the model reads
+    otherwise than in prompts.
+    """
+
+    def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int, replays: bool = False):
+        self.tables, self.replays = tables, replays
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -77,7 +81,7 @@ class Scheduler:
                 upto = len(sequence.token_ids)
                 count = max(0, min(drafts(sequence), budget - prompts))
             else:
-                upto = min(len(sequence.token_ids), sequence.computed + _affordable(sequence, budget))
+                upto = self._end(sequence, sequence.computed, budget)
                 prompts -= 1
             copies = self.tables.reserve(sequence.number, upto + count)
             if copies is None and count:
@@ -98,7 +102,7 @@ class Scheduler:
             if sum(map(_num_sequences, self.running)) + _num_sequences(sequence) > self.max_num_seqs:
                 break
             cached = self.tables.start(sequence.number, sequence.token_ids, sequence.reuse)
-            upto = min(len(sequence.token_ids), cached + _affordable(sequence, budget))
+            upto = self._end(sequence, cached, budget)
             copies = self.tables.reserve(sequence.number, upto)
             if copies is None:
                 self.tables.free(sequence.number)
@@ -116,6 +120,14 @@ class Scheduler:
         held = any(sequence.held for sequence in self.running)
         assert plan.chunks or held or not (self.running or self.waiting), "blocks are short for a single sequence"
         return plan
+
+    def _end(self, sequence: Sequence, start: int, budget: int) -> int:
+        """The position up to which a step may compute it from `start` on."""
+        end = min(len(sequence.token_ids), start + _affordable(sequence, budget))
+        if not (self.replays and sequence.prefilled):
+            return end
+        prompt = len(sequence.request.prompt_ids)
+        return min(end, prompt) if start < prompt else start + 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue. Only the last running sequence is ever chosen, and none that this step has

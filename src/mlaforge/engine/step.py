@@ -64,11 +64,11 @@ def parts(proposal: Proposal) -> list[Part]:
 def _chunk(sequence: Sequence, draft: Draft | None, upto: int) -> Chunk:
     """What a step computes of a sequence: up to position `upto`, its draft included."""
     if draft is None:
-        return Chunk(sequence.number, sequence.token_ids, sequence.computed, upto, generating=sequence.decoding)
+        return Chunk(sequence.number, sequence.token_ids, sequence.computed, upto, generating=sequence.generating)
     tokens = sequence.token_ids + draft.token_ids
     # The sequence's newest token is the root.
     tree = None if draft.parents is None else ancestry([-1, *(parent + 1 for parent in draft.parents)])
-    return Chunk(sequence.number, tokens, sequence.computed, upto, tree, sequence.decoding)
+    return Chunk(sequence.number, tokens, sequence.computed, upto, tree, sequence.generating)
 
 
 @dataclasses.dataclass(frozen=True)

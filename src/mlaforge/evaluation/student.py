@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, sha256, writing
-from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.checkpoint.loading import load_model
+from mlaforge.checkpoint.loading import as_generated, load_model
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
@@ -136,9 +135,7 @@ class Judgement:
     def _task(self, criterion: Criterion) -> Measured:
         scores = []
         for source in self.models:
-            model = load_model(source, str(self.dtype).removeprefix("torch."), self.device)
-            if is_sparse(source.config):
-                model.model.sparsity.prompts = True
+            model = as_generated(load_model(source, str(self.dtype).removeprefix("torch."), self.device))
             scores.append(
                 lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit)
             )

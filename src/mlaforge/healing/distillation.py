@@ -115,9 +115,10 @@ class Distillation(nn.Module):
 
 def trainable(student: Any, subset: str) -> list[str]:
     """Names of the parameters that a subset trains. `projections`: the matrices that conversion made, and their
-    biases and norms; `attention`: all of every converted layer's attention; `all`: everything."""
+    biases and norms; `attention`: all of every converted layer's attention; `all`: everything. An index of tokens
+    stays: a choice has no gradient."""
     if subset == "all":
-        return [name for name, _ in student.named_parameters()]
+        return [name for name, _ in student.named_parameters() if ".self_attn.index." not in name]
     names = []
     for index, layer in enumerate(student.model.layers):
         attention = layer.self_attn
@@ -130,7 +131,7 @@ def trainable(student: Any, subset: str) -> list[str]:
         names += [
             f"model.layers.{index}.self_attn.{name}"
             for name, _ in attention.named_parameters()
-            if subset == "attention" or name.split(".")[0] in converted
+            if (subset == "attention" and name.split(".")[0] != "index") or name.split(".")[0] in converted
         ]
     return names
 

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, record_names
-from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.checkpoint.loading import load_model
+from mlaforge.checkpoint.loading import as_generated, load_model
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.writer import rewriting
@@ -99,8 +98,8 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     original, converted = SourceModel.open(teacher), SourceModel.open(student)
     if not converted.converted:
         raise UserError(f"student {student} is not converted ({converted.model_type}); convert it first")
-    if is_sparse(converted.config):
-        raise UserError(f"student {student} is sparse; heal the model that it was made of, and sparsify the result")
+    if config.gradient_checkpointing and "shared" in (converted.config.get("indexer_types") or ()):
+        raise UserError(f"student {student} shares selections of tokens: give --no-gradient-checkpointing")
     if original.converted:
         raise UserError(f"teacher {teacher} is converted itself; give the original")
     if converted.config.get("vocab_size") != original.config.get("vocab_size"):
@@ -165,7 +164,7 @@ def _heal(
     dtype, kept = dtypes(config.dtype, group)
     frozen = str(dtype).removeprefix("torch.") if config.teacher_dtype == "auto" else config.teacher_dtype
     with timed(seconds, "load"):
-        student = load(converted, str(kept).removeprefix("torch."), device)
+        student = as_generated(load(converted, str(kept).removeprefix("torch."), device))
         teacher = load(original, frozen, device)
     at_once = max(1, config.micro_tokens // texts.validation.ids.shape[1])
     with timed(seconds, "teacher"):

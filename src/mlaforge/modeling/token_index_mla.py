@@ -64,11 +64,12 @@ def scores(queries_BHTI: Tensor, keys_BSI: Tensor, visible_BTS: Tensor, sinks_H:
     """[B, T, S] in fp32: the mean over heads of what a softmax of index logits gives to each token. A learned sink
     takes its share of a head's softmax as it does in attention."""
     logits = (queries_BHTI @ keys_BSI[:, None].to(queries_BHTI.dtype).transpose(-1, -2)).float()
-    logits = logits.masked_fill(~visible_BTS[:, None], -torch.inf)
+    logits = logits.masked_fill_(~visible_BTS[:, None], -torch.inf)
+    if sinks_H is None:
+        return torch.softmax(logits, dim=-1).mean(1).nan_to_num_(0.0)
     lse = torch.logsumexp(logits, dim=-1)
-    if sinks_H is not None:
-        lse = torch.logaddexp(lse, sinks_H.float()[:, None].expand_as(lse))
-    return torch.exp(logits - torch.where(lse.isinf(), 0.0, lse)[..., None]).mean(1)
+    lse = torch.logaddexp(lse, sinks_H.float()[:, None].expand_as(lse))
+    return torch.exp(logits - lse[..., None]).mean(1)
 
 
 class Sparsity:
@@ -101,8 +102,9 @@ class Sparsity:
     def top(self, scores_BTS: Tensor, visible_BTS: Tensor, k: int) -> Tensor:
         """int64 [B, T, k]: tokens in rising order; where fewer are visible, some that are not are among them."""
         ranked = scores_BTS.masked_fill(~visible_BTS, -1.0).masked_fill(self.forced(visible_BTS), torch.inf)
-        return ranked.topk(min(k, ranked.shape[-1]), dim=-1).indices.sort(dim=-1).values
+        return ranked.topk(min(k, ranked.shape[-1]), dim=-1, sorted=False).indices.sort(dim=-1).values
 
+    @torch.no_grad()
     def choose(
         self, queries_BHTI: Tensor, keys_BSI: Tensor, visible_B1TS: Tensor, k: int, sinks_H: Tensor | None
     ) -> Tensor:

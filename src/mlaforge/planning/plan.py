@@ -7,6 +7,7 @@ Legend: d_r qk_rope_head_dim.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ RANK_MULTIPLE = 8
 DEFAULT_ROPE_DIM = 64
 SMALLER_KEY = "use a smaller qk_rope_head_dim"
 DEFAULT_BITS, DEFAULT_BUDGET = 4.0, 0.5
+# Numbers of an index key, a byte each.
+DEFAULT_INDEX = 32
 # Bytes of a number in cached rows that are plain.
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp8": 1}
 # How the cache can store its rows: the engine's kv_cache_dtype, whose auto is one of these or `coded`.
@@ -125,9 +128,10 @@ class Plan:
 
     @property
     def bits(self) -> float:
-        """What the converted layers (all where none is) store of each number that GQA caches there, in the mean."""
+        """What rows of the converted layers (all where none is) store of each number that GQA caches there, in the
+        mean."""
         layers = [(self.layers[i], self.spec.layers[i]) for i in self.converted or range(self.spec.num_layers)]
-        stored = sum(chosen.cached_bytes(layer, PACKED, self.stored_as(chosen)) for chosen, layer in layers) / PACKED
+        stored = sum(chosen.row_bytes(layer, PACKED, self.stored_as(chosen)) for chosen, layer in layers) / PACKED
         return 8 * stored / sum(layer.cached for _, layer in layers)
 
     def model_fraction(self, context: int) -> float:
@@ -177,6 +181,15 @@ def tokens_held(layer: LayerSpec, context: int) -> int:
 def unconverted(spec: ModelSpec, stored: str = "bf16") -> Plan:
     """The plan that changes nothing."""
     return Plan(spec, (LayerPlan("gqa"),) * spec.num_layers, stored)
+
+
+def sparse(plan: Plan, topk: int) -> Plan:
+    """The same, and a generated token reads `topk` tokens in every layer without a window."""
+    layers = (
+        dataclasses.replace(chosen, topk=topk, index=DEFAULT_INDEX) if layer.window is None else chosen
+        for chosen, layer in zip(plan.layers, plan.spec.layers, strict=True)
+    )
+    return dataclasses.replace(plan, layers=tuple(layers))
 
 
 def rank_limit(spec: ModelSpec, layer: LayerSpec, layout: str) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from mlaforge.planning.costs import weight_bytes
 from mlaforge.planning.forms import MEASURED_ON
-from mlaforge.planning.roofline import Row, in_bytes, in_digits, slowdown
+from mlaforge.planning.plan import sparse
+from mlaforge.planning.roofline import Row, decode_step, in_bytes, in_digits, slowdown
 
 # A typical loss, in nats per token, that is taken for time: 1 % of perplexity.
 LITTLE = math.log(1.01)
@@ -69,7 +70,7 @@ def _sentence(best: Row, original: Row) -> str:
     requests = f"{best.batch} request{'s' * (best.batch > 1)} of {best.context:,} tokens take{'s' * (best.batch == 1)}"
     held, before = (in_bytes(row.plan.cache_bytes(row.context, row.batch)) for row in (best, original))
     took, base = (f"{in_digits(row.verify.total * 1e3)} ms" for row in (best, original))
-    text = f"{best.form.advice}: {requests} {held} of cache"
+    text = f"{best.form.advice(best.context)}: {requests} {held} of cache"
     if best is original:
         return f"{text} and {took} a step on {best.gpu.name}, at no loss."
     beside = f"{before} and {base}" if original.fits else f"{before}, which does not fit, and {base}"
@@ -92,12 +93,29 @@ def _beside(best: Row, fitting: Sequence[Row], weighed: Sequence[Row]) -> list[s
             f"Least time whatever it loses: {fastest.label}, {in_digits(fastest.verify.total * 1e3)} ms a step at "
             f"{percent(fastest)}."
         )
+    reasons += [pays(row, weighed[0]) for row in weighed if row.form and row.form.one_of][:1]
     if lost := [row for row in weighed if not row.fits]:
         reasons.append("Does not fit: " + ", ".join(f"{row.label} ({row.requests:,} requests)" for row in lost) + ".")
     reasons.append(
         f"Losses are typical ones, measured on {MEASURED_ON} before healing: `mlaforge diagnose` measures this model's."
     )
     return reasons
+
+
+def pays(row: Row, original: Row) -> str:
+    """From which context on a sparse row's original is faster than the dense one, of powers of two."""
+    form, gpu, batch = row.form, row.gpu, row.batch
+    assert form is not None and form.one_of
+    for context in (1 << power for power in range(10, 21)):
+        if (topk := form.topk(context)) < context:
+            steps = (decode_step(plan, gpu, context, batch) for plan in (original.plan, sparse(original.plan, topk)))
+            dense, read = (step.total for step in steps)
+            if read * ALIKE < dense:
+                return (
+                    f"A selection of {topk:,} tokens makes the original faster from {context:,} tokens on: "
+                    f"{in_digits(read * 1e3)} ms a step in place of {in_digits(dense * 1e3)}."
+                )
+    return "A selection of tokens makes the original no faster at any context."
 
 
 def analyse(row: Row, gqa: Row) -> str:

@@ -65,7 +65,10 @@ def run_plan(spec: ModelSpec, options: PlanConfig, made: Plan | None = None, gpu
     if options.context and context < wanted:
         notes.insert(0, f"the model was made for {context:,} positions: planned for those, not for {wanted:,}")
     if gpu.name != "cpu":
-        notes.append("on a GPU the keys of latent are decompressed to memory; coded, int8 and int4 rows are for CPUs")
+        notes.append(
+            "on a GPU the keys of latent are decompressed to memory; coded, int8 and int4 rows are for CPUs; "
+            "selections have not run on one"
+        )
     chosen, asked = recommend(rows), None
     if plan := _own(spec, options, made):
         own = Row(plan, gpu, context, options.batch, options.drafts)

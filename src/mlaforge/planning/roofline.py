@@ -89,15 +89,18 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Layout, ranks, and how rows are stored: `latent_rope 448+64`, `latent 304, 4 bits`, `gqa, int8`."""
+        """Layout, ranks, how rows are stored, and how many of them are read where not all are: `latent_rope 448+64`,
+        `latent 304, 4 bits`, `gqa, int8, 1024 read`."""
         chosen = self.chosen
         packed = "" if self.plan.stored in ("bf16", "coded") else f", {self.plan.stored}"
+        topk = max(layer.topk for layer in self.plan.layers)
+        read = f", {topk} read" if topk else ""
         if chosen.layout == "gqa":
-            return f"gqa{packed}"
+            return f"gqa{packed}{read}"
         ranks = sorted({self.plan.layers[i].kv_lora_rank for i in self.plan.converted})
         rank = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else ranks[0]
         rope = f"+{chosen.qk_rope_head_dim}" if chosen.qk_rope_head_dim else ""
-        return f"{chosen.layout} {rank}{rope}" + (f", {self.plan.bits:.3g} bits" if chosen.code else packed)
+        return f"{chosen.layout} {rank}{rope}" + (f", {self.plan.bits:.3g} bits" if chosen.code else packed) + read
 
     @cached_property
     def plain(self) -> Step:
@@ -146,9 +149,9 @@ def compare(
     select_layers(spec, layers)
     rows, left_out = [], dict[str, str]()
     for form in forms:
-        if ("cpu" if gpu.name == "cpu" else "gpu") in form.on:
+        if ("cpu" if gpu.name == "cpu" else "gpu") in form.on and form.topk(context) < context:
             try:
-                rows.append(Row(form.plan(spec, layers), gpu, context, batch, drafts, form))
+                rows.append(Row(form.plan(spec, layers, context), gpu, context, batch, drafts, form))
             except UserError as error:
                 # One reason for a layout: a budget too small says no more than the next larger one's.
                 left_out.setdefault(form.layout, f"{form.layout} is left out: {error}")

@@ -26,6 +26,7 @@ def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str
         "memory": drawing("memory", _draw_memory, held, max(2.9, 1.2 + 0.42 * len(held))) if held else "",
         "ranks": _ranks(conversions),
         "own": [_own(i, c) for i, c in enumerate(conversions)],
+        "selections": [_selection(i, record) for i, record in enumerate(report["selections"])],
         "healings": [_healing(i, record) for i, record in enumerate(report["healings"])],
         "trainings": [_training(i, record) for i, record in enumerate(report["trainings"])],
         "acceptances": [_comparison(i, record) for i, record in enumerate(report["acceptances"])],
@@ -60,6 +61,34 @@ def _ranks(conversions: list[dict[str, Any]]) -> list[dict[str, str]]:
             svg = drawing(f"ranks{len(by_model)}", heat, what, 1.5 + 0.22 * len(kept))
             by_model.append({"model": model, "svg": svg})
     return by_model
+
+
+def _selection(i: int, record: dict[str, Any]) -> dict[str, str]:
+    """Tokens read by layer, and what a selection alone costs there, where it was measured."""
+    sparse = record["sparse"]
+    if not sparse:
+        return {}
+    drawn = {"read": drawing(f"read{i}", _draw_read, sparse)}
+    if all(number(layer, "kl") is not None for layer in sparse.values()):
+        drawn["kl"] = drawing(f"readkl{i}", _draw_read_kl, sparse)
+    return drawn
+
+
+def _draw_read(ax: Any, sparse: dict[int, dict[str, Any]]) -> None:
+    for kind, label in (("full", "index of its own"), ("shared", "the selection of a layer before it")):
+        bars = {i: layer["topk"] for i, layer in sparse.items() if layer.get("kind") == kind}
+        if bars:
+            ax.bar(
+                list(bars), list(bars.values()), color=PAINT["latent"], alpha=1 if kind == "full" else 0.4, label=label
+            )
+    ax.set(xlabel="layer", ylabel="tokens read")
+    if any(layer.get("kind") == "shared" for layer in sparse.values()):
+        ax.legend()
+
+
+def _draw_read_kl(ax: Any, sparse: dict[int, dict[str, Any]]) -> None:
+    ax.bar(list(sparse), [1000 * layer["kl"] for layer in sparse.values()], color=PAINT["latent"])
+    ax.set(xlabel="layer", ylabel="KL (thousandths of a nat)")
 
 
 def _healing(i: int, record: dict[str, Any]) -> dict[str, str]:

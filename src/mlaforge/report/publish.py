@@ -20,8 +20,8 @@ from mlaforge.runtime import UserError, progress, version
 
 # Stage -> the folder of the repository that its files go to.
 PLACES = {
-    "convert": "", "heal": "", "export_deepseek": "", "card": "", "draft train": "draft", "draft import": "draft",
-    "calibrate": "calibration",
+    "convert": "", "sparsify": "", "heal": "", "export_deepseek": "", "card": "", "draft train": "draft",
+    "draft import": "draft", "calibrate": "calibration",
 }  # fmt: skip
 # What a draft head without a manifest says in its config.
 HEAD = "LlamaForCausalLMEagle3"

@@ -41,6 +41,7 @@ PARTS = {
     "diagnose": ("heat maps by layer and head", "mlaforge diagnose MODEL DIAGNOSIS --text TEXT"),
     "calibrate": ("calibration sets", "mlaforge calibrate --source TEXT --out SETS"),
     "convert": ("conversions: perplexity and cache", "mlaforge convert MODEL OUT --calibration TEXT"),
+    "sparsify": ("what sparse layers read", "mlaforge sparsify OUT SPARSE"),
     "heal": ("healing curves", "mlaforge heal --teacher MODEL --student OUT --out HEALED --text TEXT"),
     "draft train": ("draft heads: how they learn", "mlaforge draft train MODEL --text TEXT --out HEAD"),
     "acceptance": (
@@ -132,6 +133,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "conversions": conversions,
         "calibrations": of["calibrate"],
         "diagnoses": of["diagnose"],
+        "selections": [_selection(record) for record in of["sparsify"]],
         "healings": [_learning(record) for record in of["heal"]],
         "trainings": [_learning(record) for record in of["draft train"]],
         "acceptances": comparisons or [_comparison({**r, "metrics": r["acceptance"]}) for r in parts["acceptance"]],
@@ -187,6 +189,13 @@ def _exponential(metrics: dict[str, Any], mean: str, stderr: str) -> list[float]
 def _learning(record: dict[str, Any]) -> dict[str, Any]:
     """A record with a curve, and the evaluation that it began with."""
     return {**record, "first": (dicts(record["metrics"].get("curve")) or [{}])[0]}
+
+
+def _selection(record: dict[str, Any]) -> dict[str, Any]:
+    """A `sparsify` record with its sparse layers by number, and how many of them have an index of their own."""
+    layers = dict(enumerate(dicts(record["metrics"].get("layers"))))
+    sparse = {i: layer for i, layer in layers.items() if number(layer, "topk") is not None}
+    return {**record, "sparse": sparse, "indexes": sum(layer.get("kind") == "full" for layer in sparse.values())}
 
 
 def _comparison(record: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import mlaforge.modeling
-from mlaforge.artifact import Manifest, finished, record_names, writing
+from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.converted_config import INDEX_NUMBERS, is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
@@ -29,6 +29,8 @@ from mlaforge.factorization.layer import mla_classes
 from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.sparsity.config import SparsifyConfig
 from mlaforge.sparsity.observation import Observation
+from mlaforge.sparsity.placement import LONGER, PARTS, Divergences, place
+from mlaforge.tensor_store import Spill
 
 SHARD, ONE_OF_ONE = "model-index.safetensors", "model-00001-of-00001.safetensors"
 
@@ -85,10 +87,13 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
     source = SourceModel.open(model)
     if is_sparse(source.config):
         raise UserError(f"{source} is sparse already; sparsify the model that it was made of")
-    made = settings(source, config)
+    measured = config.placement == "measured"
+    made = settings(source, dataclasses.replace(config, share=1) if measured else config)
     device = resolve_device(config.device)
     windows = corpus.windows(source.tokenizer, config.text, config.nsamples, config.seqlen, seed=config.seed)
-    source.check_tokens(windows.ids)
+    used = [windows, *([long_windows(source, config)] if measured else [])]
+    for each in used:
+        source.check_tokens(each.ids)
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "device"}
     manifest = Manifest(
         "sparsify",
@@ -99,18 +104,50 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
         log(f"{out} is finished already")
         return done
     dtype = torch.float32 if device.type == "cpu" else source.dtype
-    with writing(out, manifest) as partial, LayerStream(source, dtype, device) as stream:
-        stream.check()
-        with timed(manifest.seconds, "index"):
-            tensors = learn(stream, windows.ids, made["indexer_types"], config.width)
+    losses: dict[int, float] = {}
+    with writing(out, manifest, resumable=measured) as partial:
+        work = Spill(partial / WORK)
+        with LayerStream(source, dtype, device) as stream, timed(manifest.seconds, "index"):
+            stream.check()
+            if "index" not in work:
+                work["index"] = learn(stream, windows.ids, made["indexer_types"], config.width)
+            tensors = work["index"]
         with timed(manifest.seconds, "write"):
             write(source, partial, made, tensors)
-            burnt = source.path / overlap.PASSAGES
-            known = overlap.read_passages(burnt) if burnt.is_file() else []
-            overlap.write_passages(partial, sorted({*known, *overlap.passages(windows)}))
+        if measured:
+            with LayerStream(partial, dtype, device) as stream, timed(manifest.seconds, "placement"):
+                divergences = Divergences(stream, config.topk, 2 * config.share - 1 if config.share > 1 else 0)
+                divergences.measure(list(used[1].ids), work)
+            made |= place(divergences, config.share)
+            losses = dict(zip(divergences.layers, divergences.own[:, PARTS.index(1.0)].tolist(), strict=True))
+            kept = {f".{i}." for i, kind in enumerate(made["indexer_types"]) if kind == "full"}
+            with timed(manifest.seconds, "write"):
+                write(source, partial, made, {n: t for n, t in tensors.items() if any(layer in n for layer in kept)})
+        burnt = source.path / overlap.PASSAGES
+        known = overlap.read_passages(burnt) if burnt.is_file() else []
+        overlap.write_passages(partial, sorted({*known, *(p for each in used for p in overlap.passages(each))}))
         per_token = config.width * made["indexer_types"].count("full")
         manifest.metrics["cache"] = {"index_bytes_per_token": per_token}
+        read = made.get("index_topk_per_layer") or [config.topk] * source.spec.num_layers
+        manifest.metrics["layers"] = [
+            {"kind": kind, "topk": None if kind == "dense" else read[i], "kl": losses.get(i)}
+            for i, kind in enumerate(made["indexer_types"])
+        ]
     return manifest
+
+
+def long_windows(source: SourceModel, config: SparsifyConfig) -> corpus.Windows:
+    """What placement is measured on. UserError where the text or the model's context is too short."""
+    length = LONGER * config.topk
+    if length > source.spec.max_position_embeddings:
+        raise UserError(
+            f"placement of topk = {config.topk} is measured on windows of {length} tokens, and the model's context is "
+            f"{source.spec.max_position_embeddings}; give a smaller --topk, or --placement even"
+        )
+    try:
+        return corpus.windows(source.tokenizer, config.text, config.nsamples, length, seed=config.seed)
+    except UserError as error:
+        raise UserError(f"{error} or --topk, or --placement even ({length} tokens are {LONGER} x topk)") from error
 
 
 def learn(stream: LayerStream, ids_NT: Tensor, kinds: list[str], width: int) -> dict[str, Tensor]:

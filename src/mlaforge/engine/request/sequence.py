@@ -77,6 +77,11 @@ class Sequence:
         return 1 if self.reuse else 2
 
     @property
+    def generating(self) -> bool:
+        """Whether the next token to be computed was generated, now or before a preemption."""
+        return self.prefilled and self.computed >= len(self.request.prompt_ids)
+
+    @property
     def decoding(self) -> bool:
         """Whether all but the newest token is in the cache."""
         return self.prefilled and self.computed == len(self.token_ids) - 1
