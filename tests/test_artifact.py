@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -278,6 +279,25 @@ def test_a_lock_that_others_wait_for_is_held_by_one_at_a_time(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(add, range(200)))
     assert number.read_text() == "200" and list((tmp_path / "folder").iterdir()) == []
+
+
+def test_a_lock_whose_folder_goes_while_it_is_made(tmp_path, monkeypatch):
+    """mkdir finds the folder, and when it looks what it is, its last owner has removed it."""
+    real, met = os.mkdir, []
+
+    def mkdir(path, mode=0o777):
+        if not met:
+            met.append(path)
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        real(path, mode)
+
+    monkeypatch.setattr("os.mkdir", mkdir)
+    with locked(tmp_path / "folder" / "lock", "it"):
+        assert met == [tmp_path / "folder"]
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError), locked(tmp_path / "file" / "lock", "it"):
+        raise AssertionError("a file is no folder")
 
 
 def test_a_file_system_without_locks_is_said_and_does(monkeypatch, out, capsys):

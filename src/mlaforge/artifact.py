@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlaforge.runtime import Interrupted, Resumable, UserError, environment, log, progress
+from mlaforge.runtime import Interrupted, Resumable, UserError, environment, interrupted, log, progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -257,7 +257,7 @@ def locked(path: Path, what: str, wait: bool = False) -> Iterator[None]:
     with ExitStack() as opened:
         opened.callback(_remove_empty, [parent for parent in path.parents if not parent.exists()])
         while True:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make(path.parent)
             try:
                 file = opened.enter_context(path.open("a"))
             except FileNotFoundError:
@@ -283,6 +283,16 @@ def locked(path: Path, what: str, wait: bool = False) -> Iterator[None]:
         finally:
             if _same(file.fileno(), path):
                 path.unlink()
+
+
+def _make(folder: Path) -> None:
+    """mkdir while others make the same folder and remove it when it is empty: between its own looks it may come or
+    go."""
+    for _ in range(100):
+        with suppress(FileExistsError, FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _remove_empty(folders: list[Path]) -> None:
@@ -331,15 +341,15 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
             manifest.save(partial)
             _appear(partial, out)
         except BaseException as error:
-            full = disk_is_full(error)
-            kept = ours and begun.is_file() and (full or isinstance(error, KeyboardInterrupt | Resumable))
+            full, stopped = disk_is_full(error), interrupted(error)
+            kept = ours and begun.is_file() and (full or stopped or isinstance(error, Resumable))
             if ours:
                 if former.exists() and not out.exists():
                     os.replace(former, out)
                 for left in (former,) if kept else (partial, former):
                     shutil.rmtree(left, ignore_errors=True)
             resume = f"the same command goes on from what {partial} holds; delete it to give that up"
-            if kept and isinstance(error, KeyboardInterrupt):
+            if kept and stopped:
                 raise Interrupted(resume) from error
             if full:
                 choose = "or choose an output on another disk"

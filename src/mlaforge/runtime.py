@@ -6,7 +6,9 @@ Imports nothing of ours, so that anything may import it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,42 @@ class Resumable(UserError):
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C in a stage that can go on later. The text is one line that says from where."""
+
+
+# That Ctrl-C came while `interruptible` work ran.
+_came = threading.Event()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt in here as it always does, and is remembered, for `interrupted`."""
+
+    def remember(number: int, frame: Any) -> None:
+        _came.set()
+        signal.default_int_handler(number, frame)
+
+    # Whoever has another handler, or ignores the signal, goes on doing so; only the main thread may set one.
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            go_on()
+
+
+def interrupted(error: BaseException) -> bool:
+    """Whether it is Ctrl-C that ended the work, also where another error arrives: C code that calls back into Python
+    (safetensors making a tensor, for one) swallows a KeyboardInterrupt and raises what it makes of it."""
+    return isinstance(error, KeyboardInterrupt) or _came.is_set()
+
+
+def go_on() -> None:
+    """Ctrl-C has been answered: what goes wrong from here on is not its doing."""
+    _came.clear()
 
 
 def cache_home() -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
+from mlaforge.runtime import UserError
 from support.killed import command, started
 
 
@@ -148,6 +149,40 @@ def lengthy(calibration_file, evaluation_file) -> list[str]:
     told = {"calibration": calibration_file, "evaluation": evaluation_file, "seqlen": 64, "nsamples": 60}
     told |= {"eval-windows": 20, "layout": "latent_rope", "device": "cpu"}
     return [part for name, value in told.items() for part in (f"--{name}", str(value))]
+
+
+def swallowing(error: BaseException) -> Callable[..., Any]:
+    """Ctrl-C where C code has called back into Python, and what that makes of it."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise error from None
+        raise AssertionError("nothing was interrupted")
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [ValueError("no such type"), UserError("no such file")], ids=["ours", "a user's"])
+def test_a_ctrl_c_that_c_code_swallowed(error, tiny_models, cli, converts, tree, short, whole, tmp_path, monkeypatch):
+    out, source = tmp_path / "out", tiny_models["llama"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("mlaforge.conversion.convert.write_checkpoint", swallowing(error))
+            done = cli("convert", source, out, *short, "--budget", 0.75)
+        assert done.exit_code == 130 and "Traceback" not in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("mlaforge: interrupted; the same command goes on from what")
+        # The next error has nothing to do with it.
+        with monkeypatch.context() as patch:
+            patch.setattr("mlaforge.conversion.convert.write_checkpoint", raising(ValueError("ours")))
+            assert cli("convert", source, tmp_path / "other", *short).exit_code == 1
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    converts(source, out, "--budget", 0.75)
+    assert files(tree, out) == whole
 
 
 def test_a_real_ctrl_c(tiny_models, tree, lengthy, tmp_path):

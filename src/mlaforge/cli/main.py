@@ -28,7 +28,7 @@ from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
 from mlaforge.rendering.table import text_table
 from mlaforge.report.config import CardConfig
-from mlaforge.runtime import UserError
+from mlaforge.runtime import UserError, go_on
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
 from mlaforge.sparsity.config import SparsifyConfig
 
@@ -204,6 +204,7 @@ def chat(model: Model, config: ChatConfig) -> None:
         try:
             answers.show(answer)
         except KeyboardInterrupt:
+            go_on()
             answer.close()
             print(" [broken off]", end="")
         print()

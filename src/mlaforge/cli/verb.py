@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from mlaforge import config as configuration
 from mlaforge.config import Options
-from mlaforge.runtime import Interrupted, UserError, hush
+from mlaforge.runtime import Interrupted, UserError, hush, interrupted, interruptible
 
 # Where help shows the options that are not among the first.
 ADVANCED = "Advanced options"
@@ -111,19 +111,24 @@ def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Cal
 
         @functools.wraps(command)
         def wrapped(**arguments: Any) -> None:
-            try:
-                if options:
-                    recipe = arguments.pop("recipe")
-                    values = {name: arguments.pop(name) for name in names}
-                    arguments["config"] = configuration.resolve(options, recipe, **values)
-                command(**arguments)
-            except UserError as error:
-                print(f"mlaforge: {error}", file=sys.stderr)
-                raise typer.Exit(2) from None
-            except KeyboardInterrupt as stop:
-                kept = str(stop) if isinstance(stop, Interrupted) else "nothing half-written was left"
-                print(f"mlaforge: interrupted; {kept}", file=sys.stderr)
-                raise typer.Exit(130) from None
+            with interruptible():
+                try:
+                    if options:
+                        recipe = arguments.pop("recipe")
+                        values = {name: arguments.pop(name) for name in names}
+                        arguments["config"] = configuration.resolve(options, recipe, **values)
+                    command(**arguments)
+                except typer.Exit:
+                    raise
+                except (Exception, KeyboardInterrupt) as error:
+                    if interrupted(error):
+                        kept = str(error) if isinstance(error, Interrupted) else "nothing half-written was left"
+                        print(f"mlaforge: interrupted; {kept}", file=sys.stderr)
+                        raise typer.Exit(130) from None
+                    if isinstance(error, UserError):
+                        print(f"mlaforge: {error}", file=sys.stderr)
+                        raise typer.Exit(2) from None
+                    raise
 
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}

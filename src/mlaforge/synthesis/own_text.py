@@ -38,7 +38,7 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.planning.costs import weight_bytes
 from mlaforge.planning.plan import unconverted
 from mlaforge.rendering.table import markdown_table
-from mlaforge.runtime import Interrupted, UserError, cache_home, log, progress_bar, resolve_device
+from mlaforge.runtime import Interrupted, UserError, cache_home, interrupted, log, progress_bar, resolve_device
 from mlaforge.synthesis.journal import Ask, Journal, Line
 from mlaforge.synthesis.repetition import loop
 from mlaforge.synthesis.user_turn import UserTurn
@@ -175,12 +175,12 @@ class _Draw:
         log(f"{self.source.name} writes {wanted:,} tokens of text to calibrate on (at most {SECONDS / 60:g} minutes)")
         try:
             self._write(wanted)
-        except CannotWrite:
+        except (Exception, KeyboardInterrupt) as error:
+            if interrupted(error):
+                raise Interrupted(f"the same command goes on from what {self.folder} holds") from error
+            if isinstance(error, UserError) and not isinstance(error, CannotWrite):
+                raise CannotWrite(f"{self.source.name} writes no text to calibrate on: {error}") from error
             raise
-        except UserError as error:
-            raise CannotWrite(f"{self.source.name} writes no text to calibrate on: {error}") from error
-        except KeyboardInterrupt as error:
-            raise Interrupted(f"the same command goes on from what {self.folder} holds") from error
         # What follows needs the memory.
         gc.collect()
         if self.device.type == "cuda":
