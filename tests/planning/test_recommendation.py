@@ -56,6 +56,15 @@ def test_a_selection_is_taken_where_it_is_faster_and_loses_little(cpu: Gpu) -> N
     assert not any("read" in row.label for row in compare(SPEC, cpu, 512, 1, 0)[0])
 
 
+def test_a_selection_is_weighed_where_a_layer_reads_all_and_as_far_as_the_model_goes(cpu: Gpu) -> None:
+    sliding = read_spec(LLAMA | {"model_type": "mistral", "sliding_window": 16})
+    rows, _ = compare(sliding, cpu, 1024, 1, 0)
+    assert rows and not any(row.form.one_of for row in rows)
+    short = dataclasses.replace(read_spec(GPT_OSS), max_position_embeddings=2048)
+    found = recommend(compare(short, GPUS["h200"], 2048, 1, 0)[0])
+    assert "A selection of tokens makes the original no faster at any context up to 2,048." in found.reasons
+
+
 def test_what_does_not_fit_is_out(cpu: Gpu) -> None:
     """Memory comes first: with 2 GiB, the widest cache that holds the batch decides."""
     small = dataclasses.replace(cpu, memory_gib=2.0)

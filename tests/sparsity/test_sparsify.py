@@ -17,6 +17,7 @@ from mlaforge.config import resolve
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
+from mlaforge.factorization import refit
 from mlaforge.healing import heal
 from mlaforge.healing.config import HealConfig
 from mlaforge.runtime import UserError
@@ -245,6 +246,15 @@ def test_the_users_mistakes(source, options, words, sparse, dense, tiny_models, 
     refused(words, "sparsify", model, tmp_path / "out", *text, *options)
 
 
+def test_a_text_too_short_to_place_on(dense, refused, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A few words, enough for an index. " * 8)
+    options = ("--text", text, "--seqlen", "64", "--nsamples", "1", "--sink", "2", "--window", "8", "--topk", "60")
+    words = f"measured on windows of 480 tokens, and text '{text}' has fewer; give more text, a smaller --topk, or"
+    refused(words, "sparsify", dense("llama", "latent"), tmp_path / "out", *options, "--placement", "measured")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -334,11 +344,29 @@ def test_a_sparse_model_is_healed_as_it_will_read(subset, sparse, dense, tiny_mo
     assert abs(whole.metrics["curve"][0]["kl"] - manifest.metrics["curve"][0]["kl"]) > 1e-4
 
 
+def test_a_refit_reads_each_texts_own_selection(sparse, tiny_models, monkeypatch):
+    """Texts go through the layers side by side, and a layer reads what another chose on the same one."""
+    seen: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(refit, "solve", lambda linear, inputs, targets: seen.append([z.clone() for z in inputs]))
+    student, teacher = (SourceModel.open(model) for model in (sparse("llama", "latent", share=2), tiny_models["llama"]))
+    windows = tokens(3, 64)
+    with LayerStream(student, torch.float32, "cpu") as ours, LayerStream(teacher, torch.float32, "cpu") as theirs:
+        for chosen in (windows, *windows.split(1)):
+            refit.steer(ours, theirs, chosen)
+    layers = ours.num_layers
+    for n in range(3):
+        for layer in range(layers):
+            (alone,) = seen[layers * (1 + n) + layer]
+            torch.testing.assert_close(seen[layer][n], alone)
+
+
 def test_what_knows_no_index_refuses_it(sparse, tiny_models, refused, tmp_path):
     model, out = sparse("llama", "latent"), tmp_path / "out"
     shared = sparse("llama", "latent", share=2)
     heals = ("heal", "--teacher", tiny_models["llama"], "--student", shared, "--out", out)
     refused("shares selections of tokens", *heals, "--gradient-checkpointing")
+    original = ("heal", "--teacher", tiny_models["llama"], "--student", sparse("llama", "gqa"), "--out", out)
+    refused("has no converted layer, so only all of it can learn: give --subset all", *original)
     refused("export the model that it was made of", "export", "deepseek", model, out)
 
 

@@ -50,6 +50,7 @@ class LayerStream:
                 layer.self_attn.table.rotary = rotary
         self.sparsity = getattr(self.decoder, "sparsity", None)
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
+        self._chosen: dict[int, Any] = {}
         self.reader = reader.Reader(self.source.path, self.source.without)
 
     def __enter__(self) -> LayerStream:
@@ -137,19 +138,26 @@ class LayerStream:
         the states [1, T, C].
         """
         hidden = [self.embed(ids[None]) for ids in texts]
-        # Layers may read what one before them chose on the same text.
-        sparsity, chosen = self.sparsity, dict[int, Any]()
         for index in progress(range(self.num_layers), what, self.num_layers):
             with self.layer(index) as layer:
                 for n, states in enumerate(hidden):
                     if see is not None:
                         see(index, n, states)
-                    if sparsity is not None:
-                        sparsity.chosen = chosen.get(n)
-                    hidden[n] = self.run(layer, index, states)
-                    if sparsity is not None and "shared" in self.config.indexer_types:
-                        chosen[n] = sparsity.chosen
+                    with self.text(n):
+                        hidden[n] = self.run(layer, index, states)
         return hidden
+
+    @contextmanager
+    def text(self, n: int) -> Iterator[None]:
+        """Around a layer's run on the n-th of several texts that go through the layers side by side: a sparse layer may
+        read what one before it chose on the same text."""
+        sparsity = self.sparsity
+        if sparsity is None or "shared" not in self.config.indexer_types:
+            yield
+        else:
+            sparsity.chosen = self._chosen.get(n)
+            yield
+            self._chosen[n] = sparsity.chosen
 
     @contextmanager
     def head(self) -> Iterator[tuple[Any, Tensor]]:

@@ -36,6 +36,10 @@ HELD_OUT = 0.25
 CUT = 1024
 
 
+class TooShort(UserError):
+    """A text that holds no window."""
+
+
 @dataclass(frozen=True)
 class Windows:
     """Token windows [N, T] and where they came from; `sha256` is over the token ids."""
@@ -227,5 +231,5 @@ def windows(
             ids = ids[sorted(random.Random(seed).sample(range(len(ids)), count))]
         ids = ids[:count]
     if not len(ids):
-        raise UserError(f"text {source!r} has fewer than {seqlen} tokens; give more text or a smaller --seqlen")
+        raise TooShort(f"text {source!r} has fewer than {seqlen} tokens; give more text or a smaller --seqlen")
     return Windows(ids, source if source == EMBEDDED else str(Path(source).expanduser().absolute()))

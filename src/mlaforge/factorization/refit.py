@@ -82,8 +82,9 @@ def steer(ours: LayerStream, theirs: LayerStream, windows: Tensor, up: bool = Fa
                 refit_up(own, their, drifted, original)
             heads: list[Tensor] = []
             hook = own.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs, into=heads: into.append(inputs[0]))
-            for h in drifted:
-                own.self_attn(own.input_layernorm(h), **ours.arguments(index, h))
+            for n, h in enumerate(drifted):
+                with ours.text(n):
+                    own.self_attn(own.input_layernorm(h), **ours.arguments(index, h))
             hook.remove()
             wanted = [their.self_attn(their.input_layernorm(h), **theirs.arguments(index, h))[0] for h in original]
             targets = [y + a - b for y, a, b in zip(wanted, original, drifted, strict=True)]

@@ -100,6 +100,8 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
         raise UserError(f"student {student} is not converted ({converted.model_type}); convert it first")
     if config.gradient_checkpointing and "shared" in (converted.config.get("indexer_types") or ()):
         raise UserError(f"student {student} shares selections of tokens: give --no-gradient-checkpointing")
+    if set(converted.config["mla_layer_types"]) == {"gqa"} and set(config.subset) != {"all"}:
+        raise UserError(f"student {student} has no converted layer, so only all of it can learn: give --subset all")
     if original.converted:
         raise UserError(f"teacher {teacher} is converted itself; give the original")
     if converted.config.get("vocab_size") != original.config.get("vocab_size"):

@@ -184,7 +184,10 @@ def unconverted(spec: ModelSpec, stored: str = "bf16") -> Plan:
 
 
 def sparse(plan: Plan, topk: int) -> Plan:
-    """The same, and a generated token reads `topk` tokens in every layer without a window."""
+    """The same, and a generated token reads `topk` tokens in every layer without a window. Raises UserError where there
+    is none."""
+    if all(layer.window is not None for layer in plan.spec.layers):
+        raise UserError("all layers slide: there is nothing to make sparse")
     layers = (
         dataclasses.replace(chosen, topk=topk, index=DEFAULT_INDEX) if layer.window is None else chosen
         for chosen, layer in zip(plan.layers, plan.spec.layers, strict=True)

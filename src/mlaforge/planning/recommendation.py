@@ -103,10 +103,12 @@ def _beside(best: Row, fitting: Sequence[Row], weighed: Sequence[Row]) -> list[s
 
 
 def pays(row: Row, original: Row) -> str:
-    """From which context on a sparse row's original is faster than the dense one, of powers of two."""
+    """From which context on a sparse row's original is faster than the dense one, of powers of two that the model was
+    made for."""
     form, gpu, batch = row.form, row.gpu, row.batch
     assert form is not None and form.one_of
-    for context in (1 << power for power in range(10, 21)):
+    most = row.plan.spec.max_position_embeddings
+    for context in (1 << power for power in range(10, most.bit_length())):
         if (topk := form.topk(context)) < context:
             steps = (decode_step(plan, gpu, context, batch) for plan in (original.plan, sparse(original.plan, topk)))
             dense, read = (step.total for step in steps)
@@ -115,7 +117,7 @@ def pays(row: Row, original: Row) -> str:
                     f"A selection of {topk:,} tokens makes the original faster from {context:,} tokens on: "
                     f"{in_digits(read * 1e3)} ms a step in place of {in_digits(dense * 1e3)}."
                 )
-    return "A selection of tokens makes the original no faster at any context."
+    return f"A selection of tokens makes the original no faster at any context up to {most:,}."
 
 
 def analyse(row: Row, gqa: Row) -> str:

@@ -146,8 +146,11 @@ def long_windows(source: SourceModel, config: SparsifyConfig) -> corpus.Windows:
         )
     try:
         return corpus.windows(source.tokenizer, config.text, config.nsamples, length, seed=config.seed)
-    except UserError as error:
-        raise UserError(f"{error} or --topk, or --placement even ({length} tokens are {LONGER} x topk)") from error
+    except corpus.TooShort:
+        raise UserError(
+            f"placement of topk = {config.topk} is measured on windows of {length} tokens, and text {config.text!r} "
+            "has fewer; give more text, a smaller --topk, or --placement even"
+        ) from None
 
 
 def learn(stream: LayerStream, ids_NT: Tensor, kinds: list[str], width: int) -> dict[str, Tensor]:
