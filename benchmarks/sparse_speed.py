@@ -108,7 +108,8 @@ def main() -> None:
         results.rows.extend(measured(case, prompts, models, options))
         results.save()
     for context in options.longer:
-        case = f"{context}x1x512"
+        # Of one run: what another run took at one of these lengths is not to be compared with.
+        case = f"{context} tokens"
         for form in options.forms:
             if not any((row["case"], row["form"]) == (case, form) for row in results.rows):
                 models = {form: sparse(model, form, 512, context + 192)}
