@@ -56,6 +56,15 @@ class EngineConfig(Options):
         0, "where one sequence runs alone, verify a tree of so many of a head's likeliest tokens, no deeper than "
         "num-speculative-tokens; 0 for a chain", "tokens", least=0, most=LARGEST_TREE,
     )  # fmt: skip
+    specpv: str = option(
+        "off", "at long context judge drafted tokens by a part of the cache first, and by all of it now and then; the "
+        "tokens are the same", choices=("off", "lossless"),
+    )  # fmt: skip
+    specpv_sink: int = option(16, "first tokens that a partial view holds", "tokens", least=1)
+    specpv_retrieval: int = option(512, "tokens of retrieved blocks that a partial view holds", "tokens", least=0)
+    specpv_window: int = option(256, "newest tokens that a partial view holds", "tokens", least=16)
+    specpv_full_every: int = option(8, "partial steps before a full one", "steps", least=1)
+    specpv_max_pending: int = option(8, "tokens that wait for a full step at the most", "tokens", least=1, most=64)
     adaptive_speculation: bool = option(
         True, "draft fewer tokens, or none, where measurement says that it does not pay"
     )

@@ -36,6 +36,7 @@ from mlaforge.engine.scheduler import Plan, Scheduler
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter, head_cache
+from mlaforge.engine.speculation.partial import PartialVerification
 from mlaforge.engine.speculation.step import Proposal, Speculation
 from mlaforge.engine.speculation.verification import Verified, verify
 from mlaforge.engine.stats import EngineStats
@@ -64,6 +65,10 @@ class Engine:
             source = source.dense()
         if is_sparse(source.config) and block_size % TOGETHER:
             raise UserError(f"block_size = {block_size} must be a multiple of {TOGETHER} where a model is sparse")
+        if is_sparse(source.config) and config.specpv != "off":
+            raise UserError(
+                f"specpv = {config.specpv} is for models that read all; {source.path.name} is sparse already"
+            )
         self.config, self.model_name = config, source.path.name
         self.device = resolve_device(config.device)
         if config.kv_cache_dtype in ("int8", "int4") and self.device.type != "cpu":
@@ -142,8 +147,9 @@ class Engine:
         was computed without it is unknown to it."""
         config = self.config
         self.model.boundaries = drafter.boundaries
+        partial = PartialVerification.of(config, drafter, self.model, self.runner, self.tables)
         controller = Controller(
-            config.num_speculative_tokens, config.adaptive_speculation, config.speculative_tree_tokens
+            config.num_speculative_tokens, config.adaptive_speculation, config.speculative_tree_tokens, partial
         )
         self.speculation = Speculation(drafter, controller)
 
@@ -239,7 +245,12 @@ class Engine:
         """The model on every sequence's chunk, its draft included."""
         laid_out = parts(proposal)
         batch = make_batch([part.chunk for part in laid_out], self.tables, self.device)
-        both_NC = self.runner(batch)
+        partial = None if self.speculation is None else self.speculation.partial
+        sequences = [part.sequence for part in laid_out]
+        mass = partial.watch(sequences) if partial is not None and proposal.decision.partial else None
+        both_NC = self.runner(batch, mass)
+        if partial is not None and mass is not None:
+            partial.watched(sequences, mass)
         self._stats.steps += 1
         self._stats.computed_tokens += len(both_NC)
         C = self.model.spec.hidden_size
@@ -420,6 +431,12 @@ def _checked(config: EngineConfig) -> EngineConfig:
         )
     if tree and config.speculative in ("none", "ngram"):
         raise UserError(f"speculative = {config.speculative!r} drafts no trees; speculative_tree_tokens needs a head")
+    if config.specpv != "off" and config.speculative == "none":
+        raise UserError(f"specpv = {config.specpv} judges drafted tokens; speculative must be ngram or a head")
+    if config.specpv != "off" and stored == "int4":
+        raise UserError(
+            f"specpv = {config.specpv} reads tokens one by one, and kv_cache_dtype int4 packs several; use int8"
+        )
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise UserError(
             f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, record_names
+from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.loading import as_generated, load_model
 from mlaforge.checkpoint.reader import Reader
@@ -100,7 +101,8 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
         raise UserError(f"student {student} is not converted ({converted.model_type}); convert it first")
     if config.gradient_checkpointing and "shared" in (converted.config.get("indexer_types") or ()):
         raise UserError(f"student {student} shares selections of tokens: give --no-gradient-checkpointing")
-    if set(converted.config["mla_layer_types"]) == {"gqa"} and set(config.subset) != {"all"}:
+    kinds = set(converted.config.get("mla_layer_types") or ())
+    if is_sparse(converted.config) and kinds == {"gqa"} and set(config.subset) != {"all"}:
         raise UserError(f"student {student} has no converted layer, so only all of it can learn: give --subset all")
     if original.converted:
         raise UserError(f"teacher {teacher} is converted itself; give the original")

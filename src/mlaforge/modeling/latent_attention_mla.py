@@ -211,7 +211,7 @@ class LatentAttention(nn.Module):
         b_k, b_v = self.kv_b_proj.bias.view(shape[:2]).split([self.nope_dim, self.v_dim], dim=1)
         return w_uk, w_uv, b_k, b_v
 
-    def _rotated_keys(self, k_BGSD: Tensor, at_S: Tensor | None) -> Tensor:
+    def rotated_keys(self, k_BGSD: Tensor, at_S: Tensor | None) -> Tensor:
         """What a query of the `latent` layout is multiplied with, from keys as they are decompressed."""
         if self.qk_norm:
             k_BGSD = self.k_norm(k_BGSD)
@@ -229,7 +229,7 @@ class LatentAttention(nn.Module):
         kv = self.kv_b_proj(row_BSR[..., : self.rank]).view(B, S, self.num_kv_heads, -1).transpose(1, 2)
         k_BGSD, v_BGSV = kv.split([self.nope_dim, self.v_dim], dim=-1)
         if self.layout == "latent":
-            k_BGSD = self._rotated_keys(k_BGSD, at_S)
+            k_BGSD = self.rotated_keys(k_BGSD, at_S)
         else:
             k_rope = row_BSR[:, None, :, self.rank :].expand(-1, self.num_kv_heads, -1, -1)
             k_BGSD = torch.cat((k_BGSD, k_rope), dim=-1)
@@ -268,7 +268,7 @@ class LatentAttention(nn.Module):
         if self.layout == "latent":
             w_uk, _, b_k, _ = self.up_projections()
             k = nn.functional.linear(row_BSR, w_uk.reshape(-1, R), b_k.reshape(-1))
-            k_BGSD = self._rotated_keys(k.view(B, -1, G, self.nope_dim).transpose(1, 2), at_S)
+            k_BGSD = self.rotated_keys(k.view(B, -1, G, self.nope_dim).transpose(1, 2), at_S)
             out_BHTR, lse = attend(q_BHTD, k_BGSD, latent_B1SR.expand(-1, G, -1, -1), mask, self.scaling)
         else:
             q_row, shift = self.absorbed_queries(q_BHTD)

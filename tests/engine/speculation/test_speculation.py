@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.controller import DraftPolicy
 from mlaforge.engine.speculation.drafter import Draft, NgramDrafter
+from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched

@@ -9,8 +9,8 @@ from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.execution.batch import Chunk, make_batch
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.controller import DraftPolicy
 from mlaforge.engine.speculation.drafter import Draft, ancestry
+from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.ops.paged_attention import OP
 from support.drafters import Branching
 from support.eagle3_heads import HEADS, draft_logits, recorded, saved

@@ -10,12 +10,14 @@ E rotary dimensions, W numbers a token caches.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.execution.block_mass import BlockMass
 from mlaforge.engine.execution.linear import fused
 from mlaforge.engine.execution.sparse_reading import Chosen, reading
 from mlaforge.modeling.attention_mla import sink_share
@@ -33,7 +35,7 @@ class Step:
     """What the attention layers need of a step.
 
     One column per rotary pair: `cos_N1P` and `sin_N1P` in the model's dtype, `turn_N1P` the same as complex numbers.
-    `chosen`: what sparse layers leave to those behind them.
+    `chosen`: what sparse layers leave to those behind them. `mass`: what is to be known of where attention falls.
     """
 
     batch: Batch
@@ -41,15 +43,24 @@ class Step:
     sin_N1P: Tensor
     turn_N1P: Tensor
     chosen: dict[str, Chosen] = dataclasses.field(default_factory=dict)
+    mass: BlockMass | None = None
+    partial: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
+
+    def view(self, group: int) -> CacheView:
+        """What the layer whose turn it is sees; its cache is of that group."""
+        view = self.batch.views[group]
+        return next(self.partial) if self.batch.partial and view.window is None else view
 
     @classmethod
-    def make(cls, batch: Batch, rotary: nn.Module, head_dim: int, dtype: torch.dtype) -> Step:
+    def make(
+        cls, batch: Batch, rotary: nn.Module, head_dim: int, dtype: torch.dtype, mass: BlockMass | None = None
+    ) -> Step:
         """`rotary` is the model's own module."""
         like = torch.empty(1, dtype=torch.float32, device=batch.positions_N.device)
         cos, sin = (pairs(table, head_dim // 2)[0][:, None] for table in rotary(like, batch.positions_N[None]))
         # A row's angles as they are in the dtype of the model, so that the turn is the one its class makes.
         cos, sin = cos.to(dtype), sin.to(dtype)
-        return cls(batch, cos, sin, torch.complex(cos.float(), sin.float()))
+        return cls(batch, cos, sin, torch.complex(cos.float(), sin.float()), mass=mass, partial=iter(batch.partial))
 
 
 def interleaved(head_dim: int) -> Tensor:
@@ -92,7 +103,7 @@ class PagedGroupedQueryAttention:
 
     def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
-        view = step.batch.views[self.group]
+        view = step.view(self.group)
         N, H, G, D = normed_NC.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv(normed_NC)
         qk_NHD = qkv[:, : (H + G) * D].view(N, H + G, D)
@@ -111,6 +122,8 @@ class PagedGroupedQueryAttention:
         if self.sparse is not None:
             keys_NF = qkv[:, H * D : (H + G) * D]
             view = self.sparse(keys_NF, qkv, step.turn_N1P, self.rows, view, step.chosen)
+        if step.mass is not None and view.window is None:
+            step.mass.add(view, self._logits(qk_NHD[:, :H], view))
         if self.k_LGD is not None and self.v_LGD is not None:
             out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
         else:
@@ -118,6 +131,17 @@ class PagedGroupedQueryAttention:
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
         return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
+
+    def _logits(self, q_NHD: Tensor, view: CacheView) -> Callable[[int, int], Tensor]:
+        """Of a sequence and a row, its query token's over all of the sequence, [H, L]."""
+        rows_LW, seen = self.rows.numbers(view)
+        k_LGD = rows_LW.view(-1, 2, self.num_kv_heads, self.head_dim)[:, 0]
+
+        def logits(sequence: int, row: int) -> Tensor:
+            k_GDL = seen.sequence(sequence, k_LGD)[0][0].permute(1, 2, 0)
+            return (q_NHD[row].view(self.num_kv_heads, -1, self.head_dim) @ k_GDL).flatten(0, 1) * self.scaling
+
+        return logits
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can hold a step of this layer."""
@@ -153,7 +177,7 @@ class PagedLatentAttention:
 
     def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
         """The layer's output for normed hidden states, added to `plus_NC`."""
-        latent, view = self.latent, step.batch.views[self.group]
+        latent, view = self.latent, step.view(self.group)
         N, W = normed_NC.shape[0], self.widths[1]
         both = self.q_kv_a(normed_NC)
         q, row_NW = both[:, :-W], both[:, -W:]
@@ -164,23 +188,62 @@ class PagedLatentAttention:
             view = self.sparse(features, asked, step.turn_N1P, self.rows, view, step.chosen)
         if self.native is not None:
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
-            return self.o_proj(self.native(both, step.turn_N1P, self.rows, view), plus_NC)
-        q_NHD = q.view(N, latent.num_heads, -1)
+            out = self.native(both, step.turn_N1P, self.rows, view)
+            if step.mass is not None and view.window is None:
+                step.mass.add(view, self._logits(q, step, view), blocks=not latent.rope_dim)
+            return self.o_proj(out, plus_NC)
+        q_NHD = self._queries(q, step)
         if latent.rope_dim:
             cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]
-            q_nope, q_rope = q_NHD.split([latent.nope_dim, latent.rope_dim], dim=-1)
-            q_NHD = torch.cat((q_nope, _turn(q_rope, cos, sin)), dim=-1)
             c, k_rope = row_NW.split([latent.rank, latent.rope_dim], dim=-1)
             row_NW = torch.cat((c, _turn(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
-        elif latent.qk_norm:
-            q_NHD = latent.q_norm(q_NHD)
         self.rows.write(view.slots_N, row_NW)
+        if step.mass is not None and view.window is None:
+            step.mass.add(view, self._logits(q, step, view), blocks=not latent.rope_dim)
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
         if self._absorbs(view):
             out_NHV = self._absorbed(q_NHD, view)
         else:
             out_NHV = self._by_sequence(q_NHD, view)
         return self.o_proj(out_NHV.to(normed_NC.dtype).reshape(N, -1), plus_NC)
+
+    def _queries(self, q_NX: Tensor, step: Step) -> Tensor:
+        """[N, H, D] as they are multiplied with keys, but that `latent` turns them there."""
+        latent = self.latent
+        q_NHD = q_NX.view(len(q_NX), latent.num_heads, -1)
+        if latent.rope_dim:
+            cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]
+            q_nope, q_rope = q_NHD.split([latent.nope_dim, latent.rope_dim], dim=-1)
+            q_NHD = torch.cat((q_nope, _turn(q_rope, cos, sin)), dim=-1)
+        elif latent.qk_norm:
+            q_NHD = latent.q_norm(q_NHD)
+        return q_NHD
+
+    def _logits(self, q_NX: Tensor, step: Step, view: CacheView) -> Callable[[int, int], Tensor]:
+        """Of a sequence and a row, its query token's over all of the sequence, [H, L]. To decompress every key would
+        cost as much as the step: `latent` has them over one key of each block, that of its mean latent in its middle,
+        [H, B]."""
+        latent, size = self.latent, view.block_size
+        wide = latent.kv_b_proj.weight.dtype
+        rows_LW, seen = self.rows.numbers(view)
+        q_NHD = self._queries(q_NX.to(wide), step)
+
+        def logits(sequence: int, row: int) -> Tensor:
+            row_1LW = seen.sequence(sequence, rows_LW)[0].to(wide)
+            q_1H1D = q_NHD[row][None, :, None]
+            if latent.rope_dim:
+                return (latent.absorbed_queries(q_1H1D)[0][0, :, 0] @ row_1LW[0].T) * latent.scaling
+            L, G = row_1LW.shape[1], latent.num_kv_heads
+            mean_1BR = row_1LW[:, : L // size * size].unflatten(1, (-1, size)).mean(2)
+            w_uk, _, b_k, _ = latent.up_projections()
+            k_1GBD = (mean_1BR[:, None] @ w_uk.transpose(1, 2)) + b_k[:, None]
+            at_B = torch.arange(mean_1BR.shape[1], device=rows_LW.device) * size + size // 2
+            k_1GBD = latent.rotated_keys(k_1GBD, at_B)
+            cos, sin = (table[:, L - 1 :][:, :1] for table in latent.table(L, q_1H1D))
+            q_GJD = rotate(q_1H1D, cos, sin)[0, :, 0].view(G, -1, k_1GBD.shape[-1])
+            return (q_GJD @ k_1GBD[0].transpose(1, 2)).flatten(0, 1) * latent.scaling
+
+        return logits
 
     def _normed(self, row_NW: Tensor, q_NX: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and queries as a norm leaves them, which an index is made of then."""

@@ -41,12 +41,14 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """`views` has one entry per cache group. `last_S` is each chunk's last row among the N."""
+    """`views` has one entry per cache group. `last_S` is each chunk's last row among the N. `partial`: where only a
+    part of the cache is read, the views of those layers that else see everything, one after another."""
 
     token_ids_N: Tensor
     positions_N: Tensor
     last_S: Tensor
     views: tuple[CacheView, ...]
+    partial: tuple[CacheView, ...] = ()
 
 
 def make_batch(

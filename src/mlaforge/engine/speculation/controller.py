@@ -3,108 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import operator
 import time
 from collections import abc
 
 from mlaforge.engine.request.sequence import Sequence
+from mlaforge.engine.speculation.partial import PartialVerification
+from mlaforge.engine.speculation.policy import EXPLORE_EVERY, TIME_WEIGHT, DraftPolicy
 
-# Weight of a new measurement in a running mean: of times, and of acceptance, which is yes or no, and so needs many.
-TIME_WEIGHT, ACCEPTANCE_WEIGHT = 0.1, 0.02
-# Exploration: one decision in so many tries a token more than what seems best, and one in so many times that, plain
-# decoding.
-EXPLORE_EVERY = 64
-# A drafted token is believed to be accepted so often before anything was measured, as if that had been measured on so
-# many.
-PRIOR, PRIOR_DRAFTS = 0.7, 4
+# Steps after which either way's pace is known.
+PACE_STEPS = 4
 
 
-class DraftPolicy:
-    """How many tokens to draft, from the measured time of steps and acceptance: whatever makes most tokens a second.
+class Pace:
+    """Whether partial verification makes more tokens a second than decoding without it, by the number of sequences that
+    decode: both are measured as they are used, and the slower one is tried now and then."""
 
-    A step's time is taken to depend on its rows alone, those included that a drafter might have drafted and thought too
-    unlikely. What was not measured is first taken to cost what fewer rows cost, so that it is tried; plain decoding is
-    measured first, so that there is something to compare with. With `tree` the choice is between a tree of so many
-    tokens, `most` deep, and none.
-    """
-
-    def __init__(self, most: int, tree: int = 0):
-        self.most, self.tree = most, tree
-        # Of drafted tokens whose predecessors were accepted, by position: how many are.
-        self.acceptance, self._observations = [PRIOR] * most, [PRIOR_DRAFTS] * most
-        self.seconds: dict[int, float] = {}
+    def __init__(self) -> None:
+        # Tokens and seconds of either way, older steps counting less.
+        self._made: dict[tuple[int, bool], tuple[int, float, float]] = {}
         self._decisions = 0
 
-    def choose(self, active: int) -> int:
-        """Tokens to draft for each of `active` decoding sequences."""
-        if active not in self.seconds:
-            return 0
+    def choose(self, active: int) -> bool:
+        """Whether to judge by a part of the cache first."""
         self._decisions += 1
-        if self._decisions % EXPLORE_EVERY**2 == 0:
-            return 0
-        tokens = likely = 1.0
-        best, rate = 0, 1.0 / self.expected(active)
-        for count, accepted in enumerate(self.acceptance, start=1):
-            likely *= accepted
-            tokens += likely
-            if self.tree and count < self.most:
-                continue
-            seconds = self.expected(1 + self.tree if self.tree else active * (1 + count))
-            if tokens / seconds > rate:
-                best, rate = count, tokens / seconds
-        # Times and acceptance are as of when they were last seen.
-        if not self.tree:
-            return best if self._decisions % EXPLORE_EVERY else min(self.most, best + 1)
-        # A tree costs as much as several steps, and is tried that much less often.
-        return best if self._decisions % math.ceil(EXPLORE_EVERY * seconds / self.expected(active)) else self.most
+        rates = {}
+        for partial in (False, True):
+            steps, tokens, seconds = self._made.get((active, partial), (0, 0.0, 0.0))
+            if steps < PACE_STEPS:
+                return partial
+            rates[partial] = tokens / seconds
+        faster = rates[True] > rates[False]
+        return faster if self._decisions % EXPLORE_EVERY else not faster
 
-    def min_probability(self, active: int, count: int) -> float:
-        """How likely a drafted token must be to pay for itself where `count` are drafted for each of `active`
-        sequences: the time that it adds over the time that a token takes."""
-        tokens = 1.0 + sum(itertools.accumulate(self.acceptance[:count], operator.mul))
-        seconds = self.expected(active * (1 + count))
-        return max(0.0, (seconds - self.expected(active)) / count * tokens / seconds)
-
-    def expected(self, rows: int) -> float:
-        """Seconds of a decoding step of so many rows, between the neighbours that were measured."""
-        if rows in self.seconds:
-            return self.seconds[rows]
-        below = max((r for r in self.seconds if r < rows), default=None)
-        above = min((r for r in self.seconds if r > rows), default=None)
-        if below is None or above is None:
-            nearest = above if below is None else below
-            assert nearest is not None, "no step has been timed"
-            return self.seconds[nearest]
-        share = (rows - below) / (above - below)
-        return (1 - share) * self.seconds[below] + share * self.seconds[above]
-
-    def record_time(self, rows: int, seconds: float) -> None:
-        """A step of decoding sequences alone took so long."""
-        known = self.seconds.get(rows)
-        # One step may be slow for reasons of its own.
-        self.seconds[rows] = seconds if known is None else known + TIME_WEIGHT * (min(seconds, 2 * known) - known)
-
-    def record_acceptance(self, budget: int, accepted: int) -> None:
-        """How many tokens of one draft of at most `budget` were accepted."""
-        for position in range(min(budget, accepted + 1)):
-            self._observations[position] += 1
-            weight = max(ACCEPTANCE_WEIGHT, 1 / self._observations[position])
-            self.acceptance[position] += weight * ((position < accepted) - self.acceptance[position])
+    def record(self, active: int, partial: bool, tokens: int, seconds: float) -> None:
+        """A step of decoding sequences alone made so many tokens."""
+        steps, before, took = self._made.get((active, partial), (0, 0.0, 0.0))
+        left = 1 - TIME_WEIGHT
+        self._made[active, partial] = steps + 1, left * before + tokens, left * took + seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """What a step drafts for each decoding sequence that wants it: `count` tokens in a row, ended before a path less
     likely than `min_probability`; where `tree` is not 0 a tree of so many tokens, `count` deep, for the only sequence
-    there is. `policy` decided it and is to learn from it; None where nothing is measured. `began` is when the step did
+    there is. `policy` decided it and is to learn from it; None where nothing is measured. `partial`: whether drafted
+    tokens are judged by a part of the cache first; None where there was no choice. `began` is when the step did
     (time.perf_counter())."""
 
     count: int
     min_probability: float = 0.0
     tree: int = 0
     policy: DraftPolicy | None = None
+    partial: bool | None = None
     began: float = 0.0
 
     def depth(self, sequence: Sequence) -> int:
@@ -128,19 +78,31 @@ class Controller:
     """Decides step by step: `most` tokens per sequence, fewer where `adaptive` measurement says so; where one sequence
     runs alone a tree of `tree` tokens that is so deep, if that is not 0."""
 
-    def __init__(self, most: int, adaptive: bool, tree: int = 0):
-        self.most, self.tree = most, tree
+    def __init__(self, most: int, adaptive: bool, tree: int = 0, partial: PartialVerification | None = None):
+        self.most, self.tree, self.partial = most, tree, partial
         self.policy = DraftPolicy(most) if adaptive else None
+        self.pace = Pace() if adaptive and partial else None
         # Of trees acceptance and times are others.
         self.tree_policy = DraftPolicy(most, tree) if adaptive and tree else None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a draft at the most."""
+        return max(self.most, self.partial.pattern.max_pending if self.partial else 0)
 
     def decide(self, running: abc.Sequence[Sequence], waiting: bool) -> Decision:
         """For the step that begins now with these sequences; `waiting`: others may join it."""
         began = time.perf_counter()
         active = sum(sequence.decoding for sequence in running)
+        partial = None
+        if self.partial is not None and any(s.decoding and self.partial.applies(s) for s in running):
+            partial = self.pace is None or self.pace.choose(active)
+            if partial:
+                return Decision(self.partial.pattern.max_pending, partial=True, began=began)
         tree = self.tree if active == len(running) == 1 and not waiting else 0
         policy = self.tree_policy if tree else self.policy
         if policy is None or not active:
-            return Decision(self.most, 0.0, tree, policy, began)
+            return Decision(self.most, 0.0, tree, policy, partial, began)
         count = policy.choose(active)
-        return Decision(count, policy.min_probability(active, count) if count else 0.0, tree, policy, began)
+        likely = policy.min_probability(active, count) if count else 0.0
+        return Decision(count, likely, tree, policy, partial, began)

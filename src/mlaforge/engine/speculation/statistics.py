@@ -9,6 +9,9 @@ DEFINITIONS = {
     "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
     "drafted": "drafted tokens; of a tree those of its longest path",
     "tree_tokens": "drafted tokens in trees, all branches",
+    "partial_steps": "steps of a sequence that read a part of the cache; the full ones are among `steps`",
+    "pending_tokens": "tokens that were agreed to in partial steps",
+    "kept_share": "of the pending tokens, the share that a full step agreed to",
     "mean_acceptance_rate": "accepted drafts / drafted",
     "mean_acceptance_length": "tokens per step, the target's own (bonus) included: total_accepted_tokens / steps",
     "acceptance_per_position": "of the drafts that had a token j, the share whose first j tokens were all accepted",
@@ -31,6 +34,9 @@ class SpeculationStats:
     tokens: int = 0
     long_steps: int = 0
     tree_tokens: int = 0
+    partial_steps: int = 0
+    pending: int = 0
+    kept: int = 0
     drafted_at: list[int] = dataclasses.field(default_factory=list)
     accepted_at: list[int] = dataclasses.field(default_factory=list)
     draft_seconds: float = 0.0
@@ -55,6 +61,9 @@ class SpeculationStats:
             "steps": self.steps,
             "drafted": self.drafted,
             "tree_tokens": self.tree_tokens,
+            "partial_steps": self.partial_steps,
+            "pending_tokens": self.pending,
+            "kept_share": _share(self.kept, self.pending),
             "accepted_drafts": self.accepted,
             "total_accepted_tokens": self.tokens,
             "mean_acceptance_rate": _share(self.accepted, self.drafted),

@@ -34,8 +34,8 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, controller: Controller):
         assert not controller.tree or isinstance(drafter, TreeDrafter)
-        self.drafter, self.controller = drafter, controller
-        self.stats = SpeculationStats(controller.most)
+        self.drafter, self.controller, self.partial = drafter, controller, controller.partial
+        self.stats = SpeculationStats(controller.longest)
 
     def propose(self, decision: Decision, chunks: list[tuple[Sequence, int]]) -> Proposal:
         """Drafts for the positions that were reserved beyond the sequences' tokens; the chunks are cut to what came."""
@@ -53,6 +53,8 @@ class Speculation:
         return Proposal(cut, decision, drafts, budget_of, time.perf_counter())
 
     def _drafts(self, decision: Decision, budgets: list[tuple[Sequence, int]]) -> list[Draft | None]:
+        if decision.partial and self.partial is not None:
+            return self.partial.propose(budgets, decision.min_probability)
         if not decision.tree:
             return self.drafter.propose(budgets, decision.min_probability)
         assert isinstance(self.drafter, TreeDrafter)
@@ -74,6 +76,10 @@ class Speculation:
                 self.stats.count(drafted, accepted, new)
                 if draft is not None and draft.parents is not None:
                     self.stats.tree_tokens += len(draft.token_ids)
+                if draft is not None and draft.partial_steps:
+                    self.stats.partial_steps += draft.partial_steps
+                    self.stats.pending += drafted
+                    self.stats.kept += accepted
                 # Where the text ended among the drafted tokens, the rest was not judged.
                 if policy is not None and (accepted == drafted or accepted < new):
                     policy.record_acceptance(proposal.budgets.get(sequence, 0), accepted)
@@ -81,5 +87,10 @@ class Speculation:
         if speculating:
             drafting, verifying = proposal.at - decision.began, verified_at - proposal.at
             self.stats.count_engine_step(speculating, seconds, drafting, verifying)
-        if policy is not None and rows is not None and len(decoded) == speculating:
+        if rows is None or len(decoded) != speculating:
+            return
+        if decision.partial is not None and self.controller.pace is not None:
+            new = sum(len(verified.completion.token_ids) for _, verified in decoded)
+            self.controller.pace.record(speculating, decision.partial, new, seconds)
+        if policy is not None:
             policy.record_time(rows if decision.tree else len(decoded) + sum(proposal.budgets.values()), seconds)

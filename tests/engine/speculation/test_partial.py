@@ -1,0 +1,231 @@
+"""Partial verification: whatever a view leaves out, the tokens are plain decoding's."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from mlaforge.engine.execution.batch import Chunk, make_batch
+from mlaforge.engine.execution.block_mass import BlockMass
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.speculation.controller import Pace
+from mlaforge.engine.speculation.drafter import NgramDrafter
+from mlaforge.engine.speculation.partial import PartialVerification
+from mlaforge.engine.speculation.policy import EXPLORE_EVERY
+from mlaforge.runtime import UserError
+from support.drafters import Knowing
+from support.eagle3_heads import saved
+from support.engine_driver import greedy, idle, random_prompts, renew, watched
+from support.speculating import CASES, check_identities, speculate
+from support.tiny_models import load_original
+
+SMALL = {
+    "specpv_sink": 16,
+    "specpv_retrieval": 32,
+    "specpv_window": 32,
+    "specpv_full_every": 3,
+    "specpv_max_pending": 9,
+}
+NEW = 24
+
+
+@pytest.fixture(params=[*CASES, ("llama", "latent_rope")], ids=str)
+def model(request, tiny_models, converted):
+    family, layout = request.param
+    return converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
+
+
+def partly(engine, drafter, count=3, **options):
+    """The engine, which judges what `drafter` proposes under partial views first."""
+    engine.config = dataclasses.replace(engine.config, specpv="lossless", **{**SMALL, **options})
+    speculate(engine, drafter, count)
+    assert isinstance(engine.speculation.partial, PartialVerification)
+    return engine.speculation
+
+
+def texts_of(llm, prompts, count=NEW):
+    outputs = llm.generate(prompts, greedy(count, speculate=False))
+    return [prompt + output.outputs[0].token_ids for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def continued(llm, prompts, count=NEW, **more):
+    return [
+        p + o.outputs[0].token_ids for p, o in zip(prompts, llm.generate(prompts, greedy(count, **more)), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("retrieval", [0, 32])
+def test_tokens_are_those_of_plain_decoding(model, retrieval):
+    """Of long and short texts together, alone, and found again."""
+    llm = watched(model, dtype="bfloat16", cache_bytes=64 << 20, max_num_seqs=4)
+    prompts = random_prompts(300, 40, 200, 380)
+    texts = texts_of(llm, prompts)
+    for drafter, count in itertools.product((Knowing(texts, 0.8), NgramDrafter()), (1, 4)):
+        partly(llm.engine, drafter, count, specpv_retrieval=retrieval)
+        assert continued(llm, prompts) == texts
+        stats = llm.engine.stats().speculation
+        # Where every layer slides there is no part to read.
+        assert (stats.partial_steps > 0) == (llm.engine.speculation.partial.layers > 0)
+        assert stats.pending >= stats.partial_steps
+        check_identities(stats)
+        assert continued(llm, prompts[:1]) == texts[:1]
+    idle(llm.engine)
+
+
+def test_what_sees_all_is_right_about_all(tiny_models):
+    """A view of the whole text agrees to plain decoding's tokens and no others."""
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
+    prompts = random_prompts(300)
+    texts = texts_of(llm, prompts)
+    partial = partly(llm.engine, Knowing(texts, 0.5), specpv_window=400)
+    partial.partial.applies = lambda sequence: True
+    assert continued(llm, prompts) == texts
+    stats = llm.engine.stats().speculation
+    assert stats.pending == stats.kept > NEW / 2 and stats.partial_steps > 2
+
+
+def test_nothing_is_read_outside_a_view(model):
+    """Rows that a partial view leaves out may hold anything."""
+    llm = watched(model, dtype="bfloat16", cache_bytes=64 << 20)
+    (prompt,) = random_prompts(300)
+    engine = llm.engine
+    partial = partly(engine, Knowing([], 1.0)).partial
+    sequence, chunk = decoding(llm, prompt)
+    kept = partial._kept(sequence)
+    before = engine.runner(partial._seen([chunk], {sequence.number: kept})).clone()
+    full = [
+        layer
+        for layer in range(len(engine.model.layers))
+        if engine.tables.groups[group_of(engine, layer)].window is None
+    ]
+    for at, layer in enumerate(full):
+        seen = kept.upto(chunk.stop, at)
+        assert len(seen) < chunk.stop / 2
+        blocks = np.asarray(engine.tables.table(sequence.number, group_of(engine, layer))[1])
+        left_out = np.setdiff1d(np.arange(chunk.stop), seen)
+        engine.cache.rows[layer].packed[torch.from_numpy(blocks[left_out // 16] * 16 + left_out % 16)] = torch.nan
+    after = engine.runner(partial._seen([chunk], {sequence.number: kept}))
+    assert torch.equal(after, before) and not after.isnan().any()
+
+
+def group_of(engine, layer):
+    return engine.model.layers[layer].attention.group
+
+
+def decoding(llm, prompt):
+    """The chunk of the next step of a text that has been read, with room for it."""
+    engine = llm.engine
+    engine.add("text", prompt, greedy(NEW))
+    while not (engine.scheduler.running and engine.scheduler.running[0].decoding):
+        engine.step()
+    (sequence,) = engine.scheduler.running
+    engine.tables.reserve(sequence.number, len(sequence.token_ids))
+    return sequence, Chunk(sequence.number, sequence.token_ids, sequence.computed, len(sequence.token_ids), None, True)
+
+
+def masses(directory, ids, **options):
+    """Of the last token of a text, layer by layer."""
+    llm = watched(directory, cache_bytes=64 << 20, **options)
+    _, chunk = decoding(llm, ids[:-1])
+    chunk, mass = dataclasses.replace(chunk, token_ids=ids), BlockMass([0])
+    llm.engine.runner(make_batch([chunk], llm.engine.tables, llm.engine.device), mass)
+    return [layer[0] for layer in mass.layers]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_what_is_retrieved_is_what_was_attended_to(family, dtype, tiny_models, converted):
+    """transformers' own attention, and what a conversion that loses nothing makes of it; `latent` has it by the mean of
+    each block."""
+    (ids,) = random_prompts(301)
+    source = tiny_models[family]
+    own = masses(source, ids, dtype=dtype)
+    oracle = load_original(source)
+    oracle.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = oracle(torch.tensor([ids]), output_attentions=True).attentions
+    full = [layer for layer in attentions if float(layer[0, :, -1, 0].sum()) > 0]
+    assert len(own) == len(full) > 0
+    for mass, layer in zip(own, full, strict=True):
+        p = layer[0, :, -1]
+        wanted = torch.nn.functional.pad((p / p.sum(-1, keepdim=True)).sum(0), (0, -len(ids) % 16)).view(-1, 16).sum(1)
+        torch.testing.assert_close(mass, wanted.detach(), rtol=1e-3, atol=1e-3 if dtype == "float32" else 0.05)
+    rope = masses(converted(family, "latent_rope", budget=1.0), ids, dtype=dtype)
+    int8 = masses(source, ids, dtype=dtype, kv_cache_dtype="int8")
+    for mass, same, rounded in zip(own, rope, int8, strict=True):
+        torch.testing.assert_close(same, mass, rtol=0.1, atol=1e-2 if dtype == "float32" else 0.15)
+        torch.testing.assert_close(rounded, mass, rtol=0.1, atol=0.15)
+    for mass, summary in zip(own, masses(converted(family, "latent", budget=1.0), ids, dtype=dtype), strict=True):
+        assert summary.shape == (len(ids) // 16,) and summary.isfinite().all()
+        assert torch.corrcoef(torch.stack((summary, mass[: len(summary)])))[0, 1] > 0
+
+
+def test_an_eagle_head_follows_what_is_pending(tiny_models, tmp_path):
+    folder = saved(tmp_path / "head")
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(folder))
+    prompts = random_prompts(300, 250)
+    texts = texts_of(llm, prompts)
+    partial = partly(llm.engine, llm.engine.speculation.drafter)
+    assert continued(llm, prompts) == texts
+    assert partial.stats.partial_steps > 0
+    idle(llm.engine)
+
+
+def test_preempted_forked_and_stopped(tiny_models):
+    """Nothing that is pending is anybody's prefix, and no text goes on past its end."""
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
+    prompts = random_prompts(200, 220)
+    texts = texts_of(llm, prompts)
+    engine = llm.engine
+    stop = texts[0][len(prompts[0]) + 10]
+    (wanted,) = llm.generate(prompts[:1], greedy(NEW, stop_token_ids=(stop,), ignore_eos=False, speculate=False))
+    for caching in (True, False):
+        renew(engine, 12, 220 + NEW, block_size=16, max_step=64, caching=caching)
+        before = engine.stats().preemptions
+        partly(engine, Knowing(texts, 0.8))
+        assert continued(llm, prompts) == texts
+        assert engine.stats().preemptions > before
+        partly(engine, Knowing(texts, 0.8))
+        (forked,) = llm.generate(prompts[:1], greedy(NEW, n=2))
+        assert [prompts[0] + each.token_ids for each in forked.outputs] == 2 * texts[:1]
+        (stopped,) = llm.generate(prompts[:1], greedy(NEW, stop_token_ids=(stop,), ignore_eos=False))
+        assert stopped.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert stopped.outputs[0].finish_reason == "stop"
+    idle(engine)
+
+
+def test_drawn_tokens_are_drafted_plainly(tiny_models):
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
+    (prompt,) = random_prompts(300)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=NEW, ignore_eos=True)
+    (plain,) = llm.generate([prompt], params)
+    partial = partly(llm.engine, NgramDrafter())
+    (drawn,) = llm.generate([prompt], params)
+    assert drawn.outputs[0].token_ids == plain.outputs[0].token_ids and partial.stats.partial_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculative": "none"}, "specpv = lossless judges drafted tokens; speculative must be ngram or a head"),
+        ({"kv_cache_dtype": "int4"}, "specpv = lossless reads tokens one by one, and kv_cache_dtype int4 packs"),
+    ],
+)
+def test_what_contradicts(options, words, tiny_models):
+    with pytest.raises(UserError, match=words):
+        LLM(tiny_models["llama"], **{"device": "cpu", "specpv": "lossless", "speculative": "ngram", **options})
+
+
+def test_the_faster_way_is_taken_and_the_other_tried():
+    pace = Pace()
+    seconds = {False: 0.02, True: 0.1}
+    for tokens, wanted in ((12, True), (3, False)):
+        taken = []
+        for _ in range(3 * EXPLORE_EVERY):
+            taken.append(pace.choose(2))
+            pace.record(2, taken[-1], tokens if taken[-1] else 1, seconds[taken[-1]])
+        late = taken[EXPLORE_EVERY:]
+        assert late.count(not wanted) <= 3 and (not wanted) in late
