@@ -37,8 +37,8 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C in a stage that can go on later. The text is one line that says from where."""
 
 
-# That Ctrl-C came while `interruptible` work ran.
-_came = threading.Event()
+# Ctrl-C that came while `interruptible` work ran. A list, because a signal's handler must wait for no lock.
+_came: list[int] = []
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def interruptible() -> Iterator[None]:
     """Ctrl-C raises KeyboardInterrupt in here as it always does, and is remembered, for `interrupted`."""
 
     def remember(number: int, frame: Any) -> None:
-        _came.set()
+        _came.append(number)
         signal.default_int_handler(number, frame)
 
     # Whoever has another handler, or ignores the signal, goes on doing so; only the main thread may set one.
@@ -65,7 +65,7 @@ def interruptible() -> Iterator[None]:
 def interrupted(error: BaseException) -> bool:
     """Whether it is Ctrl-C that ended the work, also where another error arrives: C code that calls back into Python
     (safetensors making a tensor, for one) swallows a KeyboardInterrupt and raises what it makes of it."""
-    return isinstance(error, KeyboardInterrupt) or _came.is_set()
+    return isinstance(error, KeyboardInterrupt) or bool(_came)
 
 
 def go_on() -> None:

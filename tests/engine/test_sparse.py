@@ -301,6 +301,8 @@ def test_whole_blocks_are_refused(sparse):
         engine(sparse("llama", "gqa"), kv_cache_dtype="int4")
     with pytest.raises(UserError, match="a multiple of 16"):
         engine(sparse("llama", "gqa"), block_size=8)
+    with pytest.raises(UserError, match="specpv = lossless is for models that read all; model is sparse already"):
+        engine(sparse("llama", "gqa"), speculative="ngram", specpv="lossless")
 
 
 @pytest.mark.parametrize("stored", ["int8", "bf16"])

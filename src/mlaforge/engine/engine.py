@@ -245,12 +245,13 @@ class Engine:
         """The model on every sequence's chunk, its draft included."""
         laid_out = parts(proposal)
         batch = make_batch([part.chunk for part in laid_out], self.tables, self.device)
-        partial = None if self.speculation is None else self.speculation.partial
+        partial = self.speculation.partial if self.speculation and proposal.decision.partial else None
         sequences = [part.sequence for part in laid_out]
-        mass = partial.watch(sequences) if partial is not None and proposal.decision.partial else None
-        both_NC = self.runner(batch, mass)
-        if partial is not None and mass is not None:
-            partial.watched(sequences, mass)
+        if partial is not None:
+            batch = dataclasses.replace(batch, mass=partial.watch(sequences))
+        both_NC = self.runner(batch)
+        if partial is not None and batch.mass is not None:
+            partial.watched(sequences, batch.mass)
         self._stats.steps += 1
         self._stats.computed_tokens += len(both_NC)
         C = self.model.spec.hidden_size

@@ -131,7 +131,8 @@ def masses(directory, ids, **options):
     llm = watched(directory, cache_bytes=64 << 20, **options)
     _, chunk = decoding(llm, ids[:-1])
     chunk, mass = dataclasses.replace(chunk, token_ids=ids), BlockMass([0])
-    llm.engine.runner(make_batch([chunk], llm.engine.tables, llm.engine.device), mass)
+    batch = make_batch([chunk], llm.engine.tables, llm.engine.device)
+    llm.engine.runner(dataclasses.replace(batch, mass=mass))
     return [layer[0] for layer in mass.layers]
 
 

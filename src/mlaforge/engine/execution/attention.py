@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from mlaforge.engine.execution.batch import Batch
-from mlaforge.engine.execution.block_mass import BlockMass
 from mlaforge.engine.execution.linear import fused
 from mlaforge.engine.execution.sparse_reading import Chosen, reading
 from mlaforge.modeling.attention_mla import sink_share
@@ -35,7 +34,7 @@ class Step:
     """What the attention layers need of a step.
 
     One column per rotary pair: `cos_N1P` and `sin_N1P` in the model's dtype, `turn_N1P` the same as complex numbers.
-    `chosen`: what sparse layers leave to those behind them. `mass`: what is to be known of where attention falls.
+    `chosen`: what sparse layers leave to those behind them.
     """
 
     batch: Batch
@@ -43,7 +42,6 @@ class Step:
     sin_N1P: Tensor
     turn_N1P: Tensor
     chosen: dict[str, Chosen] = dataclasses.field(default_factory=dict)
-    mass: BlockMass | None = None
     partial: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
 
     def view(self, group: int) -> CacheView:
@@ -52,15 +50,13 @@ class Step:
         return next(self.partial) if self.batch.partial and view.window is None else view
 
     @classmethod
-    def make(
-        cls, batch: Batch, rotary: nn.Module, head_dim: int, dtype: torch.dtype, mass: BlockMass | None = None
-    ) -> Step:
+    def make(cls, batch: Batch, rotary: nn.Module, head_dim: int, dtype: torch.dtype) -> Step:
         """`rotary` is the model's own module."""
         like = torch.empty(1, dtype=torch.float32, device=batch.positions_N.device)
         cos, sin = (pairs(table, head_dim // 2)[0][:, None] for table in rotary(like, batch.positions_N[None]))
         # A row's angles as they are in the dtype of the model, so that the turn is the one its class makes.
         cos, sin = cos.to(dtype), sin.to(dtype)
-        return cls(batch, cos, sin, torch.complex(cos.float(), sin.float()), mass=mass, partial=iter(batch.partial))
+        return cls(batch, cos, sin, torch.complex(cos.float(), sin.float()), partial=iter(batch.partial))
 
 
 def interleaved(head_dim: int) -> Tensor:
@@ -122,8 +118,8 @@ class PagedGroupedQueryAttention:
         if self.sparse is not None:
             keys_NF = qkv[:, H * D : (H + G) * D]
             view = self.sparse(keys_NF, qkv, step.turn_N1P, self.rows, view, step.chosen)
-        if step.mass is not None and view.window is None:
-            step.mass.add(view, self._logits(qk_NHD[:, :H], view))
+        if (mass := step.batch.mass) is not None and view.window is None:
+            mass.add(view, self._logits(qk_NHD[:, :H], view))
         if self.k_LGD is not None and self.v_LGD is not None:
             out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
         else:
@@ -189,8 +185,8 @@ class PagedLatentAttention:
         if self.native is not None:
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
             out = self.native(both, step.turn_N1P, self.rows, view)
-            if step.mass is not None and view.window is None:
-                step.mass.add(view, self._logits(q, step, view), blocks=not latent.rope_dim)
+            if (mass := step.batch.mass) is not None and view.window is None:
+                mass.add(view, self._logits(q, step, view), blocks=not latent.rope_dim)
             return self.o_proj(out, plus_NC)
         q_NHD = self._queries(q, step)
         if latent.rope_dim:
@@ -198,8 +194,8 @@ class PagedLatentAttention:
             c, k_rope = row_NW.split([latent.rank, latent.rope_dim], dim=-1)
             row_NW = torch.cat((c, _turn(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
         self.rows.write(view.slots_N, row_NW)
-        if step.mass is not None and view.window is None:
-            step.mass.add(view, self._logits(q, step, view), blocks=not latent.rope_dim)
+        if (mass := step.batch.mass) is not None and view.window is None:
+            mass.add(view, self._logits(q, step, view), blocks=not latent.rope_dim)
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
         if self._absorbs(view):
             out_NHV = self._absorbed(q_NHD, view)

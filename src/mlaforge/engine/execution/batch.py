@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.cache.view import Tables, make_views
+from mlaforge.engine.execution.block_mass import BlockMass
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import on_device
 
@@ -42,13 +43,15 @@ class Chunk:
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """`views` has one entry per cache group. `last_S` is each chunk's last row among the N. `partial`: where only a
-    part of the cache is read, the views of those layers that else see everything, one after another."""
+    part of the cache is read, the views of those layers that else see everything, one after another. `mass`: what is to
+    be told where attention falls."""
 
     token_ids_N: Tensor
     positions_N: Tensor
     last_S: Tensor
     views: tuple[CacheView, ...]
     partial: tuple[CacheView, ...] = ()
+    mass: BlockMass | None = None
 
 
 def make_batch(

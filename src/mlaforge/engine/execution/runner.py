@@ -8,7 +8,6 @@ from torch import Tensor
 
 from mlaforge.engine.execution.attention import Step
 from mlaforge.engine.execution.batch import Batch
-from mlaforge.engine.execution.block_mass import BlockMass
 from mlaforge.engine.execution.graphs import CudaCapture, Graphs
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
@@ -28,18 +27,18 @@ class Runner:
         if model.device.type == "cuda":
             self.graphs = Graphs(self.eager, self.capturable, scratch, max_num_seqs, CudaCapture(model.device))
 
-    def __call__(self, batch: Batch, mass: BlockMass | None = None) -> Tensor:
-        """[N, C], valid until the next call. `mass` is shown where attention falls."""
-        if self.graphs is None or mass is not None or batch.partial:
-            return self.eager(batch, mass)
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, C], valid until the next call."""
+        if self.graphs is None or batch.partial or batch.mass is not None:
+            return self.eager(batch)
         decodes = len(batch.token_ids_N) == len(batch.last_S)
         with span("BASE_DECODE_STEP" if decodes else "BASE_PREFILL_STEP", self.model.device):
             hidden_NC = self.graphs(batch)
             return self.eager(batch) if hidden_NC is None else hidden_NC
 
-    def eager(self, batch: Batch, mass: BlockMass | None = None) -> Tensor:
+    def eager(self, batch: Batch) -> Tensor:
         """[N, C], kernel after kernel."""
-        step = Step.make(batch, self.model.rotary, self.head_dim, self.model.dtype, mass)
+        step = Step.make(batch, self.model.rotary, self.head_dim, self.model.dtype)
         return self.model.hidden(batch.token_ids_N, step)
 
     def capturable(self, batch: Batch) -> bool:
