@@ -1,10 +1,11 @@
-"""What partial verification brings on a CPU: plain decoding, a draft head, and the head with partial verification.
+"""What partial verification brings on a CPU: plain decoding, a draft head, and the head with partial verification,
+where measurement says that it pays, and always.
 
     python benchmarks/specpv.py --data ../shared/data [--cases 2048x1 8000x1 8000x4] [--sweep] [--out FILE.json]
 
 SmolLM2-135M-Instruct in bf16 with the shipped head. Each of the eight documents of benchmarks/sparsity.py, cut to the
 context, stands in a conversation that asks for a summary; answers are greedy, --tokens long at most, and end where the
-text ends. All three take turns on one engine, the documents one after another (in a batch so many together), and what
+text ends. All of them take turns on one engine, the documents one after another (in a batch so many together), and what
 counts is the time from the first new token to the last. Tokens must be plain decoding's. `kept` is the share of the
 pending tokens that a full step agreed to. --sweep: other sizes of the view, on the first case.
 """
@@ -35,6 +36,7 @@ HEAD = Path(mlaforge.__file__).parent / "demo" / "heads" / "smollm2-135m-instruc
 ASK = "Summarize this text in your own words:\n\n"
 # Ratios to plain decoding, and to the head alone.
 BARS = {"2048x1": (1.0, 1.0), "8000x1": (1.4, 1.25), "8000x4": (None, 1.2)}
+ALWAYS = "head, always partial"
 SWEEP = {
     "specpv_sink": (16, 64), "specpv_retrieval": (0, 256, 512, 1024), "specpv_window": (128, 256, 512),
     "specpv_full_every": (4, 8, 16), "specpv_max_pending": (6, 8, 12, 16, 24),
@@ -106,7 +108,9 @@ def measured(
             modes.llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1))
         wanted: list[list[int]] = []
         for name in names:
-            modes.use(name, **(options if name not in ("plain", "head") else {}))
+            # Always: with the tokens per step that were asked for, and without looking at the pace.
+            always = {"adaptive_speculation": False} if name == ALWAYS else {}
+            modes.use(name, **(options | always if name not in ("plain", "head") else {}))
             answers, each = modes.run(batch)
             wanted = wanted or answers
             seconds[name].append(each)
@@ -136,7 +140,8 @@ def main() -> None:
     arguments.add_argument("--sweep", action="store_true")
     options = arguments.parse_args()
     torch.set_num_threads(2)
-    results = Results(options.out, [], resume=True)
+    facts = {"tokens": options.tokens, "documents": options.documents}
+    results = Results(options.out, [], resume=True, **facts)
     results.body["command"] = command()
     modes = Modes(options.tokens)
     for case in options.cases:
@@ -147,11 +152,11 @@ def main() -> None:
             for name, value in [(name, value) for name, values in SWEEP.items() for value in values]:
                 key = {"case": case, name: value}
                 for _ in results.missing([key]):
-                    row = measured(modes, ("plain", "partial"), batches, **{name: value})[1]
+                    row = measured(modes, ("plain", ALWAYS), batches, **{name: value})[1]
                     results.add(key | row)
             break
-        for _ in results.missing([{"case": case, "mode": "head, partial"}]):
-            for row in measured(modes, ("plain", "head", "head, partial"), batches):
+        for _ in results.missing([{"case": case, "mode": ALWAYS}]):
+            for row in measured(modes, ("plain", "head", "head, partial", ALWAYS), batches):
                 results.add({"case": case, "bars": BARS.get(case), **row})
         modes.llm.engine.forget()
     print(table(results.rows))
