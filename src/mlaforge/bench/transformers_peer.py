@@ -47,7 +47,8 @@ class Transformers:
         """Computes all but the last token of every prompt."""
         self.ids = torch.tensor(prompts, device=self.device)
         self.cache = DynamicCache(config=self.causal_lm.config)
-        self.causal_lm.model(self.ids[:, :-1], past_key_values=self.cache, use_cache=True)
+        # By place: transformers 5.24 gave the cache another name.
+        self.causal_lm.model(self.ids[:, :-1], None, None, self.cache, use_cache=True)
 
     @torch.inference_mode()
     def generate(self, count: int) -> tuple[list[float], list[list[int]]]:

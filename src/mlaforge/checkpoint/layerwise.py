@@ -108,16 +108,10 @@ class LayerStream:
         windowed = self.spec.layers[index].window is not None
         if (B, T, windowed) not in self._arguments:
             positions = torch.arange(T, device=self.device)[None]
-            described = {
-                "config": self.config,
-                "inputs_embeds": hidden_BTC.detach(),
-                "attention_mask": None,
-                "past_key_values": None,
-                "position_ids": positions,
-            }
             make = create_sliding_window_causal_mask if windowed else create_causal_mask
             self._arguments[B, T, windowed] = {
-                "attention_mask": make(**described),
+                # By place: transformers 5.24 gave the cache, here None, another name.
+                "attention_mask": make(self.config, hidden_BTC.detach(), None, None, positions),
                 "position_embeddings": self.decoder.rotary_emb(hidden_BTC.detach(), positions),
                 "position_ids": positions,
             }

@@ -114,11 +114,14 @@ class LatentAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None)."""
-        out_BHTV = self.heads(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        """As transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None). Before transformers 5.24 they
+        are given their cache as `past_key_values`."""
+        cache = past_key_values if cache is None else cache
+        out_BHTV = self.heads(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         return self.o_proj(out_BHTV.transpose(1, 2).flatten(2)), None
 
     def heads(
@@ -126,7 +129,7 @@ class LatentAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         """Everything before o_proj: [B, T, hidden] -> [B, H, T, V]."""
@@ -135,10 +138,10 @@ class LatentAttention(nn.Module):
         row_BTR = self.kv_a_proj_with_mqa(hidden_states)
 
         first = 0
-        if past_key_values is not None:
+        if cache is not None:
             # The frame in which transformers builds its masks: cached row j has index first_key + j.
-            seen = past_key_values.get_seq_length(self.layer_idx)
-            first = int(seen - past_key_values.get_mask_sizes(T, self.layer_idx)[1])
+            seen = cache.get_seq_length(self.layer_idx)
+            first = int(seen - cache.get_mask_sizes(T, self.layer_idx)[1])
         if self.layout == "latent":
             cos, sin = (table[:, first:] for table in self.table(first + T, q_BHTD))
         else:
@@ -160,9 +163,9 @@ class LatentAttention(nn.Module):
 
         row_B1SR = row_BTR[:, None]
         if self.coded is not None:
-            row_B1SR = self.coded.rounded(row_B1SR) if past_key_values is None else self.coded.pack(row_B1SR)
-        if past_key_values is not None:
-            row_B1SR, index_BTI = cached(past_key_values, self.layer_idx, row_B1SR, index_BTI)
+            row_B1SR = self.coded.rounded(row_B1SR) if cache is None else self.coded.pack(row_B1SR)
+        if cache is not None:
+            row_B1SR, index_BTI = cached(cache, self.layer_idx, row_B1SR, index_BTI)
             if self.coded is not None:
                 row_B1SR = self.coded.unpack(row_B1SR).to(row_BTR.dtype)
         row_BSR, at = row_B1SR[:, 0], None

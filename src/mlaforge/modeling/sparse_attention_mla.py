@@ -44,11 +44,14 @@ class SparseAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None)."""
+        """As transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None). Before transformers 5.24 they
+        are given their cache as `past_key_values`."""
         assert self.sparse is not None
+        cache = past_key_values if cache is None else cache
         B, T, _ = hidden_states.shape
         q, k = (project(hidden_states).view(B, T, -1, self.head_dim) for project in (self.q_proj, self.k_proj))
         if hasattr(self, "q_norm"):
@@ -59,8 +62,8 @@ class SparseAttention(nn.Module):
         self.sparse.ask(q_BHTD, cos, sin)
         q_BHTD, k_BGTD = rotate(q_BHTD, cos, sin), rotate(k_BGTD, cos, sin)
         row_BSW = torch.cat((k_BGTD.transpose(1, 2).flatten(2), self.v_proj(hidden_states)), dim=-1)
-        if past_key_values is not None:
-            row_B1SW, index_BTI = cached(past_key_values, self.layer_idx, row_BSW[:, None], index_BTI)
+        if cache is not None:
+            row_B1SW, index_BTI = cached(cache, self.layer_idx, row_BSW[:, None], index_BTI)
             row_BSW = row_B1SW[:, 0]
         row_BSW, mask, _ = self.sparse.read(row_BSW, index_BTI, attention_mask, T, self.sinks)
         S = row_BSW.shape[1]

@@ -119,9 +119,8 @@ class Divergences:
             behind = own[:, None] - at
             mask = ((behind >= 0) & (behind < (window or len(at))))[None, None]
         turned = stream.decoder.rotary_emb(hidden_1TC, own[None])
-        out: Tensor = layer(
-            hidden_1TC, attention_mask=mask, position_embeddings=turned, position_ids=own[None], past_key_values=past
-        )
+        # By place: transformers 5.24 gave the cache another name.
+        out: Tensor = layer(hidden_1TC, mask, own[None], past, position_embeddings=turned)
         return out
 
 

@@ -20,14 +20,12 @@ def masks(config: Any, rows: Rows) -> Any:
     whole = torch.arange(rows.ids.shape[1], device=rows.ids.device)
     if bool((rows.positions == whole).all()):
         return None
-    arguments = {
-        "config": config, "inputs_embeds": rows.ids[..., None].float(), "attention_mask": None, "past_key_values": None,
-        "position_ids": rows.positions,
-    }  # fmt: skip
+    # By place: transformers 5.24 gave the cache another name.
+    arguments = (config, rows.ids[..., None].float(), None, None, rows.positions)
     makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
     if kinds := getattr(config, "layer_types", None):
-        return {kind: makers[kind](**arguments) for kind in set(kinds)}
-    return makers["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"](**arguments)
+        return {kind: makers[kind](*arguments) for kind in set(kinds)}
+    return makers["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"](*arguments)
 
 
 def final_states(model: Any, rows: Rows) -> Tensor:
