@@ -248,10 +248,10 @@ class Engine:
         partial = self.speculation.partial if self.speculation and proposal.decision.partial else None
         sequences = [part.sequence for part in laid_out]
         if partial is not None:
-            batch = dataclasses.replace(batch, mass=partial.watch(sequences))
+            batch = dataclasses.replace(batch, watched=partial.watch(sequences))
         both_NC = self.runner(batch)
-        if partial is not None and batch.mass is not None:
-            partial.watched(sequences, batch.mass)
+        if partial is not None and batch.watched is not None:
+            partial.saw(sequences, batch.watched)
         self._stats.steps += 1
         self._stats.computed_tokens += len(both_NC)
         C = self.model.spec.hidden_size

@@ -10,18 +10,20 @@ E rotary dimensions, W numbers a token caches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.execution.batch import Batch, Watched
 from mlaforge.engine.execution.linear import fused
 from mlaforge.engine.execution.sparse_reading import Chosen, reading
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
+from mlaforge.ops.attended import attended, newest
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels, pack
 from mlaforge.ops.packed_attention import packed_attention
@@ -43,6 +45,10 @@ class Step:
     turn_N1P: Tensor
     chosen: dict[str, Chosen] = dataclasses.field(default_factory=dict)
     partial: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
+
+    def watched(self, view: CacheView) -> Watched | None:
+        """What a layer with this view is to tell where it attends to."""
+        return self.batch.watched if view.window is None else None
 
     def view(self, group: int) -> CacheView:
         """What the layer whose turn it is sees; its cache is of that group."""
@@ -118,8 +124,8 @@ class PagedGroupedQueryAttention:
         if self.sparse is not None:
             keys_NF = qkv[:, H * D : (H + G) * D]
             view = self.sparse(keys_NF, qkv, step.turn_N1P, self.rows, view, step.chosen)
-        if (mass := step.batch.mass) is not None and view.window is None:
-            mass.add(view, self._logits(qk_NHD[:, :H], view))
+        if (watched := step.watched(view)) is not None:
+            watched.layers.append(attended(qk_NHD[:, :H], self.rows, G, view, self.scaling, watched.wanted))
         if self.k_LGD is not None and self.v_LGD is not None:
             out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
         else:
@@ -127,17 +133,6 @@ class PagedGroupedQueryAttention:
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
         return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
-
-    def _logits(self, q_NHD: Tensor, view: CacheView) -> Callable[[int, int], Tensor]:
-        """Of a sequence and a row, its query token's over all of the sequence, [H, L]."""
-        rows_LW, seen = self.rows.numbers(view)
-        k_LGD = rows_LW.view(-1, 2, self.num_kv_heads, self.head_dim)[:, 0]
-
-        def logits(sequence: int, row: int) -> Tensor:
-            k_GDL = seen.sequence(sequence, k_LGD)[0][0].permute(1, 2, 0)
-            return (q_NHD[row].view(self.num_kv_heads, -1, self.head_dim) @ k_GDL).flatten(0, 1) * self.scaling
-
-        return logits
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can hold a step of this layer."""
@@ -185,8 +180,8 @@ class PagedLatentAttention:
         if self.native is not None:
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
             out = self.native(both, step.turn_N1P, self.rows, view)
-            if (mass := step.batch.mass) is not None and view.window is None:
-                mass.add(view, self._logits(q, step, view), blocks=not latent.rope_dim)
+            if (watched := step.watched(view)) is not None:
+                watched.layers.append(self._attended(q, step, view, watched.wanted))
             return self.o_proj(out, plus_NC)
         q_NHD = self._queries(q, step)
         if latent.rope_dim:
@@ -194,8 +189,8 @@ class PagedLatentAttention:
             c, k_rope = row_NW.split([latent.rank, latent.rope_dim], dim=-1)
             row_NW = torch.cat((c, _turn(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
         self.rows.write(view.slots_N, row_NW)
-        if (mass := step.batch.mass) is not None and view.window is None:
-            mass.add(view, self._logits(q, step, view), blocks=not latent.rope_dim)
+        if (watched := step.watched(view)) is not None:
+            watched.layers.append(self._attended(q, step, view, watched.wanted))
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
         if self._absorbs(view):
             out_NHV = self._absorbed(q_NHD, view)
@@ -215,31 +210,30 @@ class PagedLatentAttention:
             q_NHD = latent.q_norm(q_NHD)
         return q_NHD
 
-    def _logits(self, q_NX: Tensor, step: Step, view: CacheView) -> Callable[[int, int], Tensor]:
-        """Of a sequence and a row, its query token's over all of the sequence, [H, L]. To decompress every key would
-        cost as much as the step: `latent` has them over one key of each block, that of its mean latent in its middle,
-        [H, B]."""
+    def _attended(self, q_NX: Tensor, step: Step, view: CacheView, wanted: list[int]) -> list[Tensor]:
+        """As ops.attended. To decompress every key would cost as much as the step: `latent` has the shares of one key of
+        each block, that of its mean latent in its middle, and nothing of the last block where that is not full."""
         latent, size = self.latent, view.block_size
         wide = latent.kv_b_proj.weight.dtype
-        rows_LW, seen = self.rows.numbers(view)
         q_NHD = self._queries(q_NX.to(wide), step)
-
-        def logits(sequence: int, row: int) -> Tensor:
-            row_1LW = seen.sequence(sequence, rows_LW)[0].to(wide)
-            q_1H1D = q_NHD[row][None, :, None]
-            if latent.rope_dim:
-                return (latent.absorbed_queries(q_1H1D)[0][0, :, 0] @ row_1LW[0].T) * latent.scaling
-            L, G = row_1LW.shape[1], latent.num_kv_heads
-            mean_1BR = row_1LW[:, : L // size * size].unflatten(1, (-1, size)).mean(2)
-            w_uk, _, b_k, _ = latent.up_projections()
-            k_1GBD = (mean_1BR[:, None] @ w_uk.transpose(1, 2)) + b_k[:, None]
-            at_B = torch.arange(mean_1BR.shape[1], device=rows_LW.device) * size + size // 2
-            k_1GBD = latent.rotated_keys(k_1GBD, at_B)
+        if latent.rope_dim:
+            q_NHW = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])[0][0].transpose(0, 1)
+            return attended(q_NHW, self.rows, 1, view, latent.scaling, wanted)
+        rows_LW, seen = self.rows.numbers(view)
+        w_uk, _, b_k, _ = latent.up_projections()
+        masses = []
+        for s in wanted:
+            row_LW = seen.sequence(s, rows_LW)[0][0]
+            L, G = len(row_LW), latent.num_kv_heads
+            mean_BR = row_LW[: L // size * size].view(-1, size, row_LW.shape[1]).mean(1, dtype=wide)
+            at_B = torch.arange(len(mean_BR), device=rows_LW.device) * size + size // 2
+            k_1GBD = latent.rotated_keys(((mean_BR @ w_uk.mT) + b_k[:, None])[None], at_B)
+            q_1H1D = q_NHD[newest(view, s)][None, :, None]
             cos, sin = (table[:, L - 1 :][:, :1] for table in latent.table(L, q_1H1D))
             q_GJD = rotate(q_1H1D, cos, sin)[0, :, 0].view(G, -1, k_1GBD.shape[-1])
-            return (q_GJD @ k_1GBD[0].transpose(1, 2)).flatten(0, 1) * latent.scaling
-
-        return logits
+            mass_B = ((q_GJD @ k_1GBD[0].mT) * latent.scaling).softmax(-1).sum((0, 1))
+            masses.append(F.pad(mass_B.repeat_interleave(size) / size, (0, L % size)))
+        return masses
 
     def _normed(self, row_NW: Tensor, q_NX: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and queries as a norm leaves them, which an index is made of then."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.cache.view import Tables, make_views
-from mlaforge.engine.execution.block_mass import BlockMass
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import on_device
 
@@ -41,17 +40,26 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class Watched:
+    """Those sequences of a step that are numbered `wanted` in it, and what each layer that sees everything tells of them:
+    where the attention of their last query token falls, [tokens] each (ops/attended.py)."""
+
+    wanted: list[int]
+    layers: list[list[Tensor]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """`views` has one entry per cache group. `last_S` is each chunk's last row among the N. `partial`: where only a
-    part of the cache is read, the views of those layers that else see everything, one after another. `mass`: what is to
-    be told where attention falls."""
+    part of the cache is read, the views of those layers that else see everything, one after another. `watched`: where the
+    attention of its newest query tokens falls is to be told."""
 
     token_ids_N: Tensor
     positions_N: Tensor
     last_S: Tensor
     views: tuple[CacheView, ...]
     partial: tuple[CacheView, ...] = ()
-    mass: BlockMass | None = None
+    watched: Watched | None = None
 
 
 def make_batch(

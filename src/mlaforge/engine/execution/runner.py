@@ -29,7 +29,7 @@ class Runner:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, C], valid until the next call."""
-        if self.graphs is None or batch.partial or batch.mass is not None:
+        if self.graphs is None or batch.partial or batch.watched is not None:
             return self.eager(batch)
         decodes = len(batch.token_ids_N) == len(batch.last_S)
         with span("BASE_DECODE_STEP" if decodes else "BASE_PREFILL_STEP", self.model.device):

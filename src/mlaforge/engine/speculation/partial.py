@@ -1,8 +1,8 @@
 """Partial verification (SpecPV, arXiv:2512.02337), lossless: the target judges a drafter's tokens by a part of the
 cache, and now and then what it has judged so by all of it.
 
-A partial view holds a sequence's first tokens, the blocks that the last full step attended to most, and the newest
-tokens. What the target agrees to under it is pending. To the engine pending tokens are a draft like any other: the
+A partial view holds a sequence's first tokens, in each layer those that the last full step attended to most, and the
+newest ones. What the target agrees to under it is pending. To the engine pending tokens are a draft like any other: the
 step's own verification, which reads everything, judges them, keeps the longest right prefix, and writes their rows
 anew. So nothing that was made under a partial view is ever published, streamed, or found as a prefix, and the tokens
 that come out are the target's own, whatever the view left out.
@@ -21,20 +21,20 @@ import torch
 
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
-from mlaforge.engine.execution.block_mass import BlockMass
+from mlaforge.engine.execution.batch import Batch, Chunk, Watched, make_batch
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.drafter import Draft, Drafter
 from mlaforge.engine.speculation.policy import DraftPolicy
+from mlaforge.ops.attended import heaviest
 from mlaforge.ops.token_selection import narrowed
 
 
 @dataclasses.dataclass(frozen=True)
 class PartialView:
-    """How many tokens of a sequence are seen: the first, those of retrieved blocks, and the newest; and after how many
+    """How many tokens of a sequence are seen: the first, those that are retrieved, and the newest; and after how many
     partial steps, or pending tokens, a full one comes at the latest."""
 
     sink: int
@@ -64,8 +64,9 @@ class PartialVerification:
         # Of the target: the cache group of the layers that see everything, and how many they are.
         full = [layer.attention.group for layer in model.layers if tables.groups[layer.attention.group].window is None]
         self.group, self.layers = (full[0] if full else None), len(full)
-        # By a sequence's number, for each of those layers, the blocks that it attended to most in its last full step.
-        self.heaviest: dict[int, list[list[int]]] = {}
+        # By a sequence's number, for each of those layers, the tokens that it attended to most in its last full step,
+        # in their order.
+        self.heaviest: dict[int, list[np.ndarray]] = {}
 
     @classmethod
     def of(
@@ -88,16 +89,19 @@ class PartialVerification:
         seen = pattern.sink + pattern.retrieval + pattern.window
         return bool(self.layers) and sequence.request.params.greedy and sequence.computed >= 2 * seen
 
-    def watch(self, sequences: abc.Sequence[Sequence]) -> BlockMass | None:
+    def watch(self, sequences: abc.Sequence[Sequence]) -> Watched | None:
         """What a full step of these sequences, with their drafts, is to be asked for; None where nobody retrieves."""
         wanted = [i for i, sequence in enumerate(sequences) if self.pattern.retrieval and self.applies(sequence)]
-        return BlockMass(wanted) if wanted else None
+        return Watched(wanted) if wanted else None
 
-    def watched(self, sequences: abc.Sequence[Sequence], mass: BlockMass) -> None:
+    def saw(self, sequences: abc.Sequence[Sequence], watched: Watched) -> None:
         """What came of it."""
-        count = self.pattern.retrieval // self.tables.block_size
-        before = {s.number: self.heaviest[s.number] for s in sequences if s.number in self.heaviest}
-        self.heaviest = before | {sequences[i].number: mass.heaviest(i, count) for i in mass.wanted}
+        pattern = self.pattern
+        found = {s.number: self.heaviest[s.number] for s in sequences if s.number in self.heaviest}
+        for place, masses in zip(watched.wanted, zip(*watched.layers, strict=True), strict=True):
+            last = len(masses[0]) - pattern.window
+            found[sequences[place].number] = list(heaviest(masses, pattern.sink, last, pattern.retrieval).numpy())
+        self.heaviest = found
 
     def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose."""
@@ -169,14 +173,10 @@ class PartialVerification:
 
     def _kept(self, text: Sequence) -> _Kept:
         """What is seen of a text before its newest tokens, as things stand now."""
-        size, pattern = self.tables.block_size, self.pattern
-        tail = max(0, text.computed - pattern.window) // size
-        sink = min(tail, -(-pattern.sink // size))
-        layers = []
-        for chosen in self.heaviest.get(text.number) or [[]] * self.layers:
-            blocks = np.array(sorted({*range(sink), *(b for b in chosen if sink <= b < tail)}), dtype=np.int64)
-            layers.append((blocks[:, None] * size + np.arange(size)).ravel())
-        return _Kept(layers, tail * size)
+        tail, first = max(0, text.computed - self.pattern.window), np.arange(self.pattern.sink)
+        chosen = self.heaviest.get(text.number) or [first[:0]] * self.layers
+        # Drafts that were refused stood behind the newest token.
+        return _Kept([np.concatenate((first, own[own < tail])) for own in chosen], tail)
 
     def _seen(self, chunks: list[Chunk], kept: dict[int, _Kept]) -> Batch:
         """The chunks with a partial view for each layer that sees everything."""

@@ -3,6 +3,7 @@
 // Python; threads are torch's own.
 #include <torch/library.h>
 
+#include "attended.h"
 #include "decode.h"
 #include "elementwise.h"
 #include "latent.h"
@@ -34,6 +35,8 @@ LIBRARY(FORM, m) {
       "decode(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, int value_dim, int value_offset, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
       "Tensor? tree) -> (Tensor, Tensor)");
+  m.def("attended(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, Tensor table, Tensor lengths, "
+        "int block_size, float scale) -> Tensor");
   m.def(
       "latent(Tensor both, Tensor cos, Tensor sin, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, Tensor? q_norm, "
       "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, "
@@ -62,6 +65,7 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("turn_and_store", turn_and_store);
   m.impl("pack_blocks", pack_blocks);
   m.impl("decode", decode);
+  m.impl("attended", attended);
   m.impl("latent", latent);
   m.impl("latent_rope", latent_rope);
   m.impl("write_index", write_index);

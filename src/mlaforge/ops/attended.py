@@ -1,0 +1,51 @@
+"""Where the attention of a step's newest query tokens falls: over each cached token, the sum of all heads' shares.
+
+On a CPU it is a kernel of its own (ops/cpu/attended.h), which reads the keys once more: attention's kernels divide by a
+sum that they know at the end, and keep no share.
+
+Legend: N query tokens of all sequences one after another, H query heads, G key heads, D key dimensions, L rows of a
+sequence, W what a cached row has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.native import kernels
+from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
+
+
+def newest(view: CacheView, sequence: int) -> int:
+    """The step's row of a sequence's last query token."""
+    return sum(view.queries[: sequence + 1]) - 1
+
+
+def attended(
+    q_NHD: Tensor, rows: PagedRows, kv_heads: int, view: CacheView, scale: float, wanted: Sequence[int]
+) -> list[Tensor]:
+    """For the last query token of the sequences `wanted`, which see all, [L] in fp32. A row begins with its keys."""
+    lengths = [sum(length for _, length in view.runs[s]) for s in wanted]
+    last = [newest(view, s) for s in wanted]
+    native = kernels() if native_reads(rows) else None
+    if native is not None:
+        table, held = view.block_table_SB[list(wanted)], view.seq_lens_S[list(wanted)]
+        mass = native.attended(q_NHD[last], *native_rows(rows), kv_heads, table, held, view.block_size, scale)
+        return [own[:length] for own, length in zip(mass, lengths, strict=True)]
+    D = q_NHD.shape[2]
+    rows_LW, seen = rows.numbers(view)
+    masses = []
+    for s, row in zip(wanted, last, strict=True):
+        k_GDL = seen.sequence(s, rows_LW)[0][0, :, : kv_heads * D].unflatten(1, (kv_heads, D)).permute(1, 2, 0)
+        logits_GJL = (q_NHD[row].view(kv_heads, -1, D).to(k_GDL.dtype) @ k_GDL).float() * scale
+        masses.append(logits_GJL.softmax(-1).sum((0, 1)))
+    return masses
+
+
+def heaviest(masses: Sequence[Tensor], first: int, last: int, count: int) -> Tensor:
+    """Of each layer's [L] the `count` tokens with most among positions [first, last), int64 [layers, count], rising."""
+    some = torch.stack([mass[first:last] for mass in masses])
+    return some.topk(min(count, some.shape[1]), dim=1).indices.sort(dim=1).values + first
