@@ -105,3 +105,21 @@ def test_latents(layout, heads, kv_heads, rank, rope, block_size, stored, compil
             wanted = kernel(both[m : m + 1], *own, *straight, slot, *view, 0.3, None)
             assert wanted.isfinite().all()
             assert torch.equal(found[m], wanted[0]), (cache.view[1:], back)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("before", [0, 256, 300])
+def test_scratch_may_hold_anything(before, window, compiled):
+    """Of a path's rows the keys are copied to scratch, where values of another step may be: they are in no result."""
+    H, G, D, T = 6, 2, 16, 5
+    q_THD, format = torch.randn(T, H, D, generator=torch.Generator().manual_seed(1)).bfloat16(), Int8((D,) * 2 * G)
+    broken, cache = make_cache(format, [(300, 1)], 16, whole=(0,)), make_cache(format, [(before + T, T)], 16, window)
+    broken.packed[:, format.width + 2 * G : format.width + 4 * G] = 255  # scales of values
+    tree_Tn = torch.tensor(ancestry([-1, 0, 1, 2, 3]), dtype=torch.int32)
+
+    def attend(q, cache, decoded, tree):
+        return compiled.decode(q, *cache.rows(decoded), G, D, G * D, *cache.view, 0.3, tree)[0]
+
+    wanted = attend(q_THD, cache, True, tree_Tn)
+    assert attend(q_THD[:1], broken, False, None).isnan().all()
+    assert wanted.isfinite().all() and torch.equal(attend(q_THD, cache, True, tree_Tn), wanted)

@@ -13,9 +13,11 @@ void attend(const Attention& attention, Finish finish) {
     return PagedAttention<TileKernel<Int8Tiles>>(attention).run(finish);
   if (attention.view.block_size % 16 == 0 && attention.D % 2 == 0)
     return PagedAttention<TileKernel<Bf16Tiles>>(attention).run(finish);
+#elif defined(__AVX512BF16__)
+  if (pairs_are_fast() && !attention.codes()) return PagedAttention<VectorKernel<bf16, bf16>>(attention).run(finish);
 #endif
-  if (attention.codes()) return PagedAttention<VectorKernel<int8_t>>(attention).run(finish);
-  PagedAttention<VectorKernel<bf16>>(attention).run(finish);
+  if (attention.codes()) return PagedAttention<VectorKernel<int8_t, int16_t>>(attention).run(finish);
+  PagedAttention<VectorKernel<bf16, float>>(attention).run(finish);
 }
 
 template <typename Finish>

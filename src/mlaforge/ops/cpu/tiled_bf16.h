@@ -152,14 +152,8 @@ class Bf16Tiles {
 
   // Of a column, 64 numbers.
   void get(int64_t c, float* to) const {
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
     const float* own = lined(own_.part.data()) + c % 16 * 64;
-    for (int64_t half = 0; half < 2; ++half) {
-      const __m512 a = _mm512_load_ps(own + half * 32), b = _mm512_load_ps(own + half * 32 + 16);
-      _mm512_storeu_ps(to + half * 32, _mm512_permutex2var_ps(a, first, b));
-      _mm512_storeu_ps(to + half * 32 + 16, _mm512_permutex2var_ps(a, second, b));
-    }
+    for (int64_t half = 0; half < 64; half += 32) store_fours(to + half, load(own + half), load(own + half + 16));
   }
 
  private:

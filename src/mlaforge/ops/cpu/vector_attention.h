@@ -1,9 +1,10 @@
 // Attention of one task's columns over one chunk of the cache with vectors.
 //
 // Scores are a product of queries with packed weights (product.h), the weights being keys of 16 tokens, turned so that
-// tokens stand in lanes; values are weighted where they lie. Rows of int8 are multiplied in whole numbers, with queries and
-// weights of 16 bits: sums over a key's codes or a chunk's tokens are exact, and a token's scales are multiplied to its
-// scores and to its weights. Legend: as paged_attention.h.
+// tokens stand in lanes; values are weighted where they lie. Rows of bf16 are widened to fp32, or, where processors are fast
+// at it, multiplied as pairs of bf16 with queries and weights that are rounded to it, as tiles do. Rows of int8 are multiplied
+// in whole numbers, with queries and weights of 16 bits: sums over a key's codes or a chunk's tokens are exact, and a token's
+// scales are multiplied to its scores and to its weights. Legend: as paged_attention.h.
 #pragma once
 #include "paged_attention.h"
 #include "product.h"
@@ -63,26 +64,40 @@ __attribute__((noinline)) void weigh(const float* weights, const bf16* const* va
     }
 }
 
-// As above in whole numbers, weights being parts of `scale`, for an even number of tokens.
-template <int N, int C>
-__attribute__((noinline)) void weigh(const int16_t* weights, const int8_t* const* values, int64_t count, int64_t offset,
-                                     int64_t numbers, float* const* out, int64_t v, const float* scale) {
-  Ints first[C][N], second[C][N];
+// Of two tokens 32 values side by side, in two parts, and their sums back in order.
+inline std::pair<Pairs, Pairs> beside(const int8_t* a, const int8_t* b, int64_t numbers) {
+  return {beside(bytes(a, numbers), bytes(b, numbers)), beside(bytes(a + 16, numbers - 16), bytes(b + 16, numbers - 16))};
+}
+inline void store_in_order(float* to, Ints first, Ints second, const float* scale) {
+  store(to, floats(first) * all(*scale)), store(to + 16, floats(second) * all(*scale));
+}
+#ifdef __AVX512BF16__
+inline std::pair<Pairs, Pairs> beside(const bf16* a, const bf16* b, int64_t numbers) {
+  const Pairs one = pairs(a, numbers), other = pairs(b, numbers);
+  return {even_fours(one, other), odd_fours(one, other)};
+}
+inline void store_in_order(float* to, Floats first, Floats second, const float*) { store_fours(to, first, second); }
+#endif
+
+// As above by pairs of an even number of tokens: of codes in whole numbers, weights being parts of `scale`, or of bf16.
+template <int N, int C, typename W, typename T>
+__attribute__((noinline)) void weigh(const W* weights, const T* const* values, int64_t count, int64_t offset, int64_t numbers,
+                                     float* const* out, int64_t v, const float* scale) {
+  using Sum = std::conditional_t<std::is_same_v<T, bf16>, Floats, Ints>;
+  Sum first[C][N], second[C][N];
 #pragma GCC unroll 2
   for (int c = 0; c < C; ++c)
 #pragma GCC unroll 12
-    for (int n = 0; n < N; ++n) first[c][n] = second[c][n] = nothing();
+    for (int n = 0; n < N; ++n) first[c][n] = second[c][n] = Sum{};
   const bool whole = numbers >= C * LANES;
   for (int64_t t = 0; t < count; t += 2) {
-    const int8_t *a = values[t] + offset, *b = values[t + 1] + offset;
+    const T *a = values[t] + offset, *b = values[t + 1] + offset;
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c, a += LANES, b += LANES) {
-      const Pairs low = whole ? beside(bytes(a), bytes(b)) : beside(bytes(a, numbers), bytes(b, numbers));
-      const Pairs high =
-          whole ? beside(bytes(a + 16), bytes(b + 16)) : beside(bytes(a + 16, numbers - 16), bytes(b + 16, numbers - 16));
+      const auto [low, high] = whole ? beside(a, b, LANES) : beside(a, b, numbers);
 #pragma GCC unroll 12
       for (int n = 0; n < N; ++n) {
-        const Pairs weight = everywhere(weights + n * CHUNK + t);
+        const Pairs weight = everywhere((const int16_t*)weights + n * CHUNK + t);
         first[c][n] = dot(low, weight, first[c][n]);
         second[c][n] = dot(high, weight, second[c][n]);
       }
@@ -92,14 +107,15 @@ __attribute__((noinline)) void weigh(const int16_t* weights, const int8_t* const
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
-      float some[LANES], *to = out[n] + v + c * LANES, *own = whole ? to : some;
-      store(own, floats(first[c][n]) * all(scale[n])), store(own + 16, floats(second[c][n]) * all(scale[n]));
+      float some[LANES], *to = out[n] + v + c * LANES;
+      store_in_order(whole ? to : some, first[c][n], second[c][n], scale + n);
       if (!whole) std::copy_n(some, numbers, to);
     }
 }
 
-// T is what rows are of: bf16, or codes of int8.
-template <typename T>
+// T is what rows are of, and Number what queries and weights are: codes of int8 are multiplied as pairs with int16_t, bf16
+// with bf16 or, widened, with float.
+template <typename T, typename Number>
 class VectorKernel {
  public:
   explicit VectorKernel(const Attention& of)
@@ -116,13 +132,14 @@ class VectorKernel {
       column_[i] = c, head_[i] = task.head(c) / J, stand_[i] = view_.position(task.sequence, m);
       least_ = std::min(least_, stand_[i]), most_ = std::max(most_, stand_[i]);
       const float* from = of_.q + ((view_.query(task.sequence) + m) * of_.H + task.head(c)) * of_.D;
-      Query* to = own_.queries.data() + i * width_;
+      Number* to = own_.queries.data() + i * width_;
       if constexpr (CODES) {
         const Whole whole(from, of_.D);
         scale_[i] = of_.scale * whole.scale;
         for (int64_t d = 0; d < width_; d += 16) store(to + d, whole.of(load(from + d, of_.D - d)));
       } else {
-        for (int64_t d = 0; d < of_.D; ++d) to[d] = from[d] * of_.scale;
+        scale_[i] = of_.scale;
+        for (int64_t d = 0; d < of_.D; ++d) to[d] = PAIRS ? from[d] : from[d] * of_.scale;
         std::fill(to + of_.D, to + width_, 0.0f);
       }
     }
@@ -138,7 +155,7 @@ class VectorKernel {
       std::fill_n(most, task.count, -INF);
       return;
     }
-    const int64_t from = low / 16 * 16, to = (high + 15) / 16 * 16;
+    const int64_t from = low / 16 * 16, to = (high + 15) / 16 * 16, even = low / 2 * 2;
     float* scores = own_.scores.data();
     const T** row = reader_.row;
     reader_.enter(now, next);
@@ -163,15 +180,18 @@ class VectorKernel {
       for (int64_t v = 0; v < V; v += 2 * LANES) {
         const int64_t value = of_.row.v_offset + task.set.v + g * of_.row.v_head + v, numbers = std::min(2 * LANES, V - v);
         reader_.values(low, high, g * of_.row.v_head + v, numbers);
+        // A token without its partner stands in for it: any other row might hold what is no number.
+        if (low % 2) row[low - 1] = row[low];
+        if (high % 2) row[high] = row[high - 1];
         in_parts<WEIGHED>(each_, [&](int64_t i, auto count) {
           constexpr int N = count, C = 2 * N <= WEIGHED ? 2 : 1;
           float* places[N];
           for (int n = 0; n < N; ++n) places[n] = out + column_[g * each_ + i + n] * V + v;
           auto some = [&](auto lines, int64_t n) {
             const int64_t first = g * each_ + i;
-            if constexpr (CODES)
-              weigh<N, lines>(own_.weights.data() + first * CHUNK + from, row + from, to - from, value + n, numbers - n,
-                              places, n, part_ + first);
+            if constexpr (PAIRS)
+              weigh<N, lines>(own_.weights.data() + first * CHUNK + even, row + even, (high - even + 1) / 2 * 2, value + n,
+                              numbers - n, places, n, part_ + first);
             else weigh<N, lines>(scores + first * CHUNK + low, row + low, high - low, value + n, numbers - n, places, n);
           };
           int64_t n = 0;
@@ -189,16 +209,15 @@ class VectorKernel {
   static constexpr int WEIGHED = 3;
 #endif
 
-  static constexpr bool CODES = std::is_same_v<T, int8_t>;
-  using Query = std::conditional_t<CODES, int16_t, float>;
+  static constexpr bool CODES = std::is_same_v<T, int8_t>, PAIRS = !std::is_same_v<Number, float>;
   using Packed = std::conditional_t<CODES, int16_t, bf16>;
 
   // Kept from call to call.
   struct Scratch {
-    std::vector<Query> queries;
+    std::vector<Number> queries;
     std::vector<Packed> keys;
     std::vector<float> scores = std::vector<float>(COLUMNS * CHUNK), scales;
-    std::vector<int16_t> weights = std::vector<int16_t>(CODES ? COLUMNS * CHUNK : 0);
+    std::vector<Number> weights = std::vector<Number>(PAIRS ? COLUMNS * CHUNK : 0);
 
     static Scratch& own(int64_t width, int64_t heads) {
       static thread_local Scratch scratch;
@@ -222,8 +241,9 @@ class VectorKernel {
     return between(view_.since(stand_[i]) - position, stand_[i] + 1 - position);
   }
 
-  // Scores [from, to) of a chunk become weights, not yet divided by their sum; the largest score and the sum. Of codes they
-  // become whole numbers, the largest 32767 times `part_`, after the scales of their values.
+  // Scores [from, to) of a chunk become weights, not yet divided by their sum; the largest score and the sum. Pairs have
+  // theirs rounded after that: to bf16, or of codes, after the scales of their values, to whole numbers, the largest 32767
+  // times `part_`.
   std::pair<float, float> soften(int64_t i, int64_t base, int64_t from, int64_t to, float* score) {
     const Floats none = all(-INF), zero = all(0.0f);
     Floats largest = none, total = zero;
@@ -231,7 +251,8 @@ class VectorKernel {
     if constexpr (CODES) key = own_.scales.data() + head_[i] * CHUNK, value = key + of_.G * CHUNK;
     for (int64_t t = from; t < to; t += 16) {
       Floats own = load(score + t);
-      if constexpr (CODES) own = own * load(key + t) * all(scale_[i]);
+      if constexpr (CODES) own = own * load(key + t);
+      if constexpr (PAIRS) own = own * all(scale_[i]);
       own = select(seen(i, base + t), own, none);
       store(score + t, own);
       largest = max(largest, own);
@@ -249,7 +270,8 @@ class VectorKernel {
         weight = select(bits, weight * load(value + t), zero);
         heaviest = max(heaviest, weight), sums = sums + weight;
       }
-      store(score + t, weight);
+      if constexpr (PAIRS && !CODES) narrow(own_.weights.data() + i * CHUNK + t, weight, 16);
+      else store(score + t, weight);
     }
     if constexpr (CODES) {
       // What is no number shows in the sum.
@@ -268,5 +290,5 @@ class VectorKernel {
   Scratch& own_;
   int64_t each_ = 0, least_ = 0, most_ = 0;  // columns of each key head; positions of the first and the last column
   int64_t column_[COLUMNS], stand_[COLUMNS], head_[COLUMNS];
-  float scale_[COLUMNS], part_[COLUMNS];  // of codes: what scores and weights are multiplied by
+  float scale_[COLUMNS], part_[COLUMNS];  // what scores and, of codes, weights are multiplied by
 };

@@ -122,6 +122,9 @@ inline Pairs low32(Pairs a, Pairs b) { return {_mm512_unpacklo_epi32(a.all, b.al
 inline Pairs high32(Pairs a, Pairs b) { return {_mm512_unpackhi_epi32(a.all, b.all)}; }
 inline Pairs low64(Pairs a, Pairs b) { return {_mm512_unpacklo_epi64(a.all, b.all)}; }
 inline Pairs high64(Pairs a, Pairs b) { return {_mm512_unpackhi_epi64(a.all, b.all)}; }
+// Numbers of both side by side: the even and the odd fours of them.
+inline Pairs even_fours(Pairs a, Pairs b) { return {_mm512_unpacklo_epi16(a.all, b.all)}; }
+inline Pairs odd_fours(Pairs a, Pairs b) { return {_mm512_unpackhi_epi16(a.all, b.all)}; }
 
 // Sixteen sums of products of whole numbers.
 struct Ints { __m512i all; };
@@ -184,6 +187,14 @@ struct Levels {
 // The even and odd ones of 32 numbers in their order.
 inline void store_interleaved(float* to, Floats evens, Floats odds) {
   const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  _mm512_storeu_ps(to, _mm512_permutex2var_ps(evens.all, first, odds.all));
+  _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(evens.all, second, odds.all));
+}
+
+// The even and odd fours of 32 numbers in their order.
+inline void store_fours(float* to, Floats evens, Floats odds) {
+  const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
   _mm512_storeu_ps(to, _mm512_permutex2var_ps(evens.all, first, odds.all));
   _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(evens.all, second, odds.all));
