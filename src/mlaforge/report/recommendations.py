@@ -22,7 +22,7 @@ RULES = {
     "layout": "at each context and batch the fastest plain decoding; where the ranges of the repetitions overlap, of "
     "those models the one that caches least",
     "drafts": "the number of drafted tokens with the most tokens per second; where the ranges of the repetitions "
-    "overlap, the fewest (0 is plain decoding)",
+    "overlap, the fewest, and full verification before partial (0 is plain decoding)",
     "batch": f"the smallest batch that reaches {100 * NEAR:g} % of the best throughput over batches, without drafts",
     "context": "the longest context that ran; the shortest that did not, and what would have to change",
 }
