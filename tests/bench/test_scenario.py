@@ -124,7 +124,9 @@ def test_the_cpu_twins_of_the_gates(twins, cli):
     """As CI runs them. Speed is judged, and not asserted."""
     done = cli("gate", twins)
     body = read(twins, "gates")
-    verdicts = {gate["name"]: gate["verdict"] for gate in body["gates"]}
+    asked = [gate for gate in body["gates"] if gate["scenario"] != "large-context"]
+    assert {gate["verdict"] for gate in body["gates"] if gate not in asked} == {"not asked"}
+    verdicts = {gate["name"]: gate["verdict"] for gate in asked}
     assert len(verdicts) == 9 and set(verdicts.values()) <= {"pass", "fail"}
     for name, verdict in verdicts.items():
         # A tiny model is not trained, so nothing tells what conversion loses.

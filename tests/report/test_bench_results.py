@@ -65,6 +65,31 @@ def test_everything_is_shown(tmp_path: Path) -> None:
     assert numbers["results"]["scenario"][0]["cases"][0]["tokens_per_second"]["median"] == 60.0
 
 
+def test_partial_verification_is_told_apart(tmp_path: Path) -> None:
+    """By its share of kept tokens beside the acceptance length, and as a series of its own in every drawing."""
+    by_context = [
+        case("m", "gqa", context, speed, drafts, **changes)
+        for context in (512, 4096)
+        for speed, drafts, changes in ((50.0, 0, {}), (60.0, 2, {}), (70.0, 3, {}), (90.0, 3, {"specpv": "lossless"}))
+    ]
+    put(tmp_path, single=scenario(by_context, name="large-context"))
+    write_report(tmp_path, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    for text in ("62 % kept", "ngram, specpv", "3 by ngram, specpv", "a part of the cache judges drafted tokens first"):
+        assert text in page, text
+    assert page.count("62 % kept") == 2
+    recommended = next(s for s in summarise(tmp_path)["settings"] if s["setting"] == "drafts")["found"]
+    assert {row["value"] for row in recommended} == {"3, specpv"}
+    assert "3, specpv: 90.0, 3: 70.0, 2: 60.0, 0: 50.0 tokens/s" in recommended[0]["because"]
+    # Where it makes no difference, the simpler way.
+    assert settings(tmp_path, *by_context[:3], case("m", "gqa", 512, 70.5, 3, specpv="lossless"))["drafts"] == [
+        ("test machine, m, 512 tokens × 1", "3")
+    ]
+    put(tmp_path, single=scenario(by_context[:3]))
+    write_report(tmp_path, tmp_path / "r.html")
+    assert "specpv" not in (tmp_path / "r.html").read_text()
+
+
 def test_only_the_last_run_of_each_counts(tmp_path: Path) -> None:
     slow, fast = (
         [case("m", "gqa", 512, speed, drafts) for speed, drafts in ((10.0, 0), (5.0, 3))],

@@ -30,7 +30,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     judged = recorded.judged()
     judged.inputs["student"]["path"] = "elsewhere/tiny-latent"
     recorded.save(judged, folder / "judged")
-    recorded.put(folder, single=recorded.scenario(recorded.cases()), gates=recorded.gates())
+    partial = recorded.case("tiny-latent", "latent", 4096, 61.0, 3, specpv="lossless")
+    recorded.put(folder, single=recorded.scenario([*recorded.cases(), partial]), gates=recorded.gates())
     return folder
 
 
@@ -60,6 +61,7 @@ def test_the_card_tells_what_was_measured(runs: Path, tmp_path: Path) -> None:
         "| wiki.test | 19.019 | 19.418 | ×1.021 | ×1.011 – ×1.031 |", "46.9 % of the original's", "84.1 MiB",
         "| kl | 0.05 | 0 | 0.05 | 0.02 | fail |", "has not passed",
         "| test machine | mlaforge | 4096 × 1 | none | 45.0 | 50 % |", "| 512 × 1 | 2 by ngram | 71.5 |",
+        "| 4096 × 1 | 3 by ngram, specpv | 61.0 |",
         "Nobody said under which licence", "predicted loss 0.00738 nats per token, measured 0.0208",
         'from_pretrained("OWNER/tiny-latent", trust_remote_code=True)', "32,768 tokens",
     ):  # fmt: skip
@@ -82,6 +84,7 @@ def test_the_technical_report_tells_everything(runs: Path, tmp_path: Path) -> No
     for told in (
         "| tiny\\|rope | latent_rope |", "much faster", "104 112 120", "8,192 does not fit",
         "- healing curves: `mlaforge heal", "19.019", "least – most",
+        "| 4096 × 1 | 3 ngram, specpv | 61.0 |", ", 62 % kept |",
     ):  # fmt: skip
         assert told in report, told
     numbers = json.loads((tmp_path / "card" / card.NUMBERS).read_text())

@@ -124,13 +124,15 @@ def case(
     """One case of a scenario as `bench` writes it."""
     accepted = [0.8 * 0.9**j for j in range(drafts)]
     block = {"mean_acceptance_length": 1 + sum(accepted), "acceptance_per_position": accepted} if drafts else None
+    if block and changes.get("specpv") == "lossless":
+        block |= {"kept_share": 0.62}
     cached = context * batch * (23040 if layout == "gqa" else 11520)
     return {
         "id": f"mlaforge {model} {layout} {context}x{batch} k{drafts}", "engine": "mlaforge", "model": model,
         "layout": layout, "dtype": "bfloat16", "context": context, "batch": batch, "tokens": 64,
-        "num_speculative_tokens": drafts, "draft": "ngram" if drafts else "none", "cache_fraction": 0.75,
-        "prefix_caching": True, "imported": None, "status": "ok", "limit": None, "repetitions": 3,
-        "tokens_per_second": span(speed),
+        "num_speculative_tokens": drafts, "draft": "ngram" if drafts else "none", "specpv": "off",
+        "cache_fraction": 0.75, "prefix_caching": True, "imported": None, "status": "ok", "limit": None,
+        "repetitions": 3, "tokens_per_second": span(speed),
         "ms_per_token": {"p50": 1e3 / speed, "p90": 1.1e3 / speed, "p99": 2e3 / speed},
         "time_to_first_token": span(context / 1000), "time_to_first_token_cached": 0.04,
         "prefill_tokens_per_second": span(1000.0), "speedup": span(1.4) if drafts else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaforge.config import DTYPES, Options, option
-from mlaforge.engine.config import ENGINE_DTYPES, MOST_DRAFTED
+from mlaforge.engine.config import ENGINE_DTYPES, MOST_DRAFTED, SPECPV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,10 @@ class BenchConfig(Options):
     draft: tuple[str, ...] | None = option(
         None, "who drafts: ngram, replay (what plain decoding gave: the ceiling of any drafter), or the directory of "
         "an EAGLE-3 head",
+    )  # fmt: skip
+    specpv: tuple[str, ...] | None = option(
+        None, "how drafted tokens are judged: off, by all of the cache at once; lossless, by a part of it first, at "
+        "every step", choices=SPECPV,
     )  # fmt: skip
     tokens: int | None = option(None, "decoded tokens of each request that are timed", "tokens", least=1)
     rounds: int | None = option(None, "measured repetitions", "repetitions", least=1)

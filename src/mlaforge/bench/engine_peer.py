@@ -6,14 +6,19 @@ import dataclasses
 import time
 from pathlib import Path
 
+import torch
+
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.peer import PLAIN, DoesNotFit, Repetition, Variant
 from mlaforge.bench.replay import Replay
+from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
+from mlaforge.engine.speculation.partial import PartialView
+from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError, resolve_device
 
 # Passes after which a replayed text is taken as it is: in bf16 a verified text may part from plain decoding at a tie.
@@ -29,10 +34,12 @@ class EnginePeer:
         self, directory: Path, model: str, head: Path | None, config: EngineConfig, longest: int, most: int
     ):  # fmt: skip
         self.model = model
+        self.view = PartialView.of(config)
+        drafted = max(config.num_speculative_tokens, self.view.max_pending)
         config = dataclasses.replace(
             config, max_model_len=longest, max_num_seqs=most, adaptive_speculation=False,
             speculative=str(head) if head else "none",
-            max_num_batched_tokens=max(config.max_num_batched_tokens, most * (1 + config.num_speculative_tokens)),
+            max_num_batched_tokens=max(config.max_num_batched_tokens, most * (1 + drafted)),
         )  # fmt: skip
         self.memory = Memory(resolve_device(config.device))
         before = self.memory.now()
@@ -63,13 +70,32 @@ class EnginePeer:
                 "a larger --cache-fraction, a smaller --batch or --context, or a model converted with a smaller budget",
             )
 
+    def reads_all(self, context: int) -> str | None:
+        """Why steps of prompts of so many tokens would not judge by a part of the cache, or by no kernel that is worth
+        measuring; None where they would."""
+        model, groups = self.engine.model, self.engine.tables.groups
+        if is_sparse(model.config.to_dict()):
+            return "it is sparse, and reads a part already"
+        if all(groups[layer.attention.group].window is not None for layer in model.layers):
+            return "all layers have a window"
+        if context < self.view.shortest:
+            return f"a view takes texts of {self.view.shortest:,} tokens or more"
+        if model.device.type == "cpu" and (model.dtype != torch.bfloat16 or kernels() is None):
+            return f"in {self.dtype} no kernel of this machine reads a part"
+        return None
+
+    def check_idle(self) -> None:
+        """AssertionError where a case left anything behind: a request, or a block that nobody holds."""
+        assert not self.engine.has_work, "requests are left"
+        self.engine.check_integrity()
+
     def use(self, variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
         """From now on draft as `variant` says, with counters at nothing; `answers` is what a replay proposes."""
         engine = self.engine
         engine.speculation, engine.model.boundaries = None, ()
         if not variant.count:
             return
-        engine.config = dataclasses.replace(engine.config, num_speculative_tokens=variant.count)
+        engine.config = dataclasses.replace(engine.config, num_speculative_tokens=variant.count, specpv=variant.specpv)
         if variant.draft == "ngram":
             engine.speculate(NgramDrafter())
         elif variant.draft == "replay":

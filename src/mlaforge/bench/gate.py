@@ -32,7 +32,10 @@ QUANTITIES = (*SPREADS, *COUNTED, "roof_fraction", "ms_per_token", "cache_bytes"
 # What a ratio may be of.
 RATIOS = (*SPREADS, "cache_bytes")
 # What a gate may need of a run, and what a run lacks that was never asked for it.
-NEEDS = {"draft": "no draft head and no replay (--draft)", "conversion": "no converted model beside its original"}
+NEEDS = {
+    "draft": "no draft head and no replay (--draft)", "conversion": "no converted model beside its original",
+    "specpv": "no partial verification of what a head or a replay drafts (--specpv, --draft)",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +152,11 @@ def _not_asked(gate: Gate, results: dict[str, dict[str, Any]]) -> str | None:
         return "the run was without --perf"
     own = [case for case in body["cases"] if not case["imported"]]
     layouts = {case["layout"] for case in own}
+    drafted = [case for case in own if case["num_speculative_tokens"] and case["draft"] in ("head", "replay")]
     there = {
-        "draft": any(case["num_speculative_tokens"] and case["draft"] in ("head", "replay") for case in own),
+        "draft": bool(drafted), "specpv": any(case.get("specpv", "off") != "off" for case in drafted),
         "conversion": "gqa" in layouts and len(layouts) > 1,
-    }
+    }  # fmt: skip
     if gate.quantity == "perplexity_ratio" and not _measured(gate, results):
         return "no converted model tells its perplexity"
     return None if gate.needs is None or there[gate.needs] else NEEDS[gate.needs]
@@ -160,8 +164,9 @@ def _not_asked(gate: Gate, results: dict[str, dict[str, Any]]) -> str | None:
 
 def _words(gate: Gate) -> str:
     assert gate.over is not None
-    known = {"num_speculative_tokens": "plain decoding", "layout": "the original", "engine": "transformers"}
-    ours = {"num_speculative_tokens": 0, "layout": "gqa", "engine": "transformers"}
+    known = {"num_speculative_tokens": "plain decoding", "layout": "the original", "engine": "transformers",
+             "specpv": "full verification"}  # fmt: skip
+    ours = {"num_speculative_tokens": 0, "layout": "gqa", "engine": "transformers", "specpv": "off"}
     (key, *more), words = gate.over, json.dumps(gate.over)
     words = known[key] if not more and ours.get(key) == gate.over[key] else words
     return words if gate.over_scenario == gate.scenario else f"{words} of {gate.over_scenario}"
@@ -218,11 +223,15 @@ def _value(
     own = _quantity(gate, case)
     if gate.over is None:
         return _middle(own)
-    fields = ("engine", "model", "dtype", "context", "batch", "num_speculative_tokens", "draft")
+    fields = ["engine", "model", "dtype", "context", "batch", "num_speculative_tokens", "draft", "specpv"]
     # Of a conversion's original, only what was asked for is the same; plain decoding has no draft.
-    dropped = {"model"} if "layout" in gate.over else {"draft"} if "num_speculative_tokens" in gate.over else set()
-    same = {key: case[key] for key in fields if key not in dropped} | gate.over
-    if all(case[key] == value for key, value in gate.over.items()) and gate.over_scenario == gate.scenario:
+    plain = {"draft", "specpv"} if "num_speculative_tokens" in gate.over else set()
+    dropped = {"model"} if "layout" in gate.over else plain
+    if "specpv" in gate.over:
+        # Only of the same cache they took turns.
+        fields.append("cache_fraction")
+    same = {key: case.get(key) for key in fields if key not in dropped} | gate.over
+    if all(case.get(key) == value for key, value in gate.over.items()) and gate.over_scenario == gate.scenario:
         raise UserError(f"gate {gate.name!r} compares a case with itself")
     body = results.get(gate.over_scenario, {"cases": []})
     others = [c for c in body["cases"] if _matches(c, same) and c["status"] == "ok"]
@@ -248,6 +257,8 @@ def _ceiling(gate: Gate, case: dict[str, Any], body: dict[str, Any]) -> tuple[fl
     """What physics allows, and why."""
     count, top = case["num_speculative_tokens"], case["roofline"]
     if gate.quantity == "mean_acceptance_length":
+        # Of partial verification the drafts are what was pending.
+        count = (case["eagle_speculation"] or {}).get("num_speculative_tokens", count)
         return 1.0 + count, f"{count} drafted tokens and the model's own"
     if gate.quantity in ("mean_acceptance_rate", "roof_fraction"):
         return 1.0, "all of it"
@@ -256,6 +267,8 @@ def _ceiling(gate: Gate, case: dict[str, Any], body: dict[str, Any]) -> tuple[fl
     bound = f"roofline of {body['roof']['name']}, {top['limit']}"
     if gate.over is None:
         return top["tokens_per_second"], bound
+    if gate.over == {"specpv": "off"}:
+        return top.get("specpv_ceiling"), f"every pending token kept, {bound}"
     if gate.over.get("num_speculative_tokens") == 0 and count:
         return top["speedup_ceiling"], f"every draft accepted and free, {bound}"
     return None, None

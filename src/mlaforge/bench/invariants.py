@@ -1,10 +1,11 @@
 """PERF_MODE: what must hold while the engine decodes, checked on a repetition that is not timed.
 
 tuned_kernels     every call of an op ran the fastest implementation that is made for this device and can be had here,
-                  and on CUDA every decoding step was a graph's replay
+                  and on CUDA every decoding step, but for those of partial verification, was a graph's replay
 drafting_goes_on  every decoding sequence got room for all drafts that its end left to draft, and the drafter filled it
 cache_integrity   tables, pools and sequences agree; every view says what the tables say; no slot is written twice
-no_host_reads     at most one reading of a device's tensor per decoding step (the drawn tokens), and no waiting for it
+no_host_reads     at most one reading of a device's tensor per decoding step (the drawn tokens), those that partial
+                  verification is made of, and no waiting for it
 no_debug_copies   nothing that lies in the cache or among the weights is cloned or copied to the host
 deterministic     the same prompts give the same tokens again
 """
@@ -95,6 +96,10 @@ class Audit:
         def run(batch: Batch) -> Tensor:
             self.views += 1
             self.broken_views += check_batch(batch, engine)
+            if self.hook.decoding and engine.speculation is not None and (partial := engine.speculation.partial):
+                # A partial step reads what the target agreed to, a full one what each layer attended to most.
+                self.hook.extra += 1 if batch.partial else 0
+                self.hook.extra += partial.layers * len(batch.mass.wanted) if batch.mass is not None else 0
             return runner(batch)
 
         def counted() -> Any:
@@ -108,7 +113,8 @@ class Audit:
             return outputs
 
         def eager(batch: Batch) -> Tensor:
-            self.hook.eager_decodes += self.hook.decoding
+            # Partial verification has no graphs.
+            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.mass is None
             return former(batch)
 
         former = runner.eager
@@ -147,8 +153,10 @@ class Audit:
                 wanted = max(0, min(speculation.controller.most, left))
                 self.drafts["asked"] += wanted > 0
                 self.drafts["disabled"] += room < wanted
-                draft = proposal.drafts.get(sequence)
-                self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < room)
+                draft, partial = proposal.drafts.get(sequence), speculation.partial
+                # A partial step makes one token at the least.
+                least = min(room, partial.pattern.full_every) if decision.partial and partial else room
+                self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < least)
             return proposal
 
         return watched
@@ -249,7 +257,8 @@ class Hook(TorchDispatchMode):
         super().__init__()
         self.engine = engine
         self.decoding = False
-        self.steps = self.eager_decodes = self.reads = self.waits = 0
+        # `extra` are the readings of partial verification.
+        self.steps = self.eager_decodes = self.reads = self.waits = self.extra = 0
         self.copies: Counter[str] = Counter()
         self.storages = {tensor.untyped_storage().data_ptr() for tensor in engine.cache.tensors}
         self.storages |= {tensor.untyped_storage().data_ptr() for tensor in weights(engine)}
@@ -303,7 +312,7 @@ class Hook(TorchDispatchMode):
     def findings(self) -> list[Finding]:
         """What the decoding steps came to."""
         # On a CPU the drawn tokens are read where they lie.
-        allowed = self.steps if self.engine.device.type != "cpu" else 0
+        allowed = self.steps + self.extra if self.engine.device.type != "cpu" else 0
         many = self.reads + self.waits
         copied = ", ".join(f"{count} x {what}" for what, count in self.copies.most_common(2)) or "nothing"
         return [

@@ -24,10 +24,12 @@ class Repetition:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How a peer decodes: `count` drafted tokens a step by `draft` (ngram, replay, head); 0 is plain decoding."""
+    """How a peer decodes: `count` drafted tokens a step by `draft` (ngram, replay, head); 0 is plain decoding.
+    `specpv`: whether a part of the cache judges them first, as the engine's option."""
 
     count: int = 0
     draft: str = "none"
+    specpv: str = "off"
 
 
 PLAIN = Variant()

@@ -19,8 +19,8 @@ OTHERS = ("speed", "engine", "draft")
 SCOPES = ("micro", "cpu")
 # What a scenario's file need not say.
 DEFAULTS = {
-    "warm_up": 1, "cache_fraction": 0.75, "prefix_caching": True, "draft": "ngram", "dtype": "auto",
-    "transformers": "auto", "text": ["embedded"],
+    "warm_up": 1, "cache_fraction": 0.75, "prefix_caching": True, "draft": "ngram", "specpv": "off",
+    "dtype": "auto", "transformers": "auto", "text": ["embedded"],
 }  # fmt: skip
 DRAFTERS = ("ngram", "replay")
 
@@ -37,6 +37,7 @@ class Recipe:
     counts: tuple[int, ...]
     drafts: tuple[str, ...]
     head: Path | None
+    specpvs: tuple[str, ...]
     tokens: int
     rounds: int
     warm_up: int
@@ -68,9 +69,9 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
     drafts, head = _drafts(chosen["draft"])
     recipe = Recipe(
         scenario, scope, description, _distinct(chosen["context"]), _distinct(chosen["batch"]),
-        tuple(sorted(set(chosen["num_speculative_tokens"]))), drafts, head, chosen["tokens"], chosen["rounds"],
-        chosen["warm_up"], chosen["cache_fraction"], chosen["prefix_caching"], chosen["dtype"], chosen["transformers"],
-        chosen["text"],
+        tuple(sorted(set(chosen["num_speculative_tokens"]))), drafts, head, _distinct(chosen["specpv"]),
+        chosen["tokens"], chosen["rounds"], chosen["warm_up"], chosen["cache_fraction"], chosen["prefix_caching"],
+        chosen["dtype"], chosen["transformers"], chosen["text"],
     )  # fmt: skip
     if "replay" in recipe.drafts and max(recipe.counts) and 0 not in recipe.counts:
         raise UserError("draft replay needs plain decoding beside it; add 0 to num_speculative_tokens")

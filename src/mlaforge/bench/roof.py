@@ -7,11 +7,13 @@ A CPU's roof is measured at the start of a run (reading memory, a product in fp3
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 
 from mlaforge.config import nearest
+from mlaforge.engine.speculation.partial import PartialView
 from mlaforge.planning import machines
 from mlaforge.planning.costs import GPUS, Gpu
 from mlaforge.planning.plan import Plan
@@ -57,8 +59,8 @@ def layout_of(plan: Plan) -> str:
     return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
-def step_seconds(plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, queries: int) -> tuple[float, str]:
-    """The least time of a decode step with weights in `dtype`, and where most of it goes."""
+def step_limits(plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, queries: int) -> dict[str, float]:
+    """The least seconds of a decode step with weights in `dtype`, by what limits them."""
     spec = plan.spec
     # Experts that are stored in a format of their own stay in it.
     layers = tuple(
@@ -69,6 +71,12 @@ def step_seconds(plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, que
     for part, cost in decode_step(own, gpu, context, batch, queries).costs.items():
         limit = (CACHE_LIMITS if part == "attention" else WEIGHT_LIMITS)[gpu.bound(cost)]
         limits[limit] = limits.get(limit, 0.0) + gpu.seconds(cost)
+    return limits
+
+
+def step_seconds(plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, queries: int) -> tuple[float, str]:
+    """The least time of a decode step with weights in `dtype`, and where most of it goes."""
+    limits = step_limits(plan, gpu, dtype, context, batch, queries)
     return sum(limits.values()), max(limits, key=lambda name: limits[name])
 
 
@@ -81,5 +89,35 @@ def limit(
     seconds, bottleneck = step_seconds(plan, gpu, dtype, context, batch, 1 + drafts)
     return {
         "tokens_per_second": batch * (length or 1.0) / seconds, "limit": bottleneck,
-        "speedup_ceiling": (1 + drafts) * plain / seconds if drafts else None,
+        "speedup_ceiling": (1 + drafts) * plain / seconds if drafts else None, "specpv_ceiling": None,
+    }  # fmt: skip
+
+
+def partial_limit(
+    plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, drafts: int, view: PartialView, block: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """As `limit`, for partial verification that made the steps which `block` (eagle_speculation) counts: a full step
+    reads weights and all of the cache, a partial one weights and a view. `specpv_ceiling` is the speed-up over the same
+    drafts judged by all of the cache at once, if as many tokens were pending after as many partial steps, all of them
+    were kept, and both ways accepted alike."""
+
+    def turn(steps: float, pending: float) -> dict[str, float]:
+        """Seconds of a full step that judges so many tokens and of the partial ones before it. Time rises with the
+        tokens of a step at the least as the straight line does, so their mean, rounded down, is no slower."""
+        whole = step_limits(plan, gpu, dtype, context, batch, 1 + int(pending))
+        part = step_limits(plan, gpu, dtype, min(context, view.seen), batch, max(1, int(pending / steps)))
+        return {name: whole.get(name, 0.0) + steps * part.get(name, 0.0) for name in {**whole, **part}}
+
+    def seconds(queries: int) -> float:
+        return sum(step_limits(plan, gpu, dtype, context, batch, queries).values())
+
+    steps, pending = (block[key] / block["steps"] for key in ("partial_steps", "pending_tokens"))
+    limits = turn(steps, pending)
+    own = sum(limits.values())
+    most = min(view.max_pending, view.full_every * (1 + drafts))
+    best = sum(turn(math.ceil(most / (1 + drafts)), most).values())
+    return {
+        "tokens_per_second": batch * block["mean_acceptance_length"] / own,
+        "limit": max(limits, key=lambda name: limits[name]), "speedup_ceiling": (1 + most) * seconds(1) / best,
+        "specpv_ceiling": (1 + pending) / own * seconds(1 + drafts) / (pending / steps),
     }  # fmt: skip

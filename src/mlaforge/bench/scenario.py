@@ -37,15 +37,19 @@ from mlaforge.planning.plan import Plan, plan_of
 from mlaforge.rendering.page import interval
 from mlaforge.runtime import UserError, log, resolve_device
 
-# What torch's allocator on a CPU says when the system gives it nothing.
-CPU_FULL = ("not enough memory", "can't allocate memory")
+# What is said where memory is not there by other errors than that of torch's CUDA allocator: by its allocator on a CPU,
+# by CUDA itself (graphs, streams), and by the libraries that ask CUDA for their own.
+FULL = (
+    "not enough memory", "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)  # fmt: skip
 
 
 FLOATING = ("float32", "bfloat16", "float16")
 
 
 class BrokenInvariant(Exception):
-    """An invariant of PERF_MODE does not hold."""
+    """An invariant does not hold: one of PERF_MODE, or that a case leaves nothing behind."""
 
 
 class UnavailablePeer:
@@ -78,7 +82,7 @@ def capacity(change: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, CacheTooSmall) as error:
         raise DoesNotFit(str(error).split("\n")[0] or "out of memory", change) from error
     except RuntimeError as error:
-        if not any(words in str(error) for words in CPU_FULL):
+        if not any(words in str(error) for words in FULL):
             raise
         raise DoesNotFit(str(error).split("\n")[0], change) from error
 
@@ -101,7 +105,7 @@ def run(
     """Runs one scenario and writes `folder/<what>.json`, after every context and batch; returns what was written.
 
     `permit(scope, header)` says whether the run was forced, or raises UserError where it may not begin. Raises
-    BrokenInvariant where an invariant does not hold under --perf; what was found is written first.
+    BrokenInvariant where an invariant does not hold, most of them under --perf alone; what was found is written first.
     """
     device = resolve_device(config.device)
     recipe = read(what, scope_of(config, device), config)
@@ -138,7 +142,7 @@ def run(
         for number, fraction in enumerate(recipe.cache_fractions):
             with loaded(resolved, recipe, config, device, fraction, others=number == 0) as peers:
                 for context, batch in groups:
-                    rows = [Row(peer, variant) for peer in peers for variant in variants(peer, recipe)]
+                    rows = [Row(peer, variant) for peer in peers for variant in variants(peer, recipe, context)]
                     prompts = {n: p(context, batch, recipe.rounds + recipe.warm_up) for n, p in texts.items()}
                     try:
                         _rounds(rows, prompts, recipe, config.perf, eta, context, batch)
@@ -174,12 +178,30 @@ def _rounds(
                     _audit(row, prompts[row.peer.model][number], recipe.tokens)
 
 
+@contextlib.contextmanager
+def _fitting(row: Row) -> Iterator[None]:
+    """A row that does not fit says so and is not repeated; the engine is idle again behind either."""
+    try:
+        with capacity("a smaller --context or --batch, a smaller --cache-fraction (caches leave room for activations)"):
+            yield
+    except DoesNotFit as error:
+        row.status, row.limit, row.repetitions = "capacity", {"what": error.what, "change": error.change}, []
+        gc.collect()
+        torch.cuda.empty_cache()
+    if isinstance(row.peer, EnginePeer):
+        try:
+            row.peer.check_idle()
+        except AssertionError as error:
+            told = f"{error or 'tables and pools disagree'} after a case ({row.peer.model}, {label(row.variant)})"
+            raise BrokenInvariant(f"cache_integrity: {told}") from error
+
+
 def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> None:
     memory = (
         machine.Memory(row.peer.device) if isinstance(row.peer, Transformers) else getattr(row.peer, "memory", None)
     )
     try:
-        with capacity("a smaller --context or --batch, a smaller --cache-fraction (caches leave room for activations)"):
+        with _fitting(row):
             if memory is not None:
                 memory.reset()
                 before = memory.now()
@@ -188,40 +210,40 @@ def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> No
                 # On a CPU a cache's pages are the system's until they are first written.
                 first = repetition.cache_bytes or 0 if row.activations is None and memory.device.type == "cpu" else 0
                 row.activations = max(row.activations or 0, memory.peak() - before - first)
-    except DoesNotFit as error:
-        row.status, row.limit, row.repetitions = "capacity", {"what": error.what, "change": error.change}, []
-        gc.collect()
-        torch.cuda.empty_cache()
-        return
+            if measured:
+                row.repetitions.append(repetition)
     except PeerFailed as error:
         row.status, row.repetitions = "failed", []
         row.limit = {"what": str(error), "change": "the peer's file (docs/bench.md), or leave the peer out"}
-        return
-    if measured:
-        row.repetitions.append(repetition)
 
 
 def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
     """PERF_MODE's invariants on a repetition that is not timed; raises BrokenInvariant for the first that fails."""
     assert isinstance(row.peer, EnginePeer)
-    audit = Audit(row.peer)
-    row.findings = audit.run(prompts, tokens, row.variant)
+    with _fitting(row):
+        row.findings = Audit(row.peer).run(prompts, tokens, row.variant)
     for finding in row.findings:
         if not finding.passed:
             raise BrokenInvariant(f"{finding.name}: {finding.detail} ({row.peer.model}, {label(row.variant)})")
 
 
-def variants(peer: Peer, recipe: Recipe) -> list[Variant]:
-    """How a peer decodes in this scenario; plain decoding first, which the others are compared with."""
+def variants(peer: Peer, recipe: Recipe, context: int) -> list[Variant]:
+    """How a peer decodes prompts of `context` tokens; plain decoding first, which the others are compared with. What is
+    left out because it would be no other way is logged."""
     if peer.name != EnginePeer.name:
         return [PLAIN]
-    plain = [PLAIN] if 0 in recipe.counts else []
-    return plain + [Variant(count, draft) for draft in recipe.drafts for count in recipe.counts if count]
+    plain, counts, specpvs = [PLAIN] if 0 in recipe.counts else [], [k for k in recipe.counts if k], recipe.specpvs
+    whole = peer.reads_all(context) if isinstance(peer, EnginePeer) else None
+    if whole and counts and "lossless" in specpvs:
+        log(f"no partial verification of {peer.model} at {context:,} tokens: {whole}")
+        specpvs = tuple(specpv for specpv in specpvs if specpv == "off")
+    return plain + [Variant(k, draft, specpv) for draft in recipe.drafts for k in counts for specpv in specpvs]
 
 
 def label(variant: Variant) -> str:
-    """`k3 ngram`, or `plain`."""
-    return f"k{variant.count} {variant.draft}" if variant.count else "plain"
+    """`k3 ngram`, `k3 ngram specpv`, or `plain`."""
+    partial = " specpv" if variant.specpv != "off" else ""
+    return f"k{variant.count} {variant.draft}{partial}" if variant.count else "plain"
 
 
 @contextlib.contextmanager
@@ -286,7 +308,7 @@ def _weight(recipe: Recipe, context: int, batch: int) -> float:
 def _recorded(recipe: Recipe) -> dict[str, Any]:
     fields = dataclasses.asdict(recipe)
     names = {"contexts": "context", "batches": "batch", "counts": "num_speculative_tokens", "drafts": "draft",
-             "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
+             "specpvs": "specpv", "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
     left_out = ("scenario", "scope", "description")
     recorded = {names.get(key, key): value for key, value in fields.items() if key not in left_out}
     return recorded | {"head": recipe.head and record_place(recipe.head), "text": [*map(record_place, recipe.text)]}

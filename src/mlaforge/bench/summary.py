@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.peer import PLAIN, Repetition
-from mlaforge.bench.roof import layout_of, limit, stored_in
+from mlaforge.bench.roof import layout_of, limit, partial_limit, stored_in
 from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
@@ -38,13 +38,15 @@ def case(
 ) -> dict[str, Any]:  # fmt: skip
     """One entry of `cases`; `rows` are those that took turns with this one."""
     peer, variant = row.peer, row.variant
-    own = peer.name == EnginePeer.name
+    own, partial = peer.name == EnginePeer.name, variant.specpv != "off"
+    way = f"k{variant.count} {variant.draft}" + (" specpv" if partial else "")
     entry: dict[str, Any] = {
-        "id": f"{peer.name} {peer.model} {peer.dtype} {context}x{batch} k{variant.count} {variant.draft} {fraction:g}",
+        "id": f"{peer.name} {peer.model} {peer.dtype} {context}x{batch} {way} {fraction:g}",
         "engine": peer.name, "model": peer.model, "layout": layout_of(plan), "dtype": peer.dtype, "context": context,
         "batch": batch, "tokens": recipe.tokens, "num_speculative_tokens": variant.count, "draft": variant.draft,
-        "cache_fraction": fraction if own else None, "prefix_caching": recipe.prefix_caching if own else None,
-        "imported": None, "status": row.status, "limit": row.limit,
+        "specpv": variant.specpv, "cache_fraction": fraction if own else None,
+        "prefix_caching": recipe.prefix_caching if own else None, "imported": None, "status": row.status,
+        "limit": row.limit,
     }  # fmt: skip
     # A run that was ended by an invariant leaves cases that were not repeated.
     if not row.repetitions:
@@ -53,9 +55,12 @@ def case(
     firsts = [repetition.first for repetition in row.repetitions]
     gaps = [gap for repetition in row.repetitions for gap in repetition.gaps]
     plain = next((r for r in rows if r.peer is peer and r.variant == PLAIN and r is not row), None)
+    judged = dataclasses.replace(variant, specpv="off")
+    whole = next((r for r in rows if partial and r.peer is peer and r.variant == judged), None)
     others = [r for r in rows if r.peer.name == "transformers" and r.peer.model == peer.model and r.repetitions]
     best = max(others, key=lambda r: statistics.median(speeds(r)), default=None)
-    ratios = {"speedup": plain, "over_transformers": best if peer.name != "transformers" else None}
+    theirs = best if peer.name != "transformers" else None
+    ratios = {"speedup": plain, "over_transformers": theirs, "over_full_verification": whole}
     answers = [ids for repetition in row.repetitions for ids in repetition.token_ids]
     grams = [share for ids in answers if (share := distinct_share(ids)) is not None]
     block = _block(row.repetitions)
@@ -71,8 +76,12 @@ def case(
         "roofline": None, "eagle_speculation": block,
     }  # fmt: skip
     if gpu is not None:
-        length = block["mean_acceptance_length"] if block else None
-        roofline = limit(plan, gpu, peer.dtype, context + recipe.tokens // 2, batch, variant.count, length)
+        roofed = (plan, gpu, peer.dtype, context + recipe.tokens // 2, batch, variant.count)
+        if block and block["partial_steps"]:
+            assert isinstance(peer, EnginePeer)
+            roofline = partial_limit(*roofed, peer.view, block)
+        else:
+            roofline = limit(*roofed, block["mean_acceptance_length"] if block else None)
         entry["roofline"] = {**roofline, "fraction": statistics.median(runs) / roofline["tokens_per_second"]}
     return entry
 
@@ -136,6 +145,8 @@ def table(body: dict[str, Any]) -> str:
     lines: list[tuple[str, ...]] = [heads]
     for entry in body["cases"]:
         drafts = f"{entry['num_speculative_tokens']} {entry['draft']}" if entry["num_speculative_tokens"] else "–"
+        # What was imported may be older than partial verification.
+        drafts += " specpv" if entry.get("specpv", "off") != "off" else ""
         name = entry["engine"] + (" (imported)" if entry["imported"] else "")
         start = (name, entry["model"], entry["dtype"], f"{entry['context']} x {entry['batch']}", drafts)
         if "tokens_per_second" not in entry:
@@ -148,9 +159,16 @@ def table(body: dict[str, Any]) -> str:
             *start, f"{rate['median']:.1f}", f"{rate['min']:.1f}..{rate['max']:.1f}", _cell(ms["p50"], ".1f"),
             _cell(ms["p99"], ".1f"), f"{entry['time_to_first_token']['median']:.2f}",
             *(_cell((entry[k] or {}).get("median"), ".2f") for k in ("speedup", "over_transformers")),
-            _cell((block or {}).get("mean_acceptance_length"), ".2f"), _cell((top or {}).get("fraction"), ".0%"),
+            _cell((block or {}).get("mean_acceptance_length"), ".2f") + _kept(block),
+            _cell((top or {}).get("fraction"), ".0%"),
         ))  # fmt: skip
     return text_table(lines)
+
+
+def _kept(block: dict[str, Any] | None) -> str:
+    """Beside an acceptance length: the share of the pending tokens that full steps kept."""
+    kept = (block or {}).get("kept_share")
+    return "" if kept is None else f", {kept:.0%} kept"
 
 
 def _cell(value: float | None, form: str) -> str:

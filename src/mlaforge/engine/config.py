@@ -10,6 +10,8 @@ from mlaforge.config import DTYPES, Options, option
 ENGINE_DTYPES = (*DTYPES, "int8", "int4")
 # How the cache can store its rows: names of ops/row_format.py.
 CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "coded")
+# Whether drafted tokens are judged by a part of the cache first.
+SPECPV = ("off", "lossless")
 # Of tokens drafted in a row, and of tokens in a tree of them.
 MOST_DRAFTED, LARGEST_TREE = 8, 64
 
@@ -58,7 +60,7 @@ class EngineConfig(Options):
     )  # fmt: skip
     specpv: str = option(
         "off", "at long context judge drafted tokens by a part of the cache first, and by all of it now and then; the "
-        "tokens are the same", choices=("off", "lossless"),
+        "tokens are the same", choices=SPECPV,
     )  # fmt: skip
     specpv_sink: int = option(16, "first tokens that a partial view holds", "tokens", least=1)
     specpv_retrieval: int = option(512, "tokens of retrieved blocks that a partial view holds", "tokens", least=0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlaforge.rendering.page import INK, MARKERS, MUTED, PAINT, at, drawing, logarithmic, number
-from mlaforge.report.bench_results import SERIES, groups, label, measured, spread
+from mlaforge.report.bench_results import SERIES, groups, label, measured, partial, spread
 
 LINES = ("-", (0, (6, 2)), (0, (3, 2)), (0, (5, 1.5, 1, 1.5)))
 ROOF = (0, (1, 2))
@@ -55,9 +55,9 @@ def _series(cases: list[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any
     that is fastest at the largest x."""
     kept: dict[str, list[dict[str, Any]]] = {}
     for own in _by_series(cases):
-        drafts = groups(own, "draft", "num_speculative_tokens").items()
-        plain = [line for (_, k), line in drafts if not k]
-        others = [line for (_, k), line in drafts if k]
+        drafts = groups(own, "draft", "num_speculative_tokens", "specpv").items()
+        plain = [line for (_, k, _), line in drafts if not k]
+        others = [line for (_, k, _), line in drafts if k]
         best = [max(others, key=lambda line: max((case[x], spread(case)[1]) for case in line))] if others else []
         for line in plain + best:
             kept[label(line[0], cases)] = sorted(line, key=lambda case: case[x])
@@ -75,8 +75,9 @@ def _by_drafts(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     kept = {}
     for own in _by_series(cases):
         plain = [case for case in own if not case["num_speculative_tokens"]]
-        for (draft,), line in groups([c for c in own if c["num_speculative_tokens"]], "draft").items():
+        for (draft, _), line in groups([c for c in own if c["num_speculative_tokens"]], "draft", "specpv").items():
             name = f"{label({**line[0], 'num_speculative_tokens': 0}, cases)}, {draft}"
+            name += ", specpv" if partial(line[0]) else ""
             kept[name] = sorted(plain + line, key=lambda case: case["num_speculative_tokens"])
     return {name: line for name, line in kept.items() if len(line) > 1}
 
@@ -85,7 +86,7 @@ def _accepted(cases: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Label -> acceptance by position of each series' longest draft at its longest context."""
     kept = {}
     for own in _by_series(cases):
-        for line in groups([c for c in own if c["num_speculative_tokens"]], "draft").values():
+        for line in groups([c for c in own if c["num_speculative_tokens"]], "draft", "specpv").values():
             best = max(line, key=lambda case: (case["num_speculative_tokens"], case["context"]))
             rates = at(best, "eagle_speculation", "acceptance_per_position")
             shares = [rate for rate in rates if number(rate) is not None] if isinstance(rates, list) else []

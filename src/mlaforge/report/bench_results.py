@@ -23,9 +23,9 @@ SERIES = ("engine", "model", "layout", "dtype", "cache_fraction")
 # Every key of a case that the report reads: names, and what may be missing.
 NAMES = ("id", "engine", "model", "layout", "dtype", "draft")
 CASE = (
-    "cache_fraction", "context", "batch", "num_speculative_tokens", "imported", "status", "limit", "tokens_per_second",
-    "ms_per_token", "time_to_first_token", "prefill_tokens_per_second", "speedup", "peak_memory", "cache", "roofline",
-    "eagle_speculation", "distinct_4_grams",
+    "cache_fraction", "context", "batch", "num_speculative_tokens", "specpv", "imported", "status", "limit",
+    "tokens_per_second", "ms_per_token", "time_to_first_token", "prefill_tokens_per_second", "speedup", "peak_memory",
+    "cache", "roofline", "eagle_speculation", "distinct_4_grams",
 )  # fmt: skip
 SPEED = ("tokens_per_second", "median")
 
@@ -111,5 +111,10 @@ def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
     if case["imported"]:
         parts.append(f"imported: {at(case, 'imported', 'device')}")
     if drafts := case["num_speculative_tokens"]:
-        parts.append(f"{drafts} by {case['draft']}")
+        parts.append(f"{drafts} by {case['draft']}" + (", specpv" if partial(case) else ""))
     return ", ".join(parts)
+
+
+def partial(case: dict[str, Any]) -> bool:
+    """Whether a case's drafted tokens were judged by a part of the cache first."""
+    return case["specpv"] not in (None, "off")

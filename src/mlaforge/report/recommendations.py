@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlaforge.rendering.page import at, number, shown
-from mlaforge.report.bench_results import OWN, SERIES, groups, measured, spread
+from mlaforge.report.bench_results import OWN, SERIES, groups, measured, partial, spread
 
 # A conversion that costs more perplexity than this is not recommended.
 COST = 1.05
@@ -22,7 +22,7 @@ RULES = {
     "layout": "at each context and batch the fastest plain decoding; where the ranges of the repetitions overlap, of "
     "those models the one that caches least",
     "drafts": "the number of drafted tokens with the most tokens per second; where the ranges of the repetitions "
-    "overlap, the fewest (0 is plain decoding)",
+    "overlap, the fewest, and full verification before partial (0 is plain decoding)",
     "batch": f"the smallest batch that reaches {100 * NEAR:g} % of the best throughput over batches, without drafts",
     "context": "the longest context that ran; the shortest that did not, and what would have to change",
 }
@@ -100,7 +100,8 @@ def _fastest(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of what was measured more than once with other dtypes or cache fractions, the fastest."""
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for case in cases:
-        key = tuple(case[k] for k in ("device", "model", "layout", "context", "batch", "num_speculative_tokens"))
+        keys = ("device", "model", "layout", "context", "batch", "num_speculative_tokens", "specpv")
+        key = tuple(case[k] for k in keys)
         if key not in kept or spread(kept[key])[1] < spread(case)[1]:
             kept[key] = case
     return list(kept.values())
@@ -130,9 +131,12 @@ def _drafts(cases: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
     for (device, model, context, batch), own in groups(real, "device", "model", "context", "batch").items():
         if len({case["num_speculative_tokens"] for case in own}) < 2:
             continue
-        best = min(_near_best(own), key=lambda case: case["num_speculative_tokens"])
+        told = [
+            {**case, "told": f"{case['num_speculative_tokens']}{', specpv' if partial(case) else ''}"} for case in own
+        ]
+        best = min(_near_best(told), key=lambda case: (case["num_speculative_tokens"], partial(case)))
         where = f"{device}, {model}, {context:,} tokens × {batch}"
-        yield _row(where, best["num_speculative_tokens"], _speeds(own, "num_speculative_tokens"))
+        yield _row(where, best["told"], _speeds(told, "told"))
 
 
 def _batch(cases: list[dict[str, Any]]) -> Iterator[dict[str, str]]:

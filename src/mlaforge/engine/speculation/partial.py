@@ -43,6 +43,24 @@ class PartialView:
     full_every: int
     max_pending: int
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> PartialView:
+        """As the options say."""
+        return cls(
+            config.specpv_sink, config.specpv_retrieval, config.specpv_window, config.specpv_full_every,
+            config.specpv_max_pending,
+        )  # fmt: skip
+
+    @property
+    def seen(self) -> int:
+        """Tokens of a sequence."""
+        return self.sink + self.retrieval + self.window
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest sequence of which a part is read; of a shorter one it is hardly a part."""
+        return 2 * self.seen
+
 
 # Rows of one sequence in a table of positions are a multiple of this: chunks of the kernels.
 APART = 256
@@ -75,19 +93,14 @@ class PartialVerification:
         """As the options say; None where it is off."""
         if config.specpv == "off":
             return None
-        pattern = PartialView(
-            config.specpv_sink, config.specpv_retrieval, config.specpv_window, config.specpv_full_every,
-            config.specpv_max_pending,
-        )  # fmt: skip
         count = config.num_speculative_tokens
         policy = DraftPolicy(count) if config.adaptive_speculation else None
-        return cls(drafter, count, policy, pattern, model, runner, tables)
+        return cls(drafter, count, policy, PartialView.of(config), model, runner, tables)
 
     def applies(self, sequence: Sequence) -> bool:
         """Whether the sequence's tokens are judged under a partial view first."""
-        pattern = self.pattern
-        seen = pattern.sink + pattern.retrieval + pattern.window
-        return bool(self.layers) and sequence.request.params.greedy and sequence.computed >= 2 * seen
+        long = sequence.computed >= self.pattern.shortest
+        return bool(self.layers) and sequence.request.params.greedy and long
 
     def watch(self, sequences: abc.Sequence[Sequence]) -> Watched | None:
         """What a full step of these sequences, with their drafts, is to be asked for; None where nobody retrieves."""
