@@ -92,7 +92,7 @@ bench-serving: $(VENV)/.ready
 
 # Needs a GPU.
 bench-kernels: $(VENV)/.ready
-	$(BIN)/python benchmarks/kernels.py --out benchmarks/kernels
+	$(BIN)/python benchmarks/paged_kernels.py --out benchmarks/kernels
 
 # The gates' scenarios on MODEL (default: the demo's), and the verdicts. On a CPU the twins.
 bench: $(VENV)/.ready

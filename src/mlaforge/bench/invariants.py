@@ -99,7 +99,7 @@ class Audit:
             if self.hook.decoding and engine.speculation is not None and (partial := engine.speculation.partial):
                 # A partial step reads what the target agreed to, a full one what each layer attended to most.
                 self.hook.extra += 1 if batch.partial else 0
-                self.hook.extra += partial.layers * len(batch.mass.wanted) if batch.mass is not None else 0
+                self.hook.extra += partial.layers * len(batch.watched.wanted) if batch.watched is not None else 0
             return runner(batch)
 
         def counted() -> Any:
@@ -114,7 +114,7 @@ class Audit:
 
         def eager(batch: Batch) -> Tensor:
             # Partial verification has no graphs.
-            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.mass is None
+            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.watched is None
             return former(batch)
 
         former = runner.eager

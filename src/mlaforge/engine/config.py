@@ -63,10 +63,17 @@ class EngineConfig(Options):
         "tokens are the same", choices=SPECPV,
     )  # fmt: skip
     specpv_sink: int = option(16, "first tokens that a partial view holds", "tokens", least=1)
-    specpv_retrieval: int = option(512, "tokens of retrieved blocks that a partial view holds", "tokens", least=0)
+    specpv_retrieval: int = option(
+        1024, "tokens that a partial view holds because the last full step attended to them most", "tokens", least=0
+    )
     specpv_window: int = option(256, "newest tokens that a partial view holds", "tokens", least=16)
     specpv_full_every: int = option(8, "partial steps before a full one", "steps", least=1)
     specpv_max_pending: int = option(8, "tokens that wait for a full step at the most", "tokens", least=1, most=64)
+    specpv_dtype: str = option(
+        "auto", "weights of partial steps, which full ones judge: the model's, or rounded ones beside them; auto: int4 "
+        "for a bfloat16 model without experts on a CPU that multiplies int8, else the model's",
+        choices=("auto", "model", "int8", "int4"),
+    )  # fmt: skip
     adaptive_speculation: bool = option(
         True, "draft fewer tokens, or none, where measurement says that it does not pay"
     )

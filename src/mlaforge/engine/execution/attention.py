@@ -211,8 +211,8 @@ class PagedLatentAttention:
         return q_NHD
 
     def _attended(self, q_NX: Tensor, step: Step, view: CacheView, wanted: list[int]) -> list[Tensor]:
-        """As ops.attended. To decompress every key would cost as much as the step: `latent` has the shares of one key of
-        each block, that of its mean latent in its middle, and nothing of the last block where that is not full."""
+        """As ops.attended. To decompress every key would cost as much as the step: `latent` has the shares of one key
+        of each block, that of its mean latent in its middle, and nothing of a last block that is not full."""
         latent, size = self.latent, view.block_size
         wide = latent.kv_b_proj.weight.dtype
         q_NHD = self._queries(q_NX.to(wide), step)

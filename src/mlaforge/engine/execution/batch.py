@@ -41,8 +41,8 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """Those sequences of a step that are numbered `wanted` in it, and what each layer that sees everything tells of them:
-    where the attention of their last query token falls, [tokens] each (ops/attended.py)."""
+    """Those sequences of a step that are numbered `wanted` in it, and what each layer that sees everything tells of
+    them: where the attention of their last query token falls, [tokens] each (ops/attended.py)."""
 
     wanted: list[int]
     layers: list[list[Tensor]] = dataclasses.field(default_factory=list)
@@ -51,8 +51,8 @@ class Watched:
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """`views` has one entry per cache group. `last_S` is each chunk's last row among the N. `partial`: where only a
-    part of the cache is read, the views of those layers that else see everything, one after another. `watched`: where the
-    attention of its newest query tokens falls is to be told."""
+    part of the cache is read, the views of those layers that else see everything, one after another. `watched`: whose
+    attention is to be told where it falls."""
 
     token_ids_N: Tensor
     positions_N: Tensor

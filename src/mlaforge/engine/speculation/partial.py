@@ -7,7 +7,7 @@ step's own verification, which reads everything, judges them, keeps the longest 
 anew. So nothing that was made under a partial view is ever published, streamed, or found as a prefix, and the tokens
 that come out are the target's own, whatever the view left out.
 
-Legend: S sequences, N rows of a step, K rows that a sequence may see, C hidden size.
+Legend: L layers that see everything, S sequences, N rows of a step, K rows that a sequence may see, C hidden size.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import abc
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.config import EngineConfig
@@ -29,7 +30,9 @@ from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.drafter import Draft, Drafter
 from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.ops.attended import heaviest
+from mlaforge.ops.native import kernels
 from mlaforge.ops.token_selection import narrowed
+from mlaforge.runtime import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,31 @@ class PartialView:
 APART = 256
 
 
+def judging_format(config: EngineConfig, model: EngineModel) -> str | None:
+    """The format of the weights of partial steps, None for the model's own.
+
+    What a step reads is mostly weights where only a part of the cache is read. Full steps judge its tokens with the
+    model's own, so rounded ones change no token, only how many are kept. UserError for a format that does not go with
+    the model's.
+    """
+    format = config.specpv_dtype
+    if config.specpv == "off" or format in ("model", model.format):
+        return None
+    plain = model.format == "bfloat16" and model.device.type == "cpu"
+    if format != "auto":
+        if not plain:
+            raise UserError(
+                f"specpv_dtype = {format} is for bfloat16 models on a CPU; this one is {model.format} on "
+                f"{model.device.type}: use model"
+            )
+        return format
+    return (
+        "int4"
+        if plain and not any(layer.moe for layer in model.spec.layers) and hasattr(kernels(), "linear_int8")
+        else None
+    )
+
+
 class PartialVerification:
     """Drafts that the target has judged under a partial view; `drafter` proposes their tokens, `count` at a time, or as
     many as `policy` learns to be best.
@@ -82,9 +110,8 @@ class PartialVerification:
         # Of the target: the cache group of the layers that see everything, and how many they are.
         full = [layer.attention.group for layer in model.layers if tables.groups[layer.attention.group].window is None]
         self.group, self.layers = (full[0] if full else None), len(full)
-        # By a sequence's number, for each of those layers, the tokens that it attended to most in its last full step,
-        # in their order.
-        self.heaviest: dict[int, list[np.ndarray]] = {}
+        # By a sequence's number what its last full step attended to most.
+        self.retrieved: dict[int, Retrieved] = {}
 
     @classmethod
     def of(
@@ -109,12 +136,14 @@ class PartialVerification:
 
     def saw(self, sequences: abc.Sequence[Sequence], watched: Watched) -> None:
         """What came of it."""
-        pattern = self.pattern
-        found = {s.number: self.heaviest[s.number] for s in sequences if s.number in self.heaviest}
+        sink, window, count = self.pattern.sink, self.pattern.window, self.pattern.retrieval
+        found = {s.number: self.retrieved[s.number] for s in sequences if s.number in self.retrieved}
         for place, masses in zip(watched.wanted, zip(*watched.layers, strict=True), strict=True):
-            last = len(masses[0]) - pattern.window
-            found[sequences[place].number] = list(heaviest(masses, pattern.sink, last, pattern.retrieval).numpy())
-        self.heaviest = found
+            sequence = sequences[place]
+            # Drafts may be refused: what stands before them counts.
+            tail = sequence.computed - window
+            found[sequence.number] = Retrieved(heaviest(masses, sink, tail, count).numpy(), tail)
+        self.retrieved = found
 
     def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose."""
@@ -131,19 +160,21 @@ class PartialVerification:
         room = {s.number: min(count, self.pattern.max_pending) for s, count in budgets}
         texts = [dataclasses.replace(s, token_ids=list(s.token_ids)) for s, _ in budgets]
         begin = {text.number: len(text.token_ids) for text in texts}
-        kept = {text.number: self._kept(text) for text in texts}
         active, steps = texts, dict.fromkeys(begin, 0)
+        view: View | None = None
         for _ in range(self.pattern.full_every):
             left = {t.number: room[t.number] - (len(t.token_ids) - begin[t.number]) for t in active}
             active = [text for text in active if left[text.number] > 0]
             if not active:
                 break
+            if view is None or len(active) < len(view.texts):
+                view = self._view(active, [begin[text.number] + room[text.number] for text in active])
             began = time.perf_counter()
             count = self.count if self.policy is None else self.policy.choose(len(active))
             asked = {text: most for text in active if (most := min(count, left[text.number] - 1)) > 0}
             proposed = self.drafter.propose([*asked.items()], min_probability) if asked else []
             drafts = {text: d.token_ids for text, d in zip(asked, proposed, strict=True) if d is not None}
-            accepted = self._judge(active, drafts, kept)
+            accepted = self._judge(active, drafts, view)
             for text in active:
                 steps[text.number] += 1
                 if self.policy is not None and text in drafts:
@@ -155,16 +186,14 @@ class PartialVerification:
             for (s, _), text in zip(budgets, texts, strict=True)
         }
 
-    def _judge(
-        self, texts: list[Sequence], drafts: dict[Sequence, list[int]], kept: dict[int, _Kept]
-    ) -> dict[Sequence, int]:
+    def _judge(self, texts: list[Sequence], drafts: dict[Sequence, list[int]], view: View) -> dict[Sequence, int]:
         """One partial step: each text grows by the tokens that are agreed to, which are so many, and by the target's
         own."""
         chunks = []
         for text in texts:
             tokens = text.token_ids + drafts.get(text, [])
             chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), None, True))
-        both_NC = self.runner(self._seen(chunks, kept))
+        both_NC = self.runner(self._seen(chunks, view))
         C = self.model.spec.hidden_size
         agreed = likeliest(self.model.logits(both_NC[:, :C])).tolist()
         starts: list[tuple[Sequence, int]] = []
@@ -184,40 +213,54 @@ class PartialVerification:
             self.drafter.observe(starts, both_NC[rows, C:])
         return agreements
 
-    def _kept(self, text: Sequence) -> _Kept:
-        """What is seen of a text before its newest tokens, as things stand now."""
-        tail, first = max(0, text.computed - self.pattern.window), np.arange(self.pattern.sink)
-        chosen = self.heaviest.get(text.number) or [first[:0]] * self.layers
-        # Drafts that were refused stood behind the newest token.
-        return _Kept([np.concatenate((first, own[own < tail])) for own in chosen], tail)
+    def _view(self, texts: list[Sequence], ends: list[int]) -> View:
+        """What these texts see from now on until they end so."""
+        sink, window, size, group = self.pattern.sink, self.pattern.window, self.tables.block_size, self.group
+        assert group is not None
+        places: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        more: list[int] = []
+        for text, end in zip(texts, ends, strict=True):
+            # Where the last full step was long ago, what came after it is no longer near.
+            tail = text.computed - window - self.pattern.max_pending - 1
+            chosen = self.retrieved.get(text.number, Retrieved(np.empty((self.layers, 0), dtype=np.int64), tail + 1))
+            near = np.arange(max(tail, chosen.tail), end)
+            first, last = (np.broadcast_to(x, (self.layers, len(x))) for x in (np.arange(sink), near))
+            places.append(np.concatenate((first, chosen.places_LK, last), axis=1))
+            blocks = np.asarray(self.tables.table(text.number, group)[1])
+            slots.append(blocks[places[-1] // size] * size + places[-1] % size)
+            more.append(places[-1].shape[1] - end)
+        K = -(-max(own.shape[1] for own in places) // APART) * APART
+        both = np.zeros((2, self.layers, len(texts), K), dtype=np.int32)
+        for s, own in enumerate(zip(slots, places, strict=True)):
+            both[:, :, s, : own[0].shape[1]] = own
+        slots_LSK, places_LSK = torch.from_numpy(both).to(self.model.device)
+        return View(texts, slots_LSK, places_LSK, more)
 
-    def _seen(self, chunks: list[Chunk], kept: dict[int, _Kept]) -> Batch:
+    def _seen(self, chunks: list[Chunk], view: View) -> Batch:
         """The chunks with a partial view for each layer that sees everything."""
         batch = make_batch(chunks, self.tables, self.model.device)
-        group, size = self.group, self.tables.block_size
-        if group is None:
-            return batch
-        tables = [np.asarray(self.tables.table(chunk.seq, group)[1]) for chunk in chunks]
-        views = []
-        for layer in range(self.layers):
-            positions = [kept[chunk.seq].upto(chunk.stop, layer) for chunk in chunks]
-            counts = tuple(map(len, positions))
-            stands_SK = np.zeros((len(chunks), -(-max(counts) // APART) * APART), dtype=np.int32)
-            slots_SK = np.zeros_like(stands_SK)
-            for s, (blocks, each) in enumerate(zip(tables, positions, strict=True)):
-                stands_SK[s, : len(each)] = each
-                slots_SK[s, : len(each)] = blocks[each // size] * size + each % size
-            slots, stands = (torch.from_numpy(table).to(self.model.device) for table in (slots_SK, stands_SK))
-            views.append(narrowed(batch.views[group], slots, stands, counts, True))
-        return dataclasses.replace(batch, partial=tuple(views))
+        assert self.group is not None
+        counts = tuple(chunk.stop + more for chunk, more in zip(chunks, view.more, strict=True))
+        layers = zip(view.slots_LSK, view.places_LSK, strict=True)
+        views = tuple(narrowed(batch.views[self.group], *layer, counts, True) for layer in layers)
+        return dataclasses.replace(batch, partial=views)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
-    """Positions that each layer sees before `tail`, rising; from there on all are seen."""
+class Retrieved:
+    """Of each layer the tokens that were attended to most, [L, K] rising; all stand before `tail`."""
 
-    layers: list[np.ndarray]
+    places_LK: np.ndarray
     tail: int
 
-    def upto(self, stop: int, layer: int) -> np.ndarray:
-        return np.concatenate((self.layers[layer], np.arange(self.tail, stop)))
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Slots and positions, int32 [L, S, K], of what some texts see in each layer L while they grow: a text of so many
+    tokens sees the first of them, `more` by number."""
+
+    texts: list[Sequence]
+    slots_LSK: Tensor
+    places_LSK: Tensor
+    more: list[int]

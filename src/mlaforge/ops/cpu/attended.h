@@ -23,11 +23,14 @@ at::Tensor attended(const at::Tensor& q_WHD, const at::Tensor& rows_LW, const st
   }
   at::Tensor mass = at::zeros({W, longest}, q.options());
   float* masses = mass.mutable_data_ptr<float>();
-  // For each task and head weights, which count from the largest logit, that, and their sum.
-  std::vector<float> weights(tasks.size() * H * ATTENDED), most(tasks.size() * H), sums(tasks.size() * H);
+  // For each task and head weights, which count from the largest logit, that, and their sum. Kept from layer to layer:
+  // fresh memory would be given page by page.
+  static thread_local std::vector<float> kept;
+  kept.resize(std::max<size_t>(kept.size(), tasks.size() * H * (ATTENDED + 2)));
+  float *weights = kept.data(), *most = weights + tasks.size() * H * ATTENDED, *sums = most + tasks.size() * H;
   at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
     std::vector<float> own(H * width);
-    std::vector<bf16> packed(ATTENDED / 16 * 16 * width), scratch(rows.scratch(ATTENDED) + 64);
+    std::vector<bf16> packed(ATTENDED * width), scratch(rows.scratch(ATTENDED) + 64);
     std::vector<int32_t> slots(ATTENDED);
     std::vector<const bf16*> row(ATTENDED);
     for (int64_t task = begin; task < end; ++task) {
@@ -41,10 +44,10 @@ at::Tensor attended(const at::Tensor& q_WHD, const at::Tensor& rows_LW, const st
       for (int64_t g = 0; g < G; ++g) {
         for (int64_t b = 0; b < blocks; ++b) pack_keys(row.data() + b * 16, g * D, D, packed.data() + b * 16 * width);
         product<false>(packed.data(), blocks, own.data() + g * J * width, J, width, width,
-                       weights.data() + (task * H + g * J) * ATTENDED, ATTENDED);
+                       weights + (task * H + g * J) * ATTENDED, ATTENDED);
       }
       for (int64_t h = 0; h < H; ++h) {
-        float* weight = weights.data() + (task * H + h) * ATTENDED;
+        float* weight = weights + (task * H + h) * ATTENDED;
         Floats largest = all(-INF), total = all(0.0f);
         for (int64_t i = 0; i < count; i += 16) largest = max(largest, select(between(0, count - i), load(weight + i), largest));
         const float peak = greatest(largest);
@@ -66,7 +69,7 @@ at::Tensor attended(const at::Tensor& q_WHD, const at::Tensor& rows_LW, const st
         for (int64_t i = first[w]; i < first[w + 1]; ++i) peak = std::max(peak, most[i * H + h]);
         for (int64_t i = first[w]; i < first[w + 1]; ++i) total += sums[i * H + h] * std::exp(most[i * H + h] - peak);
         const Floats share = all(std::exp(most[task * H + h] - peak) / total);
-        const float* weight = weights.data() + (task * H + h) * ATTENDED;
+        const float* weight = weights + (task * H + h) * ATTENDED;
         float* to = masses + w * longest + t;
         for (int64_t i = 0; i < count; i += 16)
           store(to + i, fma(load(weight + i), share, load(to + i, count - i)), count - i);

@@ -68,7 +68,9 @@ struct Attention {
     const Layout apart{D, V, G * D};
     return rows.coded_by(D, 2 * G) && V == D && row == apart && G <= 16 && D % 4 == 0;
   }
-  bool prompt(int64_t s) const { return is_prompt(view, s, H); }
+  // Columns of a sequence whose chunks are tasks: rows that are read as they lie may be read by several.
+  int64_t apart = COLUMNS;
+  bool prompt(int64_t s) const { return is_prompt(view, s, H) && view.queries(s) * H > apart; }
   const Rows& rows_of(int64_t s) const { return decoded && prompt(s) ? *decoded : rows; }
   const View& view_of(int64_t s) const { return decoded && prompt(s) ? *decoded_view : view; }
 };
@@ -236,7 +238,10 @@ inline void merge_chunk(float* total, float& top, float& sum, const float* part,
 template <typename Kernel>
 class PagedAttention {
  public:
-  explicit PagedAttention(const Attention& of) : of_(of), view_(of_.view) { decode(); }
+  explicit PagedAttention(const Attention& of) : of_(of), view_(of_.view) {
+    if (!of_.source && (!of_.rows.packed() || of_.codes())) of_.apart = 4 * COLUMNS;
+    decode();
+  }
 
   // `finish(n, out [H, V], lse [H])` for every query token, from several threads at once.
   template <typename Finish>
@@ -260,7 +265,7 @@ class PagedAttention {
       // Every chunk is a task; the results are merged afterwards. A tree has more of them: of as many query tokens as one
       // takes, and where nodes are of one.
       std::vector<HeadSet> sets;
-      if (H <= COLUMNS) sets = {every};
+      if (H <= COLUMNS && (T * H <= COLUMNS || view_.tree_Tn || of_.apart == COLUMNS)) sets = {every};
       else for (int64_t g = 0; g < G; ++g) sets.push_back(one(g));
       const auto [from, to] = view_.chunks(s, 0, T);
       places[s] = {all_places, to - from, sets[0].heads};

@@ -1,7 +1,7 @@
 """Paged attention against a GPU's roof, as `mlaforge bench kernels` measures it, into one file.
 
-    python benchmarks/kernels.py [--roof h200] [--implementation triton] [--out benchmarks/kernels]
-    python benchmarks/kernels.py --device cpu --implementation reference --small
+    python benchmarks/paged_kernels.py [--roof h200] [--implementation triton] [--out benchmarks/kernels]
+    python benchmarks/paged_kernels.py --device cpu --implementation reference --small
 
 Writes OUT/kernels.json. The grid, the comparison with the reference and the timing are src/mlaforge/bench/kernels.py.
 """
