@@ -1,13 +1,14 @@
 """What partial verification brings on a CPU: plain decoding, a draft head, and the head with partial verification,
-where measurement says that it pays, and always.
+where measurement says that it pays, always, and in the paper's lossy form.
 
     python benchmarks/specpv.py --data ../shared/data [--cases 2048x1 8000x1 8000x4] [--sweep] [--out FILE.json]
 
 SmolLM2-135M-Instruct in bf16 with the shipped head. Each of the eight documents of benchmarks/sparsity.py, cut to the
 context, stands in a conversation that asks for a summary; answers are greedy, --tokens long at most, and end where the
 text ends. All of them take turns on one engine, the documents one after another (in a batch so many together), and what
-counts is the time from the first new token to the last. Tokens must be plain decoding's. `kept` is the share of the
-pending tokens that a full step agreed to. --sweep: other sizes of the view, on the first case.
+counts is the time from the first new token to the last. Tokens must be plain decoding's, but those of the lossy form.
+`kept` is the share of the pending tokens that a full step agreed to. `nats`: what the model itself, reading all, gives
+the answer's tokens, less than it gives those of plain decoding. --sweep: other sizes of the view, on the first case.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ HEAD = Path(mlaforge.__file__).parent / "demo" / "heads" / "smollm2-135m-instruc
 ASK = "Summarize this text in your own words:\n\n"
 # Ratios to plain decoding, and to the head alone.
 BARS = {"2048x1": (1.0, 1.0), "8000x1": (1.4, 1.25), "8000x4": (None, 1.2)}
-ALWAYS = "head, always partial"
+ALWAYS, LOSSY, LOSSY_CASE = "head, always partial", "head, lossy", "8000x1"
 SWEEP = {
-    "specpv_sink": (16, 64), "specpv_retrieval": (0, 256, 512, 1024), "specpv_window": (128, 256, 512),
-    "specpv_full_every": (4, 8, 16), "specpv_max_pending": (6, 8, 12, 16, 24),
+    "specpv_dtype": ("model", "int8", "int4"), "specpv_retrieval": (0, 512, 1024, 2048),
+    "specpv_window": (128, 256, 512), "specpv_max_pending": (4, 8, 16, 24), "specpv_full_every": (2, 4, 8, 16),
+    "specpv_sink": (4, 16, 64),
 }  # fmt: skip
 
 
@@ -62,10 +64,21 @@ class Modes:
         engine.speculation, engine.model.boundaries = None, ()
         if name == "plain":
             return
-        specpv = "off" if name == "head" else "lossless"
+        specpv = "off" if name == "head" else "lossy" if name == LOSSY else "lossless"
         engine.config = dataclasses.replace(self.config, **{"specpv": specpv, **options})
         engine.speculate(self.drafter)
         engine.speculation = self.kept.setdefault(name, engine.speculation)
+        if name in (ALWAYS, LOSSY):
+            # Without looking at the pace.
+            engine.speculation.controller.pace = None
+
+    def nats(self, prompt: list[int], answer: list[int]) -> float:
+        """What the model gives an answer, a token."""
+        self.use("plain")
+        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+        (output,) = self.llm.generate([prompt + answer], params)
+        own = output.prompt_logprobs[len(prompt) :]
+        return -sum(each.logprob for each in own) / len(own)
 
     def run(self, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
         """The answers, and seconds for each of their tokens behind the first."""
@@ -100,6 +113,7 @@ def measured(
     """A row for each of `names`, over the batches of prompts; plain decoding is the first."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     distinct: list[float] = []
+    worse: list[float] = []
     differ = dict.fromkeys(names, 0)
     for number, batch in enumerate(batches):
         # Prompts are computed with the head's rows, and found by whoever comes after.
@@ -108,13 +122,14 @@ def measured(
             modes.llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1))
         wanted: list[list[int]] = []
         for name in names:
-            # Always: with the tokens per step that were asked for, and without looking at the pace.
-            always = {"adaptive_speculation": False} if name == ALWAYS else {}
-            modes.use(name, **(options | always if name not in ("plain", "head") else {}))
+            modes.use(name, **(options if name not in ("plain", "head") else {}))
             answers, each = modes.run(batch)
             wanted = wanted or answers
             seconds[name].append(each)
             differ[name] += answers != wanted
+            if name == LOSSY:
+                pairs = zip(batch, answers, wanted, strict=True)
+                worse += [modes.nats(prompt, own) - modes.nats(prompt, plain) for prompt, own, plain in pairs]
         distinct += [distinct_share(answer) or 0.0 for answer in wanted]
         log(f"{number + 1} of {len(batches)}: " + ", ".join(f"{n} {1e3 * s[-1]:.1f} ms" for n, s in seconds.items()))
     rows = []
@@ -126,6 +141,8 @@ def measured(
         }  # fmt: skip
         if "head" in seconds:
             row["to_head"] = spread([h / o for h, o in zip(seconds["head"], own, strict=True)])
+        if name == LOSSY:
+            row["nats"] = statistics.mean(worse)
         if name in modes.kept:
             row["eagle_speculation"] = modes.kept.pop(name).stats.block()
         rows.append(row)
@@ -156,7 +173,8 @@ def main() -> None:
                     results.add(key | row)
             break
         for _ in results.missing([{"case": case, "mode": ALWAYS}]):
-            for row in measured(modes, ("plain", "head", "head, partial", ALWAYS), batches):
+            names = ("plain", "head", "head, partial", ALWAYS, *([LOSSY] if case == LOSSY_CASE else []))
+            for row in measured(modes, names, batches):
                 results.add({"case": case, "bars": BARS.get(case), **row})
         modes.llm.engine.forget()
     print(table(results.rows))
@@ -165,7 +183,7 @@ def main() -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows, for the terminal."""
     lines: list[tuple[str, ...]] = [
-        ("case", "", "ms a token", "to plain", "least", "to head", "length", "kept", "differ")
+        ("case", "", "ms a token", "to plain", "least", "to head", "length", "kept", "differ", "nats")
     ]
     for row in rows:
         block = row.get("eagle_speculation") or {}
@@ -175,6 +193,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["case"], swept or row["mode"], f"{row['ms_per_token']:.1f}", f"{row['to_plain']['median']:.2f}",
             f"{row['to_plain']['min']:.2f}", f"{row['to_head']['median']:.2f}" if "to_head" in row else "–",
             f"{length:.2f}" if length else "–", f"{kept:.2f}" if kept else "–", str(row["differ"]),
+            f"{row['nats']:+.4f}" if "nats" in row else "–",
         ))  # fmt: skip
     return text_table(lines)
 

@@ -208,7 +208,7 @@ def test_the_ceiling_is_bytes_and_flops_of_partial_steps_and_full_ones(tiny_mode
     row, context = 192 * 4, 20_000
     partial, full = weights + VIEWED.seen * row, weights + context * row
     # 10 full steps, 25 partial ones that agreed to 60 tokens, 30 of which were kept.
-    top = roof.partial_limit(plan, slow, "float32", context, 1, 3, VIEWED, blocked(10, 25, 60, 4.0))
+    top = roof.partial_limit(plan, slow, "float32", context, 1, 3, VIEWED, "float32", blocked(10, 25, 60, 4.0))
     seconds = (full + 2.5 * partial) / slow.bandwidth
     assert top["tokens_per_second"] == pytest.approx(4 / seconds, rel=1e-2)
     assert top["limit"] == "cache bandwidth"
@@ -217,7 +217,7 @@ def test_the_ceiling_is_bytes_and_flops_of_partial_steps_and_full_ones(tiny_mode
     # Every draft accepted: two partial steps agree to eight tokens.
     assert top["speedup_ceiling"] == pytest.approx(9 * full / (full + 2 * partial), rel=1e-2)
     # Where a step reads little of the cache, there is nothing to gain.
-    short = roof.partial_limit(plan, slow, "float32", 160, 1, 3, VIEWED, blocked(10, 20, 80, 9.0))
+    short = roof.partial_limit(plan, slow, "float32", 160, 1, 3, VIEWED, "float32", blocked(10, 20, 80, 9.0))
     assert short["specpv_ceiling"] < 1 < roof.limit(plan, slow, "float32", 160, 1, 3, 4.0)["speedup_ceiling"]
 
 
@@ -236,7 +236,7 @@ def test_no_turn_is_faster_than_its_ceiling(tiny_models):
             took = sum(seconds(VIEWED.seen, rows) for turn in turns for rows in turn)
             took += sum(seconds(4000, 1 + sum(turn)) for turn in turns)
             block = blocked(len(turns), partial, pending, 1 + pending / len(turns))
-            top = roof.partial_limit(plan, gpu, "float32", 4000, 1, 5, VIEWED, block)
+            top = roof.partial_limit(plan, gpu, "float32", 4000, 1, 5, VIEWED, "float32", block)
             assert top["tokens_per_second"] * (1 + 1e-9) >= (len(turns) + pending) / took
 
 

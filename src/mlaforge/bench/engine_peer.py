@@ -17,7 +17,7 @@ from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
-from mlaforge.engine.speculation.partial import PartialView
+from mlaforge.engine.speculation.partial import PartialView, judging_format
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError, resolve_device
 
@@ -46,6 +46,8 @@ class EnginePeer:
         self.llm = LLM(directory, config)
         self.engine: Engine = self.llm.engine
         self.dtype = self.engine.model.format
+        # The weights of partial steps.
+        self.judged = judging_format(config, self.engine.model)
         cache_bytes = self.engine.cache.bytes if self.engine.device.type == "cuda" else 0
         self.weight_bytes: int | None = max(0, self.memory.now() - before - cache_bytes)
         self.head: Drafter | None = self.engine.speculation.drafter if self.engine.speculation else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +27,9 @@ from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.peer import Variant
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.speculation.controller import Decision
+from mlaforge.engine.speculation.partial import LEAST_PENDING
 from mlaforge.engine.speculation.step import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
@@ -92,8 +95,10 @@ class Audit:
             peer_use(variant, answers, prompts)
             if engine.speculation is not None:
                 engine.speculation.propose = self._proposing(engine.speculation.propose)  # type: ignore[method-assign]
+                if (partial := engine.speculation.partial) is not None:
+                    partial.runner = functools.partial(run, runner=partial.runner)  # type: ignore[assignment]
 
-        def run(batch: Batch) -> Tensor:
+        def run(batch: Batch, runner: Runner = runner) -> Tensor:
             self.views += 1
             self.broken_views += check_batch(batch, engine)
             if self.hook.decoding and engine.speculation is not None and (partial := engine.speculation.partial):
@@ -154,8 +159,8 @@ class Audit:
                 self.drafts["asked"] += wanted > 0
                 self.drafts["disabled"] += room < wanted
                 draft, partial = proposal.drafts.get(sequence), speculation.partial
-                # A partial step makes one token at the least.
-                least = min(room, partial.pattern.full_every) if decision.partial and partial else room
+                # How many may be pending is learned.
+                least = min(room, LEAST_PENDING) if decision.partial and partial else room
                 self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < least)
             return proposal
 

@@ -94,18 +94,19 @@ def limit(
 
 
 def partial_limit(
-    plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, drafts: int, view: PartialView, block: dict[str, Any]
+    plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, drafts: int, view: PartialView, judged: str,
+    block: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """As `limit`, for partial verification that made the steps which `block` (eagle_speculation) counts: a full step
-    reads weights and all of the cache, a partial one weights and a view. `specpv_ceiling` is the speed-up over the same
-    drafts judged by all of the cache at once, if as many tokens were pending after as many partial steps, all of them
-    were kept, and both ways accepted alike."""
+    reads weights and all of the cache, a partial one weights in `judged` and a view. `specpv_ceiling` is the speed-up
+    over the same drafts judged by all of the cache at once, if as many tokens were pending after as many partial steps,
+    all of them were kept, and both ways accepted alike."""
 
     def turn(steps: float, pending: float) -> dict[str, float]:
         """Seconds of a full step that judges so many tokens and of the partial ones before it. Time rises with the
         tokens of a step at the least as the straight line does, so their mean, rounded down, is no slower."""
         whole = step_limits(plan, gpu, dtype, context, batch, 1 + int(pending))
-        part = step_limits(plan, gpu, dtype, min(context, view.seen), batch, max(1, int(pending / steps)))
+        part = step_limits(plan, gpu, judged, min(context, view.seen), batch, max(1, int(pending / steps)))
         return {name: whole.get(name, 0.0) + steps * part.get(name, 0.0) for name in {**whole, **part}}
 
     def seconds(queries: int) -> float:

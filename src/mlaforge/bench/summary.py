@@ -79,7 +79,7 @@ def case(
         roofed = (plan, gpu, peer.dtype, context + recipe.tokens // 2, batch, variant.count)
         if block and block["partial_steps"]:
             assert isinstance(peer, EnginePeer)
-            roofline = partial_limit(*roofed, peer.view, block)
+            roofline = partial_limit(*roofed, peer.view, peer.judged, block)
         else:
             roofline = limit(*roofed, block["mean_acceptance_length"] if block else None)
         entry["roofline"] = {**roofline, "fraction": statistics.median(runs) / roofline["tokens_per_second"]}

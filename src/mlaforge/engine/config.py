@@ -11,7 +11,7 @@ ENGINE_DTYPES = (*DTYPES, "int8", "int4")
 # How the cache can store its rows: names of ops/row_format.py.
 CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "coded")
 # Whether drafted tokens are judged by a part of the cache first.
-SPECPV = ("off", "lossless")
+SPECPV = ("off", "lossless", "lossy")
 # Of tokens drafted in a row, and of tokens in a tree of them.
 MOST_DRAFTED, LARGEST_TREE = 8, 64
 
@@ -59,16 +59,16 @@ class EngineConfig(Options):
         "num-speculative-tokens; 0 for a chain", "tokens", least=0, most=LARGEST_TREE,
     )  # fmt: skip
     specpv: str = option(
-        "off", "at long context judge drafted tokens by a part of the cache first, and by all of it now and then; the "
-        "tokens are the same", choices=SPECPV,
+        "off", "at long context judge drafted tokens by a part of the cache first, and by all of it now and then; "
+        "lossless: the tokens are the same; lossy: what was judged by a part stays, as in the paper", choices=SPECPV,
     )  # fmt: skip
     specpv_sink: int = option(16, "first tokens that a partial view holds", "tokens", least=1)
     specpv_retrieval: int = option(
         1024, "tokens that a partial view holds because the last full step attended to them most", "tokens", least=0
     )
     specpv_window: int = option(256, "newest tokens that a partial view holds", "tokens", least=16)
-    specpv_full_every: int = option(8, "partial steps before a full one", "steps", least=1)
-    specpv_max_pending: int = option(8, "tokens that wait for a full step at the most", "tokens", least=1, most=64)
+    specpv_full_every: int = option(16, "partial steps before a full one", "steps", least=1)
+    specpv_max_pending: int = option(16, "tokens that wait for a full step at the most", "tokens", least=1, most=64)
     specpv_dtype: str = option(
         "auto", "weights of partial steps, which full ones judge: the model's, or rounded ones beside them; auto: int4 "
         "for a bfloat16 model without experts on a CPU that multiplies int8, else the model's",

@@ -15,7 +15,7 @@ from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.cache.block_tables import BlockTables
-from mlaforge.engine.cache.kv_cache import Cache, LayerCache, free_bytes, layer_caches, size_groups
+from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.attention import paged
 from mlaforge.engine.execution.batch import make_batch
@@ -98,20 +98,15 @@ class Engine:
         spare = 1 if self.device.type == "cuda" else 0
         self.cache = Cache(layers, groups, block_size, self.model.dtype, self.device, spare)
         self.tables = BlockTables(groups, block_size, config.prefix_caching)
-        self._load(self.model, layers)
+        self._layers = layers
+        self._load(self.model)
         # No sequence outgrows the cache: it ends as at the end of the context.
         full = [group.num_blocks for group in groups if group.window is None]
         if full and min(full) * block_size < self.max_model_len:
             self.max_model_len = min(full) * block_size
             log(f"context cut to {self.max_model_len} tokens, which is what the cache holds; see --cache-bytes")
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
-        # Who judges under a partial view, on the same cache.
-        self.judge, self.judge_runner = self.model, self.runner
-        if (rounded := judging_format(config, self.model)) is not None:
-            self.judge = EngineModel(source, rounded, self.device)
-            self._load(self.judge, layers)
-            self.judge.embedding = self.model.embedding
-            self.judge_runner = Runner(self.judge, self.cache.scratch, config.max_num_seqs)
+        self._source, self._judges = source, {self.model.format: (self.model, self.runner)}
         self.scheduler = Scheduler(
             self.tables, config.max_num_seqs, config.max_num_batched_tokens, replays=is_sparse(source.config)
         )
@@ -130,9 +125,19 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
 
-    def _load(self, model: EngineModel, layers: list[LayerCache]) -> None:
+    def _judge(self) -> tuple[EngineModel, Runner]:
+        """What runs partial steps: the model, or the same with rounded weights, on the same cache."""
+        format = judging_format(self.config, self.model)
+        if format not in self._judges:
+            judge = EngineModel(self._source, format, self.device)
+            self._load(judge)
+            judge.embedding = self.model.embedding
+            self._judges[format] = judge, Runner(judge, self.cache.scratch, self.config.max_num_seqs)
+        return self._judges[format]
+
+    def _load(self, model: EngineModel) -> None:
         """Its attention is on this engine's cache."""
-        own = model.spec.layers
+        layers, own = self._layers, model.spec.layers
         model.load(
             lambda index, attention: paged(
                 attention,
@@ -158,8 +163,12 @@ class Engine:
         """Lets `drafter` propose tokens. One that reads captured states must be there before the first request: what
         was computed without it is unknown to it."""
         config = self.config
-        self.model.boundaries = self.judge.boundaries = drafter.boundaries
-        partial = PartialVerification.of(config, drafter, self.judge, self.judge_runner, self.tables)
+        self.model.boundaries = drafter.boundaries
+        partial = None
+        if config.specpv != "off":
+            judge, runner = self._judge()
+            judge.boundaries = drafter.boundaries
+            partial = PartialVerification(config, drafter, judge, runner, self.tables)
         controller = Controller(
             config.num_speculative_tokens, config.adaptive_speculation, config.speculative_tree_tokens, partial
         )

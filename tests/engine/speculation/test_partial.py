@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from mlaforge.engine.execution.batch import Chunk, make_batch
-from mlaforge.engine.execution.block_mass import BlockMass
+from mlaforge.engine.execution.batch import Chunk, Watched, make_batch
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.controller import Pace
 from mlaforge.engine.speculation.drafter import NgramDrafter
-from mlaforge.engine.speculation.partial import PartialVerification
+from mlaforge.engine.speculation.partial import FRESH, PartialVerification, Retrieved
 from mlaforge.engine.speculation.policy import EXPLORE_EVERY
+from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
 from support.drafters import Knowing
 from support.eagle3_heads import saved
@@ -40,7 +40,7 @@ def model(request, tiny_models, converted):
 
 def partly(engine, drafter, count=3, **options):
     """The engine, which judges what `drafter` proposes under partial views first."""
-    engine.config = dataclasses.replace(engine.config, specpv="lossless", **{**SMALL, **options})
+    engine.config = dataclasses.replace(engine.config, **{"specpv": "lossless", **SMALL, **options})
     speculate(engine, drafter, count)
     assert isinstance(engine.speculation.partial, PartialVerification)
     return engine.speculation
@@ -80,7 +80,7 @@ def test_what_sees_all_is_right_about_all(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     prompts = random_prompts(300)
     texts = texts_of(llm, prompts)
-    partial = partly(llm.engine, Knowing(texts, 0.5), specpv_window=400)
+    partial = partly(llm.engine, Knowing(texts, 0.5), specpv_window=400, specpv_dtype="model")
     partial.partial.applies = lambda sequence: True
     assert continued(llm, prompts) == texts
     stats = llm.engine.stats().speculation
@@ -94,20 +94,27 @@ def test_nothing_is_read_outside_a_view(model):
     engine = llm.engine
     partial = partly(engine, Knowing([], 1.0)).partial
     sequence, chunk = decoding(llm, prompt)
-    kept = partial._kept(sequence)
-    before = engine.runner(partial._seen([chunk], {sequence.number: kept})).clone()
+    if not partial.layers:
+        assert not partial.applies(sequence)
+        return
+    # As if the last full step had attended to these.
+    random = np.random.default_rng(0)
+    chosen = np.sort(random.permuted(np.tile(np.arange(16, 250), (partial.layers, 1)), axis=1)[:, :32], axis=1)
+    partial.retrieved[sequence.number] = Retrieved(chosen, sequence.computed - SMALL["specpv_window"])
+    view = partial._view([sequence], [chunk.stop])
+    before = engine.runner(partial._seen([chunk], view)).clone()
     full = [
         layer
         for layer in range(len(engine.model.layers))
         if engine.tables.groups[group_of(engine, layer)].window is None
     ]
     for at, layer in enumerate(full):
-        seen = kept.upto(chunk.stop, at)
-        assert len(seen) < chunk.stop / 2
+        seen = view.places_LSK[at, 0, : chunk.stop + view.more[0]].numpy()
+        assert len(set(seen)) == len(seen) < chunk.stop / 2 and set(chosen[at]) < set(seen)
         blocks = np.asarray(engine.tables.table(sequence.number, group_of(engine, layer))[1])
         left_out = np.setdiff1d(np.arange(chunk.stop), seen)
         engine.cache.rows[layer].packed[torch.from_numpy(blocks[left_out // 16] * 16 + left_out % 16)] = torch.nan
-    after = engine.runner(partial._seen([chunk], {sequence.number: kept}))
+    after = engine.runner(partial._seen([chunk], view))
     assert torch.equal(after, before) and not after.isnan().any()
 
 
@@ -130,10 +137,10 @@ def masses(directory, ids, **options):
     """Of the last token of a text, layer by layer."""
     llm = watched(directory, cache_bytes=64 << 20, **options)
     _, chunk = decoding(llm, ids[:-1])
-    chunk, mass = dataclasses.replace(chunk, token_ids=ids), BlockMass([0])
+    chunk, told = dataclasses.replace(chunk, token_ids=ids), Watched([0])
     batch = make_batch([chunk], llm.engine.tables, llm.engine.device)
-    llm.engine.runner(dataclasses.replace(batch, mass=mass))
-    return [layer[0] for layer in mass.layers]
+    llm.engine.runner(dataclasses.replace(batch, watched=told))
+    return [layer[0] for layer in told.layers]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -152,7 +159,7 @@ def test_what_is_retrieved_is_what_was_attended_to(family, dtype, tiny_models, c
     assert len(own) == len(full) > 0
     for mass, layer in zip(own, full, strict=True):
         p = layer[0, :, -1]
-        wanted = torch.nn.functional.pad((p / p.sum(-1, keepdim=True)).sum(0), (0, -len(ids) % 16)).view(-1, 16).sum(1)
+        wanted = (p / p.sum(-1, keepdim=True)).sum(0)
         torch.testing.assert_close(mass, wanted.detach(), rtol=1e-3, atol=1e-3 if dtype == "float32" else 0.05)
     rope = masses(converted(family, "latent_rope", budget=1.0), ids, dtype=dtype)
     int8 = masses(source, ids, dtype=dtype, kv_cache_dtype="int8")
@@ -160,8 +167,9 @@ def test_what_is_retrieved_is_what_was_attended_to(family, dtype, tiny_models, c
         torch.testing.assert_close(same, mass, rtol=0.1, atol=1e-2 if dtype == "float32" else 0.15)
         torch.testing.assert_close(rounded, mass, rtol=0.1, atol=0.15)
     for mass, summary in zip(own, masses(converted(family, "latent", budget=1.0), ids, dtype=dtype), strict=True):
-        assert summary.shape == (len(ids) // 16,) and summary.isfinite().all()
-        assert torch.corrcoef(torch.stack((summary, mass[: len(summary)])))[0, 1] > 0
+        blocks = [each[: len(ids) // 16 * 16].view(-1, 16).sum(1) for each in (summary, mass)]
+        assert summary.shape == mass.shape and not summary[len(ids) // 16 * 16 :].any()
+        assert torch.corrcoef(torch.stack(blocks))[0, 1] > 0
 
 
 def test_an_eagle_head_follows_what_is_pending(tiny_models, tmp_path):
@@ -198,6 +206,48 @@ def test_preempted_forked_and_stopped(tiny_models):
     idle(engine)
 
 
+@pytest.mark.parametrize("layout", [None, "latent", "latent_rope"])
+def test_rounded_weights_judge_what_is_pending(layout, tiny_models, converted):
+    """Their tokens are a draft: the model's own come out, whatever they agree to."""
+    model = converted("llama", layout, budget=0.75, layers="all") if layout else tiny_models["llama"]
+    options = {"dtype": "bfloat16", "cache_bytes": 64 << 20, "specpv": "lossless", "speculative": "ngram", **SMALL}
+    prompts = random_prompts(300, 250)
+    for format in ("model", "int8", "int4"):
+        llm = watched(model, specpv_dtype=format, **options)
+        judge = llm.engine.speculation.partial.model
+        assert judge.format == ("bfloat16" if format == "model" else format)
+        assert (judge is llm.engine.model) == (format == "model")
+        texts = texts_of(llm, prompts)
+        partly(llm.engine, Knowing(texts, 0.8), specpv_dtype=format)
+        assert continued(llm, prompts) == texts
+        assert llm.engine.stats().speculation.partial_steps > 2
+    if hasattr(kernels(), "linear_int8"):
+        assert watched(model, **options).engine.speculation.partial.model.format == "int4"
+
+
+def test_lossy_keeps_what_a_part_agreed_to(tiny_models):
+    """The text is that of partial views, and what a full step would have said otherwise is counted; its rows are full
+    ones all the same."""
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
+    prompts = random_prompts(300, 250)
+    texts = texts_of(llm, prompts)
+    lossy = {"specpv": "lossy", "specpv_retrieval": 0, "specpv_dtype": "model"}
+    stats = partly(llm.engine, Knowing(texts, 0.8), **lossy).stats
+    made = continued(llm, prompts)
+    assert stats.partial_steps > 2 and 0 <= stats.kept < stats.pending == stats.drafted
+    assert made != texts and [len(text) for text in made] == [len(text) for text in texts]
+    # A lossy text goes on as any text does: what its rows hold is the model's own.
+    found = continued(llm, [made[0]], 4, speculate=False)
+    llm.engine.forget()
+    assert continued(llm, [made[0]], 4, speculate=False) == found
+    (asked,) = llm.generate(prompts[:1], greedy(NEW, logprobs=1))
+    assert prompts[0] + asked.outputs[0].token_ids == texts[0]
+    seeing = partly(llm.engine, Knowing(texts, 0.8), **{**lossy, "specpv_window": 400})
+    seeing.partial.applies = lambda sequence: True
+    assert continued(llm, prompts) == texts
+    idle(llm.engine)
+
+
 def test_drawn_tokens_are_drafted_plainly(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     (prompt,) = random_prompts(300)
@@ -212,6 +262,10 @@ def test_drawn_tokens_are_drafted_plainly(tiny_models):
     ("options", "words"),
     [
         ({"speculative": "none"}, "specpv = lossless judges drafted tokens; speculative must be ngram or a head"),
+        (
+            {"specpv_dtype": "int8", "dtype": "float32"},
+            "specpv_dtype = int8 is for bfloat16 models on a CPU; this one is",
+        ),
         ({"kv_cache_dtype": "int4"}, "specpv = lossless reads tokens one by one, and kv_cache_dtype int4 packs"),
     ],
 )
@@ -230,3 +284,38 @@ def test_the_faster_way_is_taken_and_the_other_tried():
             pace.record(2, taken[-1], tokens if taken[-1] else 1, seconds[taken[-1]])
         late = taken[EXPLORE_EVERY:]
         assert late.count(not wanted) <= 3 and (not wanted) in late
+
+
+def test_easy_stretches_wait_longer_than_hard_ones(tiny_models):
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
+    (prompt,) = random_prompts(300)
+    partial = partly(llm.engine, Knowing([], 1.0)).partial
+    sequence, _ = decoding(llm, prompt)
+    rooms = []
+    for pending, kept in ((4, 4), (8, 8), (9, 5), (5, 0), (2, 2)):
+        partial.learn(sequence, pending, kept)
+        rooms.append(partial.room[sequence.number])
+    assert rooms == [8, SMALL["specpv_max_pending"], 5, 2, 4]
+
+
+def test_what_was_retrieved_is_looked_for_anew_after_some_tokens(tiny_models):
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
+    (prompt,) = random_prompts(300)
+    partial = partly(llm.engine, Knowing([], 1.0)).partial
+    sequence, _ = decoding(llm, prompt)
+    assert partial.watch([sequence]).wanted == [0]
+    partial.saw([sequence], Watched([0], [[torch.rand(300)] for _ in range(partial.layers)]))
+    assert partial.watch([sequence]) is None
+    sequence.computed += FRESH
+    assert partial.watch([sequence]).wanted == [0]
+
+
+def test_another_text_is_measured_anew():
+    pace = Pace()
+    for alone in (1, 2):
+        taken = []
+        for _ in range(20):
+            taken.append(pace.choose(1, alone))
+            # Partial verification pays for the first text alone.
+            pace.record(1, taken[-1], 9 if taken[-1] == (alone == 1) else 1, 1.0)
+        assert taken[:8] == [False] * 4 + [True] * 4 and set(taken[9:]) == {alone == 1}

@@ -16,16 +16,23 @@ PACE_STEPS = 4
 
 class Pace:
     """Whether partial verification makes more tokens a second than decoding without it, by the number of sequences that
-    decode: both are measured as they are used, and the slower one is tried now and then."""
+    decode: both are measured as they are used, anew for a sequence that runs alone, and the slower one is tried now and
+    then."""
 
     def __init__(self) -> None:
-        # Tokens and seconds of either way, older steps counting less.
+        # Steps, tokens and seconds of either way, older ones counting less.
         self._made: dict[tuple[int, bool], tuple[int, float, float]] = {}
+        self._alone: int | None = None
         self._decisions = 0
 
-    def choose(self, active: int) -> bool:
-        """Whether to judge by a part of the cache first."""
+    def choose(self, active: int, alone: int | None = None) -> bool:
+        """Whether to judge by a part of the cache first; `alone` is the number of a sequence that runs alone."""
         self._decisions += 1
+        if alone != self._alone:
+            self._alone = alone
+            for way in (False, True):
+                # Another text: what the last one was like is a guess.
+                self._made[active, way] = (0, *self._made.get((active, way), (0, 0.0, 0.0))[1:])
         rates = {}
         for partial in (False, True):
             steps, tokens, seconds = self._made.get((active, partial), (0, 0.0, 0.0))
@@ -96,7 +103,8 @@ class Controller:
         active = sum(sequence.decoding for sequence in running)
         partial = None
         if self.partial is not None and any(s.decoding and self.partial.applies(s) for s in running):
-            partial = self.pace is None or self.pace.choose(active)
+            alone = next(s.number for s in running if s.decoding) if active == 1 else None
+            partial = self.pace is None or self.pace.choose(active, alone)
             if partial:
                 return Decision(self.partial.pattern.max_pending, partial=True, began=began)
         tree = self.tree if active == len(running) == 1 and not waiting else 0

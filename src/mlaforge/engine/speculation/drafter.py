@@ -27,13 +27,15 @@ class Draft:
     `parents`: of a tree which token each one follows, by its place; -1 for the sequence's own newest. A parent comes
     before what follows it, nothing is followed by the same token twice, and nothing was drawn. None for a chain.
 
-    `partial_steps`: in how many steps the target has judged them by a part of the cache (partial.py).
+    `partial_steps`: in how many steps the target has judged them by a part of the cache (partial.py). `final`: they
+    stay, whatever the target says now.
     """
 
     token_ids: list[int]
     q_KV: Tensor | None = None
     parents: list[int] | None = None
     partial_steps: int = 0
+    final: bool = False
 
     def after(self, node: int, token: int) -> int | None:
         """The place of `token` behind that of `node` (-1 for the sequence's newest); None where it was not proposed."""

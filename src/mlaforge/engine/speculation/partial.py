@@ -69,16 +69,16 @@ class PartialView:
 APART = 256
 
 
-def judging_format(config: EngineConfig, model: EngineModel) -> str | None:
-    """The format of the weights of partial steps, None for the model's own.
+def judging_format(config: EngineConfig, model: EngineModel) -> str:
+    """The format of the weights of partial steps.
 
     What a step reads is mostly weights where only a part of the cache is read. Full steps judge its tokens with the
     model's own, so rounded ones change no token, only how many are kept. UserError for a format that does not go with
     the model's.
     """
     format = config.specpv_dtype
-    if config.specpv == "off" or format in ("model", model.format):
-        return None
+    if format in ("model", model.format):
+        return model.format
     plain = model.format == "bfloat16" and model.device.type == "cpu"
     if format != "auto":
         if not plain:
@@ -87,61 +87,74 @@ def judging_format(config: EngineConfig, model: EngineModel) -> str | None:
                 f"{model.device.type}: use model"
             )
         return format
-    return (
-        "int4"
-        if plain and not any(layer.moe for layer in model.spec.layers) and hasattr(kernels(), "linear_int8")
-        else None
-    )
+    # Experts are most of a model: a second copy of them is no small thing.
+    experts = any(layer.moe for layer in model.spec.layers)
+    return "int4" if plain and not experts and hasattr(kernels(), "linear_int8") else model.format
+
+
+# Tokens that may be pending at first, and at the least; and how old what was retrieved may be, in tokens.
+FIRST_PENDING, LEAST_PENDING, FRESH = 4, 2, 8
 
 
 class PartialVerification:
-    """Drafts that the target has judged under a partial view; `drafter` proposes their tokens, `count` at a time, or as
-    many as `policy` learns to be best.
+    """Drafts that the target has judged under a partial view, as the options say; `drafter` proposes their tokens.
 
-    Sequences that draw their tokens, and those that hardly hold more than a view, get the drafter's own tokens.
+    `model` and `runner` make partial steps. `final`: what these agree to stays, and full steps only mend its rows: the
+    paper's rule, which may change the text. Sequences that draw their tokens, and those that hardly hold more than a
+    view, get the drafter's own tokens.
     """
 
     def __init__(
-        self, drafter: Drafter, count: int, policy: DraftPolicy | None, pattern: PartialView, model: EngineModel,
-        runner: Runner, tables: BlockTables,
+        self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, tables: BlockTables
     ):  # fmt: skip
-        self.drafter, self.count, self.policy, self.pattern = drafter, count, policy, pattern
-        self.model, self.runner, self.tables = model, runner, tables
+        self.drafter, self.model, self.runner, self.tables = drafter, model, runner, tables
+        self.count, self.pattern, self.final = (
+            config.num_speculative_tokens,
+            PartialView.of(config),
+            config.specpv == "lossy",
+        )
+        self.policy = DraftPolicy(self.count) if config.adaptive_speculation else None
         # Of the target: the cache group of the layers that see everything, and how many they are.
         full = [layer.attention.group for layer in model.layers if tables.groups[layer.attention.group].window is None]
         self.group, self.layers = (full[0] if full else None), len(full)
-        # By a sequence's number what its last full step attended to most.
+        # By a sequence's number what its last full step attended to most, and how many tokens may be pending next.
         self.retrieved: dict[int, Retrieved] = {}
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, tables: BlockTables
-    ) -> PartialVerification | None:
-        """As the options say; None where it is off."""
-        if config.specpv == "off":
-            return None
-        count = config.num_speculative_tokens
-        policy = DraftPolicy(count) if config.adaptive_speculation else None
-        return cls(drafter, count, policy, PartialView.of(config), model, runner, tables)
+        self.room: dict[int, int] = {}
 
     def applies(self, sequence: Sequence) -> bool:
         """Whether the sequence's tokens are judged under a partial view first."""
-        long = sequence.computed >= self.pattern.shortest
-        return bool(self.layers) and sequence.request.params.greedy and long
+        params, long = sequence.request.params, sequence.computed >= self.pattern.shortest
+        # What stays unjudged must heed whatever was asked for.
+        plain = params.greedy and (not self.final or (sequence.state.plain and params.logprobs is None))
+        return bool(self.layers) and plain and long
 
     def watch(self, sequences: abc.Sequence[Sequence]) -> Watched | None:
         """What a full step of these sequences, with their drafts, is to be asked for; None where nobody retrieves."""
         wanted = [i for i, sequence in enumerate(sequences) if self.pattern.retrieval and self.applies(sequence)]
+        # It costs about a third of a step that is asked for nothing: what is new enough stays.
+        wanted = [i for i in wanted if self._age(sequences[i]) >= FRESH]
         return Watched(wanted) if wanted else None
+
+    def _age(self, sequence: Sequence) -> int:
+        """Tokens since the last retrieval."""
+        known = self.retrieved.get(sequence.number)
+        return FRESH if known is None else sequence.computed - self.pattern.window - known.tail
+
+    def learn(self, sequence: Sequence, pending: int, kept: int) -> None:
+        """A full step has kept so many of a sequence's pending tokens. Where all were, twice as many may wait next;
+        else as many as were kept: texts have easy stretches and hard ones."""
+        most = self.pattern.max_pending
+        self.room[sequence.number] = min(most, 2 * pending) if kept == pending else max(LEAST_PENDING, kept)
 
     def saw(self, sequences: abc.Sequence[Sequence], watched: Watched) -> None:
         """What came of it."""
         sink, window, count = self.pattern.sink, self.pattern.window, self.pattern.retrieval
         found = {s.number: self.retrieved[s.number] for s in sequences if s.number in self.retrieved}
+        self.room = {s.number: self.room[s.number] for s in sequences if s.number in self.room}
         for place, masses in zip(watched.wanted, zip(*watched.layers, strict=True), strict=True):
             sequence = sequences[place]
             # Drafts may be refused: what stands before them counts.
-            tail = sequence.computed - window
+            tail = max(sink, sequence.computed - window)
             found[sequence.number] = Retrieved(heaviest(masses, sink, tail, count).numpy(), tail)
         self.retrieved = found
 
@@ -157,7 +170,7 @@ class PartialVerification:
     @torch.inference_mode()
     def _pending(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> dict[Sequence, Draft]:
         """Tokens that the target agrees to under its partial view."""
-        room = {s.number: min(count, self.pattern.max_pending) for s, count in budgets}
+        room = {s.number: min(count, self.room.get(s.number, FIRST_PENDING)) for s, count in budgets}
         texts = [dataclasses.replace(s, token_ids=list(s.token_ids)) for s, _ in budgets]
         begin = {text.number: len(text.token_ids) for text in texts}
         active, steps = texts, dict.fromkeys(begin, 0)
@@ -182,7 +195,7 @@ class PartialVerification:
             if self.policy is not None:
                 self.policy.record_time(len(active) + sum(asked.values()), time.perf_counter() - began)
         return {
-            s: Draft(text.token_ids[begin[s.number] :], partial_steps=steps[s.number])
+            s: Draft(text.token_ids[begin[s.number] :], partial_steps=steps[s.number], final=self.final)
             for (s, _), text in zip(budgets, texts, strict=True)
         }
 
@@ -222,8 +235,8 @@ class PartialVerification:
         more: list[int] = []
         for text, end in zip(texts, ends, strict=True):
             # Where the last full step was long ago, what came after it is no longer near.
-            tail = text.computed - window - self.pattern.max_pending - 1
-            chosen = self.retrieved.get(text.number, Retrieved(np.empty((self.layers, 0), dtype=np.int64), tail + 1))
+            tail = max(sink, text.computed - window - self.pattern.max_pending - 1)
+            chosen = self.retrieved.get(text.number, Retrieved(np.empty((self.layers, 0), dtype=np.int64), tail))
             near = np.arange(max(tail, chosen.tail), end)
             first, last = (np.broadcast_to(x, (self.layers, len(x))) for x in (np.arange(sink), near))
             places.append(np.concatenate((first, chosen.places_LK, last), axis=1))

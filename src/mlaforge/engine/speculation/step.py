@@ -76,10 +76,11 @@ class Speculation:
                 self.stats.count(drafted, accepted, new)
                 if draft is not None and draft.parents is not None:
                     self.stats.tree_tokens += len(draft.token_ids)
-                if draft is not None and draft.partial_steps:
+                if draft is not None and draft.partial_steps and self.partial is not None:
+                    self.partial.learn(sequence, drafted, accepted - verified.overruled)
                     self.stats.partial_steps += draft.partial_steps
                     self.stats.pending += drafted
-                    self.stats.kept += accepted
+                    self.stats.kept += accepted - verified.overruled
                 # Where the text ended among the drafted tokens, the rest was not judged.
                 if policy is not None and (accepted == drafted or accepted < new):
                     policy.record_acceptance(proposal.budgets.get(sequence, 0), accepted)

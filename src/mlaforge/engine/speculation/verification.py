@@ -30,10 +30,11 @@ from mlaforge.runtime import on_device
 @dataclasses.dataclass
 class Verified:
     """What a step made of a sequence: `completion` is what is new of it, `accepted` are the places in its draft of what
-    the target agreed to."""
+    stays, to `overruled` of which the target did not agree."""
 
     completion: Completion
     accepted: list[int] = dataclasses.field(default_factory=list)
+    overruled: int = 0
 
 
 def verify(
@@ -52,6 +53,9 @@ def verify(
         next_active = []
         for i, token, logprob in zip(active, tokens, logprobs, strict=True):
             sequence, completion, draft = sequences[i], verified[i].completion, drafts[i]
+            if draft is not None and draft.final and nodes[i] + 1 < len(draft.token_ids):
+                verified[i].overruled += token != draft.token_ids[nodes[i] + 1]
+                token = draft.token_ids[nodes[i] + 1]
             text, _, completion.finish_reason, completion.stop_reason = sequence.stopping.append([token])
             completion.text += text
             completion.token_ids.append(token)

@@ -106,9 +106,9 @@ struct Stop {
 // Cached rows as a thread goes through them, chunk by chunk: staged as numbers, T being bf16, or where they lie, T being
 // int8_t, codes and behind them scales.
 //
-// Memory is to be always at work. While keys are staged a core's cache reads the values that come after them, and while
-// those are, the keys of the next chunk. Rows of codes are not staged: whoever multiplies them asks for the next chunk's,
-// one by one, about once for every row of this one. Many at once would keep the core waiting.
+// Memory is to be always at work. Where rows are read as they lie, whoever multiplies them asks for the next chunk's, one by
+// one, about once for every row of this one: many at once would keep the core waiting. Where they are decoded, a core's
+// cache reads values while keys are staged, and the next chunk's keys while values are.
 template <typename T>
 class Reader {
  public:
@@ -117,7 +117,7 @@ class Reader {
   // `kept` rows stay where they are until others are staged.
   Reader(const Attention& of, int64_t kept)
       : of_(of), kept_(CODES ? CHUNK : kept), step_(CODES ? of.rows.bytes() : of.rows.width),
-        source_(of.source ? of.source() : nullptr) {
+        source_(of.source ? of.source() : nullptr), lie_(CODES || (!of.rows.packed() && !of.source)) {
     static thread_local std::vector<T> scratch;
     const int64_t needed = of.view.tree_Tn ? kept_ * step_ : CODES ? 0 : of.rows.scratch(kept_);
     scratch.resize(std::max<size_t>(scratch.size(), needed + 64));
@@ -137,9 +137,9 @@ class Reader {
     if constexpr (!CODES) source_->stage(position, here_.slots + low, here_.end - low, row + low);
   }
 
-  // Has the core's cache read what is next of the next chunk's codes.
+  // Has the core's cache read what is next of the next chunk's rows, where they are read as they lie.
   void further() {
-    if (!CODES || !next_.task || fetched_ >= then_.to) return;
+    if (!lie_ || !next_.task || fetched_ >= then_.to) return;
     for (const Part& part : {next_.task->set.keys(), next_.task->set.apart(of_.row)})
       of_.rows.fetch(then_.slots + fetched_, 1, part);
     ++fetched_;
@@ -152,7 +152,7 @@ class Reader {
     const Rows& rows = of_.rows_of(now_.task->sequence);
     for (int64_t t = from, end; t < to; t = end) {
       end = std::min(to, t + STRETCH);
-      if (!CODES || !known_) rows.fetch(here_.slots + t, end - t, set.apart(of_.row));
+      if (!lie_ || !known_) rows.fetch(here_.slots + t, end - t, set.apart(of_.row));
       if (!known_) rows.fetch(here_.slots + end, std::min(STRETCH, here_.to - end), set.keys());
       rows.stage(here_.slots + t, end - t, {set.keys()}, scratch_ + t % kept_ * step_, row + t);
       // Sixteen rows of which any is of a path are put one after another, as those of a text are.
@@ -171,7 +171,7 @@ class Reader {
     const Rows& rows = of_.rows_of(now_.task->sequence);
     for (int64_t t = from, end; t < to; t = end) {
       end = std::min(to, t + STRETCH);
-      if (next_.task && !(source_ && !of_.prompt(next_.task->sequence))) {
+      if (!lie_ && next_.task && !(source_ && !of_.prompt(next_.task->sequence))) {
         // Their share of the keys.
         const HeadSet& set = next_.task->set;
         const int64_t first = set.D * at / set.V, last = set.D * std::min(at + count, set.V) / set.V;
@@ -211,6 +211,7 @@ class Reader {
   const Attention& of_;
   const int64_t kept_, step_;  // rows of scratch, and how far they are apart
   const std::unique_ptr<Source> source_;
+  const bool lie_;  // whether rows are read where they lie
   T* scratch_;
   bool made_ = false;  // whether the chunk's rows are the source's
   Stop now_, next_;
