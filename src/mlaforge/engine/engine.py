@@ -17,6 +17,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
 from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.contradictions import checked
 from mlaforge.engine.execution.attention import paged
 from mlaforge.engine.execution.batch import make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
@@ -44,7 +45,6 @@ from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.native import kernels
-from mlaforge.ops.row_format import INT4_TOKENS
 from mlaforge.ops.token_selection import TOGETHER
 from mlaforge.runtime import UserError, log, on_device, resolve_device
 
@@ -57,7 +57,7 @@ class Engine:
     """
 
     def __init__(self, model: str | Path | SourceModel, config: EngineConfig | None = None):
-        config = _checked(config or EngineConfig())
+        config = checked(config or EngineConfig())
         block_size = config.block_size
         assert block_size is not None
         source = SourceModel.open(model)
@@ -433,35 +433,3 @@ def _eos_token_ids(source: SourceModel) -> tuple[int, ...]:
     ids = source.generation_config.get("eos_token_id", [])
     own = getattr(source.tokenizer, "eos_token_id", None)
     return tuple(sorted({*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])}))
-
-
-def _checked(config: EngineConfig) -> EngineConfig:
-    """With its block size. UserError for settings that contradict each other."""
-    tree, stored, size = config.speculative_tree_tokens, config.kv_cache_dtype, config.block_size
-    if stored == "int4" and size not in (None, INT4_TOKENS):
-        raise UserError(
-            f"block_size = {size} must be {INT4_TOKENS}, the tokens that kv_cache_dtype int4 packs together"
-        )
-    if stored == "int4" and tree:
-        raise UserError(
-            "kv_cache_dtype int4 packs one text's tokens together; speculative_tree_tokens must be 0, a chain"
-        )
-    if tree and tree < config.num_speculative_tokens:
-        raise UserError(
-            f"speculative_tree_tokens = {tree} must be 0 (no trees) or at least num_speculative_tokens = "
-            f"{config.num_speculative_tokens}"
-        )
-    if tree and config.speculative in ("none", "ngram"):
-        raise UserError(f"speculative = {config.speculative!r} drafts no trees; speculative_tree_tokens needs a head")
-    if config.specpv != "off" and config.speculative == "none":
-        raise UserError(f"specpv = {config.specpv} judges drafted tokens; speculative must be ngram or a head")
-    if config.specpv != "off" and stored == "int4":
-        raise UserError(
-            f"specpv = {config.specpv} reads tokens one by one, and kv_cache_dtype int4 packs several; use int8"
-        )
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise UserError(
-            f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "
-            f"{config.max_num_seqs}: every running sequence takes one"
-        )
-    return dataclasses.replace(config, block_size=size or (INT4_TOKENS if stored == "int4" else 16))

@@ -108,11 +108,8 @@ class PartialVerification:
         self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, tables: BlockTables
     ):  # fmt: skip
         self.drafter, self.model, self.runner, self.tables = drafter, model, runner, tables
-        self.count, self.pattern, self.final = (
-            config.num_speculative_tokens,
-            PartialView.of(config),
-            config.specpv == "lossy",
-        )
+        self.count, self.pattern = config.num_speculative_tokens, PartialView.of(config)
+        self.final = config.specpv == "lossy"
         self.policy = DraftPolicy(self.count) if config.adaptive_speculation else None
         # Of the target: the cache group of the layers that see everything, and how many they are.
         full = [layer.attention.group for layer in model.layers if tables.groups[layer.attention.group].window is None]
@@ -130,6 +127,9 @@ class PartialVerification:
 
     def watch(self, sequences: abc.Sequence[Sequence]) -> Watched | None:
         """What a full step of these sequences, with their drafts, is to be asked for; None where nobody retrieves."""
+        here = {sequence.number for sequence in sequences}
+        self.retrieved = {number: own for number, own in self.retrieved.items() if number in here}
+        self.room = {number: own for number, own in self.room.items() if number in here}
         wanted = [i for i, sequence in enumerate(sequences) if self.pattern.retrieval and self.applies(sequence)]
         # It costs about a third of a step that is asked for nothing: what is new enough stays.
         wanted = [i for i in wanted if self._age(sequences[i]) >= FRESH]
@@ -149,14 +149,11 @@ class PartialVerification:
     def saw(self, sequences: abc.Sequence[Sequence], watched: Watched) -> None:
         """What came of it."""
         sink, window, count = self.pattern.sink, self.pattern.window, self.pattern.retrieval
-        found = {s.number: self.retrieved[s.number] for s in sequences if s.number in self.retrieved}
-        self.room = {s.number: self.room[s.number] for s in sequences if s.number in self.room}
         for place, masses in zip(watched.wanted, zip(*watched.layers, strict=True), strict=True):
             sequence = sequences[place]
             # Drafts may be refused: what stands before them counts.
             tail = max(sink, sequence.computed - window)
-            found[sequence.number] = Retrieved(heaviest(masses, sink, tail, count).numpy(), tail)
-        self.retrieved = found
+            self.retrieved[sequence.number] = Retrieved(heaviest(masses, sink, tail, count).cpu().numpy(), tail)
 
     def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose."""
