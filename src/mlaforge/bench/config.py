@@ -29,7 +29,7 @@ class BenchConfig(Options):
     )  # fmt: skip
     specpv: tuple[str, ...] | None = option(
         None, "how drafted tokens are judged: off, by all of the cache at once; lossless, by a part of it first, at "
-        "every step", choices=SPECPV,
+        "every step; lossy, by a part alone", choices=SPECPV,
     )  # fmt: skip
     tokens: int | None = option(None, "decoded tokens of each request that are timed", "tokens", least=1)
     rounds: int | None = option(None, "measured repetitions", "repetitions", least=1)

@@ -319,3 +319,6 @@ def test_another_text_is_measured_anew():
             # Partial verification pays for the first text alone.
             pace.record(1, taken[-1], 9 if taken[-1] == (alone == 1) else 1, 1.0)
         assert taken[:8] == [False] * 4 + [True] * 4 and set(taken[9:]) == {alone == 1}
+    # Others that come and go are no other text.
+    pace.choose(2)
+    assert not any(pace.choose(1, 2) for _ in range(8))

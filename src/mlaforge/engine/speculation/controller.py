@@ -16,8 +16,8 @@ PACE_STEPS = 4
 
 class Pace:
     """Whether partial verification makes more tokens a second than decoding without it, by the number of sequences that
-    decode: both are measured as they are used, anew for a sequence that runs alone, and the slower one is tried now and
-    then."""
+    decode: both are measured as they are used, both tried anew for a sequence that runs alone, and the slower one now
+    and then."""
 
     def __init__(self) -> None:
         # Steps, tokens and seconds of either way, older ones counting less.
@@ -28,7 +28,7 @@ class Pace:
     def choose(self, active: int, alone: int | None = None) -> bool:
         """Whether to judge by a part of the cache first; `alone` is the number of a sequence that runs alone."""
         self._decisions += 1
-        if alone != self._alone:
+        if alone not in (None, self._alone):
             self._alone = alone
             for way in (False, True):
                 # Another text: what the last one was like is a guess.
