@@ -91,7 +91,7 @@ class Served:
         self.log = self._folder / f"server-{self._ledger.part}-{self._lives}.log"
         with self.log.open("wb") as file:
             self._process, self._url = await asyncio.to_thread(start, str(self._model), self._options, file)
-        self.client = httpx.AsyncClient(base_url=self._url, timeout=None, limits=httpx.Limits(max_connections=None))
+        self.client = self._new_client()
         self.waits = self.log.with_suffix(".waits")
         self.waits.unlink(missing_ok=True)
         words = [sys.executable, "-m", "benchmarks.attack.witness", self._url, str(self.waits.absolute())]
@@ -100,6 +100,15 @@ class Served:
         with self._measured("warm-up"):
             while len(read(self.waits)) < WARM_UP:
                 await asyncio.sleep(0.05)
+
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self._url, timeout=None, limits=httpx.Limits(max_connections=None))
+
+    async def renew_client(self) -> None:
+        """What the old one still holds open, requests that were cancelled among it, is closed."""
+        async with self._looking:
+            old, self.client = self.client, self._new_client()
+            await old.aclose()
 
     async def _measure(self) -> None:
         """How long the witness waits alone, and beside two well-behaved neighbours who fill a step: with continuations
