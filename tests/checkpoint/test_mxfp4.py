@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from mlaforge.checkpoint import mxfp4
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.writer import Writer
+from mlaforge.ops import mxfp4 as format
+from mlaforge.ops.mxfp4 import dequantize, quantize
 from mlaforge.runtime import UserError
 
 
@@ -32,15 +34,15 @@ def test_dequantize_is_transformers_own_bit_by_bit(dtype, monkeypatch):
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(2, 255, 16).contiguous()
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
     assert expected.shape == (2, 512, 255)
-    same_bits(mxfp4.dequantize(blocks, scales, dtype), expected)
-    monkeypatch.setattr(mxfp4, "CHUNK", 512 * 7)
-    same_bits(mxfp4.dequantize(blocks, scales, dtype), expected)
+    same_bits(dequantize(blocks, scales, dtype), expected)
+    monkeypatch.setattr(format, "CHUNK", 512 * 7)
+    same_bits(dequantize(blocks, scales, dtype), expected)
 
 
 def test_low_nibble_is_the_even_element():
     blocks = torch.zeros(1, 1, 1, 16, dtype=torch.uint8)
     blocks[..., 0] = 0x9 << 4 | 0x7  # 6, then -0.5
-    out = mxfp4.dequantize(blocks, torch.full((1, 1, 1), 128, dtype=torch.uint8), torch.float32)
+    out = dequantize(blocks, torch.full((1, 1, 1), 128, dtype=torch.uint8), torch.float32)
     assert out[0, :3, 0].tolist() == [12.0, -1.0, 0.0]
 
 
@@ -50,11 +52,11 @@ def test_what_mxfp4_can_hold_comes_back_as_it_was(seed, scale, n, groups):
     blocks = random_bytes(2, n, groups, 16, seed=seed)
     # 6 · 2^127 overflows fp32; up to 252 every code is finite.
     scales = random_bytes(2, n, groups, high=min(scale, 252) + 1, seed=seed + 1)
-    values = mxfp4.dequantize(blocks, scales, torch.float32)
-    again = mxfp4.quantize(values)
+    values = dequantize(blocks, scales, torch.float32)
+    again = quantize(values)
     # The same values, even where a block of small codes has more than one spelling.
-    same_bits(mxfp4.dequantize(*again, torch.float32), values)
-    for first, second in zip(again, mxfp4.quantize(values), strict=True):
+    same_bits(dequantize(*again, torch.float32), values)
+    for first, second in zip(again, quantize(values), strict=True):
         assert torch.equal(first, second)
 
 
@@ -62,7 +64,7 @@ def test_what_mxfp4_can_hold_comes_back_as_it_was(seed, scale, n, groups):
 @given(st.integers(0, 2**31), st.floats(1e-30, 1e30))
 def test_error_is_within_half_a_step(seed, size):
     weight = torch.randn(2, 64, 3, generator=torch.Generator().manual_seed(seed)) * size
-    found = mxfp4.dequantize(*mxfp4.quantize(weight), torch.float32)
+    found = dequantize(*quantize(weight), torch.float32)
     grouped = weight.view(2, 2, 32, 3)
     unit = torch.exp2(torch.floor(torch.log2(grouped.abs().amax(2, keepdim=True).double())) - 2)
     error = (found.view_as(grouped).double() - grouped.double()).abs() / unit
@@ -77,9 +79,9 @@ def test_rounding_ties_go_to_even_and_large_values_saturate():
     weight = torch.zeros(1, 32, 1)
     weight[0, :8, 0] = torch.tensor(given_)
     weight[0, 8:16, 0] = -torch.tensor(given_)
-    blocks, scales = mxfp4.quantize(weight)
+    blocks, scales = quantize(weight)
     assert scales.tolist() == [[[127]]]
-    found = mxfp4.dequantize(blocks, scales, torch.float32)[0, :, 0]
+    found = dequantize(blocks, scales, torch.float32)[0, :, 0]
     assert found[:8].tolist() == list(wanted)
     assert found[8:16].tolist() == [-x for x in wanted]
 
@@ -87,20 +89,20 @@ def test_rounding_ties_go_to_even_and_large_values_saturate():
 def test_zeros_and_the_smallest_numbers():
     weight = torch.zeros(1, 64, 2)
     weight[0, 40, 1] = 1e-45  # below every MXFP4 value but zero
-    blocks, scales = mxfp4.quantize(weight)
+    blocks, scales = quantize(weight)
     assert scales.max() == 0
-    assert mxfp4.dequantize(blocks, scales, torch.float32).abs().max() == 0
+    assert dequantize(blocks, scales, torch.float32).abs().max() == 0
 
 
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="multiple of 32"):
-        mxfp4.quantize(torch.zeros(1, 48, 4))
+        quantize(torch.zeros(1, 48, 4))
     with pytest.raises(ValueError, match="NaN"):
-        mxfp4.quantize(torch.full((1, 32, 1), float("nan")))
+        quantize(torch.full((1, 32, 1), float("nan")))
     with pytest.raises(ValueError, match=r"\[E, N, G, 16\]"):
-        mxfp4.dequantize(random_bytes(1, 2, 3, 16), random_bytes(1, 2, 4), torch.float32)
+        dequantize(random_bytes(1, 2, 3, 16), random_bytes(1, 2, 4), torch.float32)
     with pytest.raises(ValueError, match="uint8"):
-        mxfp4.dequantize(torch.zeros(1, 2, 3, 16), random_bytes(1, 2, 3), torch.float32)
+        dequantize(torch.zeros(1, 2, 3, 16), random_bytes(1, 2, 3), torch.float32)
     with pytest.raises(UserError, match="48 inputs"):
         mxfp4.stored_shapes((1, 48, 4))
 
@@ -123,7 +125,7 @@ def test_a_config_tells_what_is_packed():
     }
     for shape in expected.values():
         if len(shape) == 3:
-            blocks, scales = mxfp4.quantize(torch.ones(shape))
+            blocks, scales = quantize(torch.ones(shape))
             assert (tuple(blocks.shape), tuple(scales.shape)) == mxfp4.stored_shapes(shape)
     packed["quantization_config"]["modules_to_not_convert"].append("model.layers.0")
     assert mxfp4.packed_names(packed, expected) == ["model.layers.1.mlp.experts.down_proj"]
@@ -151,7 +153,7 @@ def test_transformers_loads_the_same_weights(tmp_path):
         if name not in packed:
             writer.add(name, tensor)
             continue
-        for part, stored in zip(mxfp4.stored_names(name), mxfp4.quantize(tensor), strict=True):
+        for part, stored in zip(mxfp4.stored_names(name), quantize(tensor), strict=True):
             writer.add(part, stored)
     writer.finish()
     with Reader(tmp_path) as reader:
@@ -163,5 +165,5 @@ def test_transformers_loads_the_same_weights(tmp_path):
             )
             assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
             for name in packed:
-                ours = mxfp4.dequantize(*(reader[part] for part in mxfp4.stored_names(name)), dtype)
+                ours = dequantize(*(reader[part] for part in mxfp4.stored_names(name)), dtype)
                 same_bits(loaded.get_parameter(name).data, ours)

@@ -10,6 +10,7 @@ from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.data import corpus, overlap
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.demo.gpt_oss import TOKENS, WINDOW, run
+from mlaforge.ops.mxfp4 import dequantize
 from mlaforge.runtime import UserError
 
 ONE = {"experts": 1, "top_k": 1}
@@ -184,7 +185,7 @@ def test_mxfp4_is_stored_packed_and_loads(make, tiny_models):
         name = "model.layers.2.mlp.experts.gate_up_proj"
         blocks, scales = (reader[part] for part in mxfp4.stored_names(name))
         assert blocks.dtype == scales.dtype == torch.uint8
-        ours = mxfp4.dequantize(blocks, scales, torch.float32)
+        ours = dequantize(blocks, scales, torch.float32)
         assert torch.equal(load(made).get_parameter(name).data, ours)
         assert 0 < (ours - original[name]).abs().mean() < 0.1 * original[name].abs().mean() * 2
     # The command line's own strict loader takes it too.

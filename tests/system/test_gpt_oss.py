@@ -18,6 +18,7 @@ from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.families import read_spec
+from mlaforge.ops.mxfp4 import quantize
 from mlaforge.planning.plan import window_choices
 from mlaforge.report.report import write_report
 from support.tiny_models import load_original
@@ -30,7 +31,7 @@ def packed(tiny_models, tmp_path_factory) -> Path:
     tensors = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         if name.endswith(("gate_up_proj", "down_proj")):
-            tensors |= dict(zip(mxfp4.stored_names(name), mxfp4.quantize(tensor), strict=True))
+            tensors |= dict(zip(mxfp4.stored_names(name), quantize(tensor), strict=True))
         else:
             tensors[name] = tensor.to(torch.bfloat16)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mlaforge.checkpoint import loading, mxfp4, reader
+from mlaforge.checkpoint import loading, reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import progress
@@ -29,7 +29,7 @@ class LayerStream:
     """The parts of a model directory, original or converted, loaded where they are needed and released after.
 
     Use it as a context manager: it holds the weight files open. Tensors are made in `dtype` on `device`; MXFP4
-    experts are dequantised as their layer is loaded.
+    experts stay as they are stored (ops/mxfp4_experts.py).
     """
 
     def __init__(self, model: Path | SourceModel, dtype: torch.dtype, device: torch.device):
@@ -38,6 +38,7 @@ class LayerStream:
         self.spec = self.source.spec
         # A sparse model would be judged as a dense one if its tokens read as a prompt's do.
         causal_lm: Any = loading.as_generated(loading.skeleton(self.source.config)).eval()
+        loading.keep_packed(causal_lm, self.source.config)
         self.causal_lm, self.decoder = causal_lm, causal_lm.model
         self.config = causal_lm.config
         # The fused path of our attention: a learned sink needs it, and it never holds all scores at once.
@@ -69,10 +70,6 @@ class LayerStream:
 
     def tensor(self, name: str) -> Tensor:
         """A weight by the name that the model class has for it."""
-        packed = mxfp4.stored_names(name)
-        if name not in self.reader and packed[0] in self.reader:
-            blocks, scales = (self.reader[part].to(self.device) for part in packed)
-            return mxfp4.dequantize(blocks, scales, self.dtype)
         tensor = self.reader[name].to(self.device)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 

@@ -13,6 +13,7 @@ from mlaforge.checkpoint import mxfp4
 from mlaforge.checkpoint.converted_config import architecture, is_converted
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.ops.mxfp4_experts import Mxfp4Experts
 from mlaforge.runtime import UserError, resolve_dtype
 
 
@@ -90,6 +91,13 @@ def skeleton(config: dict[str, Any]) -> Any:
         # A KeyError is a name, such as hidden_act's, that transformers has nothing for.
         reason = f"{error} is not known" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"config.json makes no {config['model_type']} model: {reason}") from error
+
+
+def keep_packed(skeleton: Any, config: dict[str, Any]) -> None:
+    """Has a skeleton hold the experts that its checkpoint stores as MXFP4 in that form, under the stored names."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    for module in sorted({name.rpartition(".")[0] for name in mxfp4.packed_names(config, shapes)}):
+        skeleton.set_submodule(module, Mxfp4Experts(skeleton.get_submodule(module)))
 
 
 def expected_tensors(

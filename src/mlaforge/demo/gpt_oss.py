@@ -28,6 +28,7 @@ from mlaforge.factorization.refit import steer
 from mlaforge.families.family import read_rope
 from mlaforge.healing.distillation import Distillation, Loss
 from mlaforge.modeling.latent_attention_mla import FUSED
+from mlaforge.ops.mxfp4 import quantize
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
 
@@ -296,7 +297,7 @@ class Upcycled:
         ).items():
             if config.mxfp4 and tensor.ndim == 3:
                 names = mxfp4.stored_names(f"experts.{name}")
-                tensors.update(zip(names, mxfp4.quantize(tensor), strict=True))
+                tensors.update(zip(names, quantize(tensor), strict=True))
             else:
                 tensors[f"experts.{name}"] = tensor
         return tensors

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.execution.linear import PackedLinear, fused
+from mlaforge.ops.mxfp4_experts import Mxfp4Experts
 from mlaforge.ops.native import kernels
 
 
@@ -72,6 +73,20 @@ def _packed(weight_EKM: Tensor, bias_EM: Tensor, format: str) -> list[PackedLine
     return [PackedLinear(weight.T, bias, format) for weight, bias in zip(weight_EKM, bias_EM, strict=True)]
 
 
+class Mxfp4Mixture:
+    """A mixture of experts that stay in MXFP4, mapped from the checkpoint's file where it lies in memory."""
+
+    def __init__(self, mlp: Any):
+        router = mlp.router
+        self.router = PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."))
+        self.top_k, self.experts = router.top_k, mlp.experts
+
+    def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
+        best_NK, chosen_NK = self.router(normed_NC).topk(self.top_k)
+        out: Tensor = self.experts(normed_NC, chosen_NK, best_NK.softmax(dim=-1))
+        return out.add_(plus_NC)
+
+
 class GroupedExperts:
     """A mixture of experts on a GPU: transformers' own, through its grouped product, which does not wait for the host
     (config._experts_implementation decides)."""
@@ -91,4 +106,6 @@ def rewritten(mlp: Any, format: str, device: torch.device) -> Mlp:
     """The MLP of a decoder layer as the engine runs it: of normed hidden states [N, C], added to others."""
     if not hasattr(mlp, "experts"):
         return GatedMlp(mlp, format)
+    if isinstance(mlp.experts, Mxfp4Experts):
+        return Mxfp4Mixture(mlp)
     return CpuExperts(mlp, format) if device.type == "cpu" else GroupedExperts(mlp)

@@ -1,0 +1,90 @@
+"""MXFP4: blocks of 32 four-bit floats that share a scale of eight bits, as public checkpoints store fused experts.
+
+Tensors in, tensors out. Letters: E experts, K inputs, N outputs, G = K / 32 blocks. A weight is [E, K, N] as
+transformers holds fused experts; stored it is `<name>_blocks` u8 [E, N, G, 16] and `<name>_scales` u8 [E, N, G]:
+blocks run along the inputs, the low nibble is the even element. A value is code · 2^(scale - 127), its code E2M1.
+(Format: OCP Microscaling Formats specification 1.0.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+# E2M1: one sign bit, two of exponent, one of mantissa; the code of a value is its index.
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# Where rounding turns to the next magnitude, and whether the midpoint itself does: ties go to the even code.
+MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+BIAS = 127
+# Exponent of the largest code, 6 = 1.5 · 2^2.
+LARGEST = 2
+# What is worked on at once, in weights: memory beside input and output stays under about a hundred MB.
+CHUNK = 1 << 22
+
+
+def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """[E, K, N] of `dtype` from blocks [E, N, G, 16] and scales [E, N, G], both u8.
+
+    Equal bit by bit to what transformers loads, its overflow to infinity for the scale 255 (NaN in the
+    specification) included. Any leading slice of experts may be given. ValueError for shapes that do not belong
+    together.
+    """
+    if blocks.ndim != 4 or blocks.shape[-1] != BLOCK // 2 or blocks.shape[:-1] != scales.shape:
+        raise ValueError(
+            f"MXFP4 blocks {list(blocks.shape)} and scales {list(scales.shape)} must be [E, N, G, 16] and [E, N, G]"
+        )
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(f"MXFP4 blocks and scales must be uint8, not {blocks.dtype} and {scales.dtype}")
+    experts, n, groups, _ = blocks.shape
+    device = blocks.device
+    codes = torch.arange(256, device=device)
+    values = torch.tensor(VALUES, device=device)
+    pairs = torch.stack([values[codes & 15], values[codes >> 4]], dim=-1)
+    powers = torch.pow(2.0, torch.arange(256, device=device) - BIAS)
+    out = torch.empty(experts, groups * BLOCK, n, dtype=dtype, device=device)
+    rows = max(1, CHUNK // (groups * BLOCK))
+    for expert in range(experts):
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            code, scale = blocks[expert, start:stop].int(), scales[expert, start:stop].int()
+            # Products in fp32 are exact, so that the only rounding is the one to `dtype`.
+            weights = pairs[code].view(stop - start, groups, BLOCK).mul_(powers[scale][..., None])
+            out[expert, :, start:stop] = weights.view(stop - start, -1).to(dtype).T
+    return out
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks [E, N, G, 16] and scales [E, N, G], both u8, of a weight [E, K, N].
+
+    A block's exponent is that of its largest magnitude less 2; values round to the nearest code, ties to even,
+    and what lies above 6 saturates. A block of zeros has the scale 0. ValueError where K is no multiple of 32 or
+    the weight is not finite.
+    """
+    if weight.ndim != 3 or weight.shape[1] % BLOCK:
+        raise ValueError(f"MXFP4 needs a weight [E, K, N] with K a multiple of {BLOCK}, not {list(weight.shape)}")
+    experts, k, n = weight.shape
+    blocks = torch.empty(experts, n, k // BLOCK, BLOCK // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(experts, n, k // BLOCK, dtype=torch.uint8, device=weight.device)
+    rows = max(1, CHUNK // k)
+    for expert in range(experts):
+        for start in range(0, n, rows):
+            part = slice(start, min(start + rows, n))
+            values = weight[expert, :, part].float().T.reshape(-1, k // BLOCK, BLOCK)
+            blocks[expert, part], scales[expert, part] = _quantize_blocks(values)
+    return blocks, scales
+
+
+def _quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes in pairs [..., G, 16] and scales [..., G] of fp32 values [..., G, 32]."""
+    largest = values.abs().amax(dim=-1)
+    if not torch.isfinite(largest).all():
+        raise ValueError("MXFP4 holds no NaN or infinity")
+    # frexp's mantissa lies in [0.5, 1), so that its exponent is floor(log2) + 1, exactly.
+    exponent = (torch.frexp(largest).exponent - 1 - LARGEST).clamp(-BIAS, BIAS)
+    exponent = torch.where(largest == 0, -BIAS, exponent)
+    scaled = torch.ldexp(values, -exponent[..., None])
+    magnitude, code = scaled.abs(), torch.signbit(values).to(torch.uint8) << 3
+    for midpoint, tie in MIDPOINTS:
+        code += magnitude >= midpoint if tie else magnitude > midpoint
+    return code[..., ::2] | code[..., 1::2] << 4, (exponent + BIAS).to(torch.uint8)

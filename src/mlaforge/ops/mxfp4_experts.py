@@ -1,0 +1,74 @@
+"""A mixture of experts whose weights stay in MXFP4 (mxfp4.py) from the checkpoint's file to the product.
+
+Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per token, G blocks of 32 inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlaforge.ops.mxfp4 import BLOCK, dequantize
+
+
+class Product(torch.autograd.Function):
+    """x [N, in] times one expert's weight, of which nothing but its blocks and scales is kept for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Tensor, scales: Tensor) -> Tensor:
+        ctx.packed = blocks, scales
+        return x @ dequantize(blocks[None], scales[None], x.dtype)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        blocks, scales = ctx.packed
+        return grads[0] @ dequantize(blocks[None], scales[None], grads[0].dtype)[0].T, None, None
+
+
+class Mxfp4Experts(nn.Module):
+    """Takes the place of transformers' fused experts of the same sizes, with the tensors that a checkpoint stores.
+
+    An expert is down((min(gate, limit)) * sigmoid(alpha * gate) * (clamp(up) + 1)), its gate_up rows interleaved. An
+    expert's weights are unpacked while they are used. Gradients reach the hidden states and the routing weights.
+    """
+
+    gate_up_proj_blocks: Tensor
+    gate_up_proj_scales: Tensor
+    gate_up_proj_bias: Tensor
+    down_proj_blocks: Tensor
+    down_proj_scales: Tensor
+    down_proj_bias: Tensor
+
+    def __init__(self, experts: Any):
+        """`experts`: transformers' module, of which the sizes and the gate's two numbers are taken."""
+        super().__init__()
+        self.num_experts, self.alpha, self.limit = experts.num_experts, experts.alpha, experts.limit
+        for name in ("gate_up_proj", "down_proj"):
+            E, inputs, outputs = getattr(experts, name).shape
+            kept = {
+                "blocks": torch.empty(E, outputs, inputs // BLOCK, BLOCK // 2, dtype=torch.uint8, device="meta"),
+                "scales": torch.empty(E, outputs, inputs // BLOCK, dtype=torch.uint8, device="meta"),
+                "bias": torch.empty(E, outputs, device="meta"),
+            }
+            for part, tensor in kept.items():
+                self.register_buffer(f"{name}_{part}", tensor)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """[..., 2 I] -> [..., I]."""
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+    def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
+        """[N, C] from hidden states [N, C], the chosen experts [N, K] and their weights [N, K]."""
+        out_NC = torch.zeros_like(hidden_states)
+        for expert in router_indices.unique().tolist():
+            rows, places = torch.where(router_indices == expert)
+            up = Product.apply(hidden_states[rows], self.gate_up_proj_blocks[expert], self.gate_up_proj_scales[expert])
+            gated = self.gate(up + self.gate_up_proj_bias[expert])
+            down = Product.apply(gated, self.down_proj_blocks[expert], self.down_proj_scales[expert])
+            weighted = (down + self.down_proj_bias[expert]) * routing_weights[rows, places, None]
+            out_NC = out_NC.index_add(0, rows, weighted.to(out_NC.dtype))
+        return out_NC
