@@ -248,7 +248,8 @@ def make_gptoss(out: Out, config: MakeGptOssConfig, overwrite: Overwrite = False
     quiet()
     manifest = stage.run(out, config, overwrite)
     kl = f"; KL to the source in the last steps {manifest.metrics['kl_last']:.4f}" if config.heal else ""
-    print(f"{out}: GPT-OSS of {config.experts} experts in {sum(manifest.seconds.values()):.0f} s{kl}")
+    what = f"random, of {config.geometry}'s geometry" if config.geometry else f"of {config.experts} experts"
+    print(f"{out}: GPT-OSS {what} in {sum(manifest.seconds.values()):.0f} s{kl}")
 
 
 @verb(DemoConfig)

@@ -23,6 +23,9 @@ class MakeGptOssConfig(Options):
     first = ("from_", "windows", "yarn", "sinks", "mxfp4")
 
     from_: str = option("smollm2", "what to rewrite: smollm2, or a dense checkpoint of its architecture")
+    geometry: str | None = option(
+        None, "a checkpoint of the public model's sizes with random weights instead", choices=("20b", "120b")
+    )
     experts: int = option(4, "experts of every layer, with permuted hidden units", "experts", least=1)
     top_k: int = option(2, "experts that a token visits", "experts", least=1)
     differ: float = option(0.0, "noise that makes the experts differ, beside their weights' size", "fraction", least=0)

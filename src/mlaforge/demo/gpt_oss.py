@@ -21,9 +21,10 @@ from mlaforge.checkpoint.source_model import SourceModel, stored_dtype
 from mlaforge.checkpoint.writer import rewriting
 from mlaforge.data import corpus, overlap
 from mlaforge.data.packing import Feed, Phase, pack
-from mlaforge.demo import first_token, upcycle
+from mlaforge.demo import first_token, geometry, upcycle
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
+from mlaforge.demo.geometry import NOT_PACKED, WINDOW, YARN
 from mlaforge.factorization.refit import steer
 from mlaforge.families.family import read_rope
 from mlaforge.healing.distillation import Distillation, Loss
@@ -32,7 +33,6 @@ from mlaforge.ops.mxfp4 import quantize
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
 
-WINDOW = 128
 # GPT-OSS clamps gate and up at 7; nothing reaches this.
 LIMIT = 1e4
 # exp of it is 0 in every dtype, and unlike -inf it is a number that checkpoints may hold.
@@ -43,8 +43,6 @@ BELOW = 4.0
 BIAS = 0.02
 # Windows of text that sinks and o_proj are fitted to, and their length; distilling takes halves, which are faster.
 MEASURED, TOKENS = 8, 1024
-YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-NOT_PACKED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
 def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifest:
@@ -52,6 +50,8 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
 
     The same source, text and options again return the finished result.
     """
+    if config.geometry:
+        return geometry.run(out, config, overwrite)
     source = SourceModel.open(demo_model.fetch() if config.from_ == "smollm2" else config.from_)
     check(source, config)
     tuned = None
