@@ -5,11 +5,14 @@ Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per t
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from mlaforge import runtime
+from mlaforge.ops.dispatch import Op
 from mlaforge.ops.mxfp4 import BLOCK, dequantize
 
 
@@ -25,6 +28,10 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         blocks, scales = ctx.packed
         return grads[0] @ dequantize(blocks[None], scales[None], grads[0].dtype)[0].T, None, None
+
+
+# What is kept of each of a mixture's two weights.
+PARTS = ("blocks", "scales", "bias")
 
 
 class Mxfp4Experts(nn.Module):
@@ -55,20 +62,49 @@ class Mxfp4Experts(nn.Module):
             for part, tensor in kept.items():
                 self.register_buffer(f"{name}_{part}", tensor)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """[..., 2 I] -> [..., I]."""
-        gate = gate_up[..., ::2].clamp(max=self.limit)
-        up = gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
-        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+    @property
+    def packed(self) -> tuple[Any, ...]:
+        """The six tensors and the gate's alpha and limit, in the order that the operation takes them in."""
+        kept = (getattr(self, f"{name}_{part}") for name in ("gate_up_proj", "down_proj") for part in PARTS)
+        return (*kept, self.alpha, self.limit)
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """[N, C] from hidden states [N, C], the chosen experts [N, K] and their weights [N, K]."""
-        out_NC = torch.zeros_like(hidden_states)
-        for expert in router_indices.unique().tolist():
-            rows, places = torch.where(router_indices == expert)
-            up = Product.apply(hidden_states[rows], self.gate_up_proj_blocks[expert], self.gate_up_proj_scales[expert])
-            gated = self.gate(up + self.gate_up_proj_bias[expert])
-            down = Product.apply(gated, self.down_proj_blocks[expert], self.down_proj_scales[expert])
-            weighted = (down + self.down_proj_bias[expert]) * routing_weights[rows, places, None]
-            out_NC = out_NC.index_add(0, rows, weighted.to(out_NC.dtype))
-        return out_NC
+        return reference(hidden_states, router_indices, routing_weights, *self.packed)[0]
+
+
+def reference(
+    hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, gate_up_blocks: Tensor, gate_up_scales: Tensor,
+    gate_up_bias: Tensor, down_blocks: Tensor, down_scales: Tensor, down_bias: Tensor, alpha: float, limit: float,
+) -> tuple[Tensor]:  # fmt: skip
+    """[N, C], expert after expert. It waits for the device to know which experts were chosen."""
+    out_NC = torch.zeros_like(hidden_NC)
+    for expert in chosen_NK.unique().tolist():
+        rows, places = torch.where(chosen_NK == expert)
+        gate_up = Product.apply(hidden_NC[rows], gate_up_blocks[expert], gate_up_scales[expert]) + gate_up_bias[expert]
+        gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(min=-limit, max=limit)
+        gated = (up + 1) * gate * torch.sigmoid(gate * alpha)
+        down = Product.apply(gated, down_blocks[expert], down_scales[expert]) + down_bias[expert]
+        out_NC = out_NC.index_add(0, rows, (down * weights_NK[rows, places, None]).to(out_NC.dtype))
+    return (out_NC,)
+
+
+def _triton(*inputs: Any) -> tuple[Tensor]:
+    from mlaforge.ops import mxfp4_experts_triton
+
+    return (mxfp4_experts_triton.mixture(*inputs),)
+
+
+def _triton_supports(hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, *packed: Any) -> Literal[True] | str:
+    # Loading Triton takes a second, which a CPU that never runs it should not pay.
+    if hidden_NC.device.type != "cuda" and not runtime.triton_interpreted():
+        return f"it needs CUDA tensors, these are on {hidden_NC.device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from mlaforge.ops import mxfp4_experts_triton
+
+    return mxfp4_experts_triton.supports(hidden_NC, *packed[:-2])
+
+
+OP = Op("mxfp4_experts", reference)
+OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.execution.linear import PackedLinear, fused
-from mlaforge.ops.mxfp4_experts import Mxfp4Experts
+from mlaforge.ops.mxfp4_experts import OP, Mxfp4Experts
 from mlaforge.ops.native import kernels
 
 
@@ -83,8 +83,14 @@ class Mxfp4Mixture:
 
     def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
         best_NK, chosen_NK = self.router(normed_NC).topk(self.top_k)
-        out: Tensor = self.experts(normed_NC, chosen_NK, best_NK.softmax(dim=-1))
+        (out,) = OP(normed_NC, chosen_NK, best_NK.softmax(dim=-1), *self.experts.packed)
         return out.add_(plus_NC)
+
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold a step of this mixture."""
+        bias_EC = self.experts.down_proj_bias
+        chosen_NK = torch.empty(0, self.top_k, dtype=torch.int64, device=bias_EC.device)
+        return OP.capturable(bias_EC[:0], chosen_NK, chosen_NK, *self.experts.packed)
 
 
 class GroupedExperts:
