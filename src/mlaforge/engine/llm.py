@@ -37,7 +37,7 @@ class LLM:
 
     `harmony` False talks by the chat template also where the tokenizer speaks harmony. For vLLM's users
     `enable_prefix_caching` is another name of prefix_caching, and `gpu_memory_utilization` of cache_fraction. vLLM's is
-    a share of all memory, weights included; ours is the cache's share of what is free before the weights are loaded.
+    a share of all memory, weights included; ours is the cache's share of what the weights leave of the free memory.
 
     Raises UserError for a model that cannot be loaded, an unknown option, and a prompt that does not fit.
     """

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution.attention import PagedAttention, Step
+from mlaforge.engine.execution.held_weights import held_bytes
 from mlaforge.engine.execution.linear import QUANTIZED, bfloat16_unit, vocabulary_head
 from mlaforge.engine.execution.mlp import Mlp, rewritten
 from mlaforge.modeling.eagle3 import AFTER_NORM
@@ -93,6 +94,10 @@ class EngineModel:
         self.layers: list[Layer] = []
         # Where `hidden` captures the residual stream: boundary b is the input of layer b.
         self.boundaries: tuple[int, ...] = ()
+
+    def held_bytes(self, format: str) -> int:
+        """Of all weights in a format, before they are loaded."""
+        return held_bytes(self._stream.causal_lm, format, self.device)
 
     @torch.inference_mode()
     def load(self, paged_attention: Callable[[int, Any], PagedAttention]) -> None:
