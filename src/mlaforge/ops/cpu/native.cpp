@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "linear_int4.h"
 #include "linear_int8.h"
+#include "mixture_mxfp4.h"
 #include "token_selection.h"
 #include "unpack_mxfp4.h"
 
@@ -27,6 +28,8 @@ LIBRARY(FORM, m) {
   m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
         "-> Tensor");
 #endif
+  m.def("mixture_mxfp4(Tensor x, Tensor chosen, Tensor weights, Tensor up_blocks, Tensor up_scales, Tensor up_bias, "
+        "Tensor down_blocks, Tensor down_scales, Tensor down_bias, float alpha, float limit, Tensor? plus=None) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor(c!)? whole, int[] format, "
@@ -62,6 +65,7 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("linear_int8", linear_int8);
   m.impl("linear_int4", linear_int4);
 #endif
+  m.impl("mixture_mxfp4", mixture_mxfp4);
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
   m.impl("turn_and_store", turn_and_store);

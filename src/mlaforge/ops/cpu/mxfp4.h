@@ -1,0 +1,172 @@
+// Weights in MXFP4 as a checkpoint's file has them, times rows of whole numbers: nothing is unpacked in memory.
+//
+// A weight is a code of four bits times a power of two that 32 inputs of an output share (ops/mxfp4.py). Codes are small
+// whole numbers when they are doubled; x is a whole number of 16 bits times its row's scale. So 32 inputs of an output
+// are 16 bytes, two lookups, and four whole sums of eight products, which fp32 holds exactly; each is then multiplied by
+// its power of two. Sums of fp32 run over the inputs in their order, so that a row's result is the same whatever is
+// computed beside it.
+//
+// Limits. Few rows: reading 4.25 bits a weight. Many: nine instructions for each row and register of codes, and thirteen
+// for all rows together.
+//
+// Legend: K inputs, a multiple of 32, M outputs, G = K / 32 groups.
+#pragma once
+#include "vectors.h"
+
+// One register: codes of some groups, sixteen bytes each, whose even inputs are the lower halves; whole numbers of 16 and
+// of 32 bits; and sums, four for each group.
+#ifdef __AVX512F__
+using Register = __m512i;
+using Sums = __m512;
+
+inline Register codes(const void* from) { return _mm512_loadu_si512(from); }
+inline Register looked_up(__m128i table, Register codes) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+}
+inline Register upper_halves(Register codes) { return _mm512_srli_epi16(codes, 4); }
+// The first and the last eight bytes of each sixteen, times 256.
+inline Register first_wide(Register x) { return _mm512_unpacklo_epi8(_mm512_setzero_si512(), x); }
+inline Register last_wide(Register x) { return _mm512_unpackhi_epi8(_mm512_setzero_si512(), x); }
+inline Register dot(Register a, Register b) { return _mm512_dpwssd_epi32(_mm512_setzero_si512(), a, b); }
+inline Register dot(Register a, Register b, Register c) { return _mm512_dpwssd_epi32(c, a, b); }
+inline Sums added(Register x, Sums scale, Sums to) { return _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), scale, to); }
+// Powers of two for four numbers each, from exponents with their bias.
+inline Sums powers(const uint8_t* exponents) {
+  int32_t some;
+  std::memcpy(&some, exponents, 4);
+  const __m128i each = _mm_shuffle_epi8(_mm_cvtsi32_si128(some), _mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(each), 23));
+}
+inline Sums no_sums() { return _mm512_setzero_ps(); }
+inline float total(Sums x) { return _mm512_reduce_add_ps(x); }
+#else
+using Register = __m256i;
+using Sums = __m256;
+
+inline Register codes(const void* from) { return _mm256_loadu_si256((const __m256i*)from); }
+inline Register looked_up(__m128i table, Register codes) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+}
+inline Register upper_halves(Register codes) { return _mm256_srli_epi16(codes, 4); }
+inline Register first_wide(Register x) { return _mm256_unpacklo_epi8(_mm256_setzero_si256(), x); }
+inline Register last_wide(Register x) { return _mm256_unpackhi_epi8(_mm256_setzero_si256(), x); }
+inline Register dot(Register a, Register b) { return _mm256_madd_epi16(a, b); }
+inline Register dot(Register a, Register b, Register c) { return _mm256_add_epi32(c, _mm256_madd_epi16(a, b)); }
+inline Sums added(Register x, Sums scale, Sums to) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(x), scale, to); }
+inline Sums powers(const uint8_t* exponents) {
+  int16_t some;
+  std::memcpy(&some, exponents, 2);
+  const __m128i each = _mm_shuffle_epi8(_mm_cvtsi32_si128(some), _mm_set_epi32(0, 0, 0x01010101, 0));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(each), 23));
+}
+inline Sums no_sums() { return _mm256_setzero_ps(); }
+inline float total(Sums x) { return sum(Floats{x, _mm256_setzero_ps()}); }
+#endif
+
+constexpr int64_t MX_REGISTER = sizeof(Register), MX_GROUPS = MX_REGISTER / 16, MX_INPUTS = 32 * MX_GROUPS;
+
+// Doubled codes.
+inline __m128i mxfp4_values() { return _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12); }
+
+// Rows of x as they are multiplied: for each register of codes four of whole numbers, of the even inputs' first and last
+// eight of each group, and of the odd ones'.
+class WholeRows {
+ public:
+  WholeRows(int64_t rows, int64_t K)
+      : K_(K), length_((K + MX_INPUTS - 1) / MX_INPUTS * MX_INPUTS),
+        numbers_(at::empty({rows * length_ + 32}, at::kShort)), scales_(rows), data_(lined(numbers_.mutable_data_ptr<int16_t>())) {}
+
+  const int16_t* row(int64_t n) const { return data_ + n * length_; }
+  // What a sum is multiplied by: codes are doubled, and times 256.
+  float scale(int64_t n) const { return scales_[n]; }
+
+  // A number that is none makes the scale, and so all results, none.
+  template <typename Load>
+  void put(int64_t n, Load&& load16) {
+    Floats most = all(0.0f);
+    bool none = false;
+    for (int64_t k = 0; k < K_; k += 16) {
+      const Floats size = abs(load16(k));
+      none |= above(size, all(-1.0f)) != 0xffff;
+      most = max(most, size);
+    }
+    const float scale = std::max(greatest(most), 1e-30f) / 32767.0f;
+    scales_[n] = none ? std::numeric_limits<float>::quiet_NaN() : scale / 512.0f;
+    const Floats inverse = all(none ? 0.0f : 1.0f / scale), zero = all(0.0f);
+    int16_t* to = data_ + n * length_;
+    for (int64_t k = 0; k < length_; k += 32) {
+      alignas(64) float whole[32];
+      for (int64_t i = 0; i < 32; i += 16) store(whole + i, none || k >= K_ ? zero : nearest(load16(k + i) * inverse));
+      int16_t* group = to + k / MX_INPUTS * MX_INPUTS + k % MX_INPUTS / 4;
+      for (int64_t odd = 0; odd < 2; ++odd)
+        for (int64_t i = 0; i < 16; ++i) group[(2 * odd + i / 8) * MX_INPUTS / 4 + i % 8] = int16_t(whole[2 * i + odd]);
+    }
+  }
+
+ private:
+  const int64_t K_, length_;
+  at::Tensor numbers_;
+  std::vector<float> scales_;
+  int16_t* data_;
+};
+
+// Outputs of one weight: codes [M, K / 2] and exponents [M, G].
+struct Mxfp4 {
+  const uint8_t *codes, *exponents;
+  int64_t K;
+
+  int64_t groups() const { return K / 32; }
+  Mxfp4 from(int64_t output) const { return {codes + output * K / 2, exponents + output * groups(), K}; }
+};
+
+// B outputs that follow each other for R rows: y [R, B]. FAR: they come from memory.
+template <int R, int B, bool FAR>
+__attribute__((noinline)) void mxfp4_product(const Mxfp4& weights, const int16_t* const* x, float* y) {
+  Sums sums[R][B];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) sums[r][b] = no_sums();
+  const __m128i table = mxfp4_values();
+  const int64_t bytes = weights.K / 2, groups = weights.groups();
+  // Groups g to g + MX_GROUPS, whose codes and exponents are read by the functions given.
+  auto step = [&](int64_t g, auto&& codes_of, auto&& exponents_of) {
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+      const uint8_t* from = weights.codes + b * bytes + g * 16;
+      if constexpr (FAR) {
+        // The outputs after these, as far ahead as these reach.
+        _mm_prefetch((const char*)from + B * bytes, _MM_HINT_T0);
+        if (b == 0) _mm_prefetch((const char*)weights.exponents + B * (groups + g), _MM_HINT_T0);
+      }
+      const Register own = codes_of(from);
+      const Register even = looked_up(table, own), odd = looked_up(table, upper_halves(own));
+      const Register a = first_wide(even), c = last_wide(even), d = first_wide(odd), e = last_wide(odd);
+      const Sums scale = powers(exponents_of(weights.exponents + b * groups + g));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const Register* at = (const Register*)(x[r] + g * 32);
+        sums[r][b] = added(dot(e, at[3], dot(d, at[2], dot(c, at[1], dot(a, at[0])))), scale, sums[r][b]);
+      }
+    }
+  };
+  const int64_t whole = groups / MX_GROUPS * MX_GROUPS, rest = groups - whole;
+  auto as_is = [](const uint8_t* from) { return from; };
+  for (int64_t g = 0; g < whole; g += MX_GROUPS) step(g, [](const uint8_t* from) { return codes(from); }, as_is);
+  if (rest) {
+    alignas(64) uint8_t some[MX_REGISTER] = {}, few[MX_GROUPS] = {};
+    step(whole,
+         [&](const uint8_t* from) {
+           std::memcpy(some, from, rest * 16);
+           return codes(some);
+         },
+         [&](const uint8_t* from) {
+           std::memcpy(few, from, rest);
+           return (const uint8_t*)few;
+         });
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) y[r * B + b] = total(sums[r][b]);
+}
