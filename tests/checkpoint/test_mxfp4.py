@@ -9,6 +9,7 @@ from mlaforge.checkpoint import mxfp4
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.writer import Writer
 from mlaforge.ops import mxfp4 as format
+from mlaforge.ops import native
 from mlaforge.ops.mxfp4 import dequantize, quantize
 from mlaforge.runtime import UserError
 
@@ -23,11 +24,16 @@ def same_bits(found, expected):
     torch.testing.assert_close(found.view(kind), expected.view(kind), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_dequantize_is_transformers_own_bit_by_bit(dtype, monkeypatch):
-    """Every pair of nibbles under every scale from 0 to 254, in one chunk and in ragged ones."""
+def test_dequantize_is_transformers_own_bit_by_bit(dtype, kernel, monkeypatch):
+    """Every pair of nibbles under every scale from 0 to 254, in one chunk and in ragged ones, compiled and not."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+    if not kernel:
+        monkeypatch.setattr(native, "kernels", lambda: None)
+    elif native.kernels() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
     # Row n holds all 256 bytes in 16 blocks, all under scale n.
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 255, 16, 16).contiguous()
     blocks[1] = random_bytes(255, 16, 16)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.checkpoint.reader import INDEX, companions
+from mlaforge.checkpoint.reader import INDEX, companions, is_finite
 from mlaforge.runtime import UserError
 
 SHARD_BYTES = 2 * 10**9
@@ -50,7 +50,7 @@ class Writer:
 
     def _checked(self, name: str) -> Tensor:
         tensor = self.pending[name]()
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not is_finite(tensor):
             raise UserError(f"{name!r} is not finite in {tensor.dtype}; write float32 or bfloat16 (--dtype)")
         return tensor.contiguous()
 

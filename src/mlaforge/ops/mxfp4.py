@@ -9,7 +9,9 @@ blocks run along the inputs, the low nibble is the even element. A value is code
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from mlaforge.ops import native
 
 BLOCK = 32
 # E2M1: one sign bit, two of exponent, one of mantissa; the code of a value is its index.
@@ -17,40 +19,51 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 # Where rounding turns to the next magnitude, and whether the midpoint itself does: ties go to the even code.
 MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 BIAS = 127
+# The scale that is no number, by the specification.
+NAN_SCALE = 255
 # Exponent of the largest code, 6 = 1.5 · 2^2.
 LARGEST = 2
 # What is worked on at once, in weights: memory beside input and output stays under about a hundred MB.
 CHUNK = 1 << 22
 
 
-def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[E, K, N] of `dtype` from blocks [E, N, G, 16] and scales [E, N, G], both u8.
+def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+    """fp32 [..., N, 32 G] from blocks [..., N, G, 16] and scales [..., N, G], both u8, exactly.
 
-    Equal bit by bit to what transformers loads, its overflow to infinity for the scale 255 (NaN in the
-    specification) included. Any leading slice of experts may be given. ValueError for shapes that do not belong
-    together.
+    The scale 255, NaN in the specification, gives infinity as transformers' does. ValueError for shapes that do not
+    belong together.
     """
-    if blocks.ndim != 4 or blocks.shape[-1] != BLOCK // 2 or blocks.shape[:-1] != scales.shape:
+    if blocks.ndim < 3 or blocks.shape[-1] != BLOCK // 2 or blocks.shape[:-1] != scales.shape:
         raise ValueError(
             f"MXFP4 blocks {list(blocks.shape)} and scales {list(scales.shape)} must be [E, N, G, 16] and [E, N, G]"
         )
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"MXFP4 blocks and scales must be uint8, not {blocks.dtype} and {scales.dtype}")
-    experts, n, groups, _ = blocks.shape
-    device = blocks.device
-    codes = torch.arange(256, device=device)
-    values = torch.tensor(VALUES, device=device)
+    if blocks.device.type == "cpu" and (compiled := native.kernels()) is not None:
+        out: Tensor = compiled.unpack_mxfp4(blocks, scales)
+        return out
+    codes = torch.arange(256, device=blocks.device)
+    values = torch.tensor(VALUES, device=blocks.device)
     pairs = torch.stack([values[codes & 15], values[codes >> 4]], dim=-1)
-    powers = torch.pow(2.0, torch.arange(256, device=device) - BIAS)
-    out = torch.empty(experts, groups * BLOCK, n, dtype=dtype, device=device)
-    rows = max(1, CHUNK // (groups * BLOCK))
+    powers = torch.pow(2.0, torch.arange(256, device=blocks.device) - BIAS)
+    weights = nn.functional.embedding(blocks.int(), pairs).view(*scales.shape, BLOCK)
+    return weights.mul_(powers[scales.int()][..., None]).flatten(-2)
+
+
+def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """[E, K, N] of `dtype` from blocks [E, N, G, 16] and scales [E, N, G], both u8.
+
+    Equal bit by bit to what transformers loads, its overflow to infinity for the scale 255 included. Any leading slice
+    of experts may be given. ValueError as `unpack` does.
+    """
+    experts, n, groups, _ = blocks.shape if blocks.ndim == 4 else (0, 0, 0, 0)
+    out = torch.empty(experts, groups * BLOCK, n, dtype=dtype, device=blocks.device)
+    rows = max(1, CHUNK // max(1, groups * BLOCK))
     for expert in range(experts):
         for start in range(0, n, rows):
-            stop = min(start + rows, n)
-            code, scale = blocks[expert, start:stop].int(), scales[expert, start:stop].int()
-            # Products in fp32 are exact, so that the only rounding is the one to `dtype`.
-            weights = pairs[code].view(stop - start, groups, BLOCK).mul_(powers[scale][..., None])
-            out[expert, :, start:stop] = weights.view(stop - start, -1).to(dtype).T
+            part = slice(start, start + rows)
+            # Exact in fp32, so that the only rounding is the one to `dtype`.
+            out[expert, :, part] = unpack(blocks[expert, part], scales[expert, part]).to(dtype).T
     return out
 
 

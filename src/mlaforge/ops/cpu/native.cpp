@@ -13,6 +13,7 @@
 #include "linear_int8.h"
 #include "mixture_mxfp4.h"
 #include "token_selection.h"
+#include "unpack_mxfp4.h"
 
 // Names that are macros are not joined to others before they are replaced.
 #define LIBRARY(name, m) TORCH_LIBRARY(name, m)
@@ -55,6 +56,7 @@ LIBRARY(FORM, m) {
       "select_tokens(Tensor q, int heads, Tensor weight, Tensor? turn, Tensor frequency, Tensor? sinks, Tensor keys, "
       "Tensor table, Tensor seq_lens, Tensor query_start, int block_size, int[] counts, int sink, int window, int stride, "
       "int apart) -> (Tensor, Tensor)");
+  m.def("unpack_mxfp4(Tensor blocks, Tensor scales) -> Tensor");
 }
 
 LIBRARY_OF_CPU(FORM, m) {
@@ -74,4 +76,5 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("latent_rope", latent_rope);
   m.impl("write_index", write_index);
   m.impl("select_tokens", select_tokens);
+  m.impl("unpack_mxfp4", unpack_mxfp4);
 }
