@@ -11,7 +11,7 @@
 #include "product.h"
 
 constexpr int MX_ROWS = 4, MX_OUTPUTS = 4;  // computed side by side: as many as registers hold sums of
-constexpr int64_t MX_TASK = 32;             // outputs of an expert that a thread takes at a time
+constexpr int64_t MX_TASK = 128;            // outputs of an expert that a thread takes at a time
 
 // Pairs of a token and an expert, those of an expert together and in the tokens' order.
 struct Pairing {
