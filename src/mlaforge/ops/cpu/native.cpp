@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "linear_int4.h"
 #include "linear_int8.h"
+#include "mapped_files.h"
 #include "token_selection.h"
 
 // Names that are macros are not joined to others before they are replaced.
@@ -26,6 +27,7 @@ LIBRARY(FORM, m) {
   m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
         "-> Tensor");
 #endif
+  m.def("watch_mapped_files(str words) -> ()", watch_mapped_files);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor(c!)? whole, int[] format, "
