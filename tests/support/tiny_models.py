@@ -87,8 +87,8 @@ def add_drafting_layer(directory: Path) -> None:
     save_file(tensors | own, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def save_packed(source: Path, directory: Path) -> Path:
-    """A copy of a tiny gpt_oss in bf16 with its experts in MXFP4, as public checkpoints have it."""
+def save_packed(source: Path, directory: Path, dtype: Any = None) -> Path:
+    """A copy of a tiny gpt_oss in bf16, or another dtype, with its experts in MXFP4, as public checkpoints have it."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -101,11 +101,12 @@ def save_packed(source: Path, directory: Path) -> Path:
         if name.endswith(("gate_up_proj", "down_proj")):
             tensors |= dict(zip(mxfp4.stored_names(name), quantize(tensor), strict=True))
         else:
-            tensors[name] = tensor.to(torch.bfloat16)
+            tensors[name] = tensor.to(dtype or torch.bfloat16)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": spared}}
+    name = str(dtype or torch.bfloat16).removeprefix("torch.")
+    config |= {"dtype": name, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": spared}}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

@@ -24,6 +24,11 @@ from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import log, progress, resolve_dtype
 
+# Standard error's last line where a weight file is cut short while it is in use; the exit code is 2.
+SHRUNK = (
+    "mlaforge: a weight file was cut short, or its disk failed, while the model was in use: fetch the model again\n"
+)
+
 
 def choose_format(name: str, source: SourceModel, device: torch.device) -> str:
     """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU bfloat16 where the processor
@@ -102,6 +107,9 @@ class EngineModel:
     @torch.inference_mode()
     def load(self, paged_attention: Callable[[int, Any], PagedAttention]) -> None:
         """Loads layer after layer; `paged_attention(index, self_attn)` gives what replaces a layer's attention."""
+        if self.device.type == "cpu" and (native := kernels()) is not None:
+            # Packed experts, and what is stored in the dtype that it is used in, are mapped from the files.
+            native.watch_mapped_files(SHRUNK)
         with self._stream as stream:
             stream.check()
             for index in progress(range(stream.num_layers), "load layers"):
