@@ -6,7 +6,7 @@ Beside it llama.cpp on a GGUF file of the same tensors, and what the memory's sp
     python benchmarks/packed_experts.py --model runs/gptoss-20b --llama ENV/bin/python [--formats bfloat16 int8]
 
 ENV is an environment of its own with xllamacpp, which carries llama.cpp built for AVX2. Each measurement is a process
-of its own, one after the other, its file read once before; rounds alternate. Prompts are random token ids, all distinct.
+of its own, one after the other, its file read once before; rounds alternate. Prompts are random token ids, distinct.
 """
 
 from __future__ import annotations
