@@ -5,7 +5,7 @@ import torch
 
 from mlaforge import LLM, SamplingParams
 from mlaforge.checkpoint import loading
-from mlaforge.engine import engine as kept_by
+from mlaforge.engine import memory as kept_by
 from mlaforge.engine.execution import attention
 from mlaforge.ops import kept_keys, native, paged_rows, token_selection
 from mlaforge.ops.cache_view import CacheView

@@ -1,163 +1,109 @@
-"""Mixtures of MXFP4 experts against transformers' own with unpacked weights."""
+"""Mixtures of MXFP4 experts: the Triton kernels beside the reference, and rows that do not depend on each other."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from mlaforge.ops import mxfp4_experts
-from mlaforge.ops.mxfp4 import dequantize
-from mlaforge.ops.mxfp4_experts import Mxfp4Experts, NativeMixture, native_mixture
-from mlaforge.ops.native import kernels
+from mlaforge import runtime
+from mlaforge.ops.mxfp4_experts import OP, Mxfp4Experts
+from support.paged_steps import DEVICE, needs_triton
 
-# Of a token's result: activations of 16 bits, whose largest number sets the step; and bf16 in and out.
-EXACT, ROUNDED = 4e-3, 8e-3
+# Experts, of a token, hidden size, intermediate size: tiles of 128 inputs and 64 outputs are cut short in all but one.
+SHAPES = {"small": (4, 2, 64, 96), "odd": (6, 3, 160, 32), "one": (1, 1, 32, 64), "whole": (3, 2, 256, 128)}
 
 
-def pair(experts, hidden, intermediate, seed=0, alpha=1.702, limit=7.0):
-    """Random experts as they are stored, and transformers' with the same weights."""
-    config = GptOssConfig(
-        num_local_experts=experts, hidden_size=hidden, intermediate_size=intermediate, swiglu_alpha=alpha,
-        swiglu_limit=limit,
-    )  # fmt: skip
-    oracle = GptOssExperts(config)
-    packed = Mxfp4Experts(oracle)
-    draw = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, buffer in packed.named_buffers():
-        if name.endswith("bias"):
-            state[name] = torch.randn(buffer.shape, generator=draw)
+def experts(shape, seed=0, dtype=torch.float32):
+    """A mixture of random codes; its weights are of about the size that a checkpoint's are."""
+    E, _, C, I = SHAPES[shape]  # noqa: E741
+    sizes = {"gate_up_proj": torch.empty(E, C, 2 * I), "down_proj": torch.empty(E, I, C)}
+    made = Mxfp4Experts(SimpleNamespace(num_experts=E, alpha=1.702, limit=7.0, **sizes)).to_empty(device="cpu")
+    chance = torch.Generator().manual_seed(seed)
+    for name, tensor in made.named_buffers():
+        if name.endswith("blocks"):
+            tensor.random_(256, generator=chance)
+        elif name.endswith("scales"):
+            # The smallest of all is a number of its own kind.
+            tensor.random_(120, 125, generator=chance).view(-1)[::7] = 0
         else:
-            low, high = (0, 256) if name.endswith("blocks") else (119, 127)
-            state[name] = torch.randint(low, high, buffer.shape, dtype=torch.uint8, generator=draw)
-    packed.load_state_dict(state, assign=True)
-    unpacked = {name: tensor for name, tensor in state.items() if name.endswith("bias")}
-    for name in ("gate_up_proj", "down_proj"):
-        unpacked[name] = dequantize(state[f"{name}_blocks"], state[f"{name}_scales"], torch.float32)
-    oracle.load_state_dict(unpacked)
-    return packed, oracle.requires_grad_(False)
+            tensor.normal_(generator=chance)
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        made.register_buffer(name, getattr(made, name).to(dtype))
+    return made.to(DEVICE)
 
 
-def tokens(count, hidden, experts, top_k, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, hidden, generator=draw) * torch.rand(count, 1, generator=draw).mul(8).exp2()
-    chosen = torch.rand(count, experts, generator=draw).topk(top_k).indices
-    return x, chosen, torch.rand(count, top_k, generator=draw).softmax(dim=-1)
+def tokens(shape, count, dtype=torch.float32, of=None, seed=0):
+    """Hidden states, the chosen experts (of the first `of`) and their weights. Large numbers reach the gate's limit."""
+    E, K, C, _ = SHAPES[shape]
+    chance = torch.Generator().manual_seed(seed)
+    hidden = 3 * torch.randn(count, C, generator=chance)
+    chosen = torch.rand(count, of or E, generator=chance).argsort(dim=1)[:, :K]
+    weights = torch.randn(count, K, generator=chance).softmax(dim=1)
+    return hidden.to(DEVICE, dtype), chosen.to(DEVICE), weights.to(DEVICE, dtype)
 
 
-def mixture(compiled, packed):
-    return NativeMixture(packed, compiled.mixture_mxfp4.default)
-
-
-def apart(found, wanted):
-    """Of the norm, for the worst token."""
-    return ((found.double() - wanted.double()).norm(dim=-1) / wanted.double().norm(dim=-1)).max()
-
-
-# Widths that fill registers of 2 and of 4 groups, and those that leave one to three groups.
-@settings(max_examples=12)
-@given(
-    st.integers(1, 5), st.sampled_from([32, 64, 96, 128, 160, 224, 576]), st.sampled_from([32, 96, 128, 192, 288]),
-    st.integers(1, 19), st.integers(0, 9),
+@needs_triton
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize(
+    ("shape", "count", "of"),
+    [("small", 1, None), ("small", 40, None), ("small", 21, 2), ("odd", 9, None), ("odd", 3, 3), ("one", 18, None),
+     ("whole", 5, None), ("whole", 0, None)],
 )  # fmt: skip
-def test_a_mixture_is_that_of_unpacked_experts(compiled, experts, hidden, intermediate, count, seed):
-    packed, oracle = pair(experts, hidden, intermediate, seed)
-    x, chosen, weights = tokens(count, hidden, experts, min(2, experts), seed)
-    wanted = oracle(x, chosen, weights)
-    assert apart(mixture(compiled, packed)(x, chosen, weights), wanted) < EXACT
-    plus = torch.randn_like(x).bfloat16()
-    found = mixture(compiled, packed)(x.bfloat16(), chosen, weights.bfloat16(), plus)
-    wanted = oracle(x.bfloat16().float(), chosen, weights.bfloat16().float()) + plus.float()
-    assert found.dtype == torch.bfloat16
-    assert apart(found, wanted) < ROUNDED
+def test_triton_is_the_reference(shape, count, of):
+    made, given = experts(shape), tokens(shape, count, of=of)
+    (ours,), (expected,) = (OP(*given, *made.packed, implementation=name) for name in ("triton", "reference"))
+    assert ours.shape == expected.shape and ours.dtype == expected.dtype
+    if count:
+        # What is compared is no sum of zeros.
+        assert expected.abs().mean() > 0.1
+        torch.testing.assert_close(ours, expected, atol=2e-6 * float(expected.abs().max()), rtol=1e-5)
 
 
-def test_a_token_has_one_result(compiled):
-    """Whatever tokens are computed beside it, and however many of them share its experts."""
-    packed, _ = pair(4, 160, 96)
-    x, chosen, weights = tokens(41, 160, 4, 2)
-    native = mixture(compiled, packed)
-    whole = native(x, chosen, weights)
-    for first, last in ((0, 1), (1, 3), (3, 8), (7, 41)):
-        assert torch.equal(native(x[first:last], chosen[first:last], weights[first:last]), whole[first:last])
+@needs_triton
+def test_triton_in_sixteen_bits():
+    made, (hidden, chosen, weights) = experts("small", dtype=torch.float16), tokens("small", 7, torch.float16)
+    (ours,) = OP(hidden, chosen, weights, *made.packed, implementation="triton")
+    exact = experts("small", dtype=torch.float16).float()(hidden.float(), chosen, weights.float())
+    assert ours.dtype == torch.float16
+    torch.testing.assert_close(ours.float(), exact, atol=0.02, rtol=0.01)
 
 
-def test_experts_that_nobody_chose_are_not_read(compiled):
-    packed, oracle = pair(6, 64, 64)
-    x, _, weights = tokens(5, 64, 6, 2)
-    chosen = torch.tensor([[1, 4]]).expand(5, 2)
-    wanted = oracle(x, chosen, weights)
-    for expert in (0, 2, 3, 5):
-        packed.gate_up_proj_scales[expert] = 255
-        packed.down_proj_bias[expert] = torch.nan
-    assert apart(mixture(compiled, packed)(x, chosen, weights), wanted) < EXACT
-    assert apart(packed(x.requires_grad_(), chosen, weights), wanted) < 1e-4
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_does_not_depend_on_the_others(dtype):
+    made, given = experts("odd", dtype=dtype), tokens("odd", 21, dtype)
+    (together,) = OP(*given, *made.packed, implementation="triton")
+    for rows in (slice(0, 1), slice(15, 21), torch.tensor([20, 3, 11])):
+        (some,) = OP(*(tensor[rows] for tensor in given), *made.packed, implementation="triton")
+        assert torch.equal(some, together[rows])
 
 
-def test_the_gate_is_clamped_as_the_config_says(compiled):
-    for alpha, limit in ((1.0, 1e4), (1.702, 0.5)):
-        packed, oracle = pair(2, 64, 32, alpha=alpha, limit=limit)
-        x, chosen, weights = tokens(7, 64, 2, 2)
-        assert apart(mixture(compiled, packed)(x, chosen, weights), oracle(x, chosen, weights)) < EXACT
+@needs_triton
+def test_every_code_under_every_scale():
+    """Rows of the identity give an expert's weights as they are unpacked, bit by bit."""
+    from mlaforge.ops import mxfp4_experts_triton as kernels
+    from mlaforge.ops.mxfp4 import dequantize
+
+    # 6 · 2^127 overflows fp32; under the scale 252 every code is finite.
+    outputs, inputs = 253, 32
+    codes = torch.arange(16, dtype=torch.uint8, device=DEVICE)
+    blocks = (codes | (15 - codes) << 4).expand(1, outputs, 1, 16).contiguous()
+    scales = torch.arange(outputs, dtype=torch.uint8, device=DEVICE).view(1, outputs, 1)
+    order, out = torch.arange(inputs, device=DEVICE), torch.full((inputs, outputs), torch.nan, device=DEVICE)
+    offsets, bias = torch.tensor([0, inputs], dtype=torch.int32, device=DEVICE), torch.zeros(1, outputs, device=DEVICE)
+    launch = kernels.make_launch(
+        torch.eye(inputs, device=DEVICE), order, offsets, blocks, scales, bias, out, 1, 1.0, 1.0, gated=False
+    )
+    kernels.product_kernel[(launch.programs,)](**launch.arguments, **launch.options)
+    # A sum that begins with 0 has no negative zero.
+    assert torch.equal(out.view(torch.int32), (dequantize(blocks, scales, torch.float32)[0] + 0.0).view(torch.int32))
 
 
-def test_what_is_no_number_stays_with_its_token(compiled):
-    packed, _ = pair(3, 64, 64)
-    x, chosen, weights = tokens(6, 64, 3, 2)
-    native = mixture(compiled, packed)
-    whole = native(x, chosen, weights)
-    for value in (torch.nan, torch.inf):
-        spoilt = x.clone()
-        spoilt[2, 33] = value
-        found = native(spoilt, chosen, weights)
-        assert not torch.isfinite(found[2]).any()
-        others = [0, 1, 3, 4, 5]
-        assert torch.equal(found[others], whole[others])
-
-
-def test_no_tokens_and_zeros(compiled):
-    packed, oracle = pair(3, 64, 64)
-    x, chosen, weights = tokens(4, 64, 3, 2)
-    native = mixture(compiled, packed)
-    assert native(x[:0], chosen[:0], weights[:0]).shape == (0, 64)
-    zeros = torch.zeros_like(x)
-    assert apart(native(zeros, chosen, weights), oracle(zeros, chosen, weights)) < EXACT
-
-
-def test_an_expert_that_is_none_is_refused(compiled):
-    packed, _ = pair(3, 64, 64)
-    x, chosen, weights = tokens(4, 64, 3, 2)
-    with pytest.raises(RuntimeError, match="expert 3 of 3"):
-        mixture(compiled, packed)(x, chosen.where(chosen != 1, 3), weights)
-
-
-def test_gradients_are_those_of_unpacked_experts():
-    packed, oracle = pair(4, 96, 64)
-    x, chosen, weights = tokens(9, 96, 4, 2)
-    grads = []
-    for experts in (packed, oracle):
-        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        out = experts(inputs[0], chosen, inputs[1])
-        grads.append(torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), inputs))
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-
-
-def test_without_a_gradient_the_compiled_kernel_runs(monkeypatch):
-    packed, oracle = pair(2, 64, 64)
-    x, chosen, weights = tokens(3, 64, 2, 1)
-    wanted = oracle(x, chosen, weights)
-    monkeypatch.setattr(mxfp4_experts, "kernels", lambda: None)
-    assert native_mixture(packed) is None
-    exact = packed(x, chosen, weights)
-    assert apart(exact, wanted) < 1e-5
-    monkeypatch.undo()
-    if kernels() is None:
-        pytest.skip("no compiled kernels")
-    with torch.no_grad():
-        found = packed(x, chosen, weights)
-    assert not torch.equal(found, exact)
-    assert apart(found, wanted) < EXACT
-    assert torch.equal(packed(x.clone().requires_grad_(), chosen, weights).detach(), exact)
+@needs_triton
+def test_the_kernels_say_what_they_cannot_do():
+    made, (hidden, *rest) = experts("small"), tokens("small", 3)
+    wide = torch.zeros(3, 128, device=DEVICE)[:, ::2]
+    for x, words in ((hidden.double(), "float64"), (wide, "one after another")):
+        with pytest.raises(runtime.UserError, match=words):
+            OP(x, *rest, *made.packed, implementation="triton")
+    assert OP.choose(hidden.cpu(), *rest, *made.packed)[0] != "triton"

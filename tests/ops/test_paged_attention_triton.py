@@ -96,6 +96,7 @@ def test_the_kernel_compiles_for_hopper_and_fits(monkeypatch):
     assert done.returncode == 0, done.stderr
     told = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert {"gqa-64", "gqa-128", "mla-512-64", "mla-256-64", "mla-320-32", "selection-score"} <= set(told)
+    assert {"experts-20b-gate", "experts-120b-gate", "experts-20b-down", "experts-20b-sum"} <= set(told)
     for name, line in told.items():
         assert line["shared"] <= 227 * 1024, line
         assert line["spilled"] <= 256, line

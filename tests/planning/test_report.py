@@ -9,11 +9,11 @@ from mlaforge.config import resolve
 from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning.config import PlanConfig
-from mlaforge.planning.costs import Gpu
+from mlaforge.planning.costs import Gpu, weight_bytes
 from mlaforge.planning.plan import plan_of
 from mlaforge.planning.report import parse_context, run_plan
 from mlaforge.runtime import UserError
-from support.configs import GPT_OSS, LLAMA, SMOLLM2
+from support.configs import GPT_OSS, GPT_OSS_120B, LLAMA, SMOLLM2
 
 
 def test_report_of_gpt_oss() -> None:
@@ -52,6 +52,45 @@ def test_the_recommendation_stands_first(cpu: Gpu) -> None:
     assert lines.index("Forms") < lines.index("Physics") < lines.index("Parts of a step")
     assert [line.split()[0] for line in lines[-4:]] == ["EAGLE-3", "machine", "source", "workload"]
     assert sum(line.startswith("* ") for line in lines) == 2
+
+
+@pytest.mark.parametrize(("config", "weights", "read"), [(GPT_OSS, 13.75, 3.70), (GPT_OSS_120B, 65.2, 4.97)])
+def test_what_a_stated_machine_would_do(config: dict, weights: float, read: float, cpu: Gpu) -> None:
+    """Weights in all, and what a token reads of them: four experts of 4.25 bits, attention and head in bf16; in GB."""
+    for memory in (24.0, 96.0, 128.0):
+        report = run_plan(read_spec(config), PlanConfig(context="8k", batch=1, memory=memory, bandwidth=50.0), gpu=cpu)
+        machine = report.rows[0].gpu
+        assert (machine.memory_gib, machine.bandwidth_tbs, machine.flops) == (memory, 0.05, cpu.flops)
+        assert f"{memory:g} GiB of memory and 50 GB/s as stated" in report.record()["source"]
+        fits = weights * 1e9 < memory * 2**30
+        assert (report.rows[0].requests > 0) is fits
+        assert any("the weights alone take" in note for note in report.notes) is not fits
+        one = report.several()[0]
+        layers, E = config["num_hidden_layers"], 2880
+        experts, attention = 4 * 3 * E * E * 4.25 / 8, 2 * E * 64 * (64 + 8 + 8 + 64)
+        assert one["bytes"] == pytest.approx(layers * (experts + attention) + 2 * 201088 * E, rel=1e-6)
+        assert one["bytes"] == pytest.approx(read * 1e9, rel=0.01)
+        assert one["tokens_per_second"] == pytest.approx(0.68 * 50e9 / one["bytes"])
+    assert weights * 1e9 == pytest.approx(weight_bytes(report.rows[0].plan), rel=0.01)
+
+
+def test_several_tokens_share_experts(cpu: Gpu) -> None:
+    report = run_plan(read_spec(GPT_OSS), PlanConfig(context="8k", batch=3, drafts=3), gpu=cpu)
+    several = {each["tokens"]: each for each in report.several()}
+    # The batch's tokens and those with drafts are among them.
+    assert list(several) == [1, 2, 3, 4, 8, 12, 16, 64]
+    for tokens, each in several.items():
+        assert each["experts"] == pytest.approx(32 * (1 - (1 - 4 / 32) ** tokens))
+    assert several[1]["experts"] == 4 and several[2]["experts"] == 7.5
+    one, eight = several[1]["bytes"], several[8]["bytes"]
+    assert eight - one == pytest.approx(24 * (several[8]["experts"] - 4) * 3 * 2880 * 2880 * 4.25 / 8)
+    lines = report.render().splitlines()
+    table = lines[lines.index("Weights of a step of several tokens") :]
+    assert table[3].split()[:2] == ["1", "4.0"] and table[7].split()[:2] == ["8", "21.0"]
+    assert json.loads(json.dumps(report.as_dict()))["several_tokens"] == report.several()
+    # All weights of a model without experts are read by one token already.
+    dense = run_plan(read_spec(SMOLLM2), PlanConfig(), gpu=cpu)
+    assert dense.several() == [] and "several tokens" not in dense.render()
 
 
 def test_no_plan_is_for_more_than_the_model_was_made_for(cpu: Gpu) -> None:

@@ -1,5 +1,5 @@
-"""Compiles the kernels of attention and of its selection for sm_90 as they would be launched on real shapes, without a
-GPU: one JSON line each.
+"""Compiles the kernels of attention, of its selection and of packed experts for sm_90 as they would be launched on
+real shapes, without a GPU: one JSON line each.
 
 python tests/support/compile_ahead.py [NAME ...]      (a process of its own: the tests' has Triton interpret)
 """
@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from mlaforge.ops import mxfp4_experts_triton as mixtures
 from mlaforge.ops import paged_attention_triton as kernels
 from mlaforge.ops import token_selection_triton as selections
 from mlaforge.ops.cache_view import CacheView
@@ -68,7 +69,7 @@ def compile_ahead(kernel: Any, arguments: dict[str, Any], options: dict[str, int
         if isinstance(value, torch.Tensor):
             kind = {
                 "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
-                "int8": "i8",
+                "int8": "i8", "uint8": "u8", "int64": "i64",
             }  # fmt: skip
             signature[parameter.name] = "*" + kind[str(value.dtype).removeprefix("torch.")]
         else:
@@ -100,6 +101,29 @@ def selection(kernel: str) -> tuple[Any, dict[str, Any]]:
     return selections.score_kernel, arguments | more
 
 
+# Name -> experts, of a token, hidden size, intermediate size: of 20B, of 120B, and of the stand-in.
+EXPERTS = {"20b": (32, 4, 2880, 2880), "120b": (128, 4, 2880, 2880), "small": (4, 2, 576, 1536)}
+
+
+def experts(name: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """The kernel `gate`, `down` or `sum` of one of EXPERTS, its arguments and options, with no memory for weights."""
+    shape, part = name.split("-")
+    (E, K, C, I), N = EXPERTS[shape], 8  # noqa: E741
+    if part == "sum":
+        out = torch.empty(1, dtype=dtype)
+        arguments = {"parts": torch.empty(1), "weights": out, "out": out}
+        return mixtures.sum_kernel, arguments | {"K": K, "C": C, "SUMMED": mixtures.SUMMED}, {"num_warps": 4}
+    inputs, outputs, gated = (C, I, True) if part == "gate" else (I, C, False)
+    with torch.device("meta"):
+        blocks = torch.empty(E, outputs * (1 + gated), inputs // 32, 16, dtype=torch.uint8)
+        x = torch.empty(N if gated else N * K, inputs, dtype=dtype)
+        out = torch.empty(N * K, outputs, dtype=dtype if gated else torch.float32)
+        order, offsets = torch.empty(N * K, dtype=torch.int64), torch.empty(E + 1, dtype=torch.int32)
+        bias = torch.empty(E, blocks.shape[1], dtype=dtype)
+    launch = mixtures.make_launch(x, order, offsets, blocks, blocks[..., 0], bias, out, K, 1.702, 7.0, gated)
+    return mixtures.product_kernel, launch.arguments, launch.options
+
+
 def registers(ptx: str) -> dict[str, int]:
     """Registers a thread and bytes spilled, as ptxas tells."""
     with tempfile.TemporaryDirectory() as folder:
@@ -125,6 +149,10 @@ def main(names: list[str]) -> None:
             done = compile_ahead(kernels.merge_kernel, *merge(dtype))
         elif shape.startswith("selection-"):
             done = compile_ahead(*selection(shape.removeprefix("selection-")), {"num_warps": 4})
+        elif shape.startswith("experts-"):
+            kernel, arguments, options = experts(shape.removeprefix("experts-"), dtype)
+            told |= {"tile": [arguments.get("BLOCK_O", 0), arguments.get("BLOCK_M", 0)]}
+            done = compile_ahead(kernel, arguments, options)
         else:
             planned = launch(shape, dtype, rows)
             told |= {"grid": planned.grid, "tile": [planned.arguments[name] for name in ("BLOCK_M", "BLOCK_N")]}
@@ -143,6 +171,12 @@ if __name__ == "__main__":
             "merge",
             "selection-lse",
             "selection-score",
+            "experts-20b-gate",
+            "experts-20b-down",
+            "experts-120b-gate",
+            "experts-small-down",
+            "experts-20b-sum",
+            "experts-small-gate:float32",
             "gqa-128:float16",
             "gqa-128:float32",
             "mla-512-64:float32",

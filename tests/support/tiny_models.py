@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,30 @@ def add_drafting_layer(directory: Path) -> None:
     own = {n.replace("layers.0", "mtp_layers.0"): t.clone() for n, t in tensors.items() if ".layers.0." in n}
     own["model.mtp_layers.0.input_proj.weight"] = torch.randn(SHAPE["hidden_size"], 2 * SHAPE["hidden_size"])
     save_file(tensors | own, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_packed(source: Path, directory: Path, dtype: Any = None) -> Path:
+    """A copy of a tiny gpt_oss in bf16, or another dtype, with its experts in MXFP4, as public checkpoints have it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from mlaforge.checkpoint import mxfp4
+    from mlaforge.ops.mxfp4 import quantize
+
+    shutil.copytree(source, directory)
+    tensors = {}
+    for name, tensor in load_file(directory / WEIGHTS).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors |= dict(zip(mxfp4.stored_names(name), quantize(tensor), strict=True))
+        else:
+            tensors[name] = tensor.to(dtype or torch.bfloat16)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    name = str(dtype or torch.bfloat16).removeprefix("torch.")
+    config |= {"dtype": name, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": spared}}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def save_tokenizer(directory: Path) -> None:

@@ -3,43 +3,29 @@
 import hashlib
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint import loading, mxfp4
+from mlaforge.checkpoint import loading
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.families import read_spec
-from mlaforge.ops.mxfp4 import quantize
 from mlaforge.planning.plan import window_choices
 from mlaforge.report.report import write_report
-from support.tiny_models import load_original
+from support.tiny_models import load_original, save_packed
 
 
 @pytest.fixture(scope="module")
 def packed(tiny_models, tmp_path_factory) -> Path:
     """The tiny model in bf16 with its experts in MXFP4, as public checkpoints have it."""
-    directory = Path(shutil.copytree(tiny_models["gpt_oss"], tmp_path_factory.mktemp("packed") / "model"))
-    tensors = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            tensors |= dict(zip(mxfp4.stored_names(name), quantize(tensor), strict=True))
-        else:
-            tensors[name] = tensor.to(torch.bfloat16)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    spared = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": spared}}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return save_packed(tiny_models["gpt_oss"], tmp_path_factory.mktemp("packed") / "model")
 
 
 @pytest.fixture

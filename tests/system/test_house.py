@@ -35,7 +35,7 @@ config
 cache sampling
 request execution
 speculation scheduler
-stats step contradictions
+stats step contradictions memory
 engine
 llm
 """

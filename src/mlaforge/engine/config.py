@@ -26,7 +26,7 @@ class EngineConfig(Options):
     )  # fmt: skip
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     cache_fraction: float = option(
-        0.5, "share of the free memory that the KV cache may take", "fraction", above=0, most=1
+        0.5, "share of the memory beside the weights that the KV cache may take", "fraction", above=0, most=1
     )
     cache_bytes: int | None = option(None, "size of the KV cache, instead of --cache-fraction", "bytes", least=1)
     kv_cache_dtype: str = option(

@@ -15,7 +15,7 @@ from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.cache.block_tables import BlockTables
-from mlaforge.engine.cache.kv_cache import Cache, free_bytes, layer_caches, size_groups
+from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.contradictions import checked
 from mlaforge.engine.execution.attention import paged
@@ -23,6 +23,7 @@ from mlaforge.engine.execution.batch import make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.runner import Runner
+from mlaforge.engine.memory import cache_layout
 from mlaforge.engine.request import held
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.request.sequence import Request, Sequence, check_prompt
@@ -36,7 +37,7 @@ from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.scheduler import Plan, Scheduler
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
-from mlaforge.engine.speculation.eagle3 import EagleDrafter, head_cache
+from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.partial import PartialVerification, judging_format
 from mlaforge.engine.speculation.step import Proposal, Speculation
 from mlaforge.engine.speculation.verification import Verified, verify
@@ -44,7 +45,6 @@ from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.ops.native import kernels
 from mlaforge.ops.token_selection import TOGETHER
 from mlaforge.runtime import UserError, log, on_device, resolve_device
 
@@ -82,18 +82,7 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(source)
 
         head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
-        keep = self.device.type == "cpu" and self.model.dtype == torch.bfloat16 and kernels() is not None
-        layers, windows = layer_caches(spec, self.model.config, self.model.dtype, config.kv_cache_dtype, keep)
-        if head is not None:
-            layers.append(head_cache(head.config, len(windows), self.model.dtype))
-            windows.append(head.config.sliding_window)
-        groups = size_groups(
-            layers, windows, config.cache_bytes or int(config.cache_fraction * free_bytes(self.device)),
-            block_size, max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
-            max_step=config.max_num_batched_tokens,
-        )  # fmt: skip
-        if head is not None:
-            groups[-1] = dataclasses.replace(groups[-1], name="draft")
+        layers, groups = cache_layout(self.model, head, config, self.max_model_len, self.model_name)
         # Graphs write what fills up a batch to a block beyond the budget.
         spare = 1 if self.device.type == "cuda" else 0
         self.cache = Cache(layers, groups, block_size, self.model.dtype, self.device, spare)

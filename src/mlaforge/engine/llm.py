@@ -37,7 +37,7 @@ class LLM:
 
     `harmony` False talks by the chat template also where the tokenizer speaks harmony. For vLLM's users
     `enable_prefix_caching` is another name of prefix_caching, and `gpu_memory_utilization` of cache_fraction. vLLM's is
-    a share of all memory, weights included; ours is the cache's share of what is free before the weights are loaded.
+    a share of all memory, weights included; ours is the cache's share of what the weights leave of the free memory.
 
     Raises UserError for a model that cannot be loaded, an unknown option, and a prompt that does not fit.
     """
@@ -73,21 +73,27 @@ class LLM:
         yield from self._run(several, _each(sampling_params, len(several), "prompts"))
 
     def chat(
-        self, messages: Conversation | Sequence[Conversation], sampling_params: Params = None
-    ) -> list[RequestOutput]:
+        self, messages: Conversation | Sequence[Conversation], sampling_params: Params = None, *,
+        tools: Sequence[Mapping[str, Any]] = (), reasoning_effort: str | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Answers one conversation or several together; one complete output per conversation, in their order.
 
         In harmony, where the tokenizer speaks it (UserError without oss-harmony), else by the model's chat template.
-        In harmony `text` is the answer alone and `reasoning_content` what was thought before it; a call, as no tool was
-        offered, and what cannot be read are in `text` as they are. `token_ids` and log probabilities are of all tokens.
+        In harmony `text` is the answer alone, `reasoning_content` what was thought before it and `tool_calls` the calls
+        of `tools` (OpenAI's, of type function), whose results go into the next conversation as messages of role tool;
+        a call where no tool was offered, and what cannot be read, are in `text` as they are. `token_ids` and log
+        probabilities are of all tokens. `reasoning_effort` is low, medium or high; None is the model's own. A template
+        is given both, and its answer is text.
         """
-        return _whole(self.stream_chat(messages, sampling_params))
+        return _whole(self.stream_chat(messages, sampling_params, tools=tools, reasoning_effort=reasoning_effort))
 
     def stream_chat(
-        self, messages: Conversation | Sequence[Conversation], sampling_params: Params = None
-    ) -> Iterator[RequestOutput]:
+        self, messages: Conversation | Sequence[Conversation], sampling_params: Params = None, *,
+        tools: Sequence[Mapping[str, Any]] = (), reasoning_effort: str | None = None,
+    ) -> Iterator[RequestOutput]:  # fmt: skip
         """As `chat`, but what is new as soon as it is there. Leaving the loop aborts what is unfinished."""
-        prompts: list[Prompt] = [self.chat_prompt(conversation) for conversation in _conversations(messages)]
+        several = _conversations(messages)
+        prompts: list[Prompt] = [self.chat_prompt(each, tools, reasoning_effort) for each in several]
         params = _each(sampling_params, len(prompts), "conversations")
         spoken = self.harmony
         if spoken is None:
@@ -97,17 +103,20 @@ class LLM:
         for output in self._run(prompts, [_until_answered(each, spoken) for each in params]):
             for new in output.outputs:
                 key = output.request_id, new.index
-                _read(parsers.get(key) or parsers.setdefault(key, spoken.parser(tools=False)), new)
+                _read(parsers.get(key) or parsers.setdefault(key, spoken.parser(tools=bool(tools))), new)
             yield output
 
-    def chat_prompt(self, messages: Conversation) -> list[int]:
+    def chat_prompt(
+        self, messages: Conversation, tools: Sequence[Mapping[str, Any]] = (), reasoning_effort: str | None = None
+    ) -> list[int]:
         """Token ids of a conversation that ends where the model's turn begins. Raises UserError, also where the model
         has no chat template."""
         if self.harmony is not None:
-            return self.harmony.render(messages)
+            return self.harmony.render(messages, tools, reasoning_effort)
         if not self.tokenizer.chat_template:
             raise UserError(f"{self.engine.model_name} has no chat template; use a plain prompt")
-        return chat_template.render(self.tokenizer, messages)
+        told = {"tools": list(tools) or None, "reasoning_effort": reasoning_effort}
+        return chat_template.render(self.tokenizer, messages, {name: value for name, value in told.items() if value})
 
     @functools.cached_property
     def harmony(self) -> Harmony | None:
@@ -174,6 +183,9 @@ def _read(parser: HarmonyParser, new: Completion) -> None:
     """What the new tokens say, in place of their decoded text."""
     added = parser.feed(new.token_ids, new.finish_reason is not None)
     new.text, new.reasoning_content = added.get("content", ""), added.get("reasoning_content", "")
+    new.tool_calls = added.get("tool_calls", [])
+    if new.finish_reason == "stop" and parser.calls:
+        new.finish_reason = "tool_calls"
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

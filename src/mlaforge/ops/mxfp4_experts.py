@@ -6,11 +6,14 @@ Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from mlaforge import runtime
+from mlaforge.ops.dispatch import Op
 from mlaforge.ops.mxfp4 import BLOCK, unpack
 from mlaforge.ops.native import kernels
 
@@ -48,6 +51,10 @@ class Product(torch.autograd.Function):
         return x_grad, None, None
 
 
+# What is kept of each of a mixture's two weights.
+PARTS = ("blocks", "scales", "bias")
+
+
 class Mxfp4Experts(nn.Module):
     """Takes the place of transformers' fused experts of the same sizes, with the tensors that a checkpoint stores.
 
@@ -76,54 +83,66 @@ class Mxfp4Experts(nn.Module):
             for part, tensor in kept.items():
                 self.register_buffer(f"{name}_{part}", tensor)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """[..., 2 I] -> [..., I]."""
-        gate = gate_up[..., ::2].clamp(max=self.limit)
-        up = gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
-        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+    @property
+    def packed(self) -> tuple[Any, ...]:
+        """The six tensors and the gate's alpha and limit, in the order that the operation takes them in."""
+        kept = (getattr(self, f"{name}_{part}") for name in ("gate_up_proj", "down_proj") for part in PARTS)
+        return (*kept, self.alpha, self.limit)
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """[N, C] from hidden states [N, C], the chosen experts [N, K] and their weights [N, K]."""
-        gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or routing_weights.requires_grad)
-        if (native := native_mixture(self)) is not None and not gradient and hidden_states.dtype in native.dtypes:
-            return native(hidden_states, router_indices, routing_weights)
-        out_NC = torch.zeros_like(hidden_states)
-        for expert in router_indices.unique().tolist():
-            rows, places = torch.where(router_indices == expert)
-            up = Product.apply(hidden_states[rows], self.gate_up_proj_blocks[expert], self.gate_up_proj_scales[expert])
-            gated = self.gate(up + self.gate_up_proj_bias[expert])
-            down = Product.apply(gated, self.down_proj_blocks[expert], self.down_proj_scales[expert])
-            weighted = (down + self.down_proj_bias[expert]) * routing_weights[rows, places, None]
-            out_NC.index_add_(0, rows, weighted.to(out_NC.dtype))
+        out_NC: Tensor = OP(hidden_states, router_indices, routing_weights, *self.packed)[0]
         return out_NC
 
 
-class NativeMixture:
-    """The same by our own CPU kernel (cpu/mixture_mxfp4.h), which reads the tensors where they are. Activations are
-    whole numbers of 16 bits: 1e-4 of the result's norm, where bf16 has 2e-3."""
-
-    dtypes = (torch.bfloat16, torch.float32)
-
-    def __init__(self, experts: Mxfp4Experts, product: Any):
-        self._product = product
-        self._weights = [
-            part
-            for name in ("gate_up_proj", "down_proj")
-            for part in (
-                getattr(experts, f"{name}_blocks").contiguous(),
-                getattr(experts, f"{name}_scales").contiguous(),
-                getattr(experts, f"{name}_bias").float().contiguous(),
-            )
-        ]
-        self._gate = experts.alpha, experts.limit
-
-    def __call__(self, x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, plus_NC: Tensor | None = None) -> Tensor:
-        """[N, C] in the dtype of x, with `plus_NC` added."""
-        out_NC: Tensor = self._product(x_NC, chosen_NK, weights_NK, *self._weights, *self._gate, plus_NC)
-        return out_NC
+def reference(
+    hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, gate_up_blocks: Tensor, gate_up_scales: Tensor,
+    gate_up_bias: Tensor, down_blocks: Tensor, down_scales: Tensor, down_bias: Tensor, alpha: float, limit: float,
+) -> tuple[Tensor]:  # fmt: skip
+    """[N, C], expert after expert. It waits for the device to know which experts were chosen."""
+    out_NC = torch.zeros_like(hidden_NC)
+    for expert in chosen_NK.unique().tolist():
+        rows, places = torch.where(chosen_NK == expert)
+        gate_up = Product.apply(hidden_NC[rows], gate_up_blocks[expert], gate_up_scales[expert]) + gate_up_bias[expert]
+        gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(min=-limit, max=limit)
+        gated = (up + 1) * gate * torch.sigmoid(gate * alpha)
+        down = Product.apply(gated, down_blocks[expert], down_scales[expert]) + down_bias[expert]
+        out_NC.index_add_(0, rows, (down * weights_NK[rows, places, None]).to(out_NC.dtype))
+    return (out_NC,)
 
 
-def native_mixture(experts: Mxfp4Experts) -> NativeMixture | None:
-    """None where the experts are not on the CPU, or nothing was compiled."""
-    native = kernels() if experts.gate_up_proj_blocks.device.type == "cpu" else None
-    return None if native is None else NativeMixture(experts, native.mixture_mxfp4.default)
+def _triton(*inputs: Any) -> tuple[Tensor]:
+    from mlaforge.ops import mxfp4_experts_triton
+
+    return (mxfp4_experts_triton.mixture(*inputs),)
+
+
+def _triton_supports(hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, *packed: Any) -> Literal[True] | str:
+    # Loading Triton takes a second, which a CPU that never runs it should not pay.
+    if hidden_NC.device.type != "cuda" and not runtime.triton_interpreted():
+        return f"it needs CUDA tensors, these are on {hidden_NC.device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from mlaforge.ops import mxfp4_experts_triton
+
+    return mxfp4_experts_triton.supports(hidden_NC, *packed[:-2])
+
+
+def _native(hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, *packed: Any) -> tuple[Tensor]:
+    # Activations are whole numbers of 16 bits: 1e-4 of the result's norm, where bf16 has 2e-3.
+    return (kernels().mixture_mxfp4(hidden_NC, chosen_NK, weights_NK, *packed),)  # type: ignore[union-attr]
+
+
+def _native_supports(hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, *packed: Any) -> Literal[True] | str:
+    if hidden_NC.device.type != "cpu" or kernels() is None:
+        return "the compiled CPU kernels are not there"
+    if torch.is_grad_enabled() and (hidden_NC.requires_grad or weights_NK.requires_grad):
+        return "it gives no gradients"
+    # Of the hidden states and of both biases.
+    others = {hidden_NC.dtype, packed[2].dtype, packed[5].dtype} - {torch.bfloat16, torch.float32}
+    return f"it takes bfloat16 and float32, not {others.pop()}" if others else True
+
+
+OP = Op("mxfp4_experts", reference)
+OP.register("native", _native, _native_supports, device_type="cpu", quiet=True)
+OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)

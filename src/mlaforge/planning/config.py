@@ -22,6 +22,10 @@ class PlanConfig(Options):
     )  # fmt: skip
     batch: int = option(4, "requests decoded together", "requests", least=1)
     gpu: str = option("auto", "machine to compute for; auto: this one, cpu: its CPU", choices=("auto", "cpu", *GPUS))
+    memory: float | None = option(None, "memory of the machine, in place of what it has", "GiB", above=0)
+    bandwidth: float | None = option(
+        None, "speed of the machine's memory, in place of what was measured or its datasheet says", "GB/s", above=0
+    )
     kv_cache_dtype: str | None = option(
         None, "how the cache stores rows that are not coded, in a row of your own (bf16)", choices=STORED
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
 from mlaforge.planning.plan import LayerPlan, Plan, tokens_held
@@ -154,6 +154,15 @@ class Gpu:
     def ridge(self) -> float:
         """FLOP per byte above which FLOP/s are the limit, below which bandwidth is."""
         return self.flops / self.bandwidth
+
+    def stated(self, memory: float | None, bandwidth: float | None) -> Gpu:
+        """The same with another memory, in GiB, or one of another speed, in 1e9 bytes per second, where these are told.
+        Products stay as fast, and the share of memory's speed that a step reaches is the same."""
+        said = [f"{memory:g} GiB of memory"] if memory else []
+        said += [f"{bandwidth:g} GB/s"] if bandwidth else []
+        source = f"{self.source}; {' and '.join(said)} as stated" if said else self.source
+        speed = bandwidth / 1e3 if bandwidth else self.bandwidth_tbs
+        return replace(self, memory_gib=memory or self.memory_gib, bandwidth_tbs=speed, source=source)
 
     def seconds(self, cost: Cost, rows: str = "") -> float:
         """The roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer. `rows`: what

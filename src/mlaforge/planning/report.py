@@ -11,10 +11,10 @@ from typing import Any
 from mlaforge.config import by_keywords, whole_number
 from mlaforge.families.spec import LayerSpec, ModelSpec, capture_boundaries
 from mlaforge.planning.config import PlanConfig
-from mlaforge.planning.costs import Gpu, weight_bytes
+from mlaforge.planning.costs import Gpu, experts_touched, weight_bytes
 from mlaforge.planning.plan import PACKED, Plan, coded_plan, left_open, make_plan, plan_of, unconverted, window_choices
 from mlaforge.planning.recommendation import Recommendation, analyse, recommend
-from mlaforge.planning.roofline import PARTS, Row, compare, in_bytes, in_digits
+from mlaforge.planning.roofline import PARTS, Row, compare, decode_step, in_bytes, in_digits
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
@@ -57,6 +57,7 @@ def run_plan(spec: ModelSpec, options: PlanConfig, made: Plan | None = None, gpu
         from mlaforge.planning import machines
 
         gpu = machines.by_name(options.gpu)
+    gpu = gpu.stated(options.memory, options.bandwidth)
     # As the engine runs it: weights that are stored in fp32 in bf16.
     spec = dataclasses.replace(spec, bits=min(spec.bits, 16.0), layers=tuple(
         dataclasses.replace(layer, mlp_bits=min(layer.mlp_bits, 16.0)) for layer in spec.layers))  # fmt: skip
@@ -64,6 +65,8 @@ def run_plan(spec: ModelSpec, options: PlanConfig, made: Plan | None = None, gpu
     rows, notes = compare(spec, gpu, context, options.batch, options.drafts, layers=options.layers)
     if options.context and context < wanted:
         notes.insert(0, f"the model was made for {context:,} positions: planned for those, not for {wanted:,}")
+    if (weights := weight_bytes(rows[0].plan)) > gpu.memory_gib * 2**30:
+        notes.insert(0, f"the weights alone take {in_bytes(weights)}, and the machine has {gpu.memory_gib:g} GiB")
     if gpu.name != "cpu":
         notes.append(
             "on a GPU the keys of latent are decompressed to memory; coded, int8 and int4 rows are for CPUs; "
@@ -203,6 +206,16 @@ class PlanReport:
                     cost, ms = step.costs[part], step.seconds[part] * 1e3
                     table[-1] += [in_bytes(cost.bytes), in_digits(cost.flops / 1e9), in_digits(ms)]
         lines += ["", "Parts of a step", text_table(table if drafts else [line[:4] for line in table], "<>")]
+        if several := self.several():
+            table = [
+                ["tokens", "experts of", "weights", "of them", "tokens/s"],
+                ["", "a layer", "read", "a token", "at most"],
+            ]
+            for each in several:
+                read, tokens = each["bytes"], each["tokens"]
+                cells = f"{tokens:g}", f"{each['experts']:.1f}", in_bytes(read), in_bytes(read / tokens)
+                table.append([*cells, in_digits(each["tokens_per_second"])])
+            lines += ["", "Weights of a step of several tokens", text_table(table, ">>")]
         if choices := window_choices(self.best.plan) if self.best.plan.converted else {}:
             heads = [f"{tokens // 1024}K" for tokens in next(iter(choices.values()))]
             table = [["layers converted", *heads], *([name, *map(in_bytes, b.values())] for name, b in choices.items())]
@@ -213,6 +226,21 @@ class PlanReport:
                       for n, layer in enumerate(layers)]  # fmt: skip
             lines += ["", "Layers of yours (>)", text_table(table, "><>")]
         return "\n".join([*lines, "", *(f"{key:<13}{value}" for key, value in self.record().items())])
+
+    def several(self) -> list[dict[str, float]]:
+        """What a step reads of the original's weights where it has so many tokens, of a batch or of drafts; empty where
+        it has no experts, since then it reads all of them. Rates are those at which memory gives it that."""
+        row = self.rows[0]
+        mixture = next((layer.moe for layer in row.plan.spec.layers if layer.moe), None)
+        if mixture is None:
+            return []
+        found = []
+        for tokens in sorted({1, 2, 4, 8, 16, 64, row.batch, row.batch * (1 + row.drafts)}):
+            read = decode_step(row.plan, row.gpu, 1, tokens).weight_bytes
+            rate = tokens * row.gpu.bandwidth / read
+            touched = experts_touched(mixture, tokens)
+            found.append({"tokens": tokens, "experts": touched, "bytes": read, "tokens_per_second": rate})
+        return found
 
     def layers(self) -> list[dict[str, Any]]:
         """What each layer of the user's configuration keeps of a token, where they are not all alike."""
@@ -244,6 +272,7 @@ class PlanReport:
             rows.append(cells)
         return {"recommendation": self.chosen.sentence, "reasons": self.chosen.reasons, "notes": self.notes,
                 "record": self.record(), "rows": rows, "layers": self.layers(),
+                "several_tokens": self.several(),
                 "window_choices": window_choices(self.best.plan) if self.best.plan.converted else {}}  # fmt: skip
 
 

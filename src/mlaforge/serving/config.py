@@ -6,6 +6,7 @@ import dataclasses
 
 from mlaforge.config import option
 from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.request.harmony import EFFORTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,7 @@ class GenerateConfig(EngineConfig):
     against: str | None = option(None, "a second model that continues the same prompt")
     max_new_tokens: int = option(64, "length of the continuation", "tokens", least=1)
     chat: bool = option(False, "ask the prompt as a user's turn: in harmony, else in the model's chat template")
+    reasoning_effort: str | None = option(None, "with --chat, how long the model thinks (its own)", choices=EFFORTS)
     harmony: bool = option(True, "with --chat, read and write the harmony format where the tokenizer has it")
     temperature: float = option(0.0, "0 takes the likeliest token, 1 draws from the model's own distribution")
     top_p: float = option(1.0, "draw among the likeliest tokens that together have this probability", "fraction")
@@ -31,6 +33,9 @@ class ChatConfig(EngineConfig):
     first = ("system", "max_new_tokens", "temperature", "speculative", "dtype")
 
     system: str | None = option(None, "what the model is told before the conversation")
+    reasoning_effort: str | None = option(
+        None, "how long the model thinks before it answers (its own)", choices=EFFORTS
+    )
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
     max_new_tokens: int = option(1024, "length of an answer", "tokens", least=1)
     temperature: float = option(0.7, "0 takes the likeliest token, 1 draws from the model's own distribution")

@@ -27,7 +27,8 @@ def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> 
 
     def outputs(params: SamplingParams) -> Iterator[RequestOutput]:
         if config.chat:
-            return llm.stream_chat([{"role": "user", "content": config.prompt}], params)
+            turn = [{"role": "user", "content": config.prompt}]
+            return llm.stream_chat(turn, params, reasoning_effort=config.reasoning_effort)
         return llm.stream(config.prompt, params)
 
     params = _params(config)
@@ -96,7 +97,7 @@ class Conversation:
     """
 
     def __init__(self, model: str, config: ChatConfig):
-        self.llm = LLM(model, config, harmony=config.harmony)
+        self.llm, self._effort = LLM(model, config, harmony=config.harmony), config.reasoning_effort
         self.params = _params(config)
         self._first = [{"role": "system", "content": config.system}] if config.system else []
         # A missing package is told before the user says anything.
@@ -112,7 +113,7 @@ class Conversation:
         what was thought before an answer."""
         messages = [*self.messages, {"role": "user", "content": text}]
         pieces = []
-        for output in self.llm.stream_chat(messages, self.params):
+        for output in self.llm.stream_chat(messages, self.params, reasoning_effort=self._effort):
             pieces.append(output.outputs[0].text)
             yield output.outputs[0]
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]

@@ -22,18 +22,21 @@ from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.bucket import MOST_QUERIES, Bucket, bucket_of, fill, padded
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
+from support.tiny_models import save_packed
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CPU = torch.device("cpu")
-MODELS = ("llama", "gpt_oss", "latent_rope")
+MODELS = ("llama", "gpt_oss", "latent_rope", "packed")
 # Of the pools that `batch_of` allocates from.
 BLOCKS = 600
 
 
 @pytest.fixture(scope="module")
 def models(tiny_models, tmp_path_factory, cli, short) -> dict[str, Path]:
-    """GQA; windows, sinks and experts; a converted model that caches latents with rotary parts; one without these."""
+    """GQA; windows, sinks and experts, whole and packed; a converted model that caches latents with rotary parts; one
+    without these."""
     found = dict(tiny_models)
+    found["packed"] = save_packed(tiny_models["gpt_oss"], tmp_path_factory.mktemp("graphs") / "packed")
     for layout, more in {"latent": (), "latent_rope": ("--qk-rope-head-dim", "8")}.items():
         found[layout] = tmp_path_factory.mktemp("graphs") / layout
         done = cli("convert", tiny_models["llama"], found[layout], *short, "--layout", layout, *more)
@@ -157,7 +160,7 @@ def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, o
     but for one slot of the scratch block."""
     if op == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op}")
+    monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op},mxfp4_experts={op}")
     engine = make_engine(models[name])
     cache, eager, met = engine.cache, engine.runner.eager, set()
     for rows in cache.tensors:
@@ -193,14 +196,16 @@ def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, o
     assert met >= {(1, True), (5, True)}
 
 
-@pytest.mark.parametrize("name", ["llama", "latent_rope", "latent"])
+@pytest.mark.parametrize("name", ["llama", "packed", "latent_rope", "latent"])
 def test_which_steps_a_graph_can_hold(models, name, monkeypatch):
     pytest.importorskip("triton")
-    engine, batch = make_engine(models[name]), batch_of((9, 1), windows=(None,))
+    engine = make_engine(models[name])
+    batch = batch_of((9, 1), windows=tuple(group.window for group in engine.tables.groups))
     for choice, holds in {
         "triton": name != "latent",
         "reference": False,
         "check,paged_attention=triton": False,
+        "triton,mxfp4_experts=reference": name in ("llama", "latent_rope"),
     }.items():
         monkeypatch.setenv("MLAFORGE_OPS", choice)
         assert engine.runner.capturable(batch) is holds
@@ -265,7 +270,7 @@ def test_the_keeper_captures_once_per_bucket_and_copies_inputs():
 @pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_through_the_keeper_are_the_engines(models, name, monkeypatch):
-    monkeypatch.setenv("MLAFORGE_OPS", "paged_attention=reference")
+    monkeypatch.setenv("MLAFORGE_OPS", "reference")
     prompts = prompts_of(5, 17, 40, 9, 9)
     want = tokens(make_engine(models[name]), prompts, 12)
     engine, capture = make_engine(models[name]), FakeCapture()
@@ -276,7 +281,7 @@ def test_tokens_through_the_keeper_are_the_engines(models, name, monkeypatch):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["llama", "latent_rope"])
+@pytest.mark.parametrize("name", ["llama", "latent_rope", "packed"])
 def test_tokens_of_graphs_are_those_without(models, name):
     prompts = prompts_of(5, 17, 40, 9, 9)
     told = {"device": "cuda", "max_model_len": 256, "cache_bytes": 2**22}
@@ -287,7 +292,7 @@ def test_tokens_of_graphs_are_those_without(models, name):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["llama", "latent_rope"])
+@pytest.mark.parametrize("name", ["llama", "latent_rope", "packed"])
 def test_decoding_waits_for_nothing_but_its_tokens(models, name, monkeypatch):
     engine = make_engine(models[name], device="cuda", max_model_len=256, cache_bytes=2**22)
     waits = []

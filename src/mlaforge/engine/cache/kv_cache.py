@@ -92,6 +92,37 @@ def layer_caches(
     return layers, windows
 
 
+@dataclasses.dataclass(frozen=True)
+class Least:
+    """What one short sequence needs, group by group: blocks, whole blocks, and the bytes of one of each."""
+
+    blocks: list[int]
+    whole: list[int]
+    block_bytes: list[int]
+    whole_bytes: list[int]
+    kinds: list[frozenset[str]]
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[LayerCache], windows: Sequence[int | None], block_size: int, max_model_len: int,
+        max_step: int,
+    ) -> Least:  # fmt: skip
+        held = [[layer for layer in layers if layer.group == group] for group in range(len(windows))]
+        kinds = [frozenset[str]().union(*(layer.format.whole for layer in own)) for own in held]
+        longest = -(-max_model_len // block_size)
+        # What one sequence holds while a step is computed.
+        blocks = [min(longest, 2 if window is None else (window + max_step) // block_size + 2) for window in windows]
+        touched = min(longest, (max_step - 1) // block_size + 2)
+        whole = [touched * ("newest" in kind) + ("first" in kind) for kind in kinds]
+        sizes = (sum(layer.block_bytes(block_size) for layer in own) for own in held)
+        whole_sizes = (sum(layer.whole_bytes(block_size) for layer in own) for own in held)
+        return cls(blocks, whole, list(sizes), list(whole_sizes), kinds)
+
+    @property
+    def bytes(self) -> int:
+        return _sum(self.blocks, self.block_bytes) + _sum(self.whole, self.whole_bytes)
+
+
 def size_groups(
     layers: Sequence[LayerCache], windows: Sequence[int | None], budget: int, block_size: int,
     *, max_num_seqs: int, max_model_len: int, max_step: int,
@@ -102,19 +133,10 @@ def size_groups(
 
     Raises CacheTooSmall where the budget does not hold one short sequence.
     """
-    held = range(len(windows))
-    bytes_per_block = [sum(layer.block_bytes(block_size) for layer in layers if layer.group == g) for g in held]
-    bytes_per_whole = [sum(layer.whole_bytes(block_size) for layer in layers if layer.group == g) for g in held]
-    kinds = [frozenset[str]().union(*(layer.format.whole for layer in layers if layer.group == g)) for g in held]
-    most = max_num_seqs * -(-max_model_len // block_size) + 1
-    # What one sequence holds while a step is computed.
-    leasts = [
-        min(-(-max_model_len // block_size), 2 if window is None else (window + max_step) // block_size + 2)
-        for window in windows
-    ]
-    touched = min(-(-max_model_len // block_size), (max_step - 1) // block_size + 2)
-    least_whole = [touched * ("newest" in kind) + ("first" in kind) for kind in kinds]
-    need = _sum(leasts, bytes_per_block) + _sum(least_whole, bytes_per_whole)
+    least = Least.of(layers, windows, block_size, max_model_len, max_step)
+    leasts, least_whole, kinds = least.blocks, least.whole, least.kinds
+    bytes_per_block, bytes_per_whole = least.block_bytes, least.whole_bytes
+    most, need = max_num_seqs * -(-max_model_len // block_size) + 1, least.bytes
     if budget < need:
         raise CacheTooSmall(
             f"cache_bytes = {budget} does not hold one short sequence in blocks of {block_size} tokens; at least "
@@ -149,6 +171,15 @@ def size_groups(
         CacheGroup("full" if window is None else f"window {window}", *rest)
         for window, rest in zip(windows, zip(counts, windows, kinds, whole, strict=True), strict=True)
     ]
+
+
+def group_bytes(layers: Sequence[LayerCache], groups: Sequence[CacheGroup], block_size: int) -> int:
+    """Of all blocks of these groups."""
+    return sum(
+        (group := groups[layer.group]).num_blocks * layer.block_bytes(block_size)
+        + group.num_whole * layer.whole_bytes(block_size)
+        for layer in layers
+    )
 
 
 def _sum(counts: Sequence[int], sizes: Sequence[int]) -> int:

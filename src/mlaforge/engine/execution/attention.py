@@ -155,7 +155,9 @@ class PagedLatentAttention:
         self.q_kv_a = fused([first, attention.kv_a_proj_with_mqa], format)
         self.q_b_proj = fused([attention.q_b_proj], format) if self.factored else None
         self.o_proj = fused([attention.o_proj], format)
-        del attention.o_proj, attention.kv_a_proj_with_mqa
+        # All that is fused above; what is left is held in fp32 on a CPU.
+        for name in ("o_proj", "kv_a_proj_with_mqa", *(("q_a_proj", "q_b_proj") if self.factored else ("q_proj",))):
+            delattr(attention, name)
         sinks = attention.sinks if attention.config.mla_sinks else None
         self.sparse = reading(attention, attention.num_heads, rows, sinks, angles=not attention.rope_dim)
         self.native = NativeLatent.of(attention, rows)

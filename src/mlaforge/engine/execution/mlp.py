@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.execution.linear import PackedLinear, fused
-from mlaforge.ops.mxfp4_experts import Mxfp4Experts, native_mixture
+from mlaforge.ops.mxfp4_experts import OP, Mxfp4Experts
 from mlaforge.ops.native import kernels
 
 
@@ -79,15 +79,18 @@ class Mxfp4Mixture:
     def __init__(self, mlp: Any):
         router = mlp.router
         self.router = PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."))
-        self.top_k, self.experts, self.native = router.top_k, mlp.experts, native_mixture(mlp.experts)
+        self.top_k, self.experts = router.top_k, mlp.experts
 
     def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
         best_NK, chosen_NK = self.router(normed_NC).topk(self.top_k)
-        weights_NK = best_NK.softmax(dim=-1)
-        if self.native is not None and normed_NC.dtype in self.native.dtypes:
-            return self.native(normed_NC, chosen_NK, weights_NK, plus_NC)
-        out: Tensor = self.experts(normed_NC, chosen_NK, weights_NK)
+        (out,) = OP(normed_NC, chosen_NK, best_NK.softmax(dim=-1), *self.experts.packed)
         return out.add_(plus_NC)
+
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold a step of this mixture."""
+        bias_EC = self.experts.down_proj_bias
+        chosen_NK = torch.empty(0, self.top_k, dtype=torch.int64, device=bias_EC.device)
+        return OP.capturable(bias_EC[:0], chosen_NK, chosen_NK, *self.experts.packed)
 
 
 class GroupedExperts:

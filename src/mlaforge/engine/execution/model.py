@@ -17,11 +17,17 @@ from torch.nn import functional as F
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution.attention import PagedAttention, Step
+from mlaforge.engine.execution.held_weights import held_bytes
 from mlaforge.engine.execution.linear import QUANTIZED, bfloat16_unit, vocabulary_head
 from mlaforge.engine.execution.mlp import Mlp, rewritten
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import log, progress, resolve_dtype
+
+# Standard error's last line where a weight file is cut short while it is in use; the exit code is 2.
+SHRUNK = (
+    "mlaforge: a weight file was cut short, or its disk failed, while the model was in use: fetch the model again\n"
+)
 
 
 def choose_format(name: str, source: SourceModel, device: torch.device) -> str:
@@ -94,9 +100,16 @@ class EngineModel:
         # Where `hidden` captures the residual stream: boundary b is the input of layer b.
         self.boundaries: tuple[int, ...] = ()
 
+    def held_bytes(self, format: str) -> int:
+        """Of all weights in a format, before they are loaded."""
+        return held_bytes(self._stream.causal_lm, format, self.device)
+
     @torch.inference_mode()
     def load(self, paged_attention: Callable[[int, Any], PagedAttention]) -> None:
         """Loads layer after layer; `paged_attention(index, self_attn)` gives what replaces a layer's attention."""
+        if self.device.type == "cpu" and (native := kernels()) is not None:
+            # Packed experts, and what is stored in the dtype that it is used in, are mapped from the files.
+            native.watch_mapped_files(SHRUNK)
         with self._stream as stream:
             stream.check()
             for index in progress(range(stream.num_layers), "load layers"):

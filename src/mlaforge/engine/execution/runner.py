@@ -9,6 +9,7 @@ from torch import Tensor
 from mlaforge.engine.execution.attention import Step
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.graphs import CudaCapture, Graphs
+from mlaforge.engine.execution.mlp import Mxfp4Mixture
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 
@@ -42,6 +43,9 @@ class Runner:
         return self.model.hidden(batch.token_ids_N, step)
 
     def capturable(self, batch: Batch) -> bool:
-        """Whether all layers attend through ops that launch from host numbers only."""
-        attentions = (layer.attention for layer in self.model.layers)
-        return all(attention.capturable(batch.views[attention.group]) for attention in attentions)
+        """Whether all layers attend, and mix packed experts, through ops that launch from host numbers only."""
+        return all(
+            layer.attention.capturable(batch.views[layer.attention.group])
+            and (not isinstance(layer.mlp, Mxfp4Mixture) or layer.mlp.capturable())
+            for layer in self.model.layers
+        )

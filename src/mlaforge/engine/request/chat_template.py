@@ -8,10 +8,12 @@ from typing import Any
 from mlaforge.runtime import UserError
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def render(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids of a conversation that ends where the model's turn begins. Raises UserError as `text` does."""
     # Templates write the special tokens themselves.
-    return list(tokenizer(text(tokenizer, messages, {}), add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text(tokenizer, messages, variables or {}), add_special_tokens=False)["input_ids"])
 
 
 def text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from mlaforge.runtime import UserError, log
 SPECIAL = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
 # What is read of a message; the names are OpenAI's.
 FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
+EFFORTS = ("low", "medium", "high")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FUNCTIONS = "functions."
 
@@ -95,6 +96,8 @@ class Harmony:
         import openai_harmony as oh
 
         system = oh.SystemContent.new().with_conversation_start_date(datetime.date.today().isoformat())
+        if reasoning_effort not in (None, *EFFORTS):
+            raise MessageError(f"reasoning_effort {reasoning_effort!r} must be one of {', '.join(EFFORTS)}", "messages")
         if reasoning_effort is not None:
             system = system.with_reasoning_effort(oh.ReasoningEffort(reasoning_effort.capitalize()))
         turns = [(f"messages.{i}", _checked(message, f"messages.{i}")) for i, message in enumerate(messages)]
@@ -105,10 +108,7 @@ class Harmony:
         if instructions:
             developer = developer.with_instructions("\n\n".join(instructions))
         if tools:
-            developer = developer.with_function_tools([
-                oh.ToolDescription.new(f["name"], f.get("description") or "", f.get("parameters"))
-                for f in (tool["function"] for tool in tools)
-            ])  # fmt: skip
+            developer = developer.with_function_tools([oh.ToolDescription.new(*each) for each in _described(tools)])
         rendered = [oh.Message.from_role_and_content(oh.Role.SYSTEM, system)]
         if instructions or tools:
             rendered.append(oh.Message.from_role_and_content(oh.Role.DEVELOPER, developer))
@@ -125,6 +125,16 @@ class Harmony:
     def parser(self, tools: bool = True) -> HarmonyParser:
         """For one answer. `tools` False: whoever reads it can call none, so that a call is raw text."""
         return HarmonyParser(self.encoding, tools)
+
+
+def _described(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
+    """Name, description and parameters of each tool."""
+    try:
+        functions = [tool["function"] for tool in tools]
+        return [(str(f["name"]), f.get("description") or "", f.get("parameters")) for f in functions]
+    except (TypeError, LookupError, AttributeError) as error:
+        right = '{"type": "function", "function": {"name", "description", "parameters"}}'
+        raise MessageError(f"tools must be a list of {right}", "tools") from error
 
 
 def _checked(message: Any, where: str) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from mlaforge.engine.sampling.logprobs import Logprobs
 
@@ -15,13 +16,16 @@ class Completion:
     token_ids: list[int]
     text: str
     logprobs: list[Logprobs] | None = None
-    # "stop" (end of text, stop id or stop string), "length", "abort", "error" (RequestOutput says which), or None while
-    # it goes on.
+    # "stop" (end of text, stop id or stop string), "length", "abort", "error" (RequestOutput says which), "tool_calls"
+    # (LLM.chat with tools, of which some were called), or None while it goes on.
     finish_reason: str | None = None
     # The stop string or token id that ended it; None for the model's own end of text.
     stop_reason: str | int | None = None
     # Of an answer in harmony: what was thought before it, which `text` leaves out.
     reasoning_content: str = ""
+    # And the tools that it called, as OpenAI's API has calls: of a call in pieces the first has id and name, and each
+    # has what its arguments, JSON as text, go on with.
+    tool_calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -58,7 +62,18 @@ def _merge_completions(old: Completion, new: Completion) -> Completion:
         new.finish_reason or old.finish_reason,
         old.stop_reason if new.stop_reason is None else new.stop_reason,
         old.reasoning_content + new.reasoning_content,
+        _merge_calls(old.tool_calls, new.tool_calls),
     )
+
+
+def _merge_calls(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    calls = {call["index"]: call for call in old}
+    for call in new:
+        if (known := calls.get(call["index"])) is not None:
+            arguments = known["function"]["arguments"] + call["function"]["arguments"]
+            call = {**known, "function": {**known["function"], "arguments": arguments}}
+        calls[call["index"]] = call
+    return list(calls.values())
 
 
 def merge(old: RequestOutput, new: RequestOutput) -> RequestOutput:

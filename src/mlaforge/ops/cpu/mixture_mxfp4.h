@@ -11,7 +11,7 @@
 #include "product.h"
 
 constexpr int MX_ROWS = 4, MX_OUTPUTS = 4;  // computed side by side: as many as registers hold sums of
-constexpr int64_t MX_TASK = 32;             // outputs of an expert that a thread takes at a time
+constexpr int64_t MX_TASK = 128;            // outputs of an expert that a thread takes at a time
 
 // Pairs of a token and an expert, those of an expert together and in the tokens' order.
 struct Pairing {
@@ -62,11 +62,25 @@ void mixture_product(const uint8_t* codes, const uint8_t* exponents, int64_t M, 
   });
 }
 
+// Of either dtype.
+class Bias {
+ public:
+  explicit Bias(const at::Tensor& bias) {
+    if (bias.scalar_type() == at::kFloat) wide_ = bias.const_data_ptr<float>();
+    else narrow_ = bias.const_data_ptr<bf16>();
+  }
+  float operator[](int64_t i) const { return wide_ ? wide_[i] : float(narrow_[i]); }
+
+ private:
+  const float* wide_ = nullptr;
+  const bf16* narrow_ = nullptr;
+};
+
 template <typename T>
 at::Tensor mixture_of(const at::Tensor& x_NC, const at::Tensor& chosen_NK, const at::Tensor& weights_NK,
                       const at::Tensor& up_blocks, const at::Tensor& up_scales, const at::Tensor& up_bias,
                       const at::Tensor& down_blocks, const at::Tensor& down_scales, const at::Tensor& down_bias,
-                      float alpha, float limit, const std::optional<at::Tensor>& plus_NC) {
+                      float alpha, float limit) {
   const int64_t N = x_NC.size(0), C = x_NC.size(1), K = chosen_NK.size(1), P = N * K;
   const int64_t E = up_blocks.size(0), I = up_blocks.size(1) / 2;
   const T* xs = x_NC.const_data_ptr<T>();
@@ -75,8 +89,8 @@ at::Tensor mixture_of(const at::Tensor& x_NC, const at::Tensor& chosen_NK, const
     else return load(from);
   };
   const Pairing pairing(chosen_NK.const_data_ptr<int64_t>(), P, E);
-  const float *weights = weights_NK.const_data_ptr<float>(), *b_up = up_bias.const_data_ptr<float>(),
-              *b_down = down_bias.const_data_ptr<float>();
+  const float* weights = weights_NK.const_data_ptr<float>();
+  const Bias b_up(up_bias), b_down(down_bias);
   WholeRows rows(N, C), gated(P, I);
   at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) rows.put(n, [&](int64_t k) { return load16(xs + n * C + k); });
@@ -88,8 +102,8 @@ at::Tensor mixture_of(const at::Tensor& x_NC, const at::Tensor& chosen_NK, const
       [&](int64_t p) { return p / K; },
       [&](int64_t p, int64_t e, int64_t m, const float* y) {
         for (int b = 0; b < MX_OUTPUTS; b += 2) {
-          const float* bias = b_up + e * 2 * I + m + b;
-          const float gate = std::min(y[b] + bias[0], limit), up = std::min(std::max(y[b + 1] + bias[1], -limit), limit);
+          const int64_t at = e * 2 * I + m + b;
+          const float gate = std::min(y[b] + b_up[at], limit), up = std::min(std::max(y[b + 1] + b_up[at + 1], -limit), limit);
           hidden[p * I + (m + b) / 2] = (up + 1.0f) * gate / (1.0f + std::exp(-alpha * gate));
         }
       });
@@ -104,12 +118,10 @@ at::Tensor mixture_of(const at::Tensor& x_NC, const at::Tensor& chosen_NK, const
       });
   at::Tensor out = at::empty({N, C}, x_NC.options());
   T* to = out.mutable_data_ptr<T>();
-  const at::Tensor plus = plus_NC ? plus_NC->contiguous() : at::Tensor();
-  const T* added = plus_NC ? plus.const_data_ptr<T>() : nullptr;
   at::parallel_for(0, N, 4, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n)
       for (int64_t c = 0; c < C; c += 16) {
-        Floats y = added ? load16(added + n * C + c) : all(0.0f);
+        Floats y = all(0.0f);
         for (int64_t k = 0; k < K; ++k) y = y + load(outs + (n * K + k) * C + c);
         if constexpr (std::is_same_v<T, bf16>) narrow(to + n * C + c, y, 16);
         else store(to + n * C + c, y);
@@ -118,14 +130,14 @@ at::Tensor mixture_of(const at::Tensor& x_NC, const at::Tensor& chosen_NK, const
   return out;
 }
 
-// x [N, C] in bf16 or fp32 through its chosen experts [N, K], their weights [N, K], and what is added: [N, C] like x.
-// Weights as a checkpoint has them: blocks u8 [E, out, in / 32, 16], scales u8 [E, out, in / 32]; biases fp32 [E, out].
+// x [N, C] in bf16 or fp32 through its chosen experts [N, K], with their weights [N, K]: [N, C] like x. Weights are as a
+// checkpoint has them: blocks u8 [E, out, in / 32, 16], scales u8 [E, out, in / 32]; biases [E, out] in bf16 or fp32.
 at::Tensor mixture_mxfp4(const at::Tensor& x_NC, const at::Tensor& chosen_NK, const at::Tensor& weights_NK,
                          const at::Tensor& up_blocks, const at::Tensor& up_scales, const at::Tensor& up_bias,
                          const at::Tensor& down_blocks, const at::Tensor& down_scales, const at::Tensor& down_bias,
-                         double alpha, double limit, const std::optional<at::Tensor>& plus_NC) {
+                         double alpha, double limit) {
   const at::Tensor x = x_NC.contiguous(), chosen = chosen_NK.contiguous(), weights = weights_NK.to(at::kFloat).contiguous();
   auto by = x.scalar_type() == at::kBFloat16 ? mixture_of<bf16> : mixture_of<float>;
   return by(x, chosen, weights, up_blocks, up_scales, up_bias, down_blocks, down_scales, down_bias, float(alpha),
-            float(limit), plus_NC);
+            float(limit));
 }

@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "linear_int4.h"
 #include "linear_int8.h"
+#include "mapped_files.h"
 #include "mixture_mxfp4.h"
 #include "token_selection.h"
 #include "unpack_mxfp4.h"
@@ -29,7 +30,8 @@ LIBRARY(FORM, m) {
         "-> Tensor");
 #endif
   m.def("mixture_mxfp4(Tensor x, Tensor chosen, Tensor weights, Tensor up_blocks, Tensor up_scales, Tensor up_bias, "
-        "Tensor down_blocks, Tensor down_scales, Tensor down_bias, float alpha, float limit, Tensor? plus=None) -> Tensor");
+        "Tensor down_blocks, Tensor down_scales, Tensor down_bias, float alpha, float limit) -> Tensor");
+  m.def("watch_mapped_files(str words) -> ()", watch_mapped_files);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor(c!)? whole, int[] format, "

@@ -1,0 +1,91 @@
+"""What memory holds, settled before anything is loaded: all weights, and beside them the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from mlaforge.engine.cache.block_tables import CacheGroup
+from mlaforge.engine.cache.kv_cache import (
+    CacheTooSmall,
+    LayerCache,
+    Least,
+    free_bytes,
+    group_bytes,
+    layer_caches,
+    size_groups,
+)
+from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.execution.held_weights import held_bytes
+from mlaforge.engine.execution.model import EngineModel
+from mlaforge.engine.speculation.eagle3 import head_cache
+from mlaforge.engine.speculation.partial import judging_format
+from mlaforge.modeling.eagle3 import Eagle3Head
+from mlaforge.ops.native import kernels
+
+# Formats that hold a model in less memory, the one that costs the least quality first.
+SMALLER = {"cpu": ("bfloat16", "int8", "int4"), "cuda": ("bfloat16",)}
+
+
+def cache_layout(
+    model: EngineModel, head: Eagle3Head | None, config: EngineConfig, max_model_len: int, name: str
+) -> tuple[list[LayerCache], list[CacheGroup]]:
+    """Every layer's cache, a draft head's the last, and the blocks of each group of them: what `cache_bytes` says, or
+    `cache_fraction` of the memory that the weights will leave. `name` is the model's, for who reads a refusal.
+
+    Raises CacheTooSmall, which says what would fit, where weights and cache do not.
+    """
+    assert config.block_size is not None
+    keep = model.device.type == "cpu" and model.dtype == torch.bfloat16 and kernels() is not None
+    layers, windows = layer_caches(model.spec, model.config, model.dtype, config.kv_cache_dtype, keep)
+    if head is not None:
+        layers.append(head_cache(head.config, len(windows), model.dtype))
+        windows.append(head.config.sliding_window)
+    least = Least.of(layers, windows, config.block_size, max_model_len, config.max_num_batched_tokens).bytes
+    free = free_bytes(model.device)
+    left = free - _room(model, lambda format: _weights(model, head, config, format), least, free, name)
+    groups = size_groups(
+        layers, windows, config.cache_bytes or int(config.cache_fraction * left), config.block_size,
+        max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, max_step=config.max_num_batched_tokens,
+    )  # fmt: skip
+    if (taken := group_bytes(layers, groups, config.block_size)) > left:
+        raise CacheTooSmall(
+            f"cache_bytes = {config.cache_bytes} does not fit beside the weights of {name}: {taken:,} bytes of it "
+            f"would be used, and {left:,} of the {free:,} that are free on this {model.device.type} are left; give at "
+            "most those"
+        )
+    if head is not None:
+        groups[-1] = dataclasses.replace(groups[-1], name="draft")
+    return layers, groups
+
+
+def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, format: str) -> int:
+    """Bytes of all weights in a format: the model's, a draft head's, and those of partial steps."""
+    total = model.held_bytes(format)
+    if head is not None:
+        total += held_bytes(head, format, model.device)
+    if config.specpv != "off" and format == model.format and (judge := judging_format(config, model)) != format:
+        # It has no embedding of its own.
+        total += model.held_bytes(judge) - model.spec.vocab_size * model.spec.hidden_size * model.dtype.itemsize
+    return total
+
+
+def _room(model: EngineModel, weights: Callable[[str], int], least: int, free: int, name: str) -> int:
+    """Bytes of the weights; raises CacheTooSmall where a cache of `least` bytes does not fit beside them."""
+    format, kind = model.format, model.device.type
+    needed = weights(format)
+    if needed + least <= free:
+        return needed
+    formats = SMALLER.get(kind, ())
+    smaller = {other: weights(other) for other in formats[formats.index(format) + 1 if format in formats else 0 :]}
+    fitting = next((other for other, size in smaller.items() if size + least <= free), None)
+    if fitting is None:
+        advice = f"no dtype would fit: the smallest needs {min([needed, *smaller.values()]) + least:,} in all"
+    else:
+        advice = f"dtype {fitting} would fit: {smaller[fitting]:,} bytes of weights"
+    raise CacheTooSmall(
+        f"{name} does not fit into memory: its weights in {format} take {needed:,} bytes and the smallest cache "
+        f"{least:,}, and {free:,} are free on this {kind}; {advice}"
+    )

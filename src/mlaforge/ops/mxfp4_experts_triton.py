@@ -1,0 +1,193 @@
+"""A mixture of MXFP4 experts in Triton: tokens grouped by expert, weights unpacked in the tile that multiplies them.
+
+Pairs of a token and one of its experts are sorted by expert on the device. A program takes one item of work after
+another: so many pairs of one expert, and so many of its outputs. Where an expert's pairs begin is read on the device
+and the grid follows from host numbers alone, so that a launch can be captured in a graph, and no one waits for the
+host. Three launches: gate and up with the gate applied, down, and the weighted sum of a token's experts.
+
+A row's numbers depend on no other row: the tile is the same however many there are, sums run over the inputs in their
+order, and a token's experts are added in the order of their rank. Weights are the left factor: outputs fill the 64
+rows that Hopper's asynchronous tensor cores take, and 16 pairs are enough beside them.
+Not measured on a GPU yet.
+
+Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per token, P = N K pairs in order of expert.
+"""
+
+# Triton reads annotations of kernels: only constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlaforge.ops.mxfp4 import BLOCK
+from mlaforge.ops.paged_attention_triton import processors
+
+# Pairs of a tile; its outputs and inputs: of 16 bits a number, and of 32, which are there for parity: exact products
+# have no tensor core.
+BLOCK_M, TILE, EXACT_TILE = 16, (64, 128), (16, 32)
+# Columns of a program that sums a token's experts.
+SUMMED = 1024
+
+
+@triton.jit
+def _value(code):
+    """fp32 of E2M1 codes: the exponent's bits are moved to where fp32 has them; 0.5 has no leading one."""
+    magnitude = code & 7
+    bits = tl.where(magnitude < 2, magnitude * 0x3F000000, (magnitude << 22) + 0x3F000000)
+    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weights(
+    blocks, scales, rows, live, start, INPUTS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_O, BLOCK_K] in fp32, exact: inputs from `start` on of the outputs `rows`; 0 where there are none."""
+    byte, group = start // 2 + tl.arange(0, BLOCK_K // 2), start // 32 + tl.arange(0, BLOCK_K // 32)
+    mask, group_mask = live[:, None], live[:, None]
+    if INPUTS % BLOCK_K:
+        mask, group_mask = mask & (byte < INPUTS // 2)[None, :], group_mask & (group < INPUTS // 32)[None, :]
+    codes = tl.load(blocks + rows[:, None] * (INPUTS // 2) + byte[None, :], mask=mask, other=0).to(tl.int32)
+    scale = tl.load(scales + rows[:, None] * (INPUTS // 32) + group[None, :], mask=group_mask, other=0).to(tl.int32)
+    # 2^-127 has no leading one either; 255 becomes infinity, as transformers has it.
+    power = tl.where(scale == 0, 0x400000, scale << 23).to(tl.float32, bitcast=True)
+    power = tl.broadcast_to(power[:, :, None], (BLOCK_O, BLOCK_K // 32, 16)).reshape(BLOCK_O, BLOCK_K // 2)
+    return tl.interleave(_value(codes & 15) * power, _value(codes >> 4) * power)
+
+
+@triton.jit(do_not_specialize=["chosen"])
+def product_kernel(
+    x, order, offsets, blocks, scales, bias, out, x_row, chosen, alpha, limit,
+    EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs. GATED: x [N, INPUTS], out [P, OUTPUTS], weights of twice as many outputs, gate and
+    up in turn. Otherwise x [P, INPUTS], and out is in the order of the pairs before they were sorted."""
+    e = tl.arange(0, BLOCK_E)
+    begins = tl.load(offsets + e, mask=e < EXPERTS, other=0)
+    ends = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0)
+    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    until = tl.cumsum(tiles, 0)
+    columns: tl.constexpr = (OUTPUTS + BLOCK_O - 1) // BLOCK_O
+
+    for work in range(tl.program_id(0), tl.sum(tiles) * columns, tl.num_programs(0)):
+        tile = work // columns
+        expert = tl.sum((until <= tile).to(tl.int32))
+        first = tl.sum(tl.where(e == expert, begins + (tile - until + tiles) * BLOCK_M, 0))
+        p = first + tl.arange(0, BLOCK_M)
+        real = p < tl.sum(tl.where(e == expert, ends, 0))
+        pair = tl.load(order + p, mask=real, other=0)
+        x_rows = x + (pair // chosen if GATED else p.to(tl.int64)) * x_row
+        o = work % columns * BLOCK_O + tl.arange(0, BLOCK_O)
+        live = o < OUTPUTS
+        rows = expert.to(tl.int64) * (2 * OUTPUTS if GATED else OUTPUTS) + (o * 2 if GATED else o)
+
+        acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+        if GATED:
+            up = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+        for start in range(0, INPUTS, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            mask = real[:, None]
+            if INPUTS % BLOCK_K:
+                mask = mask & (k < INPUTS)[None, :]
+            read = tl.trans(tl.load(x_rows[:, None] + k[None, :], mask=mask, other=0.0))
+            weights = _weights(blocks, scales, rows, live, start, INPUTS, BLOCK_O, BLOCK_K).to(read.dtype)
+            acc = tl.dot(weights, read, acc, input_precision=PRECISION)
+            if GATED:
+                weights = _weights(blocks, scales, rows + 1, live, start, INPUTS, BLOCK_O, BLOCK_K).to(read.dtype)
+                up = tl.dot(weights, read, up, input_precision=PRECISION)
+
+        acc += tl.load(bias + rows, mask=live, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + rows + 1, mask=live, other=0.0).to(tl.float32)[:, None]
+            gate = tl.minimum(acc, limit)
+            acc = (tl.minimum(tl.maximum(up, -limit), limit) + 1.0) * gate * tl.sigmoid(gate * alpha)
+        at = out + (p.to(tl.int64) if GATED else pair)[None, :] * OUTPUTS + o[:, None]
+        tl.store(at, acc.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
+
+
+@triton.jit
+def sum_kernel(parts, weights, out, K: tl.constexpr, C: tl.constexpr, SUMMED: tl.constexpr):
+    """Grid (N, columns): parts [N, K, C] in fp32 times weights [N, K] become out [N, C], in the order of K."""
+    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * SUMMED + tl.arange(0, SUMMED)
+    acc = tl.zeros([SUMMED], tl.float32)
+    for k in range(K):
+        part = tl.load(parts + (n * K + k) * C + c, mask=c < C, other=0.0)
+        acc += part * tl.load(weights + n * K + k).to(tl.float32)
+    tl.store(out + n * C + c, acc.to(out.dtype.element_ty), mask=c < C)
+
+
+INTERPRETED = not isinstance(product_kernel, triton.JITFunction)
+
+
+def supports(x_NC: Tensor, *packed: Tensor) -> Literal[True] | str:
+    """True, or the reason why the kernels cannot run on hidden states and the tensors of a mixture."""
+    if x_NC.device.type != "cuda" and not INTERPRETED:
+        return f"it needs CUDA tensors, these are on {x_NC.device.type}"
+    if x_NC.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it has no {x_NC.dtype}"
+    if INTERPRETED and x_NC.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    if x_NC.stride(-1) != 1 or not all(tensor.is_contiguous() for tensor in packed):
+        return "the numbers of a row must lie one after another"
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch of the product: programs, arguments by name, compiler options."""
+
+    programs: int
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def make_launch(
+    x: Tensor, order_P: Tensor, offsets: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor, out: Tensor,
+    chosen: int, alpha: float, limit: float, gated: bool,
+) -> Launch:  # fmt: skip
+    """From shapes alone. `blocks` [E, outputs, inputs / 32, 16], `offsets` int32 [E + 1]."""
+    E, P, OUTPUTS = len(blocks), len(order_P), out.shape[1]
+    BLOCK_O, BLOCK_K = EXACT_TILE if x.dtype == torch.float32 else TILE
+    # No more tiles can be needed: each expert's last one may be cut short.
+    tiles = P // BLOCK_M + min(E, P)
+    programs = min(tiles * triton.cdiv(OUTPUTS, BLOCK_O), 2 * processors(x.device))
+    arguments = {
+        "x": x, "order": order_P, "offsets": offsets, "blocks": blocks, "scales": scales, "bias": bias, "out": out,
+        "x_row": x.stride(0), "chosen": chosen, "alpha": alpha, "limit": limit, "EXPERTS": E,
+        "INPUTS": blocks.shape[2] * BLOCK, "OUTPUTS": OUTPUTS, "GATED": gated, "BLOCK_E": triton.next_power_of_2(E),
+        "BLOCK_M": BLOCK_M, "BLOCK_O": BLOCK_O, "BLOCK_K": BLOCK_K,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    return Launch(programs, arguments, {"num_warps": 4, "num_stages": 3})
+
+
+def mixture(
+    x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, gate_up_blocks: Tensor, gate_up_scales: Tensor,
+    gate_up_bias: Tensor, down_blocks: Tensor, down_scales: Tensor, down_bias: Tensor, alpha: float, limit: float,
+) -> Tensor:  # fmt: skip
+    """ops/mxfp4_experts.py's function: [N, C] in the dtype of x."""
+    (N, K), (E, C), device = chosen_NK.shape, down_bias.shape, x_NC.device
+    out_NC = x_NC.new_empty(N, C)
+    if not N:
+        return out_NC
+    sorted_P, order_P = chosen_NK.flatten().sort(stable=True)
+    offsets = torch.searchsorted(sorted_P, torch.arange(E + 1, device=device), out_int32=True)
+    gated_PI = x_NC.new_empty(N * K, gate_up_bias.shape[1] // 2)
+    # Rounded once, when they have been added.
+    parts_PC = torch.empty(N * K, C, dtype=torch.float32, device=device)
+    gate_up, down = (gate_up_blocks, gate_up_scales, gate_up_bias), (down_blocks, down_scales, down_bias)
+    with torch.cuda.device_of(x_NC):
+        for x, tensors, out in ((x_NC, gate_up, gated_PI), (gated_PI, down, parts_PC)):
+            launch = make_launch(x, order_P, offsets, *tensors, out, K, alpha, limit, gated=out is gated_PI)
+            product_kernel[(launch.programs,)](**launch.arguments, **launch.options)
+        grid = (N, triton.cdiv(C, SUMMED))
+        sum_kernel[grid](parts_PC, weights_NK.contiguous(), out_NC, K=K, C=C, SUMMED=SUMMED, num_warps=4)
+    return out_NC

@@ -1,0 +1,163 @@
+"""Harmony end to end: a model with packed experts and the real vocabulary, through `LLM.chat`, `chat` and `serve`.
+
+The model says its answers in the channels (support/harmony_checkpoint.py); nothing between is a stand-in.
+"""
+
+import datetime
+import os
+from pathlib import Path
+
+import pytest
+
+from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.engine import Engine
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.request import harmony
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.runtime import UserError
+from support import harmony_checkpoint
+from support.serving import serving
+
+oh = pytest.importorskip("openai_harmony")
+
+HI, WEATHER = [{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Weather in Köln?"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": CITY}}]
+ARGUMENTS = '{"city": "Köln"}'
+ANSWER = (
+    "<|channel|>analysis<|message|>Easy, 漢.<|end|><|start|>assistant<|channel|>final<|message|>It is 4 °C.<|return|>"
+)
+BRIEF = "<|channel|>final<|message|>Briefly: 4.<|return|>"
+CALL = (
+    "<|channel|>analysis<|message|>A tool.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
+# GPT-OSS's own template, as a file; docs/serving.md says where there is one.
+TEMPLATE = os.environ.get("MLAFORGE_GPT_OSS_TEMPLATE")
+
+
+@pytest.fixture(scope="module")
+def encoding():
+    return oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(encoding, tmp_path_factory):
+    spoken = harmony.Harmony(encoding)
+
+    def said(prompt, answer):
+        return prompt, encoding.encode(answer, allowed_special="all")
+
+    texts = [
+        said(spoken.render(HI), ANSWER), said(spoken.render(HI, (), "low"), BRIEF),
+        said(spoken.render(WEATHER, TOOLS), CALL),
+    ]  # fmt: skip
+    template = Path(TEMPLATE).read_text(encoding="utf-8") if TEMPLATE else None
+    return harmony_checkpoint.save(tmp_path_factory.mktemp("harmony") / "gpt-oss", encoding, texts, template)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    return LLM(str(checkpoint), device="cpu", dtype="float32", cache_bytes=1 << 24)
+
+
+def test_the_tokenizer_is_harmonys(llm, encoding):
+    for text in (
+        "Hello, world! It's 12345 °C\r\n\n  漢字かな 🙂 naïveté's  \tx",
+        ANSWER,
+        CALL,
+        " " * 9 + "def f(x):\n",
+    ):
+        expected = encoding.encode(text, allowed_special="all")
+        assert llm.tokenizer(text)["input_ids"] == expected
+        assert llm.tokenizer.decode(expected) == text
+    assert len(llm.tokenizer) == 201088 and harmony.speaks_harmony(llm.tokenizer)
+    assert any(layer.mlp.__class__.__name__ == "Mxfp4Mixture" for layer in llm.engine.model.layers)
+
+
+def test_channels_in_a_script(llm):
+    (output,) = llm.chat(HI, GREEDY)
+    (answer,) = output.outputs
+    assert (answer.text, answer.reasoning_content) == ("It is 4 °C.", "Easy, 漢.")
+    assert (answer.finish_reason, answer.tool_calls) == ("stop", [])
+    pieces = [output.outputs[0] for output in llm.stream_chat(HI, GREEDY)]
+    assert "".join(piece.text for piece in pieces) == answer.text and sum(bool(piece.text) for piece in pieces) > 3
+
+
+def test_effort_reaches_the_model(llm):
+    (brief,), (long,) = (llm.chat(HI, GREEDY, reasoning_effort=effort) for effort in ("low", None))
+    assert (brief.outputs[0].text, brief.outputs[0].reasoning_content) == ("Briefly: 4.", "")
+    assert long.outputs[0].reasoning_content == "Easy, 漢."
+    with pytest.raises(UserError, match="reasoning_effort 'most' must be one of low, medium, high"):
+        llm.chat(HI, GREEDY, reasoning_effort="most")
+
+
+def test_tools_are_called_in_a_script(llm):
+    (output,) = llm.chat(WEATHER, GREEDY, tools=TOOLS)
+    (answer,) = output.outputs
+    assert (answer.text, answer.reasoning_content, answer.finish_reason) == ("", "A tool.", "tool_calls")
+    (call,) = answer.tool_calls
+    assert call["function"] == {"name": "weather", "arguments": ARGUMENTS} and call["id"].startswith("call_")
+    pieces = [piece for output in llm.stream_chat(WEATHER, GREEDY, tools=TOOLS) for piece in output.outputs]
+    parts = [call["function"] for piece in pieces for call in piece.tool_calls]
+    assert len(parts) > 3 and "".join(part["arguments"] for part in parts) == ARGUMENTS
+    assert [piece.finish_reason for piece in pieces][-1] == "tool_calls"
+    # The answer and the result go into the next conversation.
+    turn = {"role": "assistant", "reasoning_content": answer.reasoning_content, "tool_calls": answer.tool_calls}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "4 °C"}
+    again = llm.tokenizer.decode(llm.chat_prompt([*WEATHER, turn, result], TOOLS))
+    assert f"<|constrain|>json<|message|>{ARGUMENTS}<|call|><|start|>functions.weather" in again
+    assert again.endswith("<|message|>4 °C<|end|><|start|>assistant")
+    with pytest.raises(UserError, match="tools must be a list of"):
+        llm.chat(WEATHER, GREEDY, tools=[{"name": "weather"}])
+
+
+def test_in_a_terminal(checkpoint, cli):
+    options = ("--device", "cpu", "--dtype", "float32", "--temperature", 0, "--cache-bytes", 1 << 24)
+    done = cli("chat", checkpoint, *options, stdin="Hi\n")
+    assert done.exit_code == 0 and done.stdout == "> It is 4 °C.\n> ", done.stderr
+    brief = ("--prompt", "Hi", "--reasoning-effort", "low")
+    done = cli("generate", checkpoint, "--chat", *brief, *options)
+    assert done.exit_code == 0 and done.stdout.endswith("]\nBriefly: 4.\n\n"), done.stderr
+
+
+def test_served(checkpoint):
+    config = EngineConfig(device="cpu", dtype="float32", cache_bytes=1 << 24)
+    with serving(Engine(checkpoint, config)) as served:
+        client = served.client()
+        asked = {"model": served.service.model, "temperature": 0}
+        (choice,) = client.chat.completions.create(messages=HI, **asked).choices
+        assert (choice.message.content, choice.message.reasoning_content) == ("It is 4 °C.", "Easy, 漢.")
+        (choice,) = client.chat.completions.create(messages=HI, reasoning_effort="low", **asked).choices
+        assert choice.message.content == "Briefly: 4."
+        (choice,) = client.chat.completions.create(messages=WEATHER, tools=TOOLS, **asked).choices
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+        assert choice.finish_reason == "tool_calls"
+        stream = client.chat.completions.create(messages=WEATHER, tools=TOOLS, stream=True, **asked)
+        deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+        parts = [part.function.arguments for delta in deltas for part in delta.tool_calls or ()]
+        assert "".join(parts) == ARGUMENTS and len(parts) > 3
+        thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        assert thought == "A tool."
+        served.settles()
+
+
+@pytest.mark.skipif(TEMPLATE is None, reason="MLAFORGE_GPT_OSS_TEMPLATE names no file with GPT-OSS's chat template")
+@pytest.mark.parametrize("effort", [None, "high"])
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["none", "tools"])
+def test_the_template_asks_as_harmony_does(checkpoint, llm, tools, effort):
+    """What the model's own template writes is read by who speaks harmony: the same turns, effort and tools."""
+    told = {"tools": list(tools) or None, "reasoning_effort": effort or "medium"}
+    text = llm.tokenizer.apply_chat_template(WEATHER, add_generation_prompt=True, tokenize=False, **told)
+    ours = llm.tokenizer.decode(llm.chat_prompt(WEATHER, tools, effort))
+    for part in (
+        f"Reasoning: {told['reasoning_effort']}", datetime.date.today().isoformat(), "# Valid channels: analysis",
+        "<|start|>user<|message|>Weather in Köln?<|end|><|start|>assistant",
+    ):  # fmt: skip
+        assert part in text and part in ours
+    assert ("type weather = (_: {" in text) is ("type weather = (_: {" in ours) is bool(tools)
+    assert ("Calls to these tools must go to the commentary channel" in ours) is bool(tools)
+    plain = LLM(str(checkpoint), device="cpu", dtype="float32", cache_bytes=1 << 22, harmony=False)
+    assert plain.chat_prompt(WEATHER, tools, effort or "medium") == llm.tokenizer(text)["input_ids"]
