@@ -43,12 +43,7 @@ class LayerStream:
         self.config = causal_lm.config
         # The fused path of our attention: a learned sink needs it, and it never holds all scores at once.
         self.config._attn_implementation = FUSED
-        # Its frequencies are computed, not stored, and there are none on the meta device.
-        rotary = type(self.decoder.rotary_emb)(self.config).to(device)
-        self.decoder.rotary_emb = rotary
-        for layer in self.decoder.layers:
-            if hasattr(layer.self_attn, "table"):
-                layer.self_attn.table.rotary = rotary
+        loading.compute_frequencies(causal_lm, device)
         self.sparsity = getattr(self.decoder, "sparsity", None)
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
         self._chosen: dict[int, Any] = {}

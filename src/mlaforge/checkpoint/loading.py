@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 
 from mlaforge import families
 from mlaforge.checkpoint import mxfp4
 from mlaforge.checkpoint.converted_config import architecture, is_converted
-from mlaforge.checkpoint.reader import Reader
+from mlaforge.checkpoint.reader import Reader, is_finite
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.ops.mxfp4_experts import Mxfp4Experts
 from mlaforge.runtime import UserError, resolve_dtype
@@ -61,14 +62,52 @@ def load_model(
     )
     unexpected = set(info["unexpected_keys"]) - left_out
     assert not (info["missing_keys"] or unexpected or info["mismatched_keys"]), info
-    # Text from NaN looks like the text of a poor model, so that nobody would look for the reason here.
-    for name, tensor in loaded.state_dict().items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+    check_finite(source, loaded.state_dict())
+    return loaded.eval() if quantization else loaded.eval().to(device)
+
+
+def load_packed(model: str | Path | SourceModel, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
+    """As `load_model`, but experts that are stored as MXFP4 stay so (ops/mxfp4_experts.py), on a CPU in the pages of
+    their file. They compute, and let gradients through; they are buffers, which do not learn.
+    """
+    source = SourceModel.open(model)
+    if not mxfp4.is_packed(source.config):
+        return load_model(source, dtype, device)
+    _ = source.spec
+    causal_lm = skeleton(source.config)
+    keep_packed(causal_lm, source.config)
+    kind, state = resolve_dtype(dtype, source.dtype), {}
+    with Reader(source.path, source.without) as reader:
+        reader.check(*expected_tensors(source.config))
+        for name in causal_lm.state_dict():
+            # Only a head that is tied to the embedding may be absent.
+            tensor = reader[name if name in reader else "model.embed_tokens.weight"].to(device)
+            state[name] = tensor.to(kind) if tensor.is_floating_point() else tensor
+    check_finite(source, state)
+    causal_lm.load_state_dict(state, assign=True)
+    compute_frequencies(causal_lm, device)
+    return causal_lm.eval()
+
+
+def check_finite(source: SourceModel, tensors: dict[str, Tensor]) -> None:
+    """UserError for NaN or infinity in the dtype of loaded weights: text from NaN looks like the text of a poor model,
+    so that nobody would look for the reason there."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not is_finite(tensor):
             raise UserError(
                 f"{source}: {name!r} holds NaN or infinity in {tensor.dtype}; fetch the model again, or give "
                 "another --dtype"
             )
-    return loaded.eval() if quantization else loaded.eval().to(device)
+
+
+def compute_frequencies(causal_lm: Any, device: torch.device | str) -> None:
+    """Gives a skeleton its rotary module: frequencies are computed, not stored, and there are none on the meta
+    device."""
+    rotary = type(causal_lm.model.rotary_emb)(causal_lm.config).to(device)
+    causal_lm.model.rotary_emb = rotary
+    for layer in causal_lm.model.layers:
+        if hasattr(layer.self_attn, "table"):
+            layer.self_attn.table.rotary = rotary
 
 
 def as_generated(model: Any) -> Any:

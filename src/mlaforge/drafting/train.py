@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, sha256
 from mlaforge.checkpoint.eagle3 import buffers, check_head, read_head, write_head
-from mlaforge.checkpoint.loading import as_generated, load_model
+from mlaforge.checkpoint.loading import as_generated, load_packed
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import packing
@@ -205,7 +205,7 @@ def _train(
     dtype, kept = dtypes(config.dtype, group)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
-        target = as_generated(load_model(source, str(dtype).removeprefix("torch."), device)).requires_grad_(False)
+        target = as_generated(load_packed(source, str(dtype).removeprefix("torch."), device)).requires_grad_(False)
         target.set_attn_implementation(FUSED)
         embedding = target.get_input_embeddings().weight.detach().clone()
         wanted_head = target.lm_head.weight.detach()[ids.to(device)]

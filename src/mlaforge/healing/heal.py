@@ -21,7 +21,8 @@ from torch import Tensor
 from mlaforge.artifact import WORK, Manifest, finished, record_names
 from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.checkpoint.loading import as_generated, load_model
+from mlaforge.checkpoint.loading import as_generated, load_model, load_packed
+from mlaforge.checkpoint.mxfp4 import is_packed
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.writer import rewriting
@@ -104,6 +105,8 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     kinds = set(converted.config.get("mla_layer_types") or ())
     if is_sparse(converted.config) and kinds == {"gqa"} and set(config.subset) != {"all"}:
         raise UserError(f"student {student} has no converted layer, so only all of it can learn: give --subset all")
+    if config.teacher_dtype == "nf4" and is_packed(original.config):
+        raise UserError(f"the experts of {teacher} have four bits already and stay so: leave out teacher_dtype nf4")
     if original.converted:
         raise UserError(f"teacher {teacher} is converted itself; give the original")
     if converted.config.get("vocab_size") != original.config.get("vocab_size"):
@@ -139,14 +142,16 @@ def run(teacher: str, student: str, out: Path, config: HealConfig, overwrite: bo
     return manifest
 
 
-def load(source: Path | SourceModel, dtype: str, device: torch.device) -> Any:
-    """A causal LM on the fused attention, frozen; dtype nf4 quantises its linear maps to 4 bits on loading."""
+def load(model: Path | SourceModel, dtype: str, device: torch.device) -> Any:
+    """A causal LM on the fused attention, frozen; dtype nf4 quantises its linear maps to 4 bits on loading. What is
+    stored as MXFP4 stays so."""
+    source = SourceModel.open(model)
     if dtype == "nf4":
-        model = load_model(source, "bfloat16", device, quantization=_nf4())
+        causal_lm = load_model(source, "bfloat16", device, quantization=_nf4())
     else:
-        model = load_model(source, dtype, device)
-    model.set_attn_implementation(FUSED)
-    return model.requires_grad_(False)
+        causal_lm = load_packed(source, dtype, device)
+    causal_lm.set_attn_implementation(FUSED)
+    return causal_lm.requires_grad_(False)
 
 
 def _nf4() -> Any:
