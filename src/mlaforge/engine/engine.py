@@ -266,13 +266,14 @@ class Engine:
         """The model on every sequence's chunk, its draft included."""
         laid_out = parts(proposal)
         batch = make_batch([part.chunk for part in laid_out], self.tables, self.device)
-        partial = self.speculation.partial if self.speculation and proposal.decision.partial else None
-        sequences = [part.sequence for part in laid_out]
+        # Where there was no choice yet, a prompt may end whose tokens are judged so later.
+        partial = self.speculation.partial if self.speculation and proposal.decision.partial is not False else None
+        ends = [(part.sequence, min(part.chunk.stop, len(part.sequence.token_ids))) for part in laid_out]
         if partial is not None:
-            batch = dataclasses.replace(batch, watched=partial.watch(sequences))
+            batch = dataclasses.replace(batch, watched=partial.watch(ends))
         both_NC = self.runner(batch)
         if partial is not None and batch.watched is not None:
-            partial.saw(sequences, batch.watched)
+            partial.saw(ends, batch.watched)
         self._stats.steps += 1
         self._stats.computed_tokens += len(both_NC)
         C = self.model.spec.hidden_size
