@@ -11,7 +11,7 @@ from mlaforge.engine.execution.batch import Chunk, Watched, make_batch
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.speculation.controller import Pace
 from mlaforge.engine.speculation.drafter import NgramDrafter
-from mlaforge.engine.speculation.partial import FRESH, Retrieved
+from mlaforge.engine.speculation.partial import FIRST_PENDING, FRESH, Retrieved
 from mlaforge.engine.speculation.policy import EXPLORE_EVERY
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
@@ -263,12 +263,15 @@ def test_the_faster_way_is_taken_and_the_other_tried():
 def test_easy_stretches_wait_longer_than_hard_ones(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     (prompt,) = random_prompts(300)
-    partial = partly(llm.engine, Knowing([], 1.0)).partial
+    speculation = partly(llm.engine, Knowing([], 1.0))
+    partial, controller = speculation.partial, speculation.controller
     sequence, _ = decoding(llm, prompt)
+    assert controller.decide([sequence], False).tokens(sequence) == FIRST_PENDING
     rooms = []
     for pending, kept in ((4, 4), (8, 8), (9, 5), (5, 0), (2, 2)):
         partial.learn(sequence, pending, kept)
-        rooms.append(partial.room[sequence.number])
+        # No more room is reserved than may be used.
+        rooms.append(controller.decide([sequence], False).tokens(sequence))
     assert rooms == [8, SMALL["specpv_max_pending"], 5, 2, 4]
 
 

@@ -51,11 +51,11 @@ class Pace:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a step drafts for each decoding sequence that wants it: `count` tokens in a row, ended before a path less
-    likely than `min_probability`; where `tree` is not 0 a tree of so many tokens, `count` deep, for the only sequence
-    there is. `policy` decided it and is to learn from it; None where nothing is measured. `partial`: whether drafted
-    tokens are judged by a part of the cache first; None where there was no choice. `began` is when the step did
-    (time.perf_counter())."""
+    """What a step drafts for each decoding sequence that wants it: `count` tokens in a row, or as many as `counts` says
+    of it, ended before a path less likely than `min_probability`; where `tree` is not 0 a tree of so many tokens,
+    `count` deep, for the only sequence there is. `policy` decided it and is to learn from it; None where nothing is
+    measured. `partial`: whether drafted tokens are judged by a part of the cache first; None where there was no choice.
+    `began` is when the step did (time.perf_counter())."""
 
     count: int
     min_probability: float = 0.0
@@ -63,13 +63,14 @@ class Decision:
     policy: DraftPolicy | None = None
     partial: bool | None = None
     began: float = 0.0
+    counts: abc.Mapping[Sequence, int] = dataclasses.field(default_factory=dict)
 
     def depth(self, sequence: Sequence) -> int:
         """How many drafted tokens in a row the sequence has use for."""
         if not sequence.request.params.speculate:
             return 0
         # The target's own token comes on top.
-        return max(0, min(self.count, sequence.stopping.room - 1))
+        return max(0, min(self.counts.get(sequence, self.count), sequence.stopping.room - 1))
 
     def tokens(self, sequence: Sequence) -> int:
         """How many drafted tokens the sequence is to have room for."""
@@ -106,7 +107,9 @@ class Controller:
             alone = next(s.number for s in running if s.decoding) if active == 1 else None
             partial = self.pace is None or self.pace.choose(active, alone)
             if partial:
-                return Decision(self.partial.pattern.max_pending, partial=True, began=began)
+                # No more room than may be used: what is reserved is taken from others.
+                counts = {sequence: self.partial.wanted(sequence) for sequence in running if sequence.decoding}
+                return Decision(self.most, partial=True, began=began, counts=counts)
         tree = self.tree if active == len(running) == 1 and not waiting else 0
         policy = self.tree_policy if tree else self.policy
         if policy is None or not active:

@@ -150,11 +150,16 @@ class PartialVerification:
         known = self.retrieved.get(sequence.number)
         return FRESH if known is None else computed - self.pattern.window - known.tail
 
+    def wanted(self, sequence: Sequence) -> int:
+        """How many drafted tokens the sequence is to have room for: as many as may be pending, else the drafter's."""
+        if not self.applies(sequence):
+            return self.count
+        return min(self.pattern.max_pending, self.room.get(sequence.number, FIRST_PENDING))
+
     def learn(self, sequence: Sequence, pending: int, kept: int) -> None:
         """A full step has kept so many of a sequence's pending tokens. Where all were, twice as many may wait next;
         else as many as were kept: texts have easy stretches and hard ones."""
-        most = self.pattern.max_pending
-        self.room[sequence.number] = min(most, 2 * pending) if kept == pending else max(LEAST_PENDING, kept)
+        self.room[sequence.number] = 2 * pending if kept == pending else max(LEAST_PENDING, kept)
 
     def saw(self, ends: abc.Sequence[tuple[Sequence, int]], watched: Watched) -> None:
         """What came of it."""
@@ -168,7 +173,7 @@ class PartialVerification:
     def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose."""
         partial = [(s, count) for s, count in budgets if self.applies(s)]
-        plain = [(s, min(count, self.count)) for s, count in budgets if not self.applies(s)]
+        plain = [(s, count) for s, count in budgets if not self.applies(s)]
         drafts = dict(zip((s for s, _ in plain), self.drafter.propose(plain, min_probability), strict=True))
         if partial:
             drafts |= self._pending(partial, min_probability)
@@ -177,7 +182,7 @@ class PartialVerification:
     @torch.inference_mode()
     def _pending(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> dict[Sequence, Draft]:
         """Tokens that the target agrees to under its partial view."""
-        room = {s.number: min(count, self.room.get(s.number, FIRST_PENDING)) for s, count in budgets}
+        room = {s.number: count for s, count in budgets}
         texts = [dataclasses.replace(s, token_ids=list(s.token_ids), state=s.state.ahead()) for s, _ in budgets]
         qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         begin = {text.number: len(text.token_ids) for text in texts}
