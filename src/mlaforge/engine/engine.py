@@ -23,6 +23,7 @@ from mlaforge.engine.execution.batch import make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.runner import Runner
+from mlaforge.engine.execution.traffic import Traffic
 from mlaforge.engine.request import held
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.request.sequence import Request, Sequence, check_prompt
@@ -106,6 +107,7 @@ class Engine:
             self.max_model_len = min(full) * block_size
             log(f"context cut to {self.max_model_len} tokens, which is what the cache holds; see --cache-bytes")
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
+        self.traffic = self._traffic(self.model)
         self._source, self._judges = source, {self.model.format: (self.model, self.runner)}
         self.scheduler = Scheduler(
             self.tables, config.max_num_seqs, config.max_num_batched_tokens, replays=is_sparse(source.config)
@@ -134,6 +136,9 @@ class Engine:
             judge.embedding = self.model.embedding
             self._judges[format] = judge, Runner(judge, self.cache.scratch, self.config.max_num_seqs)
         return self._judges[format]
+
+    def _traffic(self, model: EngineModel) -> Traffic:
+        return Traffic(model, self._layers, [group.window for group in self.tables.groups])
 
     def _load(self, model: EngineModel) -> None:
         """Its attention is on this engine's cache."""
@@ -168,7 +173,7 @@ class Engine:
         if config.specpv != "off":
             judge, runner = self._judge()
             judge.boundaries = drafter.boundaries
-            partial = PartialVerification(config, drafter, judge, runner, self.tables)
+            partial = PartialVerification(config, drafter, judge, runner, self._traffic(judge), self.tables)
         controller = Controller(
             config.num_speculative_tokens, config.adaptive_speculation, config.speculative_tree_tokens, partial
         )
@@ -276,8 +281,12 @@ class Engine:
             partial.saw(ends, batch.watched)
         self._stats.steps += 1
         self._stats.computed_tokens += len(both_NC)
+        read = self.traffic((len(part.rows), part.chunk.stop, part.chunk.stop) for part in laid_out)
+        whole = proposal.read + read
+        self._stats.weight_bytes_read += whole.weights
+        self._stats.cache_bytes_read += whole.cache
         C = self.model.spec.hidden_size
-        return Computed(proposal, laid_out, batch, both_NC[:, :C], both_NC[:, C:])
+        return Computed(proposal, laid_out, batch, both_NC[:, :C], both_NC[:, C:], read)
 
     def _draw(self, computed: Computed, began: float) -> Drawn:
         """The next tokens of all whose tokens have been computed to the last, appended to them. The step began at that
@@ -347,7 +356,7 @@ class Engine:
                 if part.decoding and not part.sequence.held
             ]  # fmt: skip
             rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
-            speculation.end(computed.proposal, decoded, drawn.at, rows)
+            speculation.end(computed.proposal, decoded, drawn.at, rows, computed.read)
         return Settled(sequences, drawn.completions, drawn.forks)
 
     def _commit(self, settled: Settled) -> list[tuple[Sequence, Completion]]:

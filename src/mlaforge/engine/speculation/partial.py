@@ -28,6 +28,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.batch import Batch, Chunk, Watched, make_batch
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.runner import Runner
+from mlaforge.engine.execution.traffic import Read, Traffic
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import Sampler, likeliest, rejection_sampled
 from mlaforge.engine.speculation.drafter import Draft, Drafter
@@ -102,14 +103,18 @@ FIRST_PENDING, LEAST_PENDING, FRESH = 4, 2, 8
 class PartialVerification:
     """Drafts that the target has judged under a partial view, as the options say; `drafter` proposes their tokens.
 
-    `model` and `runner` make partial steps. `final`: what these agree to stays, and full steps only mend its rows: the
-    paper's rule, which may change the text. Sequences that hardly hold more than a view get the drafter's own tokens.
+    `model` and `runner` make partial steps, which read what `traffic` says. `final`: what these agree to stays, and
+    full steps only mend its rows: the paper's rule, which may change the text. Sequences that hardly hold more than a
+    view get the drafter's own tokens.
     """
 
     def __init__(
-        self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, tables: BlockTables
+        self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, traffic: Traffic,
+        tables: BlockTables,
     ):  # fmt: skip
-        self.drafter, self.model, self.runner, self.tables = drafter, model, runner, tables
+        self.drafter, self.model, self.runner, self.traffic, self.tables = drafter, model, runner, traffic, tables
+        # What the partial steps of the newest proposal have read.
+        self.read = Read()
         self.sampler = Sampler()
         self.count, self.pattern = config.num_speculative_tokens, PartialView.of(config)
         self.final = config.specpv == "lossy"
@@ -172,6 +177,7 @@ class PartialVerification:
 
     def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose."""
+        self.read = Read()
         partial = [(s, count) for s, count in budgets if self.applies(s)]
         plain = [(s, count) for s, count in budgets if not self.applies(s)]
         drafts = dict(zip((s for s, _ in plain), self.drafter.propose(plain, min_probability), strict=True))
@@ -225,6 +231,8 @@ class PartialVerification:
             tokens = text.token_ids + (drafts[text].token_ids if text in drafts else [])
             chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), None, True))
         both_NC = self.runner(self._seen(chunks, view))
+        both = zip(chunks, view.more, strict=True)
+        self.read += self.traffic((c.stop - c.start, c.stop, c.stop + more) for c, more in both)
         C = self.model.spec.hidden_size
         starts = [(text, text.computed) for text in texts]
         firsts = dict(zip(texts, itertools.accumulate((c.stop - c.start for c in chunks), initial=0), strict=False))
