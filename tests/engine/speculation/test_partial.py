@@ -9,10 +9,8 @@ import torch
 
 from mlaforge.engine.execution.batch import Chunk, Watched, make_batch
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.speculation.controller import Pace
 from mlaforge.engine.speculation.drafter import NgramDrafter
 from mlaforge.engine.speculation.partial import FIRST_PENDING, FRESH, Retrieved
-from mlaforge.engine.speculation.policy import EXPLORE_EVERY
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
 from support.drafters import Knowing
@@ -248,18 +246,6 @@ def test_what_contradicts(options, words, tiny_models):
         LLM(tiny_models["llama"], **{"device": "cpu", "specpv": "lossless", "speculative": "ngram", **options})
 
 
-def test_the_faster_way_is_taken_and_the_other_tried():
-    pace = Pace()
-    seconds = {False: 0.02, True: 0.1}
-    for tokens, wanted in ((12, True), (3, False)):
-        taken = []
-        for _ in range(3 * EXPLORE_EVERY):
-            taken.append(pace.choose(2))
-            pace.record(2, taken[-1], tokens if taken[-1] else 1, seconds[taken[-1]])
-        late = taken[EXPLORE_EVERY:]
-        assert late.count(not wanted) <= 3 and (not wanted) in late
-
-
 def test_easy_stretches_wait_longer_than_hard_ones(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     (prompt,) = random_prompts(300)
@@ -290,17 +276,3 @@ def test_what_was_retrieved_is_looked_for_anew_after_some_tokens(tiny_models):
     assert partial.watch(ends).wanted == [0]
     partial.saw(ends, Watched([0], [[torch.rand(len(prompt) + FRESH + 1)] for _ in range(partial.layers)]))
     assert partial.watch(ends) is None
-
-
-def test_another_text_is_measured_anew():
-    pace = Pace()
-    for alone in (1, 2):
-        taken = []
-        for _ in range(20):
-            taken.append(pace.choose(1, alone))
-            # Partial verification pays for the first text alone.
-            pace.record(1, taken[-1], 9 if taken[-1] == (alone == 1) else 1, 1.0)
-        assert taken[:8] == [False] * 4 + [True] * 4 and set(taken[9:]) == {alone == 1}
-    # Others that come and go are no other text.
-    pace.choose(2)
-    assert not any(pace.choose(1, 2) for _ in range(8))

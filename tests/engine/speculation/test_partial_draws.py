@@ -125,3 +125,18 @@ def test_a_number_is_drawn_with_once(llm):
     assert not sequence.state.generator.get_state().equal(before) and sequence.state.generated == 1
     llm.engine.abort("text")
     idle(llm.engine)
+
+
+def test_lossy_draws_stay_as_a_part_has_drawn_them(llm):
+    """What a full step would have refused is counted, and kept; requests that partial views cannot heed are drafted
+    for plainly."""
+    prompts = random_prompts(300, 250)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, repetition_penalty=1.2)
+    stats = partly(llm.engine, NgramDrafter(), specpv="lossy", specpv_dtype="model").stats
+    made = [tokens(output) for output in llm.generate(prompts, params)]
+    assert 0 < stats.kept < stats.pending == stats.accepted and [len(own[0]) for own in made] == [24, 24]
+    assert [tokens(output) for output in llm.generate(prompts, params)] == made
+    stats = partly(llm.engine, NgramDrafter(), specpv="lossy").stats
+    llm.generate(prompts, dataclasses.replace(params, logprobs=1))
+    assert stats.partial_steps == 0
+    idle(llm.engine)

@@ -131,9 +131,10 @@ class PartialVerification:
         by default as many as are now."""
         # What stays unjudged must heed whatever was asked for. A grammar is not followed ahead of the text, and log
         # probabilities are those of the token that a full step would have made. Where all is judged, neither matters.
-        heeds = not self.final or (sequence.state.constraint is None and sequence.request.params.logprobs is None)
+        params = sequence.request.params
+        heeds = not self.final or (sequence.state.constraint is None and params.logprobs is None)
         long = (sequence.computed if computed is None else computed) >= self.pattern.shortest
-        return bool(self.layers) and heeds and long
+        return bool(self.layers) and params.speculate and heeds and long
 
     def watch(self, ends: abc.Sequence[tuple[Sequence, int]]) -> Watched | None:
         """What a full step is to be asked for that computes so many of each sequence's own tokens; None where nobody

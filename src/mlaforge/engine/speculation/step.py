@@ -97,7 +97,7 @@ class Speculation:
             return
         new = sum(len(verified.completion.token_ids) for _, verified in decoded)
         self.stats.count_read(new, read, proposal.read)
-        if decision.partial is not None and self.controller.pace is not None:
-            self.controller.pace.record(speculating, decision.partial, new, seconds)
+        if decision.way is not None and self.controller.pace is not None:
+            self.controller.pace.record(speculating, decision.way, new, seconds)
         if policy is not None:
             policy.record_time(rows if decision.tree else len(decoded) + sum(proposal.budgets.values()), seconds)
