@@ -3,13 +3,14 @@
 import math
 
 import pytest
+import torch
 
 from mlaforge.engine.execution.linear import BITS
 from mlaforge.planning.costs import attention_op
 from mlaforge.planning.plan import plan_of
 from support.engine_driver import greedy, random_prompts, watched
 from support.speculating import CASES, SMALL, partly
-from support.tiny_models import load_original
+from support.tiny_models import load_original, save_packed
 
 
 @pytest.fixture(params=[*CASES, ("llama", "latent_rope")], ids=str)
@@ -44,6 +45,17 @@ def test_weights_are_all_matrices_once(tiny_models):
     few, all_of_them = (engine.traffic([(rows, rows, rows)]).weights for rows in (1, 10_000))
     moe = engine.model.spec.layers[0].moe
     assert all_of_them - few == pytest.approx(every * (1 - moe.top_k / moe.num_experts))
+
+
+def test_packed_experts_are_read_as_they_are_stored(tiny_models, tmp_path):
+    oracle = load_original(tiny_models["gpt_oss"])
+    plain = watched(tiny_models["gpt_oss"]).engine
+    packed = watched(save_packed(tiny_models["gpt_oss"], tmp_path / "packed", torch.float32)).engine
+    one = sum(layer.mlp.experts.gate_up_proj[0].numel() + layer.mlp.experts.down_proj[0].numel()
+              for layer in oracle.model.layers)  # fmt: skip
+    touched = oracle.config.num_experts_per_tok
+    saved = plain.traffic([(1, 1, 1)]).weights - packed.traffic([(1, 1, 1)]).weights
+    assert saved == pytest.approx(touched * one * (4 - 4.25 / 8))
 
 
 def test_partial_steps_read_a_part(tiny_models):

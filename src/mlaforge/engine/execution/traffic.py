@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.execution.linear import BITS
+from mlaforge.engine.execution.mlp import Mxfp4Mixture
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.families.spec import MoeSpec
 from mlaforge.planning.costs import experts_touched, projection_params
@@ -48,12 +49,13 @@ class Traffic:
         self._fixed = spec.vocab_size * spec.hidden_size * BITS["int8" if model.format == "int4" else model.format] / 8
         self._experts = Counter[tuple[MoeSpec, float]]()
         rows, indices = defaultdict[tuple[float, float], float](float), Counter[tuple[float, float]]()
-        for layer, chosen, cache in zip(spec.layers, plan.layers, layers, strict=False):
+        for own, layer, chosen, cache in zip(model.layers, spec.layers, plan.layers, layers, strict=False):
             self._fixed += projection_params(spec, layer, chosen) * bits / 8
             if layer.moe is None:
                 self._fixed += layer.mlp_params * bits / 8
             else:
-                self._experts[layer.moe, layer.mlp_params * bits / 8] += 1
+                packed = isinstance(own.mlp, Mxfp4Mixture)
+                self._experts[layer.moe, layer.mlp_params * (layer.mlp_bits if packed else bits) / 8] += 1
             how = float(windows[cache.group] or math.inf), float(chosen.topk or math.inf)
             rows[how] += cache.format.unit_bytes / cache.format.tokens
             indices[how] += cache.index
