@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -72,7 +71,7 @@ def llama(file: Path, threads: int) -> dict[str, Any]:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel = str(file), 2048, BATCH
+    params.model.path, params.n_ctx, params.n_parallel = str(file), 2048, 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.warmup = False
     began = time.perf_counter()
@@ -88,17 +87,11 @@ def llama(file: Path, threads: int) -> dict[str, Any]:
     began = time.perf_counter()
     answer(prompts(1, PROMPT, 1)[0], 1)
     measured["cold_first_token_s"] = time.perf_counter() - began
-    began = time.perf_counter()
-    answer(prompts(1, PROMPT, 2)[0], 1)
-    measured["first_token_s"] = time.perf_counter() - began
-    for count in (1, BATCH):
-        texts = prompts(count, 16, 10 + count)
-        with ThreadPoolExecutor(count) as pool:
-            list(pool.map(lambda text: answer(text, 2), texts))
-            timings = list(pool.map(lambda text: answer(text, 1 + TOKENS), texts))
-        # A request's own clock runs while others' prompts are read: the fastest one waited least.
-        measured[f"step_s_{count}"] = min(t["predicted_ms"] / t["predicted_n"] for t in timings) / 1e3
-    return measured
+    (text,) = prompts(1, 16, 11)
+    answer(text, 2)
+    timings = answer(text, 1 + TOKENS)
+    # The first token comes with the prompt.
+    return measured | {"step_s_1": timings["predicted_ms"] / (timings["predicted_n"] - 1) / 1e3}
 
 
 def read_speed(threads: int) -> float:

@@ -77,7 +77,7 @@ def test_partial_verification_is_told_apart(tmp_path: Path) -> None:
     page = (tmp_path / "r.html").read_text()
     for text in ("62 % kept", "ngram, specpv", "3 by ngram, specpv", "a part of the cache judges drafted tokens first"):
         assert text in page, text
-    assert page.count("62 % kept") == 2
+    assert page.count("62 % kept") == 2 and page.count("MiB read<") == 2
     recommended = next(s for s in summarise(tmp_path)["settings"] if s["setting"] == "drafts")["found"]
     assert {row["value"] for row in recommended} == {"3, specpv"}
     assert "3, specpv: 90.0, 3: 70.0, 2: 60.0, 0: 50.0 tokens/s" in recommended[0]["because"]

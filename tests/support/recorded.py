@@ -125,7 +125,7 @@ def case(
     accepted = [0.8 * 0.9**j for j in range(drafts)]
     block = {"mean_acceptance_length": 1 + sum(accepted), "acceptance_per_position": accepted} if drafts else None
     if block and changes.get("specpv") == "lossless":
-        block |= {"kept_share": 0.62}
+        block |= {"kept_share": 0.62, "bytes_per_token": {"all": 123456789.0}}
     cached = context * batch * (23040 if layout == "gqa" else 11520)
     return {
         "id": f"mlaforge {model} {layout} {context}x{batch} k{drafts}", "engine": "mlaforge", "model": model,

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from mlaforge.engine.speculation.partial import PartialVerification
+
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
 
 
@@ -11,6 +13,24 @@ def speculate(engine, drafter, count=3, adaptive=False):
     engine.config = dataclasses.replace(engine.config, num_speculative_tokens=count, adaptive_speculation=adaptive)
     engine.speculate(drafter)
     return engine
+
+
+# A partial view of a few tokens.
+SMALL = {
+    "specpv_sink": 16,
+    "specpv_retrieval": 32,
+    "specpv_window": 32,
+    "specpv_full_every": 3,
+    "specpv_max_pending": 9,
+}
+
+
+def partly(engine, drafter, count=3, **options):
+    """The engine, which judges what `drafter` proposes under partial views first."""
+    engine.config = dataclasses.replace(engine.config, **{"specpv": "lossless", **SMALL, **options})
+    speculate(engine, drafter, count)
+    assert isinstance(engine.speculation.partial, PartialVerification)
+    return engine.speculation
 
 
 def tokens(output):
@@ -43,6 +63,12 @@ def chi_square(counts, probabilities):
     if rest >= 5:
         statistic += (seen_rest - rest) ** 2 / rest
     return statistic, len(common) - 1 + (rest >= 5)
+
+
+def deviations(statistic, freedom):
+    """How many standard deviations above its mean a chi-square is: its cube root is nearly normal (Wilson and
+    Hilferty)."""
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
 
 
 def outcomes(oracle, prompt, length, vocabulary, temperature):

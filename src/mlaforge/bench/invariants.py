@@ -155,12 +155,13 @@ class Audit:
                     params.max_tokens - sequence.state.generated - 1,
                     self.engine.max_model_len - len(sequence.token_ids) - 1,
                 )
-                wanted = max(0, min(speculation.controller.most, left))
+                # How many may be pending is learned.
+                most = speculation.controller.most
+                wanted = max(0, min(min(most, LEAST_PENDING) if decision.partial else most, left))
                 self.drafts["asked"] += wanted > 0
                 self.drafts["disabled"] += room < wanted
-                draft, partial = proposal.drafts.get(sequence), speculation.partial
-                # How many may be pending is learned.
-                least = min(room, LEAST_PENDING) if decision.partial and partial else room
+                draft = proposal.drafts.get(sequence)
+                least = min(room, LEAST_PENDING) if decision.partial else room
                 self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < least)
             return proposal
 

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from mlaforge.config import nearest
+from mlaforge.engine.execution.linear import BITS
 from mlaforge.engine.speculation.partial import PartialView
 from mlaforge.planning import machines
 from mlaforge.planning.costs import GPUS, Gpu
 from mlaforge.planning.plan import Plan
 from mlaforge.planning.roofline import CACHE_LIMITS, WEIGHT_LIMITS, decode_step
 from mlaforge.runtime import UserError, log
-
-# Bits that a weight takes in the formats of the engine; int4 has a step and a zero of 8 bits per 32 weights.
-BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "int4": 4.5}
 
 
 def roof(name: str, device: torch.device) -> Gpu | None:

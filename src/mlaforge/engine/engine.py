@@ -23,6 +23,7 @@ from mlaforge.engine.execution.batch import make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.runner import Runner
+from mlaforge.engine.execution.traffic import Traffic
 from mlaforge.engine.memory import cache_layout
 from mlaforge.engine.request import held
 from mlaforge.engine.request.output import Completion, RequestOutput
@@ -95,6 +96,7 @@ class Engine:
             self.max_model_len = min(full) * block_size
             log(f"context cut to {self.max_model_len} tokens, which is what the cache holds; see --cache-bytes")
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
+        self.traffic = self._traffic(self.model)
         self._source, self._judges = source, {self.model.format: (self.model, self.runner)}
         self.scheduler = Scheduler(
             self.tables, config.max_num_seqs, config.max_num_batched_tokens, replays=is_sparse(source.config)
@@ -123,6 +125,9 @@ class Engine:
             judge.embedding = self.model.embedding
             self._judges[format] = judge, Runner(judge, self.cache.scratch, self.config.max_num_seqs)
         return self._judges[format]
+
+    def _traffic(self, model: EngineModel) -> Traffic:
+        return Traffic(model, self._layers, [group.window for group in self.tables.groups])
 
     def _load(self, model: EngineModel) -> None:
         """Its attention is on this engine's cache."""
@@ -157,7 +162,7 @@ class Engine:
         if config.specpv != "off":
             judge, runner = self._judge()
             judge.boundaries = drafter.boundaries
-            partial = PartialVerification(config, drafter, judge, runner, self.tables)
+            partial = PartialVerification(config, drafter, judge, runner, self._traffic(judge), self.tables)
         controller = Controller(
             config.num_speculative_tokens, config.adaptive_speculation, config.speculative_tree_tokens, partial
         )
@@ -255,17 +260,22 @@ class Engine:
         """The model on every sequence's chunk, its draft included."""
         laid_out = parts(proposal)
         batch = make_batch([part.chunk for part in laid_out], self.tables, self.device)
-        partial = self.speculation.partial if self.speculation and proposal.decision.partial else None
-        sequences = [part.sequence for part in laid_out]
+        # Where there was no choice yet, a prompt may end whose tokens are judged so later.
+        partial = self.speculation.partial if self.speculation and proposal.decision.partial is not False else None
+        ends = [(part.sequence, min(part.chunk.stop, len(part.sequence.token_ids))) for part in laid_out]
         if partial is not None:
-            batch = dataclasses.replace(batch, watched=partial.watch(sequences))
+            batch = dataclasses.replace(batch, watched=partial.watch(ends))
         both_NC = self.runner(batch)
         if partial is not None and batch.watched is not None:
-            partial.saw(sequences, batch.watched)
+            partial.saw(ends, batch.watched)
         self._stats.steps += 1
         self._stats.computed_tokens += len(both_NC)
+        read = self.traffic((len(part.rows), part.chunk.stop, part.chunk.stop) for part in laid_out)
+        whole = proposal.read + read
+        self._stats.weight_bytes_read += whole.weights
+        self._stats.cache_bytes_read += whole.cache
         C = self.model.spec.hidden_size
-        return Computed(proposal, laid_out, batch, both_NC[:, :C], both_NC[:, C:])
+        return Computed(proposal, laid_out, batch, both_NC[:, :C], both_NC[:, C:], read)
 
     def _draw(self, computed: Computed, began: float) -> Drawn:
         """The next tokens of all whose tokens have been computed to the last, appended to them. The step began at that
@@ -335,7 +345,7 @@ class Engine:
                 if part.decoding and not part.sequence.held
             ]  # fmt: skip
             rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
-            speculation.end(computed.proposal, decoded, drawn.at, rows)
+            speculation.end(computed.proposal, decoded, drawn.at, rows, computed.read)
         return Settled(sequences, drawn.completions, drawn.forks)
 
     def _commit(self, settled: Settled) -> list[tuple[Sequence, Completion]]:

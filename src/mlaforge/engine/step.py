@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.execution.batch import Batch, Chunk
+from mlaforge.engine.execution.traffic import Read
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.speculation.drafter import Draft, ancestry
@@ -73,13 +74,15 @@ def _chunk(sequence: Sequence, draft: Draft | None, upto: int) -> Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """The model's pass over a step: `hidden_NC` before the final norm, and what it captured for the drafter."""
+    """The model's pass over a step: `hidden_NC` before the final norm, what it captured for the drafter, and what it
+    read at the least."""
 
     proposal: Proposal
     parts: list[Part]
     batch: Batch
     hidden_NC: Tensor
     states_NS: Tensor
+    read: Read
 
 
 @dataclasses.dataclass(frozen=True)

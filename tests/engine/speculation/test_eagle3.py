@@ -17,7 +17,7 @@ from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 from support.eagle3_heads import HEADS, LAYER, check_drafts, draft_logits, make, recorded, saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
-from support.speculating import check_identities, chi_square, outcomes, speculate
+from support.speculating import check_identities, chi_square, deviations, outcomes, speculate
 
 BASES = random_prompts(40, 40, seed=4)
 
@@ -120,7 +120,7 @@ def test_draws_from_a_draft_vocabulary_are_the_targets(least, tiny_models, tmp_p
     assert lengths == ({0, 1, 2} if least else {2})
     statistic, freedom = chi_square(counts, exact)
     assert freedom > 10
-    assert ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5 < 3.5
+    assert deviations(statistic, freedom) < 3.5
 
 
 # Files

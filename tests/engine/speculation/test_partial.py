@@ -9,26 +9,16 @@ import torch
 
 from mlaforge.engine.execution.batch import Chunk, Watched, make_batch
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.controller import Pace
 from mlaforge.engine.speculation.drafter import NgramDrafter
-from mlaforge.engine.speculation.partial import FRESH, PartialVerification, Retrieved
-from mlaforge.engine.speculation.policy import EXPLORE_EVERY
+from mlaforge.engine.speculation.partial import FIRST_PENDING, FRESH, Retrieved
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
 from support.drafters import Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, renew, watched
-from support.speculating import CASES, check_identities, speculate
+from support.speculating import CASES, SMALL, check_identities, partly
 from support.tiny_models import load_original
 
-SMALL = {
-    "specpv_sink": 16,
-    "specpv_retrieval": 32,
-    "specpv_window": 32,
-    "specpv_full_every": 3,
-    "specpv_max_pending": 9,
-}
 NEW = 24
 
 
@@ -36,14 +26,6 @@ NEW = 24
 def model(request, tiny_models, converted):
     family, layout = request.param
     return converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
-
-
-def partly(engine, drafter, count=3, **options):
-    """The engine, which judges what `drafter` proposes under partial views first."""
-    engine.config = dataclasses.replace(engine.config, **{"specpv": "lossless", **SMALL, **options})
-    speculate(engine, drafter, count)
-    assert isinstance(engine.speculation.partial, PartialVerification)
-    return engine.speculation
 
 
 def texts_of(llm, prompts, count=NEW):
@@ -81,7 +63,7 @@ def test_what_sees_all_is_right_about_all(tiny_models):
     prompts = random_prompts(300)
     texts = texts_of(llm, prompts)
     partial = partly(llm.engine, Knowing(texts, 0.5), specpv_window=400, specpv_dtype="model")
-    partial.partial.applies = lambda sequence: True
+    partial.partial.applies = lambda sequence, computed=None: True
     assert continued(llm, prompts) == texts
     stats = llm.engine.stats().speculation
     assert stats.pending == stats.kept > NEW / 2 and stats.partial_steps > 2
@@ -101,7 +83,7 @@ def test_nothing_is_read_outside_a_view(model):
     random = np.random.default_rng(0)
     chosen = np.sort(random.permuted(np.tile(np.arange(16, 250), (partial.layers, 1)), axis=1)[:, :32], axis=1)
     partial.retrieved[sequence.number] = Retrieved(chosen, sequence.computed - SMALL["specpv_window"])
-    view = partial._view([sequence], [chunk.stop])
+    view = partial._view([sequence], [(chunk.stop, 0)])
     before = engine.runner(partial._seen([chunk], view)).clone()
     full = [
         layer
@@ -243,19 +225,9 @@ def test_lossy_keeps_what_a_part_agreed_to(tiny_models):
     (asked,) = llm.generate(prompts[:1], greedy(NEW, logprobs=1))
     assert prompts[0] + asked.outputs[0].token_ids == texts[0]
     seeing = partly(llm.engine, Knowing(texts, 0.8), **{**lossy, "specpv_window": 400})
-    seeing.partial.applies = lambda sequence: True
+    seeing.partial.applies = lambda sequence, computed=None: True
     assert continued(llm, prompts) == texts
     idle(llm.engine)
-
-
-def test_drawn_tokens_are_drafted_plainly(tiny_models):
-    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
-    (prompt,) = random_prompts(300)
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=NEW, ignore_eos=True)
-    (plain,) = llm.generate([prompt], params)
-    partial = partly(llm.engine, NgramDrafter())
-    (drawn,) = llm.generate([prompt], params)
-    assert drawn.outputs[0].token_ids == plain.outputs[0].token_ids and partial.stats.partial_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -274,27 +246,18 @@ def test_what_contradicts(options, words, tiny_models):
         LLM(tiny_models["llama"], **{"device": "cpu", "specpv": "lossless", "speculative": "ngram", **options})
 
 
-def test_the_faster_way_is_taken_and_the_other_tried():
-    pace = Pace()
-    seconds = {False: 0.02, True: 0.1}
-    for tokens, wanted in ((12, True), (3, False)):
-        taken = []
-        for _ in range(3 * EXPLORE_EVERY):
-            taken.append(pace.choose(2))
-            pace.record(2, taken[-1], tokens if taken[-1] else 1, seconds[taken[-1]])
-        late = taken[EXPLORE_EVERY:]
-        assert late.count(not wanted) <= 3 and (not wanted) in late
-
-
 def test_easy_stretches_wait_longer_than_hard_ones(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     (prompt,) = random_prompts(300)
-    partial = partly(llm.engine, Knowing([], 1.0)).partial
+    speculation = partly(llm.engine, Knowing([], 1.0))
+    partial, controller = speculation.partial, speculation.controller
     sequence, _ = decoding(llm, prompt)
+    assert controller.decide([sequence], False).tokens(sequence) == FIRST_PENDING
     rooms = []
     for pending, kept in ((4, 4), (8, 8), (9, 5), (5, 0), (2, 2)):
         partial.learn(sequence, pending, kept)
-        rooms.append(partial.room[sequence.number])
+        # No more room is reserved than may be used.
+        rooms.append(controller.decide([sequence], False).tokens(sequence))
     assert rooms == [8, SMALL["specpv_max_pending"], 5, 2, 4]
 
 
@@ -303,22 +266,13 @@ def test_what_was_retrieved_is_looked_for_anew_after_some_tokens(tiny_models):
     (prompt,) = random_prompts(300)
     partial = partly(llm.engine, Knowing([], 1.0)).partial
     sequence, _ = decoding(llm, prompt)
-    assert partial.watch([sequence]).wanted == [0]
-    partial.saw([sequence], Watched([0], [[torch.rand(300)] for _ in range(partial.layers)]))
-    assert partial.watch([sequence]) is None
-    sequence.computed += FRESH
-    assert partial.watch([sequence]).wanted == [0]
-
-
-def test_another_text_is_measured_anew():
-    pace = Pace()
-    for alone in (1, 2):
-        taken = []
-        for _ in range(20):
-            taken.append(pace.choose(1, alone))
-            # Partial verification pays for the first text alone.
-            pace.record(1, taken[-1], 9 if taken[-1] == (alone == 1) else 1, 1.0)
-        assert taken[:8] == [False] * 4 + [True] * 4 and set(taken[9:]) == {alone == 1}
-    # Others that come and go are no other text.
-    pace.choose(2)
-    assert not any(pace.choose(1, 2) for _ in range(8))
+    # Since the prompt was read.
+    assert sequence.number in partial.retrieved and sequence.computed == len(prompt)
+    assert partial.watch([(sequence, len(prompt) + 1)]) is None
+    sequence.token_ids += [0] * FRESH
+    # Not before the text is computed to its end.
+    assert partial.watch([(sequence, len(prompt) + FRESH)]) is None
+    ends = [(sequence, len(prompt) + FRESH + 1)]
+    assert partial.watch(ends).wanted == [0]
+    partial.saw(ends, Watched([0], [[torch.rand(len(prompt) + FRESH + 1)] for _ in range(partial.layers)]))
+    assert partial.watch(ends) is None

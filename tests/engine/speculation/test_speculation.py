@@ -15,7 +15,7 @@ from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
-from support.speculating import CASES, HOW, check_identities, chi_square, outcomes, speculate, tokens
+from support.speculating import CASES, HOW, check_identities, chi_square, deviations, outcomes, speculate, tokens
 
 BASES = random_prompts(40, 40, 40, seed=11)
 LONGEST = 40 + 1 + 12
@@ -262,9 +262,8 @@ def test_the_distribution_is_the_targets(drafter, right, llama, fast):
     check_identities(stats)
     statistic, freedom = chi_square(counts, exact)
     assert freedom > 10
-    # Wilson and Hilferty: a chi-square's cube root is nearly normal.
-    deviations = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
-    assert deviations < 3.5 if right else deviations > 5
+    far = deviations(statistic, freedom)
+    assert far < 3.5 if right else far > 5
 
 
 # What is drafted, and when

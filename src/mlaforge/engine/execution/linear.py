@@ -22,6 +22,8 @@ from mlaforge.runtime import UserError
 
 # Formats of weights that are not a torch dtype, and the activations that go with them.
 QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
+# Bits that a weight takes in each format; int4 has a step and a zero of 8 bits per 32 weights.
+BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "int4": 4.5}
 # Rows from which on unpacking torch's int8 to fp32 pays (measured on 2 cores with AVX-512: LOG.md).
 WIDE = 64
 # torch's int8 kernel takes widths that are multiples of this; it checks nothing.

@@ -145,11 +145,11 @@ def _draw(probabilities_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
     return token_ids.clamp_(max=probabilities_NV.shape[1] - 1)
 
 
-def _rejection_sampled(
+def rejection_sampled(
     p_NV: Tensor, states: Sequence[SamplingState], drawn: Sequence[tuple[int, Tensor] | None]
 ) -> Tensor:
-    """int64 [N]: each row's drawn token with probability min(1, p / q), else one of max(0, p - q) (lossless rejection,
-    Leviathan et al. 2023)."""
+    """int64 [N]: a token of each row's distribution p: where `drawn` has a token and the q [V] that it was drawn from,
+    that one with probability min(1, p / q), else one of max(0, p - q) (lossless rejection, Leviathan et al. 2023)."""
     kept: dict[int, int] = {}
     p_NV = p_NV.clone()
     for n, (state, draft) in enumerate(zip(states, drawn, strict=True)):
@@ -190,7 +190,7 @@ class Sampler:
         """
         counts = [state.params.logprobs for state in states]
         if any(drawn):
-            return Sampled(_rejection_sampled(self.probabilities(logits_NV, states), states, drawn), logits_NV, counts)
+            return Sampled(rejection_sampled(self.probabilities(logits_NV, states), states, drawn), logits_NV, counts)
         if all(state.plain for state in states):
             return Sampled(likeliest(logits_NV), logits_NV, counts)
         adjusted_NV = self.adjust(logits_NV, states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -104,6 +105,15 @@ class SamplingState:
             ids = on_device(token_ids, torch.int64, counts_V.device)
             counts_V.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         self.token_ids.extend(token_ids)
+
+    def ahead(self) -> SamplingState:
+        """A copy that counts tokens of which nobody knows yet whether they stay. It draws from the same random numbers,
+        so that none of them is used twice, and follows no grammar, whose place cannot be copied."""
+        other = copy(self)
+        other.token_ids, other.constraint = list(self.token_ids), None
+        if self.seen is not None:
+            other.seen = self.seen._replace(counts_V=self.seen.counts_V.clone())
+        return other
 
     @property
     def ready(self) -> bool:

@@ -14,48 +14,55 @@ from mlaforge.engine.speculation.policy import EXPLORE_EVERY, TIME_WEIGHT, Draft
 PACE_STEPS = 4
 
 
+# How a step drafts: tokens in a row, or none; a tree, or none; tokens that are judged by a part of the cache first.
+CHAIN, TREE, PARTIAL = "chain", "tree", "partial"
+
+
 class Pace:
-    """Whether partial verification makes more tokens a second than decoding without it, by the number of sequences that
-    decode: both are measured as they are used, both tried anew for a sequence that runs alone, and the slower one now
-    and then."""
+    """Which way makes most tokens a second, by the number of sequences that decode: all are measured as they are used,
+    all tried anew for a sequence that runs alone, and one of the slower ones now and then."""
 
     def __init__(self) -> None:
-        # Steps, tokens and seconds of either way, older ones counting less.
-        self._made: dict[tuple[int, bool], tuple[int, float, float]] = {}
+        # Steps, tokens and seconds of each way, older ones counting less.
+        self._made: dict[tuple[int, str], tuple[int, float, float]] = {}
         self._alone: int | None = None
         self._decisions = 0
 
-    def choose(self, active: int, alone: int | None = None) -> bool:
-        """Whether to judge by a part of the cache first; `alone` is the number of a sequence that runs alone."""
+    def choose(self, active: int, ways: abc.Sequence[str], alone: int | None = None) -> str:
+        """One of `ways`, of equals the first; `alone` is the number of a sequence that runs alone."""
         self._decisions += 1
         if alone not in (None, self._alone):
             self._alone = alone
-            for way in (False, True):
-                # Another text: what the last one was like is a guess.
-                self._made[active, way] = (0, *self._made.get((active, way), (0, 0.0, 0.0))[1:])
+            for (number, way), (_, *rate) in self._made.items():
+                if number == active:
+                    # Another text: what the last one was like is a guess.
+                    self._made[number, way] = (0, *rate)  # type: ignore[assignment]
         rates = {}
-        for partial in (False, True):
-            steps, tokens, seconds = self._made.get((active, partial), (0, 0.0, 0.0))
+        for way in ways:
+            steps, tokens, seconds = self._made.get((active, way), (0, 0.0, 0.0))
             if steps < PACE_STEPS:
-                return partial
-            rates[partial] = tokens / seconds
-        faster = rates[True] > rates[False]
-        return faster if self._decisions % EXPLORE_EVERY else not faster
+                return way
+            rates[way] = tokens / seconds
+        fastest = max(ways, key=lambda way: rates[way])
+        round, rest = divmod(self._decisions, EXPLORE_EVERY)
+        others = [way for way in ways if way != fastest]
+        return fastest if rest or not others else others[round % len(others)]
 
-    def record(self, active: int, partial: bool, tokens: int, seconds: float) -> None:
+    def record(self, active: int, way: str, tokens: int, seconds: float) -> None:
         """A step of decoding sequences alone made so many tokens."""
-        steps, before, took = self._made.get((active, partial), (0, 0.0, 0.0))
+        steps, before, took = self._made.get((active, way), (0, 0.0, 0.0))
         left = 1 - TIME_WEIGHT
-        self._made[active, partial] = steps + 1, left * before + tokens, left * took + seconds
+        self._made[active, way] = steps + 1, left * before + tokens, left * took + seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a step drafts for each decoding sequence that wants it: `count` tokens in a row, ended before a path less
-    likely than `min_probability`; where `tree` is not 0 a tree of so many tokens, `count` deep, for the only sequence
-    there is. `policy` decided it and is to learn from it; None where nothing is measured. `partial`: whether drafted
-    tokens are judged by a part of the cache first; None where there was no choice. `began` is when the step did
-    (time.perf_counter())."""
+    """What a step drafts for each decoding sequence that wants it: `count` tokens in a row, or as many as `counts` says
+    of it, ended before a path less likely than `min_probability`; where `tree` is not 0 a tree of so many tokens,
+    `count` deep, for the only sequence there is. `partial`: whether drafted tokens are judged by a part of the cache
+    first; None where there was no choice. `policy` decided the number of tokens and is to learn from it; None where
+    nothing is measured. `way` was chosen by the pace, which is to learn from it; None where there was one way only.
+    `began` is when the step did (time.perf_counter())."""
 
     count: int
     min_probability: float = 0.0
@@ -63,13 +70,15 @@ class Decision:
     policy: DraftPolicy | None = None
     partial: bool | None = None
     began: float = 0.0
+    counts: abc.Mapping[Sequence, int] = dataclasses.field(default_factory=dict)
+    way: str | None = None
 
     def depth(self, sequence: Sequence) -> int:
         """How many drafted tokens in a row the sequence has use for."""
         if not sequence.request.params.speculate:
             return 0
         # The target's own token comes on top.
-        return max(0, min(self.count, sequence.stopping.room - 1))
+        return max(0, min(self.counts.get(sequence, self.count), sequence.stopping.room - 1))
 
     def tokens(self, sequence: Sequence) -> int:
         """How many drafted tokens the sequence is to have room for."""
@@ -83,12 +92,13 @@ NO_DRAFT = Decision(0)
 
 class Controller:
     """Decides step by step: `most` tokens per sequence, fewer where `adaptive` measurement says so; where one sequence
-    runs alone a tree of `tree` tokens that is so deep, if that is not 0."""
+    runs alone a tree of `tree` tokens that is so deep, if that is not 0; with `partial` tokens that are judged by a
+    part of the cache first. Without measurement the last of these that applies, else what is measured to be fastest."""
 
     def __init__(self, most: int, adaptive: bool, tree: int = 0, partial: PartialVerification | None = None):
         self.most, self.tree, self.partial = most, tree, partial
         self.policy = DraftPolicy(most) if adaptive else None
-        self.pace = Pace() if adaptive and partial else None
+        self.pace = Pace() if adaptive and (partial or tree) else None
         # Of trees acceptance and times are others.
         self.tree_policy = DraftPolicy(most, tree) if adaptive and tree else None
 
@@ -101,16 +111,24 @@ class Controller:
         """For the step that begins now with these sequences; `waiting`: others may join it."""
         began = time.perf_counter()
         active = sum(sequence.decoding for sequence in running)
-        partial = None
+        ways = [CHAIN]
+        if self.tree and active == len(running) == 1 and not waiting:
+            ways.append(TREE)
         if self.partial is not None and any(s.decoding and self.partial.applies(s) for s in running):
+            ways.append(PARTIAL)
+        way, measured = ways[-1], None
+        if self.pace is not None and len(ways) > 1:
             alone = next(s.number for s in running if s.decoding) if active == 1 else None
-            partial = self.pace is None or self.pace.choose(active, alone)
-            if partial:
-                return Decision(self.partial.pattern.max_pending, partial=True, began=began)
-        tree = self.tree if active == len(running) == 1 and not waiting else 0
-        policy = self.tree_policy if tree else self.policy
+            way = measured = self.pace.choose(active, ways, alone)
+        partial = way == PARTIAL if PARTIAL in ways else None
+        if partial:
+            assert self.partial is not None
+            # No more room than may be used: what is reserved is taken from others.
+            counts = {sequence: self.partial.wanted(sequence) for sequence in running if sequence.decoding}
+            return Decision(self.most, partial=True, began=began, counts=counts, way=measured)
+        tree, policy = (self.tree, self.tree_policy) if way == TREE else (0, self.policy)
         if policy is None or not active:
-            return Decision(self.most, 0.0, tree, policy, partial, began)
+            return Decision(self.most, 0.0, tree, policy, partial, began, way=measured)
         count = policy.choose(active)
         likely = policy.min_probability(active, count) if count else 0.0
-        return Decision(count, likely, tree, policy, partial, began)
+        return Decision(count, likely, tree, policy, partial, began, way=measured)

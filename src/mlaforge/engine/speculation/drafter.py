@@ -44,6 +44,12 @@ class Draft:
         places = range(node + 1, len(self.token_ids))
         return next((at for at in places if self.parents[at] == node and self.token_ids[at] == token), None)
 
+    def drawn(self, place: int) -> tuple[int, Tensor] | None:
+        """The token there and what it was drawn from; None behind the last, and where nothing was drawn."""
+        if self.q_KV is None or place == len(self.token_ids):
+            return None
+        return self.token_ids[place], self.q_KV[place]
+
     @property
     def length(self) -> int:
         """Tokens of the longest path."""

@@ -5,14 +5,17 @@ A partial view holds a sequence's first tokens, in each layer those that the las
 newest ones. What the target agrees to under it is pending. To the engine pending tokens are a draft like any other: the
 step's own verification, which reads everything, judges them, keeps the longest right prefix, and writes their rows
 anew. So nothing that was made under a partial view is ever published, streamed, or found as a prefix, and the tokens
-that come out are the target's own, whatever the view left out.
+that come out are the target's own, whatever the view left out. Where a request draws its tokens, what is pending is
+drawn from the target's distribution under the partial view, and judged by rejection as a head's drawn drafts are.
 
-Legend: L layers that see everything, S sequences, N rows of a step, K rows that a sequence may see, C hidden size.
+Legend: L layers that see everything, S sequences, N rows of a step, K rows that a sequence may see, C hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import abc
 
@@ -25,8 +28,9 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.batch import Batch, Chunk, Watched, make_batch
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.runner import Runner
+from mlaforge.engine.execution.traffic import Read, Traffic
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.sampling.sampler import likeliest
+from mlaforge.engine.sampling.sampler import Sampler, likeliest, rejection_sampled
 from mlaforge.engine.speculation.drafter import Draft, Drafter
 from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.ops.attended import heaviest
@@ -99,15 +103,19 @@ FIRST_PENDING, LEAST_PENDING, FRESH = 4, 2, 8
 class PartialVerification:
     """Drafts that the target has judged under a partial view, as the options say; `drafter` proposes their tokens.
 
-    `model` and `runner` make partial steps. `final`: what these agree to stays, and full steps only mend its rows: the
-    paper's rule, which may change the text. Sequences that draw their tokens, and those that hardly hold more than a
-    view, get the drafter's own tokens.
+    `model` and `runner` make partial steps, which read what `traffic` says. `final`: what these agree to stays, and
+    full steps only mend its rows: the paper's rule, which may change the text. Sequences that hardly hold more than a
+    view get the drafter's own tokens.
     """
 
     def __init__(
-        self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, tables: BlockTables
+        self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, traffic: Traffic,
+        tables: BlockTables,
     ):  # fmt: skip
-        self.drafter, self.model, self.runner, self.tables = drafter, model, runner, tables
+        self.drafter, self.model, self.runner, self.traffic, self.tables = drafter, model, runner, traffic, tables
+        # What the partial steps of the newest proposal have read.
+        self.read = Read()
+        self.sampler = Sampler()
         self.count, self.pattern = config.num_speculative_tokens, PartialView.of(config)
         self.final = config.specpv == "lossy"
         self.policy = DraftPolicy(self.count) if config.adaptive_speculation else None
@@ -118,47 +126,61 @@ class PartialVerification:
         self.retrieved: dict[int, Retrieved] = {}
         self.room: dict[int, int] = {}
 
-    def applies(self, sequence: Sequence) -> bool:
-        """Whether the sequence's tokens are judged under a partial view first."""
-        params, long = sequence.request.params, sequence.computed >= self.pattern.shortest
-        # What stays unjudged must heed whatever was asked for.
-        plain = params.greedy and (not self.final or (sequence.state.plain and params.logprobs is None))
-        return bool(self.layers) and plain and long
+    def applies(self, sequence: Sequence, computed: int | None = None) -> bool:
+        """Whether the sequence's tokens are judged under a partial view first, once so many of them are in the cache;
+        by default as many as are now."""
+        # What stays unjudged must heed whatever was asked for. A grammar is not followed ahead of the text, and log
+        # probabilities are those of the token that a full step would have made. Where all is judged, neither matters.
+        params = sequence.request.params
+        heeds = not self.final or (sequence.state.constraint is None and params.logprobs is None)
+        long = (sequence.computed if computed is None else computed) >= self.pattern.shortest
+        return bool(self.layers) and params.speculate and heeds and long
 
-    def watch(self, sequences: abc.Sequence[Sequence]) -> Watched | None:
-        """What a full step of these sequences, with their drafts, is to be asked for; None where nobody retrieves."""
-        here = {sequence.number for sequence in sequences}
+    def watch(self, ends: abc.Sequence[tuple[Sequence, int]]) -> Watched | None:
+        """What a full step is to be asked for that computes so many of each sequence's own tokens; None where nobody
+        retrieves. Those do whose tokens it computes to the last, prompts too: what a view holds, and so what is drawn
+        under it, depends neither on how a prompt was cut into chunks nor on what was found of it."""
+        here = {sequence.number for sequence, _ in ends}
         self.retrieved = {number: own for number, own in self.retrieved.items() if number in here}
         self.room = {number: own for number, own in self.room.items() if number in here}
-        wanted = [i for i, sequence in enumerate(sequences) if self.pattern.retrieval and self.applies(sequence)]
         # It costs about a third of a step that is asked for nothing: what is new enough stays.
-        wanted = [i for i in wanted if self._age(sequences[i]) >= FRESH]
+        wanted = [
+            i for i, (sequence, stop) in enumerate(ends)
+            if self.pattern.retrieval and stop == len(sequence.token_ids) and self.applies(sequence, stop - 1)
+            and self._age(sequence, stop - 1) >= FRESH
+        ]  # fmt: skip
         return Watched(wanted) if wanted else None
 
-    def _age(self, sequence: Sequence) -> int:
+    def _age(self, sequence: Sequence, computed: int) -> int:
         """Tokens since the last retrieval."""
         known = self.retrieved.get(sequence.number)
-        return FRESH if known is None else sequence.computed - self.pattern.window - known.tail
+        return FRESH if known is None else computed - self.pattern.window - known.tail
+
+    def wanted(self, sequence: Sequence) -> int:
+        """How many drafted tokens the sequence is to have room for: as many as may be pending, else the drafter's."""
+        if not self.applies(sequence):
+            return self.count
+        return min(self.pattern.max_pending, self.room.get(sequence.number, FIRST_PENDING))
 
     def learn(self, sequence: Sequence, pending: int, kept: int) -> None:
         """A full step has kept so many of a sequence's pending tokens. Where all were, twice as many may wait next;
         else as many as were kept: texts have easy stretches and hard ones."""
-        most = self.pattern.max_pending
-        self.room[sequence.number] = min(most, 2 * pending) if kept == pending else max(LEAST_PENDING, kept)
+        self.room[sequence.number] = 2 * pending if kept == pending else max(LEAST_PENDING, kept)
 
-    def saw(self, sequences: abc.Sequence[Sequence], watched: Watched) -> None:
+    def saw(self, ends: abc.Sequence[tuple[Sequence, int]], watched: Watched) -> None:
         """What came of it."""
         sink, window, count = self.pattern.sink, self.pattern.window, self.pattern.retrieval
         for place, masses in zip(watched.wanted, zip(*watched.layers, strict=True), strict=True):
-            sequence = sequences[place]
+            sequence, stop = ends[place]
             # Drafts may be refused: what stands before them counts.
-            tail = max(sink, sequence.computed - window)
+            tail = max(sink, stop - 1 - window)
             self.retrieved[sequence.number] = Retrieved(heaviest(masses, sink, tail, count).cpu().numpy(), tail)
 
     def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose."""
+        self.read = Read()
         partial = [(s, count) for s, count in budgets if self.applies(s)]
-        plain = [(s, min(count, self.count)) for s, count in budgets if not self.applies(s)]
+        plain = [(s, count) for s, count in budgets if not self.applies(s)]
         drafts = dict(zip((s for s, _ in plain), self.drafter.propose(plain, min_probability), strict=True))
         if partial:
             drafts |= self._pending(partial, min_probability)
@@ -167,8 +189,9 @@ class PartialVerification:
     @torch.inference_mode()
     def _pending(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> dict[Sequence, Draft]:
         """Tokens that the target agrees to under its partial view."""
-        room = {s.number: min(count, self.room.get(s.number, FIRST_PENDING)) for s, count in budgets}
-        texts = [dataclasses.replace(s, token_ids=list(s.token_ids)) for s, _ in budgets]
+        room = {s.number: count for s, count in budgets}
+        texts = [dataclasses.replace(s, token_ids=list(s.token_ids), state=s.state.ahead()) for s, _ in budgets]
+        qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         begin = {text.number: len(text.token_ids) for text in texts}
         active, steps = texts, dict.fromkeys(begin, 0)
         view: View | None = None
@@ -178,13 +201,13 @@ class PartialVerification:
             if not active:
                 break
             if view is None or len(active) < len(view.texts):
-                view = self._view(active, [begin[text.number] + room[text.number] for text in active])
+                view = self._view(active, [(begin[text.number], room[text.number]) for text in active])
             began = time.perf_counter()
             count = self.count if self.policy is None else self.policy.choose(len(active))
             asked = {text: most for text in active if (most := min(count, left[text.number] - 1)) > 0}
             proposed = self.drafter.propose([*asked.items()], min_probability) if asked else []
-            drafts = {text: d.token_ids for text, d in zip(asked, proposed, strict=True) if d is not None}
-            accepted = self._judge(active, drafts, view)
+            drafts = {text: draft for text, draft in zip(asked, proposed, strict=True) if draft is not None}
+            accepted = self._judge(active, drafts, view, qs)
             for text in active:
                 steps[text.number] += 1
                 if self.policy is not None and text in drafts:
@@ -192,47 +215,81 @@ class PartialVerification:
             if self.policy is not None:
                 self.policy.record_time(len(active) + sum(asked.values()), time.perf_counter() - began)
         return {
-            s: Draft(text.token_ids[begin[s.number] :], partial_steps=steps[s.number], final=self.final)
+            s: Draft(
+                text.token_ids[begin[s.number] :], torch.stack(qs[text]) if qs[text] else None,
+                partial_steps=steps[s.number], final=self.final,
+            )
             for (s, _), text in zip(budgets, texts, strict=True)
-        }
+        }  # fmt: skip
 
-    def _judge(self, texts: list[Sequence], drafts: dict[Sequence, list[int]], view: View) -> dict[Sequence, int]:
+    def _judge(
+        self, texts: list[Sequence], drafts: dict[Sequence, Draft], view: View, qs: dict[Sequence, list[Tensor]]
+    ) -> dict[Sequence, int]:
         """One partial step: each text grows by the tokens that are agreed to, which are so many, and by the target's
-        own."""
+        own. `qs` grow by the distributions of what was drawn."""
         chunks = []
         for text in texts:
-            tokens = text.token_ids + drafts.get(text, [])
+            tokens = text.token_ids + (drafts[text].token_ids if text in drafts else [])
             chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), None, True))
         both_NC = self.runner(self._seen(chunks, view))
+        both = zip(chunks, view.more, strict=True)
+        self.read += self.traffic((c.stop - c.start, c.stop, c.stop + more) for c, more in both)
         C = self.model.spec.hidden_size
-        agreed = likeliest(self.model.logits(both_NC[:, :C])).tolist()
-        starts: list[tuple[Sequence, int]] = []
+        starts = [(text, text.computed) for text in texts]
+        firsts = dict(zip(texts, itertools.accumulate((c.stop - c.start for c in chunks), initial=0), strict=False))
+        agreed = self._agreed(texts, drafts, firsts, self.model.logits(both_NC[:, :C]), qs)
         rows: list[int] = []
-        row, agreements = 0, {}
-        for text, chunk in zip(texts, chunks, strict=True):
-            draft, start, accepted = drafts.get(text, []), text.computed, 0
-            while accepted < len(draft) and draft[accepted] == agreed[row + accepted]:
-                accepted += 1
-            text.token_ids += [*draft[:accepted], agreed[row + accepted]]
+        for text in texts:
             text.computed = len(text.token_ids) - 1
-            starts.append((text, start))
-            rows += range(row, row + accepted + 1)
-            row += chunk.stop - chunk.start
-            agreements[text] = accepted
+            rows += range(firsts[text], firsts[text] + agreed[text] + 1)
         if self.drafter.boundaries:
             self.drafter.observe(starts, both_NC[rows, C:])
-        return agreements
+        return agreed
 
-    def _view(self, texts: list[Sequence], ends: list[int]) -> View:
-        """What these texts see from now on until they end so."""
+    def _agreed(
+        self, texts: list[Sequence], drafts: dict[Sequence, Draft], firsts: dict[Sequence, int], logits_NV: Tensor,
+        qs: dict[Sequence, list[Tensor]],
+    ) -> dict[Sequence, int]:  # fmt: skip
+        """How many of each draft's tokens are agreed to, which are appended to its text, and the target's own. The row
+        that follows a text is its first; rows after it follow its draft's tokens."""
+        agreed = dict.fromkeys(texts, 0)
+        # Nothing of it depends on the tokens before: all rows at once, and the host waits once.
+        plain = likeliest(logits_NV).tolist() if all(text.state.plain for text in texts) else None
+        active = texts
+        while active:
+            rows = [firsts[text] + agreed[text] for text in active]
+            if plain is not None:
+                tokens = [plain[row] for row in rows]
+            else:
+                states = [text.state for text in active]
+                p_SV = self.sampler.probabilities(logits_NV[rows], states)
+                proposed = [drafts[text].drawn(agreed[text]) if text in drafts else None for text in active]
+                tokens = rejection_sampled(p_SV, states, proposed).tolist()
+                for text, p_V in zip(active, p_SV, strict=True):
+                    if not text.request.params.greedy:
+                        qs[text].append(p_V)
+            longer = []
+            for text, token in zip(active, tokens, strict=True):
+                text.token_ids.append(token)
+                text.state.append([token])
+                if text in drafts and drafts[text].after(agreed[text] - 1, token) is not None:
+                    agreed[text] += 1
+                    longer.append(text)
+            active = longer
+        return agreed
+
+    def _view(self, texts: list[Sequence], spans: list[tuple[int, int]]) -> View:
+        """What these texts see while so many tokens are pending behind the first of them. It does not depend on how
+        many are already: views are made anew where another text of the step has all of its own."""
         sink, window, size, group = self.pattern.sink, self.pattern.window, self.tables.block_size, self.group
         assert group is not None
         places: list[np.ndarray] = []
         slots: list[np.ndarray] = []
         more: list[int] = []
-        for text, end in zip(texts, ends, strict=True):
+        for text, (begin, room) in zip(texts, spans, strict=True):
+            end = begin + room
             # Where the last full step was long ago, what came after it is no longer near.
-            tail = max(sink, text.computed - window - self.pattern.max_pending - 1)
+            tail = max(sink, begin - window - self.pattern.max_pending - 2)
             chosen = self.retrieved.get(text.number, Retrieved(np.empty((self.layers, 0), dtype=np.int64), tail))
             near = np.arange(max(tail, chosen.tail), end)
             first, last = (np.broadcast_to(x, (self.layers, len(x))) for x in (np.arange(sink), near))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mlaforge.engine.execution.traffic import Read
+
 DEFINITIONS = {
     "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
     "drafted": "drafted tokens; of a tree those of its longest path",
     "tree_tokens": "drafted tokens in trees, all branches",
     "partial_steps": "steps of a sequence that read a part of the cache; the full ones are among `steps`",
     "pending_tokens": "tokens that were agreed to in partial steps",
+    "mean_pending_length": "pending tokens of a full step that judged any",
     "kept_share": "of the pending tokens, the share that a full step agreed to",
+    "bytes_per_token": "bytes of weights and of the model's cache that full and partial steps read at the least, for "
+    "each token that they made; of steps that nothing but decoding sequences was in; drafting is left out",
     "mean_acceptance_rate": "accepted drafts / drafted",
     "mean_acceptance_length": "tokens per step, the target's own (bonus) included: total_accepted_tokens / steps",
     "acceptance_per_position": "of the drafts that had a token j, the share whose first j tokens were all accepted",
@@ -37,6 +42,13 @@ class SpeculationStats:
     partial_steps: int = 0
     pending: int = 0
     kept: int = 0
+    judging_steps: int = 0
+    # Of steps that nothing but decoding sequences was in: tokens that they made, and what they read.
+    read_for: int = 0
+    full_weight_bytes: float = 0.0
+    full_cache_bytes: float = 0.0
+    partial_weight_bytes: float = 0.0
+    partial_cache_bytes: float = 0.0
     drafted_at: list[int] = dataclasses.field(default_factory=list)
     accepted_at: list[int] = dataclasses.field(default_factory=list)
     draft_seconds: float = 0.0
@@ -63,7 +75,9 @@ class SpeculationStats:
             "tree_tokens": self.tree_tokens,
             "partial_steps": self.partial_steps,
             "pending_tokens": self.pending,
+            "mean_pending_length": _share(self.pending, self.judging_steps),
             "kept_share": _share(self.kept, self.pending),
+            "bytes_per_token": self._bytes_per_token(),
             "accepted_drafts": self.accepted,
             "total_accepted_tokens": self.tokens,
             "mean_acceptance_rate": _share(self.accepted, self.drafted),
@@ -81,6 +95,16 @@ class SpeculationStats:
             "definitions": DEFINITIONS,
         }  # fmt: skip
 
+    def _bytes_per_token(self) -> dict[str, Any]:
+        full, partial = (
+            {"weights": _share(weights, self.read_for), "cache": _share(cache, self.read_for)}
+            for weights, cache in (
+                (self.full_weight_bytes, self.full_cache_bytes), (self.partial_weight_bytes, self.partial_cache_bytes),
+            )
+        )  # fmt: skip
+        whole = self.full_weight_bytes + self.full_cache_bytes + self.partial_weight_bytes + self.partial_cache_bytes
+        return {"full": full, "partial": partial, "all": _share(whole, self.read_for)}
+
     def count(self, drafted: int, accepted: int, tokens: int) -> None:
         """One sequence's step."""
         self.steps += 1
@@ -91,6 +115,14 @@ class SpeculationStats:
         for position in range(drafted):
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < accepted
+
+    def count_read(self, tokens: int, full: Read, partial: Read) -> None:
+        """Decoding sequences alone made so many tokens in a full step and the partial ones before it."""
+        self.read_for += tokens
+        self.full_weight_bytes += full.weights
+        self.full_cache_bytes += full.cache
+        self.partial_weight_bytes += partial.weights
+        self.partial_cache_bytes += partial.cache
 
     def count_engine_step(self, active: int, seconds: float, draft_seconds: float, verify_seconds: float) -> None:
         self.active_min = min(self.active_min, active) if self.engine_steps else active

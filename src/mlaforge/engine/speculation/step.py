@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import abc
 
+from mlaforge.engine.execution.traffic import Read
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
 from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
@@ -17,13 +18,14 @@ from mlaforge.engine.speculation.verification import Verified
 class Proposal:
     """A step with its drafts: `chunks` are its sequences, each with the position up to which it is computed, its draft
     included. `budgets`: of those for whom there was a draft, and be it an empty one, how many tokens it might have had.
-    `at` is when the drafts were there (time.perf_counter())."""
+    `at` is when the drafts were there (time.perf_counter()), `read` what partial steps read for them."""
 
     chunks: list[tuple[Sequence, int]]
     decision: Decision = NO_DRAFT
     drafts: dict[Sequence, Draft] = dataclasses.field(default_factory=dict)
     budgets: dict[Sequence, int] = dataclasses.field(default_factory=dict)
     at: float = 0.0
+    read: Read = dataclasses.field(default_factory=Read)
 
 
 class Speculation:
@@ -50,7 +52,8 @@ class Speculation:
                     drafts[sequence] = draft
         lengths = {sequence: len(draft.token_ids) for sequence, draft in drafts.items()}
         cut = [(s, min(upto, len(s.token_ids) + lengths.get(s, 0))) for s, upto in chunks]
-        return Proposal(cut, decision, drafts, budget_of, time.perf_counter())
+        read = self.partial.read if budgets and decision.partial and self.partial is not None else Read()
+        return Proposal(cut, decision, drafts, budget_of, time.perf_counter(), read)
 
     def _drafts(self, decision: Decision, budgets: list[tuple[Sequence, int]]) -> list[Draft | None]:
         if decision.partial and self.partial is not None:
@@ -62,10 +65,11 @@ class Speculation:
         return [self.drafter.propose_tree(sequence, count, min(count, decision.depth(sequence)))]
 
     def end(
-        self, proposal: Proposal, decoded: abc.Sequence[tuple[Sequence, Verified]], verified_at: float, rows: int | None
+        self, proposal: Proposal, decoded: abc.Sequence[tuple[Sequence, Verified]], verified_at: float,
+        rows: int | None, read: Read,
     ) -> None:  # fmt: skip
         """The step is over. `decoded` are its decoding sequences, verified at time `verified_at`; `rows` are those that
-        were computed, None where anything but decoding sequences was."""
+        were computed, None where anything but decoding sequences was; `read` is what it read, drafts apart."""
         decision, policy = proposal.decision, proposal.decision.policy
         speculating = 0
         for sequence, verified in decoded:
@@ -79,6 +83,7 @@ class Speculation:
                 if draft is not None and draft.partial_steps and self.partial is not None:
                     self.partial.learn(sequence, drafted, accepted - verified.overruled)
                     self.stats.partial_steps += draft.partial_steps
+                    self.stats.judging_steps += 1
                     self.stats.pending += drafted
                     self.stats.kept += accepted - verified.overruled
                 # Where the text ended among the drafted tokens, the rest was not judged.
@@ -90,8 +95,9 @@ class Speculation:
             self.stats.count_engine_step(speculating, seconds, drafting, verifying)
         if rows is None or len(decoded) != speculating:
             return
-        if decision.partial is not None and self.controller.pace is not None:
-            new = sum(len(verified.completion.token_ids) for _, verified in decoded)
-            self.controller.pace.record(speculating, decision.partial, new, seconds)
+        new = sum(len(verified.completion.token_ids) for _, verified in decoded)
+        self.stats.count_read(new, read, proposal.read)
+        if decision.way is not None and self.controller.pace is not None:
+            self.controller.pace.record(speculating, decision.way, new, seconds)
         if policy is not None:
             policy.record_time(rows if decision.tree else len(decoded) + sum(proposal.budgets.values()), seconds)

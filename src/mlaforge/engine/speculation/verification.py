@@ -99,8 +99,7 @@ class _Draw:
         drafts = zip((self.drafts[i] for i in active), nodes, strict=True)
         sampled = self.sampler(
             self._of(rows), [sequence.state for sequence in sequences],
-            [None if draft is None or draft.q_KV is None or node + 1 == len(draft.token_ids)
-             else (draft.token_ids[node + 1], draft.q_KV[node + 1]) for draft, node in drafts],
+            [None if draft is None else draft.drawn(node + 1) for draft, node in drafts],
         )  # fmt: skip
         return sampled.token_ids.tolist(), sampled.logprobs()
 

@@ -1,0 +1,79 @@
+"""What steps read: against the tensors that are there, and the plan's own sums."""
+
+import math
+
+import pytest
+
+from mlaforge.engine.execution.linear import BITS
+from mlaforge.planning.costs import attention_op
+from mlaforge.planning.plan import plan_of
+from support.engine_driver import greedy, random_prompts, watched
+from support.speculating import CASES, SMALL, partly
+from support.tiny_models import load_original
+
+
+@pytest.fixture(params=[*CASES, ("llama", "latent_rope")], ids=str)
+def llm(request, tiny_models, converted):
+    family, layout = request.param
+    directory = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
+    return watched(directory, cache_bytes=8 << 20)
+
+
+def test_the_cache_is_read_as_the_plan_says(llm):
+    """Layer by layer, rows of fp32."""
+    spec = llm.engine.model.spec
+    plan = plan_of(llm.engine.model.config.to_dict(), spec)
+    for length in (1, 5, 40, 400):
+        layers = zip(spec.layers, plan.layers, strict=True)
+        wanted = sum(attention_op(layer, chosen, length, stored="fp32").bytes for layer, chosen in layers)
+        assert llm.engine.traffic([(1, length, length)]).cache == wanted
+        assert llm.engine.traffic([(1, length, length)] * 3).cache == 3 * wanted
+
+
+def test_weights_are_all_matrices_once(tiny_models):
+    """But for the embedding, of which a step reads a row for each token."""
+    for family in ("llama", "qwen3"):
+        engine, oracle = watched(tiny_models[family]).engine, load_original(tiny_models[family])
+        layers = sum(p.numel() for p in oracle.model.layers.parameters() if p.dim() > 1)
+        wanted = 4 * (layers + oracle.lm_head.weight.numel())
+        for rows in (1, 7):
+            assert engine.traffic([(rows, rows, rows)]).weights == wanted
+    # Of experts those that so many tokens may choose.
+    engine, oracle = watched(tiny_models["gpt_oss"]).engine, load_original(tiny_models["gpt_oss"])
+    every = 4 * sum(p.numel() for name, p in oracle.named_parameters() if "experts" in name and p.dim() > 2)
+    few, all_of_them = (engine.traffic([(rows, rows, rows)]).weights for rows in (1, 10_000))
+    moe = engine.model.spec.layers[0].moe
+    assert all_of_them - few == pytest.approx(every * (1 - moe.top_k / moe.num_experts))
+
+
+def test_partial_steps_read_a_part(tiny_models):
+    """What is counted of them, from what ran."""
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative="ngram")
+    engine, (prompt,) = llm.engine, random_prompts(300)
+    partial = partly(engine, engine.speculation.drafter, specpv_dtype="int8").partial
+    ran = []
+    runner = partial.runner
+    partial.runner = lambda batch: ran.append(batch) or runner(batch)
+    before = engine.stats()
+    llm.generate([prompt], greedy(20))
+    stats, now = engine.stats().speculation, engine.stats()
+    spec = engine.model.spec
+    row = sum(2 * layer.num_kv_heads * layer.head_dim * 2 for layer in spec.layers)
+    assert len(ran) == stats.partial_steps > 2
+    assert stats.partial_cache_bytes == row * sum(batch.partial[0].counts[0] for batch in ran)
+    assert max(batch.partial[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL["specpv_max_pending"] * 3
+    assert stats.partial_weight_bytes * BITS["bfloat16"] == pytest.approx(
+        len(ran) * engine.traffic([(1, 1, 1)]).weights * BITS["int8"]
+    )
+    # The prompt's own step, and full ones.
+    assert now.weight_bytes_read - before.weight_bytes_read == stats.partial_weight_bytes + (
+        now.steps - before.steps
+    ) * engine.traffic([(1, 1, 1)]).weights
+    assert stats.full_cache_bytes > stats.steps * row * len(prompt) and stats.read_for == 19
+    assert stats.block()["mean_pending_length"] == stats.pending / stats.judging_steps
+    told = stats.block()["bytes_per_token"]
+    assert told["partial"] == {
+        "weights": stats.partial_weight_bytes / 19,
+        "cache": stats.partial_cache_bytes / 19,
+    }
+    assert told["full"]["cache"] == stats.full_cache_bytes / 19 and math.isfinite(told["full"]["weights"])
