@@ -8,17 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from memory import CONFIG
-
 from mlaforge.checkpoint.source_model import read_spec
+from mlaforge.demo import geometry
 from mlaforge.planning.costs import GPUS, Gpu, weight_bytes
 from mlaforge.planning.plan import Plan, make_plan, unconverted
 from mlaforge.vllm_plugin.heads import Heads
 
-MODELS = {
-    "20B": {**CONFIG, "num_hidden_layers": 24, "num_local_experts": 32},
-    "120B": {**CONFIG, "num_hidden_layers": 36, "num_local_experts": 128},
-}
+MODELS = {"20B": geometry.settings("20b"), "120B": geometry.settings("120b")}
 MACHINES = {"H100": GPUS["h100"], "H200": GPUS["h200"]}
 CONTEXTS = {"32K": 32 * 1024, "128K": 128 * 1024}
 KINDS, RANKS = ("GQA", "converted"), (1, 2, 4, 8)

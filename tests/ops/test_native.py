@@ -135,7 +135,7 @@ def test_the_form_is_the_fastest_that_the_processor_has(monkeypatch):
     ):  # fmt: skip
         for name, answer in {
             "_is_amx_tile_supported": amx, "_init_amx": allowed, "_is_avx512_bf16_supported": avx512,
-            "_is_avx2_supported": avx2,
+            "_is_vnni_supported": avx512, "_is_avx2_supported": avx2,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cpu, name, lambda answer=answer: answer)
         monkeypatch.delenv("MLAFORGE_NATIVE", raising=False)

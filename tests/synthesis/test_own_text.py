@@ -89,7 +89,8 @@ def test_short_texts_ask_for_no_more_than_is_wanted(home, llama, monkeypatch):
     monkeypatch.setattr(module._Draw, "_begin", lambda self, n: dict(short) if n < 3 else begin(self, n))
     assert written(llama, 1000).tokens >= 1000
     texts = (the_folder(home) / module.TEXTS).read_text().splitlines()
-    assert len(texts) <= 3 + math.ceil(1000 / (module.LONGEST / 2))
+    # What a random model draws, and so where its texts end, differs by processor.
+    assert len(texts) <= 3 + math.ceil(1000 / (0.4 * module.LONGEST))
 
 
 def test_a_full_disk(home, llama, monkeypatch, small_disk, tmp_path):
