@@ -73,10 +73,11 @@ def stored(own: Any) -> tuple[np.ndarray, Any]:
 
 
 def write(source: Path, out: Path) -> None:
-    """The GGUF file of a checkpoint whose experts are MXFP4 and whose other weights are bf16."""
+    """The GGUF file of a checkpoint whose experts are MXFP4 and whose other weights are bf16; whole or not there."""
+    partial = out.with_suffix(".partial")
     config = read_config(source)
     rope, layers = config["rope_parameters"], config["num_hidden_layers"]
-    writer = gguf.GGUFWriter(out, "gpt-oss")
+    writer = gguf.GGUFWriter(partial, "gpt-oss")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(layers)
@@ -113,3 +114,4 @@ def write(source: Path, out: Path) -> None:
         for _, own in progress(tensors(reader, layers), "write"):
             writer.write_tensor_data(stored(own)[0])
     writer.close()
+    partial.rename(out)

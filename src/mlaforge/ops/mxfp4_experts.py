@@ -138,6 +138,8 @@ def _native_supports(hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, *
         return "the compiled CPU kernels are not there"
     if torch.is_grad_enabled() and (hidden_NC.requires_grad or weights_NK.requires_grad):
         return "it gives no gradients"
+    if not all(tensor.is_contiguous() for tensor in packed[:-2]):
+        return "the numbers of a weight must lie one after another"
     # Of the hidden states and of both biases.
     others = {hidden_NC.dtype, packed[2].dtype, packed[5].dtype} - {torch.bfloat16, torch.float32}
     return f"it takes bfloat16 and float32, not {others.pop()}" if others else True

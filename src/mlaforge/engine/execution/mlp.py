@@ -79,18 +79,18 @@ class Mxfp4Mixture:
     def __init__(self, mlp: Any):
         router = mlp.router
         self.router = PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."))
-        self.top_k, self.experts = router.top_k, mlp.experts
+        self.top_k, self.packed = router.top_k, mlp.experts.packed
 
     def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
         best_NK, chosen_NK = self.router(normed_NC).topk(self.top_k)
-        (out,) = OP(normed_NC, chosen_NK, best_NK.softmax(dim=-1), *self.experts.packed)
+        (out,) = OP(normed_NC, chosen_NK, best_NK.softmax(dim=-1), *self.packed)
         return out.add_(plus_NC)
 
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold a step of this mixture."""
-        bias_EC = self.experts.down_proj_bias
+        *_, bias_EC, _, _ = self.packed
         chosen_NK = torch.empty(0, self.top_k, dtype=torch.int64, device=bias_EC.device)
-        return OP.capturable(bias_EC[:0], chosen_NK, chosen_NK, *self.experts.packed)
+        return OP.capturable(bias_EC[:0], chosen_NK, chosen_NK, *self.packed)
 
 
 class GroupedExperts:

@@ -97,7 +97,8 @@ class Harmony:
 
         system = oh.SystemContent.new().with_conversation_start_date(datetime.date.today().isoformat())
         if reasoning_effort not in (None, *EFFORTS):
-            raise MessageError(f"reasoning_effort {reasoning_effort!r} must be one of {', '.join(EFFORTS)}", "messages")
+            known = ", ".join(EFFORTS)
+            raise MessageError(f"reasoning_effort {reasoning_effort!r} must be one of {known}", "reasoning_effort")
         if reasoning_effort is not None:
             system = system.with_reasoning_effort(oh.ReasoningEffort(reasoning_effort.capitalize()))
         turns = [(f"messages.{i}", _checked(message, f"messages.{i}")) for i, message in enumerate(messages)]

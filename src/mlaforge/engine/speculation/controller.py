@@ -33,10 +33,10 @@ class Pace:
         self._decisions += 1
         if alone not in (None, self._alone):
             self._alone = alone
-            for (number, way), (_, *rate) in self._made.items():
+            for (number, way), (_, tokens, seconds) in self._made.items():
                 if number == active:
                     # Another text: what the last one was like is a guess.
-                    self._made[number, way] = (0, *rate)  # type: ignore[assignment]
+                    self._made[number, way] = 0, tokens, seconds
         rates = {}
         for way in ways:
             steps, tokens, seconds = self._made.get((active, way), (0, 0.0, 0.0))

@@ -137,6 +137,9 @@ at::Tensor mixture_mxfp4(const at::Tensor& x_NC, const at::Tensor& chosen_NK, co
                          const at::Tensor& down_blocks, const at::Tensor& down_scales, const at::Tensor& down_bias,
                          double alpha, double limit) {
   const at::Tensor x = x_NC.contiguous(), chosen = chosen_NK.contiguous(), weights = weights_NK.to(at::kFloat).contiguous();
+  TORCH_CHECK(x.size(1) == up_blocks.size(2) * 32 && down_blocks.size(1) == x.size(1) &&
+                  up_blocks.size(1) == down_blocks.size(2) * 64 && weights.sizes() == chosen.sizes(),
+              "hidden states, experts and their weights do not belong together");
   auto by = x.scalar_type() == at::kBFloat16 ? mixture_of<bf16> : mixture_of<float>;
   return by(x, chosen, weights, up_blocks, up_scales, up_bias, down_blocks, down_scales, down_bias, float(alpha),
             float(limit));

@@ -1,10 +1,10 @@
 // Weights in MXFP4 as a checkpoint's file has them, times rows of whole numbers: nothing is unpacked in memory.
 //
-// A weight is a code of four bits times a power of two that 32 inputs of an output share (ops/mxfp4.py). Codes are small
-// whole numbers when they are doubled; x is a whole number of 16 bits times its row's scale. So 32 inputs of an output
-// are 16 bytes, two lookups, and four whole sums of eight products, which fp32 holds exactly; each is then multiplied by
-// its power of two. Sums of fp32 run over the inputs in their order, so that a row's result is the same whatever is
-// computed beside it.
+// A weight is a code of four bits times a power of two that 32 inputs of an output share (ops/mxfp4.py; the smallest,
+// 2^-127, counts as 0 here). Codes are small whole numbers when they are doubled; x is a whole number of 16 bits times its
+// row's scale. So 32 inputs of an output are 16 bytes, two lookups, and four whole sums of eight products, which fp32 holds
+// exactly; each is then multiplied by its power of two. Sums of fp32 run over the inputs in their order, so that a row's
+// result is the same whatever is computed beside it.
 //
 // Limits. Few rows: reading 4.25 bits a weight. Many: nine instructions for each row and register of codes, and thirteen
 // for all rows together.
