@@ -1,11 +1,12 @@
 """Peak memory of converting a model of GPT-OSS-20B's geometry, by its number of layers.
 
-    python benchmarks/memory.py [--layers 2 4] [--out benchmarks/memory.json]
+    python benchmarks/memory.py [--layers 2 4] [--windows 2] [--out benchmarks/memory.json]
 
 The checkpoint holds random weights (`make-gptoss --geometry`), 2.2 GiB of embeddings and 0.44 GiB a layer, beside the
-results while it is measured. Each conversion runs in a process of its own, in fp32 on the CPU, with a window of 2048
-tokens as `convert` takes them by default; one stands for any number of them, because they are worked on one after
-another. What counts is anonymous memory (RssAnon): pages of the weight files that the kernel may drop are not in it.
+results while it is measured. Each conversion runs in a process of its own, in fp32 on the CPU, with windows of 2048
+tokens as `convert` takes them by default; of memory one stands for any number of them, because they are worked on one
+after another. What counts is anonymous memory (RssAnon): pages of the weight files that the kernel may drop are not in
+it. Seconds a layer are the difference of two runs, half of the layers sliding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def write_source(directory: Path, layers: int) -> int:
     return random.bytes
 
 
-def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, Any]:
+def convert_and_watch(source: Path, out: Path, layout: str, windows: int) -> dict[str, Any]:
     """Converts in this process; peak RssAnon in GiB over all of it, and seconds."""
     from mlaforge.conversion import convert
     from mlaforge.conversion.config import ConvertConfig
@@ -52,7 +53,7 @@ def convert_and_watch(source: Path, out: Path, layout: str) -> dict[str, Any]:
     watcher.start()
     start = time.perf_counter()
     config = ConvertConfig(
-        layout=layout, budget=0.5, calibration="embedded", nsamples=1, eval_windows=0, device="cpu"
+        layout=layout, budget=0.5, calibration="embedded", nsamples=windows, eval_windows=0, device="cpu"
     )  # fmt: skip
     try:
         stages = convert.run(str(source), out, config).seconds
@@ -66,10 +67,11 @@ def main() -> None:
     arguments = parser(__doc__, "benchmarks/memory.json", data=False)
     arguments.add_argument("--layers", type=int, nargs="+", default=[2, 4])
     arguments.add_argument("--layout", default="latent_rope")
+    arguments.add_argument("--windows", type=int, default=2)
     arguments.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.worker:
-        print(json.dumps(convert_and_watch(*options.worker, options.layout)))
+        print(json.dumps(convert_and_watch(*options.worker, options.layout, options.windows)))
         return
     results = Results(options.out, [])
     for layers in options.layers:
@@ -77,15 +79,16 @@ def main() -> None:
             source = Path(folder) / "source"
             source.mkdir()
             size = write_source(source, layers)
-            command = [sys.executable, __file__, "--layout", options.layout, "--worker", source, Path(folder) / "out"]
+            command = [sys.executable, __file__, "--layout", options.layout, "--windows", str(options.windows),
+                       "--worker", source, Path(folder) / "out"]  # fmt: skip
             printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         measured = {"checkpoint_gib": size / 2**30, **json.loads(printed)}
-        results.add({"layers": layers, **measured})
+        results.add({"layers": layers, "windows": options.windows, **measured})
     first, last = results.rows[0], results.rows[-1]
-    slope = (last["peak_gib"] - first["peak_gib"]) / max(1, last["layers"] - first["layers"])
-    results.body["gib_per_layer"] = slope
+    for name, unit in (("peak_gib", "gib_per_layer"), ("seconds", "seconds_per_layer")):
+        results.body[unit] = (last[name] - first[name]) / max(1, last["layers"] - first["layers"])
     results.save()
-    print(f"{slope:.4f} GiB per layer")
+    print("{gib_per_layer:.4f} GiB and {seconds_per_layer:.1f} s per layer".format(**results.body))
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def main() -> None:
 
     from rows import Results, command
 
-    results = Results(given.out, [], resume=True, command=command())
+    results = Results(given.out, [], command=command())
     own = sorted(given.model.glob("*.safetensors"))
     file = given.model.with_suffix(".gguf")
     if given.llama and not file.exists():
@@ -183,7 +183,7 @@ def main() -> None:
             warmed([file] if kind == "llama" else own)
             read = read_speed(given.threads)
             command_ = [python, __file__, "--threads", given.threads, "--worker", kind, path]
-            results.add({"model": path.stem, "round": round, "kind": kind, "read_bytes_s": read, **worker(command_)})
+            results.add({"round": round, "kind": kind, "read_bytes_s": read, **worker(command_)})
 
 
 if __name__ == "__main__":
