@@ -21,8 +21,8 @@ class EngineConfig(Options):
     """Options of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
 
     dtype: str = option(
-        "auto", "weights; auto: the checkpoint's dtype on a GPU, on a CPU bfloat16 where the processor multiplies it, "
-        "else float32; int8 and int4 (CPU) round them, which costs quality", choices=ENGINE_DTYPES,
+        "auto", "weights; auto: the checkpoint's dtype on a GPU, on a CPU bfloat16 where the processor or compiled "
+        "kernels multiply it, else float32; int8 and int4 (CPU) round them, which costs quality", choices=ENGINE_DTYPES,
     )  # fmt: skip
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     cache_fraction: float = option(

@@ -260,17 +260,21 @@ def test_rms_norm_as_a_layer_norm(tiny_models):
 
 
 @pytest.mark.parametrize(
-    ("amx", "avx512", "chosen", "why"),
+    ("amx", "avx512", "compiled", "chosen", "why"),
     [
-        (True, True, "bfloat16", "AMX"),
-        (False, True, "bfloat16", "AVX-512 BF16"),
-        (False, False, "float32", "neither AMX nor AVX-512 BF16"),
+        (True, True, True, "bfloat16", "by AMX"),
+        (False, True, False, "bfloat16", "by AVX-512 BF16"),
+        (False, False, True, "bfloat16", "by compiled kernels"),
+        (False, False, False, "float32", "neither AMX, AVX-512 BF16 nor compiled kernels"),
     ],
 )
-def test_auto_is_what_the_processor_has_and_is_said(amx, avx512, chosen, why, tiny_models, monkeypatch, capsys):
+def test_auto_is_what_multiplies_fastest_and_is_said(
+    amx, avx512, compiled, chosen, why, tiny_models, monkeypatch, capsys
+):
     """Nothing is timed: what else the machine does cannot matter."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(linear, "kernels", lambda: object() if compiled else None)
     source = SourceModel.open(tiny_models["llama"])
     assert loading.choose_format("auto", source, torch.device("cpu")) == chosen
     line = capsys.readouterr().err

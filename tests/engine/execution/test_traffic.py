@@ -78,9 +78,10 @@ def test_partial_steps_read_a_part(tiny_models):
         len(ran) * engine.traffic([(1, 1, 1)]).weights * BITS["int8"]
     )
     # The prompt's own step, and full ones.
-    assert now.weight_bytes_read - before.weight_bytes_read == stats.partial_weight_bytes + (
-        now.steps - before.steps
-    ) * engine.traffic([(1, 1, 1)]).weights
+    assert (
+        now.weight_bytes_read - before.weight_bytes_read
+        == stats.partial_weight_bytes + (now.steps - before.steps) * engine.traffic([(1, 1, 1)]).weights
+    )
     assert stats.full_cache_bytes > stats.steps * row * len(prompt) and stats.read_for == 19
     assert stats.block()["mean_pending_length"] == stats.pending / stats.judging_steps
     told = stats.block()["bytes_per_token"]

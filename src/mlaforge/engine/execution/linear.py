@@ -162,8 +162,11 @@ def _bias(linear: nn.Linear) -> Tensor:
 
 
 def bfloat16_unit() -> str | None:
-    """What multiplies bfloat16 in this processor, None where nothing does. Where something does, decoding is faster in
-    bfloat16, whose weights are half of float32's bytes; elsewhere every product would widen them first."""
+    """What makes bfloat16 the faster format on this CPU, whose weights are half of float32's bytes: what multiplies it
+    in the processor, or our own kernels, which widen it in registers. None where neither is: then every product would
+    widen its weights in memory first."""
     if torch.cpu._is_amx_tile_supported():
         return "AMX"
-    return "AVX-512 BF16" if torch.cpu._is_avx512_bf16_supported() else None
+    if torch.cpu._is_avx512_bf16_supported():
+        return "AVX-512 BF16"
+    return None if kernels() is None else "compiled kernels"

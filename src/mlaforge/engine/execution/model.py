@@ -31,8 +31,8 @@ SHRUNK = (
 
 
 def choose_format(name: str, source: SourceModel, device: torch.device) -> str:
-    """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU bfloat16 where the processor
-    multiplies it, else float32, whatever else the machine is doing. What was chosen is said."""
+    """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU bfloat16 where
+    something multiplies it (`bfloat16_unit`), else float32, whatever else the machine does. What was chosen is said."""
     if name in QUANTIZED:
         return name
     if name != "auto":
@@ -40,9 +40,9 @@ def choose_format(name: str, source: SourceModel, device: torch.device) -> str:
     if device.type != "cpu":
         chosen, why = str(source.dtype).removeprefix("torch."), f"that of {source.path.name}"
     elif unit := bfloat16_unit():
-        chosen, why = "bfloat16", f"which this processor multiplies: {unit}"
+        chosen, why = "bfloat16", f"by {unit}"
     else:
-        chosen, why = "float32", "this processor has neither AMX nor AVX-512 BF16"
+        chosen, why = "float32", "neither AMX, AVX-512 BF16 nor compiled kernels"
     log(f"dtype auto: {chosen} ({why})")
     return chosen
 
