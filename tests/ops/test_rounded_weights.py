@@ -12,14 +12,6 @@ from mlaforge.ops.rounded_weights import packed4, packed8
 PACKED = {"linear_int8": packed8, "linear_int4": packed4}
 
 
-@pytest.fixture(scope="module")
-def whole_products(compiled):
-    """Each compiled form, where it has them: by tiles (AMX), by VNNI."""
-    if not hasattr(compiled, "linear_int8"):
-        pytest.skip("this form has no VNNI")
-    return compiled
-
-
 def whole8(packed):
     """int64 [16 B, K] from the layout that packed8 describes."""
     B, quads = packed.shape[:2]
@@ -92,13 +84,13 @@ def bytes_of(x):
     st.sampled_from(["linear_int8", "linear_int4"]), st.integers(1, 40), st.integers(1, 70), st.integers(1, 150),
     st.booleans(), st.booleans(), st.integers(0, 9),
 )  # fmt: skip
-def test_products_are_those_of_whole_numbers(whole_products, name, N, M, K, with_bias, with_plus, seed):
+def test_products_are_those_of_whole_numbers(compiled, name, N, M, K, with_bias, with_plus, seed):
     """Exact sums, scaled once: nothing is off but the last rounding to bf16."""
     torch.manual_seed(seed)
     x, bias, plus = (torch.randn(*shape).bfloat16() for shape in ((N, K), (M,), (N, M)))
     x[:, 0] *= 50  # an outlier, which 8 bits would drown the rest for
     packed, scale = PACKED[name](torch.randn(M, K))
-    product = getattr(whole_products, name)
+    product = getattr(compiled, name)
     found = product(x, packed, scale, M, bias if with_bias else None, plus if with_plus else None)
     whole, x_scale = bytes_of(x)
     sums = F.pad(whole, (0, packed.shape[1] * (64 if name == "linear_int4" else 4) - K)) @ WHOLE[name](packed)[:M].T
@@ -112,23 +104,37 @@ def test_products_are_those_of_whole_numbers(whole_products, name, N, M, K, with
 
 
 @pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("K", [512, 513, 4100])
+def test_the_largest_sums_fit(compiled, name, K):
+    """Rows and weights all of one sign, whose sums do not fit 32 bits however they are cut."""
+    x, weight = torch.full((5, K), 3.0).bfloat16(), torch.full((16, K), -2.0)
+    x[1] *= -1
+    x[2, ::2] = 0
+    packed, scale = PACKED[name](weight)
+    found = getattr(compiled, name)(x, packed, scale, 16, None, None, True)
+    whole, x_scale = bytes_of(x)
+    sums = F.pad(whole, (0, -K % 64)).double() @ WHOLE[name](packed).T.double()
+    torch.testing.assert_close(found.double(), sums * x_scale.double() * scale.double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("K", [32, 250, 576])
-def test_a_row_has_one_product(whole_products, name, K):
-    """Alone and among others, by VNNI as by what this processor takes (tiles, where it has them): bit by bit."""
+def test_a_row_has_one_product(compiled, name, K):
+    """Alone and among others, by one form and by the fastest that this processor has: bit by bit."""
     torch.manual_seed(0)
     x, (packed, scale) = torch.randn(600, K).bfloat16(), PACKED[name](torch.randn(100, K))
-    product, fastest = getattr(whole_products, name), kernels()
+    product, fastest = getattr(compiled, name), kernels()
     whole = (product if fastest is None else getattr(fastest, name))(x, packed, scale, 100, None, None)
     for first, last in ((0, 1), (5, 9), (16, 33), (3, 70), (0, 600)):
         assert torch.equal(product(x[first:last], packed, scale, 100, None, None), whole[first:last])
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_rows_that_are_parts_of_wider_ones_zeros_and_no_numbers(whole_products, name):
+def test_rows_that_are_parts_of_wider_ones_zeros_and_no_numbers(compiled, name):
     torch.manual_seed(0)
     wide, plus = torch.randn(5, 96).bfloat16(), torch.randn(33, 5).bfloat16().T
     packed, scale = PACKED[name](torch.randn(33, 64))
-    product = getattr(whole_products, name)
+    product = getattr(compiled, name)
     found = product(wide[:, 16:80], packed, scale, 33, None, plus)
     assert torch.equal(found, product(wide[:, 16:80].contiguous(), packed, scale, 33, None, plus.contiguous()))
     wide[1], wide[2, 20], wide[3, 20] = 0, torch.nan, torch.inf

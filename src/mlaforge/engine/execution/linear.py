@@ -92,8 +92,8 @@ def _bfloat16(weight_MK: Tensor, wide: bool) -> Product:
 
 
 def _rounded(weight_MK: Tensor, format: str, wide: bool) -> Product:
-    """Our own kernels' layouts where they are compiled, which takes VNNI; else torch's."""
-    if (native := kernels()) is None or not hasattr(native, "linear_int8"):
+    """Our own kernels' layouts where they are compiled; else torch's."""
+    if (native := kernels()) is None:
         return _torch_int4(weight_MK) if format == "int4" else _torch_int8(weight_MK)
     M = len(weight_MK)
     packed, scale = (packed4 if format == "int4" else packed8)(weight_MK)

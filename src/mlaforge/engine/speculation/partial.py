@@ -93,7 +93,7 @@ def judging_format(config: EngineConfig, model: EngineModel) -> str:
         return format
     # Experts are most of a model: a second copy of them is no small thing.
     experts = any(layer.moe for layer in model.spec.layers)
-    return "int4" if plain and not experts and hasattr(kernels(), "linear_int8") else model.format
+    return "int4" if plain and not experts and kernels() is not None else model.format
 
 
 # Tokens that may be pending at first, and at the least; and how old what was retrieved may be, in tokens.

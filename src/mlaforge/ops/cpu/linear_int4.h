@@ -12,35 +12,31 @@
 // of the first.
 #pragma once
 #include "linear_int8.h"
+#include "registers.h"
 
-#ifdef __AVX512VNNI__
 constexpr int64_t STEP_BYTES = 576;
 
+// A part of an unpacked line after the other: as much as a register holds.
 inline void unpack_step(const uint8_t* from, uint8_t* to) {
-  const __m512i lowest = _mm512_set1_epi16(0x000f), second = _mm512_set1_epi16(0x00f0),
-                third = _mm512_set1_epi16(0x0f00), highest = _mm512_set1_epi16(int16_t(0xf000)),
-                upper = _mm512_set1_epi16(int16_t(0xff00));
-  const __m512i step_of = _mm512_set1_epi32(0x80008000), zero_of = _mm512_set1_epi32(0x01010101);
-  const __m512i lanes = _mm512_broadcast_i32x4(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
-  for (int group = 0; group < 2; ++group) {
-    const __m512i pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from + group * 32)));
-    const __m512i step = _mm512_shuffle_epi8(pairs, _mm512_add_epi8(lanes, step_of));
-    const __m512i zero = _mm512_shuffle_epi8(pairs, _mm512_add_epi8(lanes, zero_of));
-    const __m512i large = _mm512_slli_epi16(step, 4);
-    for (int v = 0; v < 4; ++v) {
-      const uint8_t* place = from + 64 + (group * 4 + v) * 64;
-      const __m512i codes = _mm512_loadu_si512(place);
-      // The upper and the lower half of a product are a code's place, so nothing is shifted.
-      const __m512i a = _mm512_mulhi_epu16(_mm512_and_si512(codes, highest), step);
-      const __m512i b = _mm512_mullo_epi16(_mm512_and_si512(codes, second), step);
-      const __m512i c = _mm512_mulhi_epu16(_mm512_and_si512(codes, third), large);
-      const __m512i d = _mm512_mullo_epi16(_mm512_and_si512(codes, lowest), large);
-      uint8_t* line = to + (group * 4 + v) * 128;
-      // (b & upper) | a
-      _mm512_storeu_si512(line, _mm512_add_epi8(_mm512_ternarylogic_epi32(b, upper, a, 0xea), zero));
-      _mm512_storeu_si512(line + 64, _mm512_add_epi8(_mm512_ternarylogic_epi32(d, upper, c, 0xea), zero));
+  constexpr int PART = sizeof(Register);
+  const Register lowest = everywhere(0x000f000f), second = everywhere(0x00f000f0), third = everywhere(0x0f000f00),
+                 highest = everywhere(0xf000f000), upper = everywhere(0xff00ff00);
+  const Register lanes = in_each_lane(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
+  const Register step_of = sum_of_bytes(lanes, everywhere(0x80008000)), zero_of = sum_of_bytes(lanes, everywhere(0x01010101));
+  for (int group = 0; group < 2; ++group)
+    for (int part = 0; part < 64; part += PART) {
+      const Register pairs = widened((const uint16_t*)(from + group * 32 + part / 2));
+      const Register step = shuffled(pairs, step_of), zero = shuffled(pairs, zero_of), large = raised<4>(step);
+      for (int v = 4 * group; v < 4 * group + 4; ++v) {
+        const Register codes = loaded(from + 64 + v * 64 + part);
+        // The upper and the lower half of a product are a code's place, so nothing is shifted.
+        const Register a = upper_product(common(codes, highest), step), b = lower_product(common(codes, second), step);
+        const Register c = upper_product(common(codes, third), large), d = lower_product(common(codes, lowest), large);
+        uint8_t* line = to + v * 128 + part;
+        stored(line, sum_of_bytes(either(common(b, upper), a), zero));
+        stored(line + 64, sum_of_bytes(either(common(d, upper), c), zero));
+      }
     }
-  }
 }
 
 struct Nibbles {
@@ -68,4 +64,3 @@ at::Tensor linear_int4(const at::Tensor& x_NK, const at::Tensor& packed, const a
   const Nibbles weights{packed.const_data_ptr<uint8_t>()};
   return whole_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, plus_NM, wide));
 }
-#endif

@@ -11,19 +11,14 @@
 //
 // Legend: K inputs, a multiple of 32, M outputs, G = K / 32 groups.
 #pragma once
+#include "registers.h"
 #include "vectors.h"
 
 // One register: codes of some groups, sixteen bytes each, whose even inputs are the lower halves; whole numbers of 16 and
 // of 32 bits; and sums, four for each group.
 #ifdef __AVX512F__
-using Register = __m512i;
 using Sums = __m512;
 
-inline Register codes(const void* from) { return _mm512_loadu_si512(from); }
-inline Register looked_up(__m128i table, Register codes) {
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), _mm512_and_si512(codes, _mm512_set1_epi8(15)));
-}
-inline Register upper_halves(Register codes) { return _mm512_srli_epi16(codes, 4); }
 // The first and the last eight bytes of each sixteen, times 256.
 inline Register first_wide(Register x) { return _mm512_unpacklo_epi8(_mm512_setzero_si512(), x); }
 inline Register last_wide(Register x) { return _mm512_unpackhi_epi8(_mm512_setzero_si512(), x); }
@@ -40,14 +35,8 @@ inline Sums powers(const uint8_t* exponents) {
 inline Sums no_sums() { return _mm512_setzero_ps(); }
 inline float total(Sums x) { return _mm512_reduce_add_ps(x); }
 #else
-using Register = __m256i;
 using Sums = __m256;
 
-inline Register codes(const void* from) { return _mm256_loadu_si256((const __m256i*)from); }
-inline Register looked_up(__m128i table, Register codes) {
-  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), _mm256_and_si256(codes, _mm256_set1_epi8(15)));
-}
-inline Register upper_halves(Register codes) { return _mm256_srli_epi16(codes, 4); }
 inline Register first_wide(Register x) { return _mm256_unpacklo_epi8(_mm256_setzero_si256(), x); }
 inline Register last_wide(Register x) { return _mm256_unpackhi_epi8(_mm256_setzero_si256(), x); }
 inline Register dot(Register a, Register b) { return _mm256_madd_epi16(a, b); }
@@ -62,6 +51,10 @@ inline Sums powers(const uint8_t* exponents) {
 inline Sums no_sums() { return _mm256_setzero_ps(); }
 inline float total(Sums x) { return sum(Floats{x, _mm256_setzero_ps()}); }
 #endif
+
+inline Register looked_up(__m128i table, Register codes) {
+  return shuffled(in_each_lane(table), common(codes, everywhere(0x0f0f0f0f)));
+}
 
 constexpr int64_t MX_REGISTER = sizeof(Register), MX_GROUPS = MX_REGISTER / 16, MX_INPUTS = 32 * MX_GROUPS;
 
@@ -140,7 +133,7 @@ __attribute__((noinline)) void mxfp4_product(const Mxfp4& weights, const int16_t
         if (b == 0) _mm_prefetch((const char*)weights.exponents + B * (groups + g), _MM_HINT_T0);
       }
       const Register own = codes_of(from);
-      const Register even = looked_up(table, own), odd = looked_up(table, upper_halves(own));
+      const Register even = looked_up(table, own), odd = looked_up(table, lowered<4>(own));
       const Register a = first_wide(even), c = last_wide(even), d = first_wide(odd), e = last_wide(odd);
       const Sums scale = powers(exponents_of(weights.exponents + b * groups + g));
 #pragma GCC unroll 4
@@ -152,13 +145,13 @@ __attribute__((noinline)) void mxfp4_product(const Mxfp4& weights, const int16_t
   };
   const int64_t whole = groups / MX_GROUPS * MX_GROUPS, rest = groups - whole;
   auto as_is = [](const uint8_t* from) { return from; };
-  for (int64_t g = 0; g < whole; g += MX_GROUPS) step(g, [](const uint8_t* from) { return codes(from); }, as_is);
+  for (int64_t g = 0; g < whole; g += MX_GROUPS) step(g, [](const uint8_t* from) { return loaded(from); }, as_is);
   if (rest) {
     alignas(64) uint8_t some[MX_REGISTER] = {}, few[MX_GROUPS] = {};
     step(whole,
          [&](const uint8_t* from) {
            std::memcpy(some, from, rest * 16);
-           return codes(some);
+           return loaded(some);
          },
          [&](const uint8_t* from) {
            std::memcpy(few, from, rest);

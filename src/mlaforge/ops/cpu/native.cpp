@@ -23,12 +23,10 @@
 LIBRARY(FORM, m) {
   m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
         "-> Tensor");
-#ifdef __AVX512VNNI__
   m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
         "-> Tensor");
   m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
         "-> Tensor");
-#endif
   m.def("mixture_mxfp4(Tensor x, Tensor chosen, Tensor weights, Tensor up_blocks, Tensor up_scales, Tensor up_bias, "
         "Tensor down_blocks, Tensor down_scales, Tensor down_bias, float alpha, float limit) -> Tensor");
   m.def("watch_mapped_files(str words) -> ()", watch_mapped_files);
@@ -63,10 +61,8 @@ LIBRARY(FORM, m) {
 
 LIBRARY_OF_CPU(FORM, m) {
   m.impl("linear", linear);
-#ifdef __AVX512VNNI__
   m.impl("linear_int8", linear_int8);
   m.impl("linear_int4", linear_int4);
-#endif
   m.impl("mixture_mxfp4", mixture_mxfp4);
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
