@@ -16,6 +16,7 @@ from mlaforge.bench.invariants import Audit
 from mlaforge.bench.peer import Variant
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
+from mlaforge.engine.cache.block_pool import BlockPool
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
@@ -188,6 +189,7 @@ def test_memory_that_ends_is_capacity_wherever_it_ends(bench, tiny_models, monke
 
 @pytest.mark.parametrize(("owner", "name", "words"), [
     (BlockTables, "free", "are in the cache"), (Engine, "abort", "requests are left"),
+    (BlockPool, "release", "holders, but 0 hold it"),
 ])  # fmt: skip
 def test_what_a_case_leaves_behind_ends_the_run(bench, tiny_models, monkeypatch, owner, name, words):
     if owner is Engine:
