@@ -16,6 +16,7 @@ from mlaforge.bench.invariants import Audit
 from mlaforge.bench.peer import Variant
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
+from mlaforge.engine.cache.block_pool import BlockPool
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
@@ -94,12 +95,17 @@ def test_what_it_means_nothing_for_is_left_out(bench, tiny_models, small_view):
 def test_stress_holds_every_number_of_drafts_and_both_caches():
     whole = recipe.read("stress", "full", BenchConfig())
     assert (whole.contexts, whole.counts) == ((16384, 32768, 65536), (0, 2, 3, 4, 5))
-    assert (whole.cache_fractions, whole.specpvs) == ((0.75, 0.9), ("off", "lossless"))
+    for scope in ("full", *recipe.SCOPES):
+        made = recipe.read("stress", scope, BenchConfig())
+        assert (made.counts, made.cache_fractions) == ((0, 2, 3, 4, 5), (0.75, 0.9))
+        assert (made.specpvs, made.transformers, made.prompts_once) == (("off", "lossless"), ("none",), True)
+    for scope in recipe.SCOPES:
+        short = recipe.read("large-context", scope, BenchConfig())
+        assert (short.counts, short.specpvs) == ((0, 3), ("off", "lossless"))
+        assert len(short.cache_fractions) == len(short.contexts) == 1
     for name in ("stress", "large-context"):
         for scope in recipe.SCOPES:
             short = recipe.read(name, scope, BenchConfig())
-            assert (short.counts, short.specpvs) == ((0, 3), ("off", "lossless"))
-            assert len(short.cache_fractions) == len(short.contexts) == 1
             # Twice a view as it is shipped, or there would be nothing to see.
             assert min(short.contexts) >= PartialView.of(EngineConfig()).shortest
     assert recipe.read("single", "full", BenchConfig()).specpvs == ("off",)
@@ -111,11 +117,48 @@ def test_stress_beyond_the_cache_is_capacity(bench, tiny_models, monkeypatch):
     monkeypatch.setattr("mlaforge.engine.memory.free_bytes", lambda device: 1 << 30)
     # Room for two requests of 12 blocks, each of 16 tokens of 192 numbers in bf16.
     fraction = 1.01 * 2 * 12 * 16 * 192 * 2 / 2**30
-    words = ("--context", "160", "--batch", "1,3", "--cache-fraction", fraction, "--transformers", "float32")
-    _, body = bench("stress", tiny_models["llama"], *words)
+    words = ("--context", "160", "--batch", "1,3", "--cache-fraction", fraction)
+    done, body = bench("stress", tiny_models["llama"], *words)
     one, three = own(body, batch=1), own(body, batch=3)
-    assert [case["status"] for case in one] == 3 * ["ok"] and [case["status"] for case in three] == 3 * ["capacity"]
-    assert all("the cache holds" in case["limit"]["what"] for case in three)
+    assert [case["status"] for case in one] == 9 * ["ok"] and [case["status"] for case in three] == 9 * ["capacity"]
+    # What would have fitted: two requests of 12 blocks.
+    assert {case["limit"]["tokens"] for case in three} == {2 * 12 * 16}
+    assert all("the cache holds 384 tokens" in case["limit"]["what"] for case in three)
+    assert "capacity: the cache holds 384 tokens" in done.stdout
+
+
+@compiled
+def test_stress_goes_through_every_length_number_and_cache(bench, tiny_models, monkeypatch):
+    """On a model with windows, YaRN, experts and sinks: every case of the grid runs, partial steps in all that draft,
+    tokens are plain decoding's, and each prompt is computed once, the longer one's beginning with the shorter."""
+    computed, decode = [], EnginePeer.decode
+
+    def counting(self, prompts, tokens):
+        before = dataclasses.replace(self.engine.stats())
+        made = decode(self, prompts, tokens)
+        after = self.engine.stats()
+        found = after.cached_prompt_tokens - before.cached_prompt_tokens
+        computed.append(after.prompt_tokens - before.prompt_tokens - found)
+        return made
+
+    monkeypatch.setattr(EnginePeer, "decode", counting)
+    words = ("--context", "160,256", "--rounds", "1", "--cache-fraction", "0.0005,0.001", "--draft", "ngram")
+    _, body = bench("stress", tiny_models["gpt_oss"], *words)
+    assert {case["engine"] for case in body["cases"]} == {"mlaforge"} and body["config"]["prompts_once"]
+    for fraction in (0.0005, 0.001):
+        for context in (160, 256):
+            made = own(body, context=context, cache_fraction=fraction)
+            assert [(c["num_speculative_tokens"], c["specpv"]) for c in made] == [
+                (0, "off"), *((k, way) for k in (2, 3, 4, 5) for way in ("off", "lossless")),
+            ]  # fmt: skip
+            assert {case["status"] for case in made} == {"ok"} and len({c["output_sha256"] for c in made}) == 1
+            assert all(c["eagle_speculation"]["partial_steps"] for c in made if c["specpv"] == "lossless")
+            # Whoever found a prompt says nothing of how long it takes.
+            assert [c["time_to_first_token"] for c in made[1:]] == 8 * [None]
+    firsts = [case for case in own(body) if case["time_to_first_token"]]
+    assert len(firsts) == 2 and {case["context"] for case in firsts} == {160}
+    # Once per cache; whole blocks are found, and at least the last token is computed anew.
+    assert [tokens for tokens in computed if tokens > 16] == [160, 256 - 160] * 2 and len(computed) == 2 * 2 * 2 * 9
 
 
 @compiled
@@ -146,6 +189,7 @@ def test_memory_that_ends_is_capacity_wherever_it_ends(bench, tiny_models, monke
 
 @pytest.mark.parametrize(("owner", "name", "words"), [
     (BlockTables, "free", "are in the cache"), (Engine, "abort", "requests are left"),
+    (BlockPool, "release", "holders, but 0 hold it"),
 ])  # fmt: skip
 def test_what_a_case_leaves_behind_ends_the_run(bench, tiny_models, monkeypatch, owner, name, words):
     if owner is Engine:

@@ -42,7 +42,7 @@ class BenchConfig(Options):
         None, "dtype of the engine's weights, as in `generate`", choices=ENGINE_DTYPES
     )
     transformers: tuple[str, ...] | None = option(
-        None, "dtype of transformers beside it, auto: the engine's", choices=DTYPES
+        None, "dtype of transformers beside it; auto: the engine's, none: without it", choices=(*DTYPES, "none")
     )
     text: tuple[str, ...] | None = option(
         None, "text that prompts are cut from: a file, a folder, or embedded, which is the default", repeat=True

@@ -26,14 +26,16 @@ PASSES = 6
 
 
 class EnginePeer:
-    """mlaforge's engine. `longest` is prompt and answer of the longest case, `most` the largest batch."""
+    """mlaforge's engine. `longest` is prompt and answer of the longest case, `most` the largest batch. `keeps`: what
+    one repetition left in the prefix cache serves the next."""
 
     name = "mlaforge"
 
     def __init__(
-        self, directory: Path, model: str, head: Path | None, config: EngineConfig, longest: int, most: int
+        self, directory: Path, model: str, head: Path | None, config: EngineConfig, longest: int, most: int,
+        keeps: bool = False,
     ):  # fmt: skip
-        self.model = model
+        self.model, self.keeps = model, keeps
         self.view = PartialView.of(config)
         drafted = max(config.num_speculative_tokens, self.view.max_pending)
         config = dataclasses.replace(
@@ -62,7 +64,8 @@ class EnginePeer:
         engine, length = self.engine, context + tokens + 1
         most = engine.model.spec.max_position_embeddings
         if length > most:
-            raise DoesNotFit(f"the model's context is {most:,} tokens, {length:,} are needed", "a smaller --context")
+            told = f"the model's context is {most:,} tokens, {length:,} are needed"
+            raise DoesNotFit(told, "a smaller --context", batch * most)
         size = engine.tables.block_size
         full = [group.num_blocks for group in engine.cache.groups if group.window is None]
         need = batch * -(-length // size)
@@ -70,6 +73,7 @@ class EnginePeer:
             raise DoesNotFit(
                 f"the cache holds {min(full) * size:,} tokens, {batch} x {length:,} need {need * size:,}",
                 "a larger --cache-fraction, a smaller --batch or --context, or a model converted with a smaller budget",
+                min(full) * size,
             )
 
     def reads_all(self, context: int) -> str | None:
@@ -87,8 +91,9 @@ class EnginePeer:
         return None
 
     def check_idle(self) -> None:
-        """AssertionError where a case left anything behind: a request, or a block that nobody holds."""
+        """AssertionError where a case left anything behind: a request, or a block that is not free again."""
         assert not self.engine.has_work, "requests are left"
+        # Of no sequence: whatever block is not free now is a leak, and is told.
         self.engine.check_integrity()
 
     def use(self, variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
@@ -108,17 +113,20 @@ class EnginePeer:
             engine.speculate(self.head)
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
-        """As Peer.run. The prompts are computed with nothing cached, then found again and continued, so that all
-        requests begin to decode together."""
+        """As Peer.run. The prompts are computed with nothing cached, or found where an earlier repetition's are kept;
+        then found again and continued, so that all requests begin to decode together."""
         self.check_room(len(prompts[0]), len(prompts), tokens)
         key = tuple(hash(tuple(prompt)) for prompt in prompts)
         answers = self.answers.get(key, [])
         if variant.draft == "replay" and not answers:
             raise UserError("draft replay needs plain decoding beside it; add 0 to --num-speculative-tokens")
         try:
-            self.engine.forget()
+            if not self.keeps:
+                self.engine.forget()
             self.use(variant, answers, prompts)
+            before = self.engine.stats().cached_prompt_tokens
             first = self.decode(prompts, 0).first
+            found = self.engine.stats().cached_prompt_tokens - before
             for _ in range(PASSES if variant.draft == "replay" else 0):
                 replayed = self.decode(prompts, tokens).token_ids
                 if replayed == answers:
@@ -133,7 +141,7 @@ class EnginePeer:
         if variant == PLAIN:
             self.answers[key] = repetition.token_ids
         cached = repetition.first if self.engine.config.prefix_caching else None
-        return dataclasses.replace(repetition, first=first, first_cached=cached)
+        return dataclasses.replace(repetition, first=None if found else first, first_cached=cached)
 
     def decode(self, prompts: list[list[int]], tokens: int) -> Repetition:
         """The prompts (as far as they are cached, found again) and `tokens` tokens each after the first."""

@@ -220,6 +220,9 @@ def _value(
     if gate.quantity == "ms_per_token":
         value = case["ms_per_token"]["p50"]
         return None if value is None else (value, None)
+    if gate.quantity in SPREADS and case[gate.quantity] is None:
+        # Prompts were found that an earlier case had computed.
+        return None
     own = _quantity(gate, case)
     if gate.over is None:
         return _middle(own)

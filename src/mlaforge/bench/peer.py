@@ -10,9 +10,10 @@ from mlaforge.engine.speculation.statistics import SpeculationStats
 
 @dataclasses.dataclass
 class Repetition:
-    """One repetition. Seconds; `tokens` were decoded in `seconds` after all requests had their first token."""
+    """One repetition. Seconds; `tokens` were decoded in `seconds` after all requests had their first token. `first` is
+    None where not all of the prompts was computed, `first_cached` where nothing of them was found in a cache."""
 
-    first: float
+    first: float | None
     tokens: int
     seconds: float
     gaps: list[float]
@@ -36,11 +37,12 @@ PLAIN = Variant()
 
 
 class DoesNotFit(Exception):
-    """A case is beyond the machine or the model: `what` is too much, and which setting to `change`."""
+    """A case is beyond the machine or the model: `what` is too much, which setting to `change`, and how many `tokens`
+    of all requests together would fit, where that is known."""
 
-    def __init__(self, what: str, change: str):
+    def __init__(self, what: str, change: str, tokens: int | None = None):
         super().__init__(what)
-        self.what, self.change = what, change
+        self.what, self.change, self.tokens = what, change, tokens
 
 
 class Peer(Protocol):

@@ -27,7 +27,8 @@ DRAFTERS = ("ngram", "replay")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A scenario with nothing left open. `head` is the directory of the EAGLE-3 head among `drafts`."""
+    """A scenario with nothing left open. `head` is the directory of the EAGLE-3 head among `drafts`. `prompts_once`:
+    what the cache holds of a prompt stays from case to case, so that it is computed once."""
 
     scenario: str
     scope: str
@@ -46,6 +47,7 @@ class Recipe:
     dtypes: tuple[str, ...]
     transformers: tuple[str, ...]
     text: tuple[str, ...]
+    prompts_once: bool
 
 
 def scope_of(config: BenchConfig, device: torch.device) -> str:
@@ -62,7 +64,7 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
         raise UserError(f"scenario {scenario!r} must be one of {', '.join(known)}{nearest(scenario, known)}")
     file = read_recipe(FOLDER / f"{scenario}.yaml")
     scopes = {name: file.pop(name) for name in SCOPES}
-    description = file.pop("told")
+    description, once = file.pop("told"), file.pop("prompts_once", False)
     defaults = resolve(BenchConfig, None, **{**DEFAULTS, **file, **scopes.get(scope, {})})
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     chosen = {name: getattr(defaults, name) if value is None else value for name, value in options.items()}
@@ -71,7 +73,7 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
         scenario, scope, description, _distinct(chosen["context"]), _distinct(chosen["batch"]),
         tuple(sorted(set(chosen["num_speculative_tokens"]))), drafts, head, _distinct(chosen["specpv"]),
         chosen["tokens"], chosen["rounds"], chosen["warm_up"], chosen["cache_fraction"], chosen["prefix_caching"],
-        chosen["dtype"], chosen["transformers"], chosen["text"],
+        chosen["dtype"], chosen["transformers"], chosen["text"], once,
     )  # fmt: skip
     if "replay" in recipe.drafts and max(recipe.counts) and 0 not in recipe.counts:
         raise UserError("draft replay needs plain decoding beside it; add 0 to num_speculative_tokens")

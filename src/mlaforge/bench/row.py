@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from mlaforge.bench.invariants import Finding
 from mlaforge.bench.peer import Peer, Repetition, Variant
@@ -16,6 +17,6 @@ class Row:
     variant: Variant
     repetitions: list[Repetition] = dataclasses.field(default_factory=list)
     status: str = "ok"
-    limit: dict[str, str] | None = None
+    limit: dict[str, Any] | None = None
     activations: int | None = None
     findings: list[Finding] = dataclasses.field(default_factory=list)

@@ -185,7 +185,8 @@ def _fitting(row: Row) -> Iterator[None]:
         with capacity("a smaller --context or --batch, a smaller --cache-fraction (caches leave room for activations)"):
             yield
     except DoesNotFit as error:
-        row.status, row.limit, row.repetitions = "capacity", {"what": error.what, "change": error.change}, []
+        limit = {"what": error.what, "change": error.change, "tokens": error.tokens}
+        row.status, row.limit, row.repetitions = "capacity", limit, []
         gc.collect()
         torch.cuda.empty_cache()
     if isinstance(row.peer, EnginePeer):
@@ -214,7 +215,8 @@ def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> No
                 row.repetitions.append(repetition)
     except PeerFailed as error:
         row.status, row.repetitions = "failed", []
-        row.limit = {"what": str(error), "change": "the peer's file (docs/bench.md), or leave the peer out"}
+        change = "the peer's file (docs/bench.md), or leave the peer out"
+        row.limit = {"what": str(error), "change": change, "tokens": None}
 
 
 def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
@@ -270,11 +272,12 @@ def loaded(
                 dtype=dtype, device=config.device, cache_fraction=fraction / len(engines),
                 prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts),
             )  # fmt: skip
-            load(EnginePeer.name, model, dtype, EnginePeer, recipe.head, settings, longest, most)
+            load(EnginePeer.name, model, dtype, EnginePeer, recipe.head, settings, longest, most, recipe.prompts_once)
         for model in models if others else ():
             own = next(peer.dtype for peer in peers if peer.model == model.name)
             floating = own if own in FLOATING else "bfloat16"
-            for dtype in dict.fromkeys(floating if word == "auto" else word for word in recipe.transformers):
+            words = [word for word in recipe.transformers if word != "none"]
+            for dtype in dict.fromkeys(floating if word == "auto" else word for word in words):
                 load("transformers", model, dtype, Transformers, dtype, device)
         for file in config.peer or () if others else ():
             for model in models:

@@ -52,7 +52,7 @@ def case(
     if not row.repetitions:
         return entry
     runs = speeds(row)
-    firsts = [repetition.first for repetition in row.repetitions]
+    firsts = [repetition.first for repetition in row.repetitions if repetition.first is not None]
     gaps = [gap for repetition in row.repetitions for gap in repetition.gaps]
     plain = next((r for r in rows if r.peer is peer and r.variant == PLAIN and r is not row), None)
     judged = dataclasses.replace(variant, specpv="off")
@@ -66,9 +66,9 @@ def case(
     block = _block(row.repetitions)
     entry |= {
         "repetitions": len(runs), "tokens_per_second": spread(runs), "ms_per_token": _percentiles(gaps),
-        "time_to_first_token": spread(firsts),
+        "time_to_first_token": spread(firsts) if firsts else None,
         "time_to_first_token_cached": _median([t.first_cached for t in row.repetitions if t.first_cached is not None]),
-        "prefill_tokens_per_second": spread([batch * context / first for first in firsts]),
+        "prefill_tokens_per_second": spread([batch * context / first for first in firsts]) if firsts else None,
         **{name: _ratio(row, other) for name, other in ratios.items()},
         "distinct_4_grams": statistics.mean(grams) if grams else None,
         "output_sha256": hashlib.sha256(json.dumps(answers).encode()).hexdigest() if answers else None,
@@ -157,8 +157,9 @@ def table(body: dict[str, Any]) -> str:
         block, top = entry["eagle_speculation"], entry["roofline"]
         lines.append((
             *start, f"{rate['median']:.1f}", f"{rate['min']:.1f}..{rate['max']:.1f}", _cell(ms["p50"], ".1f"),
-            _cell(ms["p99"], ".1f"), f"{entry['time_to_first_token']['median']:.2f}",
-            *(_cell((entry[k] or {}).get("median"), ".2f") for k in ("speedup", "over_transformers")),
+            _cell(ms["p99"], ".1f"),
+            *(_cell((entry[k] or {}).get("median"), ".2f")
+              for k in ("time_to_first_token", "speedup", "over_transformers")),
             _cell((block or {}).get("mean_acceptance_length"), ".2f") + _kept(block),
             _cell((top or {}).get("fraction"), ".0%"),
         ))  # fmt: skip

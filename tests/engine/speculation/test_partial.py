@@ -9,7 +9,7 @@ import torch
 
 from mlaforge.engine.execution.batch import Chunk, Watched, make_batch
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.speculation.drafter import NgramDrafter
+from mlaforge.engine.speculation.drafter import NgramDrafter, _Index
 from mlaforge.engine.speculation.partial import FIRST_PENDING, FRESH, Retrieved
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
@@ -55,6 +55,23 @@ def test_tokens_are_those_of_plain_decoding(model, retrieval):
         check_identities(stats)
         assert continued(llm, prompts[:1]) == texts[:1]
     idle(llm.engine)
+
+
+def test_prompt_lookup_looks_at_a_token_once(tiny_models, monkeypatch):
+    """However many full steps and partial ones there are: what runs ahead of a text adds its own tokens alone."""
+    seen, grow = {True: 0, False: 0}, _Index.grow
+
+    def counting(self, token_ids):
+        seen[self._before is not None] += len(token_ids) - self._length
+        grow(self, token_ids)
+
+    monkeypatch.setattr(_Index, "grow", counting)
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, max_num_seqs=4)
+    prompts = random_prompts(300, 380)
+    stats = partly(llm.engine, NgramDrafter()).stats
+    texts = continued(llm, prompts)
+    assert stats.partial_steps >= stats.judging_steps >= 8
+    assert 0 < seen[False] <= sum(map(len, texts)) and 0 < seen[True] <= stats.pending
 
 
 def test_what_sees_all_is_right_about_all(tiny_models):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import Draft, NgramDrafter
+from mlaforge.engine.speculation.drafter import LONGEST_MATCH, SHORTEST_MATCH, Draft, NgramDrafter
 from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
@@ -125,11 +125,52 @@ def test_prompt_lookup_finds_loops_and_is_lossless(llama, fast):
     idle(fast.engine)
 
 
-def test_prompt_lookup_copies_what_came_last():
-    class Text:
-        def __init__(self, token_ids):
-            self.token_ids = token_ids
+class Text:
+    """What of a sequence prompt lookup reads."""
 
+    def __init__(self, token_ids, judged=None):
+        self.token_ids, self.judged = token_ids, judged
+
+
+def looked_up(token_ids, count):
+    """What prompt lookup means, by search."""
+    for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
+        for end in range(len(token_ids) - 1, length - 1, -1):
+            if token_ids[end - length : end] == token_ids[-length:]:
+                copied = token_ids[end:]
+                while len(copied) < count:
+                    copied = copied + copied
+                return copied[:count]
+    return None
+
+
+@given(
+    start=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    turns=st.lists(st.tuples(
+        st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=4),
+        st.lists(st.integers(0, 3), min_size=1, max_size=5), st.booleans(),
+    ), max_size=6),
+)  # fmt: skip
+def test_prompt_lookup_is_a_search(start, turns):
+    """Also of copies that run ahead of a text step by step by tokens that it then gets or does not, whether it is asked
+    itself in between or not."""
+    drafter, text = NgramDrafter(), Text(list(start))
+
+    def right(asked, count):
+        (draft,) = drafter.propose([(asked, count)], 0.0)
+        return (draft and draft.token_ids) == looked_up(asked.token_ids, count)
+
+    for steps, kept, alone in turns:
+        assert not alone or right(text, 3)
+        copy = Text(list(text.token_ids), text)
+        for agreed in steps:
+            assert right(copy, 5)
+            copy.token_ids += agreed
+        text.token_ids += kept
+    assert right(text, 4)
+
+
+def test_prompt_lookup_copies_what_came_last():
     drafter = NgramDrafter()
 
     def proposed(token_ids, count):

@@ -51,7 +51,9 @@ class Request:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One continuation. The cache holds the first `computed` of its tokens; `number` is its name in block tables."""
+    """One continuation. The cache holds the first `computed` of its tokens; `number` is its name in block tables.
+
+    `judged`: of a copy that runs ahead by tokens that wait to be judged, the sequence itself."""
 
     number: int
     request: Request
@@ -64,6 +66,11 @@ class Sequence:
     prefilled: bool = False
     # Left out of steps until its grammar's mask is there (held.py).
     held: bool = False
+    judged: Sequence | None = None
+
+    def ahead(self) -> Sequence:
+        """A copy for tokens that wait to be judged: whatever it is given, this one stays as it is."""
+        return dataclasses.replace(self, token_ids=list(self.token_ids), state=self.state.ahead(), judged=self)
 
     @property
     def reuse(self) -> bool:

@@ -115,22 +115,31 @@ class NgramDrafter:
         """As Drafter.propose; None where the newest tokens are new to the text."""
         drafts: list[Draft | None] = []
         for sequence, count in budgets:
-            index = self._indices.setdefault(sequence, _Index())
-            index.grow(sequence.token_ids)
-            at = index.find(sequence.token_ids)
+            at = self._index(sequence).find(sequence.token_ids)
             drafts.append(None if at is None else Draft(_copied(sequence.token_ids, at, count)))
         return drafts
+
+    def _index(self, sequence: Sequence) -> _Index:
+        """That of all its tokens. Every token of a text is looked at once, whoever runs ahead of it how often."""
+        index = self._indices.get(sequence)
+        if index is None:
+            index = _Index(None if sequence.judged is None else self._index(sequence.judged))
+            self._indices[sequence] = index
+        index.grow(sequence.token_ids)
+        return index
 
     def observe(self, starts: abc.Sequence[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """Nothing: the text is all that counts."""
 
 
 class _Index:
-    """Where each run of tokens ended the last time that something followed it."""
+    """Where each run of tokens ended the last time that something followed it. `before`: that of the text's beginning,
+    which is not written to, because the rest may be refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: _Index | None = None) -> None:
         self._after: list[dict[tuple[int, ...], int]] = [{} for _ in range(SHORTEST_MATCH, LONGEST_MATCH + 1)]
-        self._length = 0
+        self._before = before
+        self._length: int = 0 if before is None else before._length
 
     def grow(self, token_ids: list[int]) -> None:
         for end in range(max(1, self._length), len(token_ids)):
@@ -141,8 +150,13 @@ class _Index:
 
     def find(self, token_ids: list[int]) -> int | None:
         for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
-            if (at := self._after[length - SHORTEST_MATCH].get(tuple(token_ids[-length:]))) is not None:
-                return at
+            run = tuple(token_ids[-length:])
+            index: _Index | None = self
+            while index is not None:
+                # What stands behind a text's beginning ends later.
+                if (at := index._after[length - SHORTEST_MATCH].get(run)) is not None:
+                    return at
+                index = index._before
         return None
 
 

@@ -190,7 +190,7 @@ class PartialVerification:
     def _pending(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> dict[Sequence, Draft]:
         """Tokens that the target agrees to under its partial view."""
         room = {s.number: count for s, count in budgets}
-        texts = [dataclasses.replace(s, token_ids=list(s.token_ids), state=s.state.ahead()) for s, _ in budgets]
+        texts = [s.ahead() for s, _ in budgets]
         qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         begin = {text.number: len(text.token_ids) for text in texts}
         active, steps = texts, dict.fromkeys(begin, 0)
