@@ -12,19 +12,23 @@ from hypothesis import strategies as st
 
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import loading, source_model
+from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus
 from mlaforge.evaluation import criteria, needle
 from mlaforge.evaluation import student as acceptance
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.evaluation.criteria import Criterion, Measured
+from mlaforge.ops.mxfp4_experts import Mxfp4Experts
 from mlaforge.runtime import UserError
+from support.tiny_models import save_packed
 
 
 @pytest.fixture
 def judge(cli, tiny_models, converted, tmp_path):
     """judge(criteria, student) -> what `eval` said, about a copy of a converted model."""
 
-    def run(*given, student=None, seed=0):
+    def run(*given, student=None, teacher=None, seed=0):
         if student is None:
             student = tmp_path / "student"
             if not student.exists():
@@ -32,7 +36,15 @@ def judge(cli, tiny_models, converted, tmp_path):
         path = tmp_path / "criteria.yaml"
         path.write_text(yaml.safe_dump({"seed": seed, "criteria": list(given)}))
         return cli(
-            "eval", "--teacher", tiny_models["llama"], "--student", student, "--criteria", path, "--device", "cpu"
+            "eval",
+            "--teacher",
+            teacher or tiny_models["llama"],
+            "--student",
+            student,
+            "--criteria",
+            path,
+            "--device",
+            "cpu",
         )
 
     return run
@@ -194,9 +206,9 @@ def test_the_verdict_is_an_artifact(judge, cli, tiny_models, evaluation_file, tm
     assert acceptance.run(config, tmp_path / "out").seconds == first.seconds
 
 
-def test_a_local_task(judge, tmp_path):
-    """Through lm-eval, which is no part of the development environment."""
-    pytest.importorskip("lm_eval.models")
+@pytest.fixture
+def yes_or_no(tmp_path):
+    """A task of six questions."""
     questions = [{"question": f"{n} and", "choices": [" yes", " no"], "answer": n % 2} for n in range(6)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     task = {
@@ -207,9 +219,57 @@ def test_a_local_task(judge, tmp_path):
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }  # fmt: skip
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
-    done = judge({"measure": "task", "delta": 1, "task": str(tmp_path / "task.yaml")})
+    return str(tmp_path / "task.yaml")
+
+
+@pytest.fixture
+def packed(tiny_models, calibration_file, evaluation_file, tmp_path):
+    """A model whose experts are MXFP4, and what was converted from it."""
+    teacher = save_packed(tiny_models["gpt_oss"], tmp_path / "packed")
+    config = ConvertConfig(
+        calibration=str(calibration_file), evaluation=str(evaluation_file), seqlen=64, nsamples=12, eval_windows=4,
+        device="cpu", budget=0.5,
+    )  # fmt: skip
+    convert.run(str(teacher), tmp_path / "student", config)
+    return teacher
+
+
+def test_a_local_task(judge, yes_or_no, tmp_path):
+    """Through lm-eval, which is no part of the development environment."""
+    pytest.importorskip("lm_eval.models")
+    done = judge({"measure": "task", "delta": 1, "task": yes_or_no})
     assert done.exit_code == 0, done.stderr
     (found,) = Manifest.load(tmp_path / "student").acceptance["criteria"]
     assert found["documents"] == 6 and 0 <= found["student"] <= 1
-    done = judge({"measure": "task", "delta": 1, "task": str(tmp_path / "task.yaml"), "metric": "f1"})
+    done = judge({"measure": "task", "delta": 1, "task": yes_or_no, "metric": "f1"})
     assert done.exit_code == 2 and "has no metric 'f1'" in done.stderr
+
+
+def test_a_local_task_on_packed_experts(judge, packed, yes_or_no, tmp_path):
+    pytest.importorskip("lm_eval.models")
+    done = judge({"measure": "task", "delta": 1, "task": yes_or_no}, teacher=packed)
+    assert done.exit_code == 0, done.stderr
+    (found,) = Manifest.load(tmp_path / "student").acceptance["criteria"]
+    assert found["documents"] == 6 and 0 <= found["student"] <= 1
+
+
+def test_a_task_reads_experts_as_they_are_stored(judge, packed, tmp_path, monkeypatch):
+    """What the task is asked through holds them packed, and says what the unpacked model says."""
+    asked = []
+
+    def scores(model, tokenizer, *_):
+        ids = torch.tensor([tokenizer.encode("How old is the oldest oak?")])
+        with torch.no_grad():
+            asked.append((model, model(ids).logits))
+        return np.zeros(1), True, ["How old is the oldest oak?"]
+
+    monkeypatch.setattr("mlaforge.evaluation.lm_eval_tasks.scores", scores)
+    done = judge({"measure": "task", "delta": 1, "task": "oaks"}, teacher=packed)
+    assert done.exit_code == 0, done.stderr
+    for (model, logits), directory in zip(asked, (tmp_path / "student", packed), strict=True):
+        assert any(isinstance(module, Mxfp4Experts) for module in model.modules())
+        ids = torch.tensor([source_model.load_tokenizer(directory).encode("How old is the oldest oak?")])
+        with torch.no_grad():
+            unpacked = loading.load_model(directory, "float32")(ids).logits
+        # bf16 keeps 8 bits of a number, and these have a few layers behind them.
+        assert (logits.float() - unpacked).norm() < 0.03 * unpacked.norm()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, sha256, writing
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.checkpoint.loading import as_generated, load_model
+from mlaforge.checkpoint.loading import as_generated, load_packed
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
@@ -135,7 +135,7 @@ class Judgement:
     def _task(self, criterion: Criterion) -> Measured:
         scores = []
         for source in self.models:
-            model = as_generated(load_model(source, str(self.dtype).removeprefix("torch."), self.device))
+            model = as_generated(load_packed(source, str(self.dtype).removeprefix("torch."), self.device))
             scores.append(
                 lm_eval_tasks.scores(model, self.tokenizer, str(criterion.task), criterion.metric, criterion.limit)
             )
