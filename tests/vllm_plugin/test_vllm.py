@@ -34,7 +34,7 @@ from mlaforge.sparsity import sparsify
 from mlaforge.sparsity.config import SparsifyConfig
 from support.eagle3_heads import make
 from support.serving import free_port, name_vllm
-from support.tiny_models import save_model
+from support.tiny_models import save_model, save_packed
 
 PYTHON = os.environ.get("MLAFORGE_VLLM_PYTHON")
 pytestmark = [
@@ -59,7 +59,7 @@ ROOMY = {"max_num_seqs": 20, "max_num_batched_tokens": 256, "kv_cache_memory_byt
 # What is served, with which options beside the driver's; `{head}` is a draft head's folder.
 PLAIN = ("llama latent", "llama latent_rope", "qwen2 latent", "qwen2 latent_rope", "qwen3 latent", "mistral latent",
          "mistral latent_rope", "gpt_oss latent", "gpt_oss latent_rope", "llama gqa sparse", "llama latent sparse",
-         "qwen2 latent_rope sparse", "gpt_oss latent sparse")  # fmt: skip
+         "qwen2 latent_rope sparse", "gpt_oss latent sparse", "gpt_oss_packed latent_rope")  # fmt: skip
 DRAFTED = ("llama latent_rope", "gpt_oss latent")
 # Prompts of several chunks and of several blocks, and one that repeats itself.
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 40, 100, 150)]
@@ -131,7 +131,9 @@ def tiny(tmp_path_factory, calibration_file):
             sparsify.run(str(dense), made[name], SparsifyConfig(text=str(calibration_file), **settings))
         if name not in made:
             source = root / family
-            if not source.exists():
+            if family == "gpt_oss_packed" and not source.exists():
+                save_packed(get("gpt_oss gqa"), source, torch.float32)
+            elif not source.exists():
                 source.mkdir()
                 of, changes = SOURCES[family]
                 save_model(source, of, list(SOURCES).index(family), **changes)

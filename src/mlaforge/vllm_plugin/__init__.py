@@ -18,6 +18,7 @@ def register() -> None:
 
     from mlaforge.families import families
     from mlaforge.modeling import configuration_mla
+    from mlaforge.vllm_plugin.experts import checked_by
 
     for family in families().values():
         original = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.computed_by or family.model_type]
@@ -28,4 +29,4 @@ def register() -> None:
         ModelRegistry.register_model(f"{name}ForCausalLM", f"mlaforge.vllm_plugin.model:{name}ForCausalLM")
         # What vLLM checks and sets for the original architecture.
         if original in MODELS_CONFIG_MAP:
-            MODELS_CONFIG_MAP[f"{name}ForCausalLM"] = MODELS_CONFIG_MAP[original]
+            MODELS_CONFIG_MAP[f"{name}ForCausalLM"] = checked_by(MODELS_CONFIG_MAP[original])

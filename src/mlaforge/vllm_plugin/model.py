@@ -19,6 +19,7 @@ from mlaforge import families
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin import SUFFIX
 from mlaforge.vllm_plugin.attention import OP, Attentions
+from mlaforge.vllm_plugin.experts import unpacked
 
 _classes: dict[str, type] = {}
 
@@ -82,6 +83,8 @@ def _make(name: str) -> type:
         with _without_windows(vllm_config.model_config.hf_config):
             original.__init__(self, vllm_config=vllm_config, prefix=prefix)
         compilation = vllm_config.compilation_config
+        # None where the checkpoint's quantisation is vLLM's own matter.
+        self.unpacks = vllm_config.model_config.dtype if vllm_config.quant_config is None else None
         self.attentions = Attentions(vllm_config, prefix=f"{prefix}.model" if prefix else "model")
         _replace(self.model, self.attentions, compilation.static_forward_context)
         # Where vLLM cuts its graphs at attention, it has to cut at ours.
@@ -89,7 +92,8 @@ def _make(name: str) -> type:
             compilation.splitting_ops.append(f"vllm::{OP}")
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        loaded: set[str] = original.load_weights(self, _others(self, weights))
+        weights = _others(self, weights)
+        loaded: set[str] = original.load_weights(self, unpacked(weights, self.unpacks) if self.unpacks else weights)
         self.attentions.finish()
         return loaded
 

@@ -1,0 +1,57 @@
+"""Experts in MXFP4 where vLLM has no kernels for them, on a CPU: they are unpacked in memory while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge.checkpoint.mxfp4 import BLOCKS, SCALES, is_packed
+from mlaforge.ops.mxfp4 import dequantize
+from mlaforge.runtime import log
+
+
+def checked_by(base: Any) -> type:
+    """What vLLM checks and sets for an architecture, `base`; on a CPU it hears nothing of MXFP4, which it would refuse.
+    On a GPU its own kernels read experts as they are stored."""
+
+    class Checked(base):
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            from vllm.platforms import current_platform
+
+            if current_platform.is_cpu():
+                for config in (model_config.hf_config, model_config.hf_text_config):
+                    if is_packed({"quantization_config": getattr(config, "quantization_config", None)}):
+                        del config.quantization_config
+                        model_config.model_arch_config.quantization_config = None
+            base.verify_and_update_model_config(model_config)
+
+    return Checked
+
+
+def unpacked(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Of blocks and scales (ops/mxfp4.py), which may be in different files, one weight [E, K, N] of `dtype` each; other
+    weights as they are. ValueError where one of a pair is missing, or both do not belong together."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    size = 0
+    for name, tensor in weights:
+        weight = name.removesuffix(BLOCKS).removesuffix(SCALES)
+        if weight == name:
+            yield name, tensor
+            continue
+        both = halves.setdefault(weight, {})
+        both[name] = tensor
+        if len(both) == 2:
+            del halves[weight]
+            whole = dequantize(both[weight + BLOCKS], both[weight + SCALES], dtype)
+            size += whole.nbytes
+            yield weight, whole
+    if halves:
+        raise ValueError(
+            f"{', '.join(name for both in halves.values() for name in both)}: blocks or scales are missing"
+        )
+    if size:
+        log(f"experts were unpacked from MXFP4, for which vLLM has no kernels on a CPU: {size / 2**30:.1f} GiB")
