@@ -47,7 +47,7 @@ test-slow: $(VENV)/.ready
 
 test-vllm: $(VENV)/.ready $(VLLM)
 	$(VLLM) -m pip install --quiet --no-deps .
-	MLAFORGE_VLLM_PYTHON=$(abspath $(VLLM)) $(BIN)/python -m pytest -m slow -k vllm tests/vllm_plugin/test_vllm.py \
+	MLAFORGE_VLLM_PYTHON=$(abspath $(VLLM)) $(BIN)/python -m pytest -m slow -k vllm tests/vllm_plugin \
 	  tests/conversion/test_deepseek.py
 
 bench-conversion: $(VENV)/.ready

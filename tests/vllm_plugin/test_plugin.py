@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from mlaforge import vllm_plugin
 from mlaforge.checkpoint import loading, reader
-from mlaforge.ops.mxfp4 import dequantize, quantize
-from mlaforge.vllm_plugin.experts import unpacked
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.pages import even_pages
 
@@ -44,19 +42,6 @@ def test_what_ranks_compute_adds_up(case, ranks, converted):
             part.load_state_dict(state, assign=True)
             total += part(hidden, position_embeddings=rotation, attention_mask=causal)[0]
         torch.testing.assert_close(total, whole, atol=1e-5, rtol=1e-4)
-
-
-def test_experts_are_unpacked_on_the_way():
-    """Halves in any order and far from each other; what is none passes by."""
-    weight = torch.randn(2, 64, 6, generator=torch.Generator().manual_seed(0))
-    blocks, scales = quantize(weight)
-    other = torch.ones(3)
-    given = [("experts.up_scales", scales), ("norm", other), ("experts.up_blocks", blocks), ("experts.up_bias", other)]
-    found = dict(unpacked(given, torch.bfloat16))
-    assert list(found) == ["norm", "experts.up", "experts.up_bias"] and found["norm"] is other
-    assert torch.equal(found["experts.up"], dequantize(blocks, scales, torch.bfloat16))
-    with pytest.raises(ValueError, match=r"experts\.up_scales: blocks or scales are missing"):
-        dict(unpacked(given[:2], torch.bfloat16))
 
 
 @given(
