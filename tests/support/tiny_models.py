@@ -88,16 +88,16 @@ def add_drafting_layer(directory: Path) -> None:
 
 
 def save_packed(source: Path, directory: Path, dtype: Any = None) -> Path:
-    """A copy of a tiny gpt_oss in bf16, or another dtype, with its experts in MXFP4, as public checkpoints have it."""
+    """A copy of a gpt_oss in bf16, or another dtype, with its experts in MXFP4, as public checkpoints have it."""
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     from mlaforge.checkpoint import mxfp4
     from mlaforge.ops.mxfp4 import quantize
 
     shutil.copytree(source, directory)
     tensors = {}
-    for name, tensor in load_file(directory / WEIGHTS).items():
+    for name, tensor in _taken(directory).items():
         if name.endswith(("gate_up_proj", "down_proj")):
             tensors |= dict(zip(mxfp4.stored_names(name), quantize(tensor), strict=True))
         else:
@@ -109,6 +109,38 @@ def save_packed(source: Path, directory: Path, dtype: Any = None) -> Path:
     config |= {"dtype": name, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": spared}}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def save_unpacked(source: Path, directory: Path) -> Path:
+    """A copy of a checkpoint with experts in MXFP4 that holds the same values in fp32."""
+    from safetensors.torch import save_file
+
+    from mlaforge.checkpoint import mxfp4
+    from mlaforge.ops.mxfp4 import unpack
+
+    shutil.copytree(source, directory)
+    tensors = _taken(directory)
+    for name in [name for name in tensors if name.endswith(mxfp4.BLOCKS)]:
+        stem = name.removesuffix(mxfp4.BLOCKS)
+        stored = unpack(*(tensors.pop(part) for part in mxfp4.stored_names(stem)))
+        tensors[stem] = stored.transpose(1, 2).contiguous()
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("quantization_config")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _taken(directory: Path) -> dict[str, Any]:
+    """A checkpoint's tensors, whose files are there no more."""
+    from safetensors.torch import load_file
+
+    tensors = {}
+    for shard in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (directory / INDEX).unlink(missing_ok=True)
+    return tensors
 
 
 def save_tokenizer(directory: Path) -> None:

@@ -34,7 +34,7 @@ from mlaforge.sparsity import sparsify
 from mlaforge.sparsity.config import SparsifyConfig
 from support.eagle3_heads import make
 from support.serving import free_port, name_vllm
-from support.tiny_models import save_model, save_packed
+from support.tiny_models import save_model, save_packed, save_unpacked
 
 PYTHON = os.environ.get("MLAFORGE_VLLM_PYTHON")
 pytestmark = [
@@ -56,10 +56,11 @@ SOURCES = {
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # For real models: all 20 prompts at once.
 ROOMY = {"max_num_seqs": 20, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 29, "block_size": 32}
+PACKED = "gpt_oss_packed latent_rope"
 # What is served, with which options beside the driver's; `{head}` is a draft head's folder.
 PLAIN = ("llama latent", "llama latent_rope", "qwen2 latent", "qwen2 latent_rope", "qwen3 latent", "mistral latent",
          "mistral latent_rope", "gpt_oss latent", "gpt_oss latent_rope", "llama gqa sparse", "llama latent sparse",
-         "qwen2 latent_rope sparse", "gpt_oss latent sparse", "gpt_oss_packed latent_rope")  # fmt: skip
+         "qwen2 latent_rope sparse", "gpt_oss latent sparse", PACKED)  # fmt: skip
 DRAFTED = ("llama latent_rope", "gpt_oss latent")
 # Prompts of several chunks and of several blocks, and one that repeats itself.
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 40, 100, 150)]
@@ -198,6 +199,7 @@ def served(tiny, tmp_path_factory):
     ):
         cases.append({"name": name, "model": str(model), **shared})
     fp8 = {"kv_cache_dtype": "fp8"}
+    cases.append({"name": "unpacked", "model": str(save_unpacked(tiny(PACKED), folder / "unpacked")), **shared})
     cases.append({"name": "fp8 cache", "model": str(tiny("llama latent")), **shared, "options": fp8})
     return run(cases, folder)
 
@@ -209,6 +211,11 @@ def test_tokens_are_those_of_transformers(name, served, tiny):
     assert faults(tiny(name), PROMPTS, told["rounds"][0]) == []
     assert told["rounds"][1] == told["rounds"][0]
     assert told["found"][0] == 0 and told["found"][1] >= 128
+
+
+def test_packed_experts_give_the_tokens_of_unpacked_ones(served):
+    """Unpacking is exact in fp32, so that all that follows is the same."""
+    assert served[PACKED]["rounds"][0] == served["unpacked"]["rounds"][0]
 
 
 def check_cache(told, directory):
@@ -263,7 +270,7 @@ def test_what_cannot_be_served_is_said(served):
 
 def test_two_ranks(tiny, tmp_path):
     """Heads are shared out, latents are on both. Two KV heads: the cache of `gqa` layers halves per rank."""
-    names = ("llama latent_rope", "gpt_oss latent")
+    names = ("llama latent_rope", "gpt_oss latent", PACKED)
     options = {"tensor_parallel_size": 2}
     cases = [
         {"name": name, "model": str(tiny(name)), "prompts": PROMPTS, "tokens": 16, "options": options} for name in names
@@ -272,9 +279,10 @@ def test_two_ranks(tiny, tmp_path):
         assert faults(tiny(name), PROMPTS, told["rounds"][0]) == []
 
 
-def test_the_command_serves(tiny, tmp_path):
+@pytest.mark.parametrize("name", ["llama latent_rope", PACKED])
+def test_the_command_serves(name, tiny, tmp_path):
     """`vllm serve OUT` as a user starts it: compiled, all processes, chunked prefill, default blocks, OpenAI's API."""
-    directory, port = tiny("llama latent_rope"), free_port()
+    directory, port = tiny(name), free_port()
     command = [Path(PYTHON).with_name("vllm"), "serve", directory, "--port", port, "--max-model-len", 256,
                "--max-num-batched-tokens", 64, "--dtype", "float32"]  # fmt: skip
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
@@ -301,6 +309,7 @@ def test_the_command_serves(tiny, tmp_path):
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)
     assert faults(directory, PROMPTS, [choice["token_ids"] for choice in choices]) == []
+    assert ("unpacked from MXFP4" in (tmp_path / "log").read_text()) == (name == PACKED)
 
 
 def as_others_compute(directory):
