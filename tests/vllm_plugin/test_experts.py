@@ -12,6 +12,7 @@ import torch
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.ops.mxfp4 import dequantize, quantize
+from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.experts import checked_by, unpacked
 from support.tiny_models import save_packed
 
@@ -48,7 +49,7 @@ def test_experts_are_unpacked_on_the_way(capsys):
     assert torch.equal(found["experts.up"], dequantize(blocks, scales, torch.bfloat16))
     [line] = capsys.readouterr().err.splitlines()
     assert "1,536 bytes" in line and "408 stored" in line
-    with pytest.raises(ValueError, match=r"experts\.up_scales: blocks or scales are missing"):
+    with pytest.raises(UserError, match=r"missing beside experts\.up_scales: fetch"):
         dict(unpacked(given[:2], torch.bfloat16))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlaforge.checkpoint.mxfp4 import BLOCKS, SCALES, is_packed
 from mlaforge.ops.mxfp4 import dequantize
-from mlaforge.runtime import log
+from mlaforge.runtime import UserError, log
 
 
 def checked_by(base: Any) -> type:
@@ -41,7 +41,7 @@ def checked_by(base: Any) -> type:
 
 def unpacked(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Of blocks and scales (ops/mxfp4.py), which may be in different files, one weight [E, K, N] of `dtype` each; other
-    weights as they are. ValueError where one of a pair is missing, or both do not belong together."""
+    weights as they are. UserError where one of a pair is missing, ValueError where both do not belong together."""
     halves: dict[str, dict[str, Tensor]] = {}
     kept = size = 0
     for name, tensor in weights:
@@ -58,9 +58,8 @@ def unpacked(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Itera
             size += whole.nbytes
             yield weight, whole
     if halves:
-        raise ValueError(
-            f"{', '.join(name for both in halves.values() for name in both)}: blocks or scales are missing"
-        )
+        alone = ", ".join(name for both in halves.values() for name in both)
+        raise UserError(f"blocks or scales are missing beside {alone}: fetch the checkpoint again")
     if size:
         log(
             f"experts unpacked from MXFP4, for which vLLM has no kernels on a CPU: {size:,} bytes on all ranks "

@@ -76,15 +76,9 @@ class WholeRows {
   // A number that is none makes the scale, and so all results, none.
   template <typename Load>
   void put(int64_t n, Load&& load16) {
-    Floats most = all(0.0f);
-    bool none = false;
-    for (int64_t k = 0; k < K_; k += 16) {
-      const Floats size = abs(load16(k));
-      none |= above(size, all(-1.0f)) != 0xffff;
-      most = max(most, size);
-    }
-    const float scale = std::max(greatest(most), 1e-30f) / 32767.0f;
-    scales_[n] = none ? std::numeric_limits<float>::quiet_NaN() : scale / 512.0f;
+    const float largest = largest_size(K_, load16), scale = std::max(largest, 1e-30f) / 32767.0f;
+    const bool none = std::isnan(largest);
+    scales_[n] = scale / 512.0f;
     const Floats inverse = all(none ? 0.0f : 1.0f / scale), zero = all(0.0f);
     int16_t* to = data_ + n * length_;
     for (int64_t k = 0; k < length_; k += 32) {

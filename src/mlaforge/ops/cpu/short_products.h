@@ -33,15 +33,9 @@ class ShortRows {
  private:
   // A number that is none makes the scale, and so the whole result, none.
   void put(int64_t n, const bf16* x, int64_t K) {
-    Floats most = all(0.0f);
-    bool none = false;
-    for (int64_t k = 0; k < K; k += 16) {
-      const Floats size = abs(widened(x + k, std::min<int64_t>(16, K - k)));
-      none |= above(size, all(-1.0f)) != 0xffff;
-      most = max(most, size);
-    }
-    const float largest = greatest(most), scale = largest < 1e-30f ? 1e-30f : largest / 32639.0f;
-    none |= std::isinf(largest);
+    auto load16 = [&](int64_t k) { return widened(x + k, std::min<int64_t>(16, K - k)); };
+    const float largest = largest_size(K, load16), scale = largest < 1e-30f ? 1e-30f : largest / 32639.0f;
+    const bool none = !std::isfinite(largest);
     scales_[n] = none ? std::numeric_limits<float>::quiet_NaN() : scale;
     const Floats inverse = all(1.0f / scale);
     int16_t* to = data_ + n * length_;
@@ -49,7 +43,7 @@ class ShortRows {
       int32_t sum = 0;
       for (int64_t k = span * SPAN * STEP; k < std::min((span + 1) * SPAN * STEP, length_); k += 16) {
         alignas(32) int16_t whole[16] = {};
-        if (!none && k < K) store(whole, widened(x + k, std::min<int64_t>(16, K - k)) * inverse);
+        if (!none && k < K) store(whole, load16(k) * inverse);
         for (int64_t i = 0; i < 16; i += 4) {
           for (int64_t at : {0, 2, 1, 3}) *to++ = whole[i + at], sum += whole[i + at];
         }

@@ -454,3 +454,16 @@ inline float exponential(float x) {
   store(y, exponential(all(x)));
   return y[0];
 }
+
+// The largest size among K numbers, which load16 gives sixteen at a time; no number where one of them is none.
+template <typename Load>
+float largest_size(int64_t K, Load&& load16) {
+  Floats most = all(0.0f);
+  bool none = false;
+  for (int64_t k = 0; k < K; k += 16) {
+    const Floats size = abs(load16(k));
+    none |= above(size, all(-1.0f)) != 0xffff;
+    most = max(most, size);
+  }
+  return none ? std::numeric_limits<float>::quiet_NaN() : greatest(most);
+}
