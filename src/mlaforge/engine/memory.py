@@ -20,7 +20,7 @@ from mlaforge.engine.cache.kv_cache import (
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.held_weights import held_bytes
 from mlaforge.engine.execution.model import EngineModel
-from mlaforge.engine.speculation.eagle3 import head_cache
+from mlaforge.engine.speculation.eagle3 import head_cache, head_format
 from mlaforge.engine.speculation.partial import judging_format
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.native import kernels
@@ -65,7 +65,7 @@ def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, 
     """Bytes of all weights in a format: the model's, a draft head's, and those of partial steps."""
     total = model.held_bytes(format)
     if head is not None:
-        total += held_bytes(head, format, model.device)
+        total += held_bytes(head, head_format(format, model.device), model.device)
     if config.specpv != "off" and format == model.format and (judge := judging_format(config, model)) != format:
         # It has no embedding of its own.
         total += model.held_bytes(judge) - model.spec.vocab_size * model.spec.hidden_size * model.dtype.itemsize

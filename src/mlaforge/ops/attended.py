@@ -1,7 +1,7 @@
 """Where the attention of a step's newest query tokens falls: over each cached token, the sum of all heads' shares.
 
-On a CPU it is a kernel of its own (ops/cpu/attended.h), which reads the keys once more: attention's kernels divide by a
-sum that they know at the end, and keep no share.
+On a CPU attention's own kernel keeps them on the way (`attention_and_attended`), where it attends to the cached rows
+themselves. Else a kernel reads the keys once more (ops/cpu/attended.h).
 
 Legend: N query tokens of all sequences one after another, H query heads, G key heads, D key dimensions, L rows of a
 sequence, W what a cached row has.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mlaforge import runtime
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
@@ -43,6 +44,23 @@ def attended(
         logits_GJL = (q_NHD[row].view(kv_heads, -1, D).to(k_GDL.dtype) @ k_GDL).float() * scale
         masses.append(logits_GJL.softmax(-1).sum((0, 1)))
     return masses
+
+
+def attention_and_attended(
+    q_NHD: Tensor, rows: PagedRows, kv_heads: int, view: CacheView, scale: float, wanted: Sequence[int]
+) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+    """Attention to rows of keys and, behind them, values, as ops.paged_attention has it, and `attended` of the same;
+    None where no kernel does both, or $MLAFORGE_OPS chooses attention's. The view has no window."""
+    native = kernels() if native_reads(rows) and q_NHD.dtype == torch.bfloat16 else None
+    if native is None or runtime.ops_choice():
+        return None
+    D = q_NHD.shape[2]
+    table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
+    out, lse, mass = native.decode_and_watch(
+        q_NHD, *native_rows(rows), kv_heads, D, kv_heads * D, *table, 0, scale, view.tree_Tn, wanted
+    )
+    lengths = [sum(length for _, length in view.runs[s]) for s in wanted]
+    return out, lse, [own[:length] for own, length in zip(mass, lengths, strict=True)]
 
 
 def heaviest(masses: Sequence[Tensor], first: int, last: int, count: int) -> Tensor:

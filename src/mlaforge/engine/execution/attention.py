@@ -23,7 +23,7 @@ from mlaforge.engine.execution.sparse_reading import Chosen, reading
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs, rotate
-from mlaforge.ops.attended import attended, newest
+from mlaforge.ops.attended import attended, attention_and_attended, newest
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels, pack
 from mlaforge.ops.packed_attention import packed_attention
@@ -124,15 +124,23 @@ class PagedGroupedQueryAttention:
         if self.sparse is not None:
             keys_NF = qkv[:, H * D : (H + G) * D]
             view = self.sparse(keys_NF, qkv, step.turn_N1P, self.rows, view, step.chosen)
-        if (watched := step.watched(view)) is not None:
-            watched.layers.append(attended(qk_NHD[:, :H], self.rows, G, view, self.scaling, watched.wanted))
-        if self.k_LGD is not None and self.v_LGD is not None:
-            out_NHD, lse_NH = paged_attention(qk_NHD[:, :H], self.k_LGD, self.v_LGD, view, self.scaling)
-        else:
-            out_NHD, lse_NH = packed_attention(qk_NHD[:, :H], self.rows, view, self.scaling)
+        out_NHD, lse_NH = self._attend(qk_NHD[:, :H], step.watched(view), view)
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
         return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
+
+    def _attend(self, q_NHD: Tensor, watched: Watched | None, view: CacheView) -> tuple[Tensor, Tensor]:
+        """As ops.paged_attention."""
+        if watched is not None:
+            asked = q_NHD, self.rows, self.num_kv_heads, view, self.scaling, watched.wanted
+            if (both := attention_and_attended(*asked)) is not None:
+                out_NHD, lse_NH, masses = both
+                watched.layers.append(masses)
+                return out_NHD, lse_NH
+            watched.layers.append(attended(*asked))
+        if self.k_LGD is not None and self.v_LGD is not None:
+            return paged_attention(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
+        return packed_attention(q_NHD, self.rows, view, self.scaling)
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can hold a step of this layer."""

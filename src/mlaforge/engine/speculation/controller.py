@@ -117,8 +117,8 @@ class Controller:
         if self.partial is not None and any(s.decoding and self.partial.applies(s) for s in running):
             ways.append(PARTIAL)
         way, measured = ways[-1], None
+        alone = next(s.number for s in running if s.decoding) if active == 1 else None
         if self.pace is not None and len(ways) > 1:
-            alone = next(s.number for s in running if s.decoding) if active == 1 else None
             way = measured = self.pace.choose(active, ways, alone)
         partial = way == PARTIAL if PARTIAL in ways else None
         if partial:
@@ -129,6 +129,6 @@ class Controller:
         tree, policy = (self.tree, self.tree_policy) if way == TREE else (0, self.policy)
         if policy is None or not active:
             return Decision(self.most, 0.0, tree, policy, partial, began, way=measured)
-        count = policy.choose(active)
+        count = policy.choose(active, sum(s.computed for s in running if s.decoding), alone)
         likely = policy.min_probability(active, count) if count else 0.0
         return Decision(count, likely, tree, policy, partial, began, way=measured)

@@ -32,6 +32,7 @@ from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Plain
 from mlaforge.runtime import on_device
@@ -45,6 +46,15 @@ MakeBatch = Callable[[list[Chunk]], Batch]
 def head_cache(config: Eagle3Config, group: int, dtype: torch.dtype) -> LayerCache:
     """What the head caches per token, as the layer of cache group number `group`: always in the model's dtype."""
     return LayerCache("gqa", Plain(2 * config.layer.num_key_value_heads * config.layer.head_dim, dtype), group)
+
+
+def head_format(format: str, device: torch.device) -> str:
+    """The format of a head's weights beside a model's of this format.
+
+    A head costs what reading its weights does, once for every drafted token; rounded ones change no token of the model,
+    and a head's own drafts hardly.
+    """
+    return "int8" if format == "bfloat16" and device.type == "cpu" and kernels() is not None else format
 
 
 @dataclasses.dataclass
@@ -77,8 +87,8 @@ class _Tree:
 class EagleDrafter:
     """Drafts a chain per sequence: greedily for greedy requests, else by draws from the head's own distribution.
 
-    `rows` is the head's part of the cache; `model` gives format, dtype, device and, where the head has none, the
-    embedding.
+    `rows` is the head's part of the cache; `model` gives dtype, device and, where the head has none, the embedding, and
+    its format decides the head's.
     """
 
     def __init__(self, head: Eagle3Head, model: EngineModel, rows: PagedRows, make_batch: MakeBatch):
@@ -91,11 +101,12 @@ class EagleDrafter:
         self.embedding = head.embed_tokens.weight if config.own_embedding else model.embedding
         self.state_norms = [norm(each) for each in head.fc_norm] if config.fc_norm else None
         self.states_norm = norm(head.input_norm) if config.norm_before_fc else None
-        self.fc = fused([head.fc], model.format)
+        self.format = head_format(model.format, model.device)
+        self.fc = fused([head.fc], self.format)
         self.hidden_norm, self.input_norm = norm(layer.hidden_norm), norm(layer.input_layernorm)
-        self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, model.format)
-        self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, model.format)
-        self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, model.format)
+        self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, self.format)
+        self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, self.format)
+        self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format)
         self.rotary = head.rotary()
         # Sequence -> how many of its positions are in the head's cache, and the output of the last of them.
         self._outs: dict[int, tuple[int, Tensor]] = {}

@@ -203,7 +203,8 @@ class PartialVerification:
             if view is None or len(active) < len(view.texts):
                 view = self._view(active, [(begin[text.number], room[text.number]) for text in active])
             began = time.perf_counter()
-            count = self.count if self.policy is None else self.policy.choose(len(active))
+            alone = active[0].number if len(active) == 1 else None
+            count = self.count if self.policy is None else self.policy.choose(len(active), alone=alone)
             asked = {text: most for text in active if (most := min(count, left[text.number] - 1)) > 0}
             proposed = self.drafter.propose([*asked.items()], min_probability) if asked else []
             drafts = {text: draft for text, draft in zip(asked, proposed, strict=True) if draft is not None}

@@ -8,36 +8,49 @@ import operator
 
 # Weight of a new measurement in a running mean: of times, and of acceptance, which is yes or no, and so needs many.
 TIME_WEIGHT, ACCEPTANCE_WEIGHT = 0.1, 0.02
-# Exploration: one decision in so many tries a token more than what seems best, and one in so many times that, plain
-# decoding.
+# Exploration: one decision in so many tries a token more than what seems best or, in turn with that, plain decoding.
 EXPLORE_EVERY = 64
 # A drafted token is believed to be accepted so often before anything was measured, as if that had been measured on so
 # many.
 PRIOR, PRIOR_DRAFTS = 0.7, 4
+# Steps after which the time of plain decoding is known.
+PLAIN_STEPS = 2
 
 
 class DraftPolicy:
     """How many tokens to draft, from the measured time of steps and acceptance: whatever makes most tokens a second.
 
-    A step's time is taken to depend on its rows alone, those included that a drafter might have drafted and thought too
-    unlikely. What was not measured is first taken to cost what fewer rows cost, so that it is tried; plain decoding is
-    measured first, so that there is something to compare with. With `tree` the choice is between a tree of so many
-    tokens, `most` deep, and none.
+    A step's time is taken to depend on its rows, those included that a drafter might have drafted and thought too
+    unlikely, and on the magnitude of what the cache holds, a power of two. What was not measured is first taken to cost
+    what fewer rows cost, so that it is tried; plain decoding is measured first, twice, so that there is something to
+    compare with. For a text that runs alone acceptance begins half way between what is usual and what was last. With
+    `tree` the choice is between a tree of so many tokens, `most` deep, and none.
     """
 
     def __init__(self, most: int, tree: int = 0):
         self.most, self.tree = most, tree
         # Of drafted tokens whose predecessors were accepted, by position: how many are.
         self.acceptance, self._observations = [PRIOR] * most, [PRIOR_DRAFTS] * most
-        self.seconds: dict[int, float] = {}
+        # By magnitude, then by rows: seconds, and how many steps they are of.
+        self._times: dict[int, dict[int, tuple[float, int]]] = {}
+        self._now = self._times.setdefault(0, {})
+        self._alone: int | None = None
         self._decisions = 0
 
-    def choose(self, active: int) -> int:
-        """Tokens to draft for each of `active` decoding sequences."""
-        if active not in self.seconds:
+    def choose(self, active: int, cached: int = 0, alone: int | None = None) -> int:
+        """Tokens to draft for each of `active` decoding sequences, of which so many tokens are in the cache; `alone` is
+        the number of one that runs alone. What is asked and told until the next choice is of these."""
+        self._now = self._times.setdefault(cached.bit_length(), {})
+        if alone not in (None, self._alone):
+            if self._alone is not None:
+                self.acceptance = [(accepted + PRIOR) / 2 for accepted in self.acceptance]
+                self._observations = [PRIOR_DRAFTS] * self.most
+            self._alone = alone
+        if self._now.get(active, (0.0, 0))[1] < PLAIN_STEPS:
             return 0
         self._decisions += 1
-        if self._decisions % EXPLORE_EVERY**2 == 0:
+        explore, more = self._decisions % EXPLORE_EVERY == 0, self._decisions % (2 * EXPLORE_EVERY) == 0
+        if explore and not more:
             return 0
         tokens = likely = 1.0
         best, rate = 0, 1.0 / self.expected(active)
@@ -51,7 +64,7 @@ class DraftPolicy:
                 best, rate = count, tokens / seconds
         # Times and acceptance are as of when they were last seen.
         if not self.tree:
-            return best if self._decisions % EXPLORE_EVERY else min(self.most, best + 1)
+            return min(self.most, best + 1) if more else best
         # A tree costs as much as several steps, and is tried that much less often.
         return best if self._decisions % math.ceil(EXPLORE_EVERY * seconds / self.expected(active)) else self.most
 
@@ -64,22 +77,23 @@ class DraftPolicy:
 
     def expected(self, rows: int) -> float:
         """Seconds of a decoding step of so many rows, between the neighbours that were measured."""
-        if rows in self.seconds:
-            return self.seconds[rows]
-        below = max((r for r in self.seconds if r < rows), default=None)
-        above = min((r for r in self.seconds if r > rows), default=None)
+        if rows in self._now:
+            return self._now[rows][0]
+        below = max((r for r in self._now if r < rows), default=None)
+        above = min((r for r in self._now if r > rows), default=None)
         if below is None or above is None:
             nearest = above if below is None else below
             assert nearest is not None, "no step has been timed"
-            return self.seconds[nearest]
+            return self._now[nearest][0]
         share = (rows - below) / (above - below)
-        return (1 - share) * self.seconds[below] + share * self.seconds[above]
+        return (1 - share) * self._now[below][0] + share * self._now[above][0]
 
     def record_time(self, rows: int, seconds: float) -> None:
         """A step of decoding sequences alone took so long."""
-        known = self.seconds.get(rows)
-        # One step may be slow for reasons of its own.
-        self.seconds[rows] = seconds if known is None else known + TIME_WEIGHT * (min(seconds, 2 * known) - known)
+        known, steps = self._now.get(rows, (seconds, 0))
+        # One step may be slow for reasons of its own, the first of all most of all.
+        better = min(known, seconds) if steps < PLAIN_STEPS else known + TIME_WEIGHT * (min(seconds, 2 * known) - known)
+        self._now[rows] = better, steps + 1
 
     def record_acceptance(self, budget: int, accepted: int) -> None:
         """How many tokens of one draft of at most `budget` were accepted."""

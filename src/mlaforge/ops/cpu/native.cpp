@@ -3,7 +3,6 @@
 // Python; threads are torch's own.
 #include <torch/library.h>
 
-#include "attended.h"
 #include "decode.h"
 #include "elementwise.h"
 #include "latent.h"
@@ -39,6 +38,10 @@ LIBRARY(FORM, m) {
       "decode(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, int value_dim, int value_offset, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
       "Tensor? tree) -> (Tensor, Tensor)");
+  m.def(
+      "decode_and_watch(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, int value_dim, int value_offset, "
+      "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
+      "Tensor? tree, int[] wanted) -> (Tensor, Tensor, Tensor)");
   m.def("attended(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, Tensor table, Tensor lengths, "
         "int block_size, float scale) -> Tensor");
   m.def(
@@ -69,6 +72,7 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("turn_and_store", turn_and_store);
   m.impl("pack_blocks", pack_blocks);
   m.impl("decode", decode);
+  m.impl("decode_and_watch", decode_and_watch);
   m.impl("attended", attended);
   m.impl("latent", latent);
   m.impl("latent_rope", latent_rope);

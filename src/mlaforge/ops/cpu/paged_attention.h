@@ -45,6 +45,31 @@ class Source {
 // Whether a sequence has more columns than a task, and every task goes through all chunks. Else every chunk is a task.
 inline bool is_prompt(const View& view, int64_t s, int64_t H) { return view.queries(s) * H > COLUMNS && !view.tree_Tn; }
 
+// What the last query tokens of some sequences give to each cached token, before it is divided by its sum: for each of them
+// and each head e^(score - the chunk's largest) [whole chunks], and that largest score [chunks]. Windows have none.
+struct Shares {
+  int64_t H, chunks;
+  std::vector<int64_t> place;  // by sequence, -1 where nobody asks
+  std::vector<float> tops;
+  float* weights;
+
+  Shares(const View& view, int64_t H, at::IntArrayRef wanted) : H(H), chunks(0), place(view.sequences(), -1) {
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      place[wanted[i]] = i;
+      chunks = std::max(chunks, (view.length(wanted[i]) + CHUNK - 1) / CHUNK);
+    }
+    tops.resize(wanted.size() * H * chunks, -INF);
+    // Kept from layer to layer: fresh memory would be given page by page.
+    static thread_local std::vector<float> kept;
+    kept.resize(std::max(kept.size(), tops.size() * CHUNK));
+    weights = kept.data();
+  }
+  // Of a column that is asked for, its head's; nullptr for any other.
+  float* of(int64_t s, int64_t h) { return place[s] < 0 ? nullptr : weights + (place[s] * H + h) * chunks * CHUNK; }
+  // Of the chunk that these weights are of.
+  float& top(const float* own) { return tops[(own - weights) / CHUNK]; }
+};
+
 // A step's attention. Queries are [N, H, D].
 struct Attention {
   const float* q;
@@ -60,6 +85,8 @@ struct Attention {
 
   // Where `rows`, of which only the width counts then, are made from others, those of all but prompts.
   std::function<std::unique_ptr<Source>()> source = nullptr;
+  // Filled where somebody asks and vectors attend.
+  Shares* shares = nullptr;
 
   int64_t J() const { return H / G; }
   // Whether keys and values are read as codes of 8 bits: where every head's have a scale of their own, and a row's scales

@@ -130,6 +130,8 @@ class VectorKernel {
       // Where all heads are computed together, the task has whole tokens.
       const int64_t c = groups == 1 ? i : i % each_ / J * heads + i / each_ * J + i % J, m = task.token(c);
       column_[i] = c, head_[i] = task.head(c) / J, stand_[i] = view_.position(task.sequence, m);
+      const bool last = m + 1 == view_.queries(task.sequence);
+      shares_[i] = of_.shares && last ? of_.shares->of(task.sequence, task.head(c)) : nullptr;
       least_ = std::min(least_, stand_[i]), most_ = std::max(most_, stand_[i]);
       const float* from = of_.q + ((view_.query(task.sequence) + m) * of_.H + task.head(c)) * of_.D;
       Number* to = own_.queries.data() + i * width_;
@@ -260,12 +262,15 @@ class VectorKernel {
     const float top = greatest(largest);
     const Floats shift = all(top == -INF ? 0.0f : top);
     Floats heaviest = zero, sums = zero;
+    float* shares = shares_[i] ? shares_[i] + base : nullptr;
+    if (shares) of_.shares->top(shares) = top;
     for (int64_t t = from; t < to; t += 16) {
       const Floats own = load(score + t);
       const Bits bits = above(own, none);
       reader_.further();
       Floats weight = select(bits, exponential(own - shift), zero);
       total = total + weight;
+      if (shares) store(shares + t, weight);
       if constexpr (CODES) {
         weight = select(bits, weight * load(value + t), zero);
         heaviest = max(heaviest, weight), sums = sums + weight;
@@ -290,5 +295,6 @@ class VectorKernel {
   Scratch& own_;
   int64_t each_ = 0, least_ = 0, most_ = 0;  // columns of each key head; positions of the first and the last column
   int64_t column_[COLUMNS], stand_[COLUMNS], head_[COLUMNS];
+  float* shares_[COLUMNS];  // where a column's weights are kept, if anywhere
   float scale_[COLUMNS], part_[COLUMNS];  // what scores and, of codes, weights are multiplied by
 };
