@@ -35,7 +35,7 @@ from mlaforge.drafting.config import DraftCompareConfig
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Chunk, make_batch
-from mlaforge.engine.speculation.eagle3 import EagleDrafter
+from mlaforge.engine.speculation.eagle3 import EagleDrafter, head_format
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import UserError, resolve_device
 
@@ -78,6 +78,7 @@ def run(directory: Path, target: str, reference: Path | None, config: DraftCompa
             for name in (STATES, *STAGES) if name in stages]  # fmt: skip
     return {
         "stages": rows, "rows": len(ids) - 1, "states": states_of, "dtype": engine.model.format,
+        "head_dtype": head_format(engine.model.format, engine.device),
         "judged": rows[-1]["stage"], "failed": failed(rows[-1], config),
     }  # fmt: skip
 
@@ -189,5 +190,6 @@ def table(differences: dict[str, Any]) -> str:
             f"{row['stage']:18} {row['mean_difference']:9.2e} {row['max_difference']:9.2e} {row['worst_row']:5} "
             f"{row['size']:9.2e} {row['cosine']:8.5f} {row['worst_cosine']:8.5f}{overlap}"
         )
-    lines.append(f"{differences['rows']} rows, states of {differences['states']}, engine in {differences['dtype']}")
+    dtypes = f"engine in {differences['dtype']}, head in {differences['head_dtype']}"
+    lines.append(f"{differences['rows']} rows, states of {differences['states']}, {dtypes}")
     return "\n".join([*lines, "; ".join(differences["failed"]) or f"{differences['judged']} agrees"])
