@@ -91,9 +91,14 @@ def test_packed_experts_are_copied_byte_for_byte_and_the_rest_is_exact(layout, p
         if "self_attn" not in name:
             assert torch.equal(converted.state_dict()[name], tensor), name
     with torch.no_grad():
-        expected = whole.float()(tokens()).logits
-        # Only the new projections were rounded to bf16 once more.
-        torch.testing.assert_close(converted.float()(tokens()).logits, expected, rtol=0, atol=0.03)
+        wanted = whole.float()(tokens(), output_router_logits=True)
+        # Only the new projections were rounded to bf16 once more, which may tip a router that is undecided.
+        choices = torch.stack([logits.sort(-1, descending=True).values for logits in wanted.router_logits])
+        k = whole.config.num_experts_per_tok
+        decided = (choices[..., k - 1] - choices[..., k] > 0.02).all(0).view(wanted.logits.shape[:2])
+        assert decided.float().mean() > 0.75
+        found = converted.float()(tokens()).logits
+        torch.testing.assert_close(found[decided], wanted.logits[decided], rtol=0, atol=0.03)
 
 
 def test_full_layers_are_converted_by_default_and_sliding_ones_kept(tiny_models, run):
