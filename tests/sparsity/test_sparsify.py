@@ -123,6 +123,14 @@ def test_the_index_finds_what_attention_wants(family, layout, sparse):
     assert lost(chosen) < 0.8 * lost(blind)
 
 
+def test_who_shares_without_measuring_is_told(dense, calibration_file, tmp_path, capsys):
+    said = "share = 2: which layers share was not measured"
+    for share in (1, 2):
+        config = SparsifyConfig(text=str(calibration_file), **{**SMALL, "topk": 24, "share": share})
+        sparsify.run(str(dense("llama", "latent")), tmp_path / str(share), config)
+        assert (said in capsys.readouterr().err) == (share == 2)
+
+
 def test_a_selection_is_shared(sparse):
     model = loading.load_model(sparse("llama", "latent", share=2), "float32")
     assert model.config.indexer_types == ["full", "shared", "full"]

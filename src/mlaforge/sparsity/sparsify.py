@@ -89,6 +89,8 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
         raise UserError(f"{source} is sparse already; sparsify the model that it was made of")
     measured = config.placement == "measured"
     made = settings(source, dataclasses.replace(config, share=1) if measured else config)
+    if config.share > 1 and not measured:
+        log(f"share = {config.share}: which layers share was not measured; --placement measured loses far less")
     device = resolve_device(config.device)
     windows = corpus.windows(source.tokenizer, config.text, config.nsamples, config.seqlen, seed=config.seed)
     used = [windows, *([long_windows(source, config)] if measured else [])]

@@ -356,6 +356,43 @@ def test_the_draft_policy_is_never_slower_than_plain_decoding(accepts, dear, act
     assert generated / seconds >= 0.85 * max(constant.values())
 
 
+def test_a_slow_first_step_does_not_make_drafts_look_cheap():
+    """Plain decoding is measured twice, and again now and then."""
+    policy, taken = DraftPolicy(3), []
+    for step in range(300):
+        taken.append(policy.choose(1))
+        # A draft costs half of a step more and is never accepted.
+        policy.record_acceptance(taken[-1], 0)
+        policy.record_time(1 + taken[-1], 9.0 if step == 0 else 1.5 if taken[-1] else 1.0)
+    assert taken[:2] == [0, 0] and taken[20:].count(0) > 270
+    # Where plain decoding becomes fast long after drafts have paid, that is noticed.
+    policy, taken = DraftPolicy(1), []
+    for step in range(8000):
+        taken.append(policy.choose(1))
+        policy.record_acceptance(taken[-1], taken[-1])
+        policy.record_time(1 + taken[-1], 1.1 if taken[-1] else 1.0 if step < 300 else 0.4)
+    assert taken[100:300].count(1) > 190 and taken[-1000:].count(0) > 900
+
+
+def test_another_text_and_another_length_are_measured_anew():
+    policy = DraftPolicy(3)
+
+    def decode(steps, cached, alone, accepts, dear):
+        taken = []
+        for _ in range(steps):
+            taken.append(policy.choose(1, cached, alone))
+            policy.record_acceptance(taken[-1], taken[-1] if accepts else 0)
+            policy.record_time(1 + taken[-1], (1 + dear * taken[-1]) * cached)
+        return taken
+
+    # Nothing of the first text is accepted, all of the second: it does not suffer for the first.
+    assert decode(60, 1000, 1, False, 0.3)[30:].count(0) > 25
+    assert decode(60, 1000, 2, True, 0.3)[10:].count(3) > 45
+    # At another length a row costs another time: plain decoding first, and what was known of the shorter stays.
+    assert decode(60, 9000, 3, True, 3.0)[:2] == [0, 0] and policy.choose(1, 9000, 3) == 0
+    assert policy.expected(1) == 9000 and policy.choose(1, 1000, 3) == 3 and policy.expected(1) == 1000
+
+
 def test_drafts_that_their_drafter_doubts_are_not_paid_for():
     """In a simulation where it knows which of its tokens are likely: faster than any count that is always drafted, and
     hardly slower than plain decoding where all are unlikely."""

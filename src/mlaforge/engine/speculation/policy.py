@@ -13,8 +13,8 @@ EXPLORE_EVERY = 64
 # A drafted token is believed to be accepted so often before anything was measured, as if that had been measured on so
 # many.
 PRIOR, PRIOR_DRAFTS = 0.7, 4
-# Steps after which the time of plain decoding is known.
-PLAIN_STEPS = 2
+# First steps of so many rows, of which the fastest counts; so many are plain decoding before anything is drafted.
+FIRST_STEPS = 2
 
 
 class DraftPolicy:
@@ -46,7 +46,7 @@ class DraftPolicy:
                 self.acceptance = [(accepted + PRIOR) / 2 for accepted in self.acceptance]
                 self._observations = [PRIOR_DRAFTS] * self.most
             self._alone = alone
-        if self._now.get(active, (0.0, 0))[1] < PLAIN_STEPS:
+        if self._now.get(active, (0.0, 0))[1] < FIRST_STEPS:
             return 0
         self._decisions += 1
         explore, more = self._decisions % EXPLORE_EVERY == 0, self._decisions % (2 * EXPLORE_EVERY) == 0
@@ -91,9 +91,12 @@ class DraftPolicy:
     def record_time(self, rows: int, seconds: float) -> None:
         """A step of decoding sequences alone took so long."""
         known, steps = self._now.get(rows, (seconds, 0))
-        # One step may be slow for reasons of its own, the first of all most of all.
-        better = min(known, seconds) if steps < PLAIN_STEPS else known + TIME_WEIGHT * (min(seconds, 2 * known) - known)
-        self._now[rows] = better, steps + 1
+        # One step may be slow for reasons of its own, the first most of all.
+        if steps < FIRST_STEPS:
+            known = min(known, seconds)
+        else:
+            known += TIME_WEIGHT * (min(seconds, 2 * known) - known)
+        self._now[rows] = known, steps + 1
 
     def record_acceptance(self, budget: int, accepted: int) -> None:
         """How many tokens of one draft of at most `budget` were accepted."""
