@@ -18,7 +18,7 @@ class SparsifyConfig(Options):
         1024, "tokens that a generated token reads in each layer, forced ones among them", "tokens", least=2
     )
     text: str = option("embedded", "text that shows what queries look for: a file, a folder or embedded")
-    share: int = option(1, "layers that read one selection, the first of them with an index; best with placement measured", "layers", least=1)
+    share: int = option(1, "layers that read one selection, the first of them with an index", "layers", least=1)
     placement: str = option(
         "even",
         "measured: topk is the mean; each layer's own, and which layers have an index, follow from what they lose",
