@@ -37,7 +37,7 @@ class EnginePeer:
     ):  # fmt: skip
         self.model, self.keeps = model, keeps
         self.view = PartialView.of(config)
-        drafted = max(config.num_speculative_tokens, self.view.max_pending)
+        drafted = max(config.drafted, self.view.max_pending)
         config = dataclasses.replace(
             config, max_model_len=longest, max_num_seqs=most, adaptive_speculation=False,
             speculative=str(head) if head else "none",

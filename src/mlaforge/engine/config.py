@@ -12,8 +12,8 @@ ENGINE_DTYPES = (*DTYPES, "int8", "int4")
 CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "coded")
 # Whether drafted tokens are judged by a part of the cache first.
 SPECPV = ("off", "lossless", "lossy")
-# Of tokens drafted in a row, and of tokens in a tree of them.
-MOST_DRAFTED, LARGEST_TREE = 8, 64
+# Tokens drafted in a row where nothing is said of it, and the most of them, and of tokens in a tree.
+DRAFTED, MOST_DRAFTED, LARGEST_TREE = 3, 8, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,10 @@ class EngineConfig(Options):
         "none", "who drafts tokens that one step then verifies: none, ngram (what followed the same words earlier in "
         "the text), or the directory of an EAGLE-3 head",
     )  # fmt: skip
-    num_speculative_tokens: int = option(
-        3, "drafted tokens per step and sequence", "tokens", least=1, most=MOST_DRAFTED
-    )
+    num_speculative_tokens: int | None = option(
+        None, f"drafted tokens per step and sequence ({DRAFTED}, and up to {MOST_DRAFTED} that are copied from the text"
+        " where the newest ones stood in it before)", "tokens", least=1, most=MOST_DRAFTED,
+    )  # fmt: skip
     speculative_tree_tokens: int = option(
         0, "where one sequence runs alone, verify a tree of so many of a head's likeliest tokens, no deeper than "
         "num-speculative-tokens; 0 for a chain", "tokens", least=0, most=LARGEST_TREE,
@@ -77,3 +78,13 @@ class EngineConfig(Options):
     adaptive_speculation: bool = option(
         True, "draft fewer tokens, or none, where measurement says that it does not pay"
     )
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that a drafter proposes at the most."""
+        return self.num_speculative_tokens or DRAFTED
+
+    @property
+    def copied(self) -> int:
+        """Tokens that are copied from a text at the most."""
+        return self.num_speculative_tokens or MOST_DRAFTED

@@ -20,10 +20,10 @@ def checked(config: EngineConfig) -> EngineConfig:
         raise UserError(
             "kv_cache_dtype int4 packs one text's tokens together; speculative_tree_tokens must be 0, a chain"
         )
-    if tree and tree < config.num_speculative_tokens:
+    if tree and tree < config.drafted:
         raise UserError(
             f"speculative_tree_tokens = {tree} must be 0 (no trees) or at least num_speculative_tokens = "
-            f"{config.num_speculative_tokens}"
+            f"{config.drafted}"
         )
     if tree and config.speculative in ("none", "ngram"):
         raise UserError(f"speculative = {config.speculative!r} drafts no trees; speculative_tree_tokens needs a head")

@@ -37,6 +37,7 @@ from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.scheduler import Plan, Scheduler
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
+from mlaforge.engine.speculation.copies import Copies
 from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.partial import PartialVerification, judging_format
@@ -109,9 +110,9 @@ class Engine:
             self.speculate(EagleDrafter(
                 head, self.model, self.cache.rows[-1],
                 lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
-            ))  # fmt: skip
+            ), copying=True)  # fmt: skip
         elif config.speculative == "ngram":
-            self.speculate(NgramDrafter())
+            self.speculate(NgramDrafter(), copying=True)
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
@@ -153,9 +154,10 @@ class Engine:
         check_head(head.config, spec.hidden_size, spec.vocab_size)
         return head
 
-    def speculate(self, drafter: Drafter) -> None:
+    def speculate(self, drafter: Drafter, copying: bool = False) -> None:
         """Lets `drafter` propose tokens. One that reads captured states must be there before the first request: what
-        was computed without it is unknown to it."""
+        was computed without it is unknown to it. `copying`: where the number of tokens is measured, what stood in a
+        text before comes first (copies.py)."""
         config = self.config
         self.model.boundaries = drafter.boundaries
         partial = None
@@ -163,10 +165,14 @@ class Engine:
             judge, runner = self._judge()
             judge.boundaries = drafter.boundaries
             partial = PartialVerification(config, drafter, judge, runner, self._traffic(judge), self.tables)
+        copies = None
+        if copying and config.adaptive_speculation:
+            copies = Copies(config.copied, drafter if isinstance(drafter, NgramDrafter) else NgramDrafter())
         controller = Controller(
-            config.num_speculative_tokens, config.adaptive_speculation, config.speculative_tree_tokens, partial
-        )
-        self.speculation = Speculation(drafter, controller)
+            config.drafted, config.adaptive_speculation, config.speculative_tree_tokens, partial,
+            copies.most if copies else 0,
+        )  # fmt: skip
+        self.speculation = Speculation(drafter, controller, copies)
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError where it can never run; nothing is kept of it then.

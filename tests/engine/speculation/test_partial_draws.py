@@ -30,10 +30,10 @@ class Undrawn(Drawing):
         return Draft(super()._draft(count).token_ids)
 
 
-def lying(self, budgets, min_probability):
+def lying(self, *asked):
     """As PartialVerification.propose, with a q that is not what was drawn from."""
-    drafts = PartialVerification.propose(self, budgets, min_probability)
-    return [d if d is None else dataclasses.replace(d, q_KV=d.q_KV.flip(0).roll(1, -1) + 0.2) for d in drafts]
+    drafts = PartialVerification.propose(self, *asked)
+    return {s: dataclasses.replace(d, q_KV=d.q_KV.flip(0).roll(1, -1) + 0.2) for s, d in drafts.items()}
 
 
 @pytest.mark.parametrize(("drafter", "right"), [(Drawing, True), (Undrawn, True), (Drawing, False)])
@@ -119,7 +119,7 @@ def test_a_number_is_drawn_with_once(llm):
     (sequence,) = llm.engine.scheduler.running
     llm.engine.tables.reserve(sequence.number, len(sequence.token_ids) + 4)
     before = sequence.state.generator.get_state()
-    (draft,) = partial.propose([(sequence, 4)], 0.0)
+    (draft,) = partial.propose([(sequence, 4)], 0.0, lambda *_: None).values()
     assert draft.q_KV.shape == (len(draft.token_ids), llm.engine.vocab_size)
     assert (draft.q_KV[range(len(draft.token_ids)), draft.token_ids] > 0).all()
     assert not sequence.state.generator.get_state().equal(before) and sequence.state.generated == 1

@@ -75,8 +75,8 @@ class Meddled(PartialVerification):
     def applies(self, sequence, computed=None):
         return True
 
-    def propose(self, budgets, min_probability):
-        return [draft and self._meddled(draft) for draft in super().propose(budgets, min_probability)]
+    def propose(self, *asked):
+        return {sequence: draft and self._meddled(draft) for sequence, draft in super().propose(*asked).items()}
 
     def _meddled(self, draft):
         if not draft.partial_steps or draft.q_KV is not None or self.random.random() >= self.wrong:

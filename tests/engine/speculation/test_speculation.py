@@ -347,7 +347,7 @@ def test_the_draft_policy_is_never_slower_than_plain_decoding(accepts, dear, act
         took = 1 + dear * (active * (1 + count) - 1)
         draws = [*torch.rand(count).lt(accepts).tolist(), False]
         accepted = draws.index(False)
-        policy.record_acceptance(count, accepted)
+        policy.acceptance.record(count, accepted)
         policy.record_time(active * (1 + count), took * float(1 + 0.1 * torch.rand(())))
         if step >= 100:
             generated, seconds = generated + 1 + accepted, seconds + took
@@ -362,14 +362,14 @@ def test_a_slow_first_step_does_not_make_drafts_look_cheap():
     for step in range(300):
         taken.append(policy.choose(1))
         # A draft costs half of a step more and is never accepted.
-        policy.record_acceptance(taken[-1], 0)
+        policy.acceptance.record(taken[-1], 0)
         policy.record_time(1 + taken[-1], 9.0 if step == 0 else 1.5 if taken[-1] else 1.0)
     assert taken[:2] == [0, 0] and taken[20:].count(0) > 270
     # Where plain decoding becomes fast long after drafts have paid, that is noticed.
     policy, taken = DraftPolicy(1), []
     for step in range(8000):
         taken.append(policy.choose(1))
-        policy.record_acceptance(taken[-1], taken[-1])
+        policy.acceptance.record(taken[-1], taken[-1])
         policy.record_time(1 + taken[-1], 1.1 if taken[-1] else 1.0 if step < 300 else 0.4)
     assert taken[100:300].count(1) > 190 and taken[-1000:].count(0) > 900
 
@@ -381,7 +381,7 @@ def test_another_text_and_another_length_are_measured_anew():
         taken = []
         for _ in range(steps):
             taken.append(policy.choose(1, cached, alone))
-            policy.record_acceptance(taken[-1], taken[-1] if accepts else 0)
+            policy.acceptance.record(taken[-1], taken[-1] if accepts else 0)
             policy.record_time(1 + taken[-1], (1 + dear * taken[-1]) * cached)
         return taken
 
@@ -415,7 +415,7 @@ def test_drafts_that_their_drafter_doubts_are_not_paid_for():
                 drafted += 1
             took = 1 + 0.08 * tried + 0.05 * drafted
             if policy is not None:
-                policy.record_acceptance(asked, accepted)
+                policy.acceptance.record(asked, accepted)
                 policy.record_time(1 + asked, took)
             if step >= 100:
                 generated, seconds = generated + 1 + accepted, seconds + took

@@ -309,7 +309,7 @@ def test_the_draft_policy_of_trees_is_never_slower_than_plain_decoding(accepts, 
         rows = 13 if count else 1
         draws = [*torch.rand(count).lt(accepts).tolist(), False]
         took = 1 + dear * (rows - 1)
-        policy.record_acceptance(count, draws.index(False))
+        policy.acceptance.record(count, draws.index(False))
         policy.record_time(rows, took * float(1 + 0.1 * torch.rand(())))
         if step >= 100:
             generated, seconds = generated + 1 + draws.index(False), seconds + took

@@ -27,8 +27,8 @@ class Draft:
     `parents`: of a tree which token each one follows, by its place; -1 for the sequence's own newest. A parent comes
     before what follows it, nothing is followed by the same token twice, and nothing was drawn. None for a chain.
 
-    `partial_steps`: in how many steps the target has judged them by a part of the cache (partial.py). `final`: they
-    stay, whatever the target says now.
+    `partial_steps`: in how many steps the target has judged them by a part of the cache (partial.py), all but the last
+    `copied`, which were copied from the text (copies.py). `final`: they stay, whatever the target says now.
     """
 
     token_ids: list[int]
@@ -36,6 +36,7 @@ class Draft:
     parents: list[int] | None = None
     partial_steps: int = 0
     final: bool = False
+    copied: int = 0
 
     def after(self, node: int, token: int) -> int | None:
         """The place of `token` behind that of `node` (-1 for the sequence's newest); None where it was not proposed."""
@@ -113,11 +114,13 @@ class NgramDrafter:
 
     def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose; None where the newest tokens are new to the text."""
-        drafts: list[Draft | None] = []
-        for sequence, count in budgets:
-            at = self._index(sequence).find(sequence.token_ids)
-            drafts.append(None if at is None else Draft(_copied(sequence.token_ids, at, count)))
-        return drafts
+        copies = [self.copy(sequence, count) for sequence, count in budgets]
+        return [None if copy is None else Draft(copy[0]) for copy in copies]
+
+    def copy(self, sequence: Sequence, count: int) -> tuple[list[int], int] | None:
+        """`count` tokens, and how many of the newest ones stood before them; None where those are new to the text."""
+        found = self._index(sequence).find(sequence.token_ids)
+        return None if found is None else (_copied(sequence.token_ids, found[0], count), found[1])
 
     def _index(self, sequence: Sequence) -> _Index:
         """That of all its tokens. Every token of a text is looked at once, whoever runs ahead of it how often."""
@@ -148,14 +151,15 @@ class _Index:
                     after[tuple(token_ids[end - length : end])] = end
         self._length = len(token_ids)
 
-    def find(self, token_ids: list[int]) -> int | None:
+    def find(self, token_ids: list[int]) -> tuple[int, int] | None:
+        """Where the longest run of its newest tokens ended before, and its length."""
         for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
             run = tuple(token_ids[-length:])
             index: _Index | None = self
             while index is not None:
                 # What stands behind a text's beginning ends later.
                 if (at := index._after[length - SHORTEST_MATCH].get(run)) is not None:
-                    return at
+                    return at, length
                 index = index._before
         return None
 

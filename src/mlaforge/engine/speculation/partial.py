@@ -22,6 +22,7 @@ from collections import abc
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.config import EngineConfig
@@ -96,6 +97,8 @@ def judging_format(config: EngineConfig, model: EngineModel) -> str:
     return "int4" if plain and not experts and kernels() is not None else model.format
 
 
+# What stood in a text before where its newest tokens did, at most so many of its tokens (copies.py).
+Copy = abc.Callable[[Sequence, int], Draft | None]
 # Tokens that may be pending at first, and at the least; and how old what was retrieved may be, in tokens.
 FIRST_PENDING, LEAST_PENDING, FRESH = 4, 2, 8
 
@@ -116,7 +119,7 @@ class PartialVerification:
         # What the partial steps of the newest proposal have read.
         self.read = Read()
         self.sampler = Sampler()
-        self.count, self.pattern = config.num_speculative_tokens, PartialView.of(config)
+        self.count, self.pattern = config.drafted, PartialView.of(config)
         self.final = config.specpv == "lossy"
         self.policy = DraftPolicy(self.count) if config.adaptive_speculation else None
         # Of the target: the cache group of the layers that see everything, and how many they are.
@@ -176,29 +179,39 @@ class PartialVerification:
             tail = max(sink, stop - 1 - window)
             self.retrieved[sequence.number] = Retrieved(heaviest(masses, sink, tail, count).cpu().numpy(), tail)
 
-    def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
-        """As Drafter.propose."""
+    def propose(
+        self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy
+    ) -> dict[Sequence, Draft | None]:
+        """As Drafter.propose. `copy` gives what stood in the text before, which may go on behind what is pending."""
         self.read = Read()
         partial = [(s, count) for s, count in budgets if self.applies(s)]
-        plain = [(s, count) for s, count in budgets if not self.applies(s)]
+        plain = [(s, min(count, self.count)) for s, count in budgets if not self.applies(s)]
         drafts = dict(zip((s for s, _ in plain), self.drafter.propose(plain, min_probability), strict=True))
-        if partial:
-            drafts |= self._pending(partial, min_probability)
-        return [drafts[s] for s, _ in budgets]
+        return drafts | (self._pending(partial, min_probability, copy) if partial else {})
 
     @torch.inference_mode()
-    def _pending(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> dict[Sequence, Draft]:
-        """Tokens that the target agrees to under its partial view."""
-        room = {s.number: count for s, count in budgets}
+    def _pending(
+        self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy
+    ) -> dict[Sequence, Draft]:
+        """Tokens that the target agrees to under its partial view; behind them those that are copied from the text, for
+        the full step to judge: that is cheaper, and a copy is right as often."""
+        # Tokens that may wait, and all that there is room for.
+        room, whole = {s.number: min(count, self.wanted(s)) for s, count in budgets}, {s.number: c for s, c in budgets}
+        copied: dict[Sequence, list[int]] = {}
         texts = [s.ahead() for s, _ in budgets]
         qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         begin = {text.number: len(text.token_ids) for text in texts}
         active, steps = texts, dict.fromkeys(begin, 0)
         view: View | None = None
-        for _ in range(self.pattern.full_every):
-            left = {t.number: room[t.number] - (len(t.token_ids) - begin[t.number]) for t in active}
-            active = [text for text in active if left[text.number] > 0]
-            if not active:
+        for step in range(self.pattern.full_every + 1):
+            grown = {text.number: len(text.token_ids) - begin[text.number] for text in active}
+            # What is to stay must have been judged.
+            for text in active if step and not self.final else []:
+                if draft := copy(text, whole[text.number] - grown[text.number]):
+                    copied[text] = draft.token_ids
+            left = {number: room[number] - count for number, count in grown.items()}
+            active = [text for text in active if text not in copied and left[text.number] > 0]
+            if not active or step == self.pattern.full_every:
                 break
             if view is None or len(active) < len(view.texts):
                 view = self._view(active, [(begin[text.number], room[text.number]) for text in active])
@@ -212,13 +225,17 @@ class PartialVerification:
             for text in active:
                 steps[text.number] += 1
                 if self.policy is not None and text in drafts:
-                    self.policy.record_acceptance(asked[text], accepted[text])
+                    self.policy.acceptance.record(asked[text], accepted[text])
             if self.policy is not None:
                 self.policy.record_time(len(active) + sum(asked.values()), time.perf_counter() - began)
+        for text, tokens in copied.items():
+            # All of q is on the token itself.
+            ids = torch.tensor(tokens)
+            qs[text] += F.one_hot(ids, qs[text][0].shape[-1]).to(qs[text][0]) if qs[text] else []
         return {
             s: Draft(
-                text.token_ids[begin[s.number] :], torch.stack(qs[text]) if qs[text] else None,
-                partial_steps=steps[s.number], final=self.final,
+                text.token_ids[begin[s.number] :] + copied.get(text, []), torch.stack(qs[text]) if qs[text] else None,
+                partial_steps=steps[s.number], final=self.final, copied=len(copied.get(text, [])),
             )
             for (s, _), text in zip(budgets, texts, strict=True)
         }  # fmt: skip

@@ -17,6 +17,29 @@ PRIOR, PRIOR_DRAFTS = 0.7, 4
 FIRST_STEPS = 2
 
 
+class Acceptance:
+    """Of drafted tokens whose predecessors were accepted, by position: how many are."""
+
+    def __init__(self, most: int):
+        self.shares, self._observations = [PRIOR] * most, [PRIOR_DRAFTS] * most
+
+    def paths(self, count: int) -> list[float]:
+        """How likely the first token of a draft is accepted, the first two, ... the first `count`."""
+        return list(itertools.accumulate(self.shares[:count], operator.mul))
+
+    def doubt(self) -> None:
+        """Another text: what was measured is half of a guess."""
+        self.shares = [(share + PRIOR) / 2 for share in self.shares]
+        self._observations = [PRIOR_DRAFTS] * len(self.shares)
+
+    def record(self, budget: int, accepted: int) -> None:
+        """How many tokens of one draft of at most `budget` were accepted."""
+        for position in range(min(budget, accepted + 1)):
+            self._observations[position] += 1
+            weight = max(ACCEPTANCE_WEIGHT, 1 / self._observations[position])
+            self.shares[position] += weight * ((position < accepted) - self.shares[position])
+
+
 class DraftPolicy:
     """How many tokens to draft, from the measured time of steps and acceptance: whatever makes most tokens a second.
 
@@ -29,8 +52,7 @@ class DraftPolicy:
 
     def __init__(self, most: int, tree: int = 0):
         self.most, self.tree = most, tree
-        # Of drafted tokens whose predecessors were accepted, by position: how many are.
-        self.acceptance, self._observations = [PRIOR] * most, [PRIOR_DRAFTS] * most
+        self.acceptance = Acceptance(most)
         # By magnitude, then by rows: seconds, and how many steps they are of.
         self._times: dict[int, dict[int, tuple[float, int]]] = {}
         self._now = self._times.setdefault(0, {})
@@ -40,11 +62,10 @@ class DraftPolicy:
     def choose(self, active: int, cached: int = 0, alone: int | None = None) -> int:
         """Tokens to draft for each of `active` decoding sequences, of which so many tokens are in the cache; `alone` is
         the number of one that runs alone. What is asked and told until the next choice is of these."""
-        self._now = self._times.setdefault(cached.bit_length(), {})
+        self.look(cached)
         if alone not in (None, self._alone):
             if self._alone is not None:
-                self.acceptance = [(accepted + PRIOR) / 2 for accepted in self.acceptance]
-                self._observations = [PRIOR_DRAFTS] * self.most
+                self.acceptance.doubt()
             self._alone = alone
         if self._now.get(active, (0.0, 0))[1] < FIRST_STEPS:
             return 0
@@ -52,10 +73,8 @@ class DraftPolicy:
         explore, more = self._decisions % EXPLORE_EVERY == 0, self._decisions % (2 * EXPLORE_EVERY) == 0
         if explore and not more:
             return 0
-        tokens = likely = 1.0
-        best, rate = 0, 1.0 / self.expected(active)
-        for count, accepted in enumerate(self.acceptance, start=1):
-            likely *= accepted
+        tokens, best, rate = 1.0, 0, 1.0 / self.expected(active)
+        for count, likely in enumerate(self.acceptance.paths(self.most), start=1):
             tokens += likely
             if self.tree and count < self.most:
                 continue
@@ -68,10 +87,16 @@ class DraftPolicy:
         # A tree costs as much as several steps, and is tried that much less often.
         return best if self._decisions % math.ceil(EXPLORE_EVERY * seconds / self.expected(active)) else self.most
 
+    def look(self, cached: int) -> None:
+        """What is asked and told from now on is of so many tokens in the cache."""
+        self._now = self._times.setdefault(cached.bit_length(), {})
+
     def min_probability(self, active: int, count: int) -> float:
         """How likely a drafted token must be to pay for itself where `count` are drafted for each of `active`
-        sequences: the time that it adds over the time that a token takes."""
-        tokens = 1.0 + sum(itertools.accumulate(self.acceptance[:count], operator.mul))
+        sequences: the time that it adds over the time that a token takes. 0 before anything was timed."""
+        if not self._now:
+            return 0.0
+        tokens = 1.0 + sum(self.acceptance.paths(count))
         seconds = self.expected(active * (1 + count))
         return max(0.0, (seconds - self.expected(active)) / count * tokens / seconds)
 
@@ -97,10 +122,3 @@ class DraftPolicy:
         else:
             known += TIME_WEIGHT * (min(seconds, 2 * known) - known)
         self._now[rows] = known, steps + 1
-
-    def record_acceptance(self, budget: int, accepted: int) -> None:
-        """How many tokens of one draft of at most `budget` were accepted."""
-        for position in range(min(budget, accepted + 1)):
-            self._observations[position] += 1
-            weight = max(ACCEPTANCE_WEIGHT, 1 / self._observations[position])
-            self.acceptance[position] += weight * ((position < accepted) - self.acceptance[position])

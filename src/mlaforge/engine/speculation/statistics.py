@@ -39,6 +39,7 @@ class SpeculationStats:
     tokens: int = 0
     long_steps: int = 0
     tree_tokens: int = 0
+    copied: int = 0
     partial_steps: int = 0
     pending: int = 0
     kept: int = 0
@@ -73,6 +74,7 @@ class SpeculationStats:
             "steps": self.steps,
             "drafted": self.drafted,
             "tree_tokens": self.tree_tokens,
+            "copied_tokens": self.copied,
             "partial_steps": self.partial_steps,
             "pending_tokens": self.pending,
             "mean_pending_length": _share(self.pending, self.judging_steps),

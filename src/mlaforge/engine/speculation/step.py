@@ -9,6 +9,7 @@ from collections import abc
 from mlaforge.engine.execution.traffic import Read
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
+from mlaforge.engine.speculation.copies import Copies
 from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.engine.speculation.verification import Verified
@@ -29,14 +30,15 @@ class Proposal:
 
 
 class Speculation:
-    """An engine's drafter, the controller of how much it drafts, and the statistics of what became of it.
+    """An engine's drafter, the controller of how much it drafts, and the statistics of what became of it; with `copies`
+    what stood in a text before comes ahead of what the drafter proposes.
 
     A step is what `controller` decides, `propose` of that, and `end` of what was proposed.
     """
 
-    def __init__(self, drafter: Drafter, controller: Controller):
+    def __init__(self, drafter: Drafter, controller: Controller, copies: Copies | None = None):
         assert not controller.tree or isinstance(drafter, TreeDrafter)
-        self.drafter, self.controller, self.partial = drafter, controller, controller.partial
+        self.drafter, self.controller, self.partial, self.copies = drafter, controller, controller.partial, copies
         self.stats = SpeculationStats(controller.longest)
 
     def propose(self, decision: Decision, chunks: list[tuple[Sequence, int]]) -> Proposal:
@@ -44,10 +46,12 @@ class Speculation:
         budgets = [(s, upto - len(s.token_ids)) for s, upto in chunks if upto > len(s.token_ids)]
         drafts: dict[Sequence, Draft] = {}
         budget_of: dict[Sequence, int] = {}
-        for (sequence, count), draft in zip(budgets, self._drafts(decision, budgets) if budgets else [], strict=True):
-            if draft is not None:
+        made = self._drafts(decision, budgets)
+        for sequence, count in budgets:
+            if (draft := made.get(sequence)) is not None:
                 assert len(draft.token_ids) <= count
-                budget_of[sequence] = draft.length if decision.tree else count
+                own = min(count, decision.depth(sequence))
+                budget_of[sequence] = draft.length if decision.tree or draft.copied else own
                 if draft.token_ids:
                     drafts[sequence] = draft
         lengths = {sequence: len(draft.token_ids) for sequence, draft in drafts.items()}
@@ -55,14 +59,25 @@ class Speculation:
         read = self.partial.read if budgets and decision.partial and self.partial is not None else Read()
         return Proposal(cut, decision, drafts, budget_of, time.perf_counter(), read)
 
-    def _drafts(self, decision: Decision, budgets: list[tuple[Sequence, int]]) -> list[Draft | None]:
+    def _drafts(self, decision: Decision, budgets: list[tuple[Sequence, int]]) -> abc.Mapping[Sequence, Draft | None]:
+        def copy(sequence: Sequence, room: int) -> Draft | None:
+            most = min(room, decision.copied)
+            return self.copies.propose(sequence, most, decision.copy_probability) if self.copies and most else None
+
+        drafts = {sequence: draft for sequence, room in budgets if (draft := copy(sequence, room))}
+        budgets = [(s, room) for s, room in budgets if s not in drafts and decision.depth(s)]
+        if not budgets:
+            return drafts
         if decision.partial and self.partial is not None:
-            return self.partial.propose(budgets, decision.min_probability)
+            return drafts | self.partial.propose(budgets, decision.min_probability, copy)
         if not decision.tree:
-            return self.drafter.propose(budgets, decision.min_probability)
+            own = [(s, min(room, decision.depth(s))) for s, room in budgets]
+            proposed = self.drafter.propose(own, decision.min_probability)
+            return drafts | dict(zip((s for s, _ in own), proposed, strict=True))
         assert isinstance(self.drafter, TreeDrafter)
-        ((sequence, count),) = budgets
-        return [self.drafter.propose_tree(sequence, count, min(count, decision.depth(sequence)))]
+        ((sequence, room),) = budgets
+        count = min(room, decision.tree)
+        return drafts | {sequence: self.drafter.propose_tree(sequence, count, min(count, decision.depth(sequence)))}
 
     def end(
         self, proposal: Proposal, decoded: abc.Sequence[tuple[Sequence, Verified]], verified_at: float,
@@ -80,15 +95,21 @@ class Speculation:
                 self.stats.count(drafted, accepted, new)
                 if draft is not None and draft.parents is not None:
                     self.stats.tree_tokens += len(draft.token_ids)
+                copied = 0 if draft is None else draft.copied
+                pending, kept = drafted - copied, min(accepted, drafted - copied) - verified.overruled
                 if draft is not None and draft.partial_steps and self.partial is not None:
-                    self.partial.learn(sequence, drafted, accepted - verified.overruled)
+                    self.partial.learn(sequence, pending, kept)
                     self.stats.partial_steps += draft.partial_steps
                     self.stats.judging_steps += 1
-                    self.stats.pending += drafted
-                    self.stats.kept += accepted - verified.overruled
+                    self.stats.pending += pending
+                    self.stats.kept += kept
+                self.stats.copied += copied
                 # Where the text ended among the drafted tokens, the rest was not judged.
-                if policy is not None and (accepted == drafted or accepted < new):
-                    policy.record_acceptance(proposal.budgets.get(sequence, 0), accepted)
+                if accepted == drafted or accepted < new:
+                    if copied and self.copies is not None and accepted >= pending:
+                        self.copies.acceptance.record(copied, accepted - pending)
+                    elif policy is not None and not copied:
+                        policy.acceptance.record(proposal.budgets.get(sequence, 0), accepted)
         seconds = time.perf_counter() - decision.began
         if speculating:
             drafting, verifying = proposal.at - decision.began, verified_at - proposal.at
@@ -97,7 +118,9 @@ class Speculation:
             return
         new = sum(len(verified.completion.token_ids) for _, verified in decoded)
         self.stats.count_read(new, read, proposal.read)
-        if decision.way is not None and self.controller.pace is not None:
-            self.controller.pace.record(speculating, decision.way, new, seconds)
-        if policy is not None:
+        # Copies are the same in every way.
+        copying = any(draft.copied for draft in proposal.drafts.values())
+        if decision.way is not None and self.controller.pace is not None and not copying:
+            self.controller.pace.record(decision.way, new, seconds)
+        if policy is not None and not (decision.tree and copying):
             policy.record_time(rows if decision.tree else len(decoded) + sum(proposal.budgets.values()), seconds)
