@@ -9,9 +9,9 @@ from mlaforge.engine.speculation.partial import PartialVerification
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
 
 
-def speculate(engine, drafter, count=3, adaptive=False):
+def speculate(engine, drafter, count=3, adaptive=False, copying=False):
     engine.config = dataclasses.replace(engine.config, num_speculative_tokens=count, adaptive_speculation=adaptive)
-    engine.speculate(drafter)
+    engine.speculate(drafter, copying)
     return engine
 
 
@@ -25,10 +25,10 @@ SMALL = {
 }
 
 
-def partly(engine, drafter, count=3, **options):
+def partly(engine, drafter, count=3, copying=False, **options):
     """The engine, which judges what `drafter` proposes under partial views first."""
     engine.config = dataclasses.replace(engine.config, **{"specpv": "lossless", **SMALL, **options})
-    speculate(engine, drafter, count)
+    speculate(engine, drafter, count, copying=copying)
     assert isinstance(engine.speculation.partial, PartialVerification)
     return engine.speculation
 

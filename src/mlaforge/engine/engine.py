@@ -110,9 +110,9 @@ class Engine:
             self.speculate(EagleDrafter(
                 head, self.model, self.cache.rows[-1],
                 lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
-            ), copying=True)  # fmt: skip
+            ), copying=config.adaptive_speculation)  # fmt: skip
         elif config.speculative == "ngram":
-            self.speculate(NgramDrafter(), copying=True)
+            self.speculate(NgramDrafter(), copying=config.adaptive_speculation)
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
@@ -156,8 +156,7 @@ class Engine:
 
     def speculate(self, drafter: Drafter, copying: bool = False) -> None:
         """Lets `drafter` propose tokens. One that reads captured states must be there before the first request: what
-        was computed without it is unknown to it. `copying`: where the number of tokens is measured, what stood in a
-        text before comes first (copies.py)."""
+        was computed without it is unknown to it. `copying`: what stood in a text before comes first (copies.py)."""
         config = self.config
         self.model.boundaries = drafter.boundaries
         partial = None
@@ -165,9 +164,8 @@ class Engine:
             judge, runner = self._judge()
             judge.boundaries = drafter.boundaries
             partial = PartialVerification(config, drafter, judge, runner, self._traffic(judge), self.tables)
-        copies = None
-        if copying and config.adaptive_speculation:
-            copies = Copies(config.copied, drafter if isinstance(drafter, NgramDrafter) else NgramDrafter())
+        lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
+        copies = Copies(config.copied, lookup) if copying else None
         controller = Controller(
             config.drafted, config.adaptive_speculation, config.speculative_tree_tokens, partial,
             copies.most if copies else 0,

@@ -104,12 +104,13 @@ asked = st.tuples(
     max_step=st.integers(12, 80),
     spare=st.sampled_from([0, 0, 1, 4, 12]),
     caching=st.sampled_from([True, True, False]),
+    copying=st.booleans(),
 )
 def test_any_schedule(
-    loaded, requests, right, wrong, window, full_every, max_pending, block_size, max_step, spare, caching
+    loaded, requests, right, wrong, window, full_every, max_pending, block_size, max_step, spare, caching, copying
 ):  # fmt: skip
-    """Chunks, preemption, prefixes that others made, continuations, drawn requests beside greedy ones, aborts, and any
-    number of pending tokens refused."""
+    """Chunks, preemption, prefixes that others made, continuations, drawn requests beside greedy ones, aborts, any
+    number of pending tokens refused, and what stood in a text before copied behind them."""
     engine, plain = loaded
     for left in list(engine._requests):
         # Of an example that failed.
@@ -119,7 +120,15 @@ def test_any_schedule(
     prompts = [BASES[base][:length] for base, length, *_ in requests]
     prompts = [p + plain.continuation(p)[: r[2]] if len(p) + r[2] <= LONGEST else p
                for p, r in zip(prompts, requests, strict=True)]  # fmt: skip
-    options = {**NARROW, "specpv_window": window, "specpv_full_every": full_every, "specpv_max_pending": max_pending}
+    if copying:
+        prompts = [p[: len(p) // 2] * 2 for p in prompts]
+    options = {
+        **NARROW,
+        "copying": copying,
+        "specpv_window": window,
+        "specpv_full_every": full_every,
+        "specpv_max_pending": max_pending,
+    }
     partial = partly(engine, Knowing([p + plain.continuation(p) for p in prompts], right), **options).partial
     partial.__class__, partial.random, partial.wrong = Meddled, Random(0), wrong
     got, gone, step = {}, set(), 0
