@@ -3,12 +3,13 @@ where measurement says that it pays, always, and in the paper's lossy form.
 
     python benchmarks/specpv.py --data ../shared/data [--cases 2048x1 8000x1 8000x4] [--sweep] [--out FILE.json]
 
-SmolLM2-135M-Instruct in bf16 with the shipped head. Each of the eight documents of benchmarks/sparsity.py, cut to the
-context, stands in a conversation that asks for a summary; answers are greedy, --tokens long at most, and end where the
-text ends. All of them take turns on one engine, the documents one after another (in a batch so many together), and what
-counts is the time from the first new token to the last. Tokens must be plain decoding's, but those of the lossy form.
-`kept` is the share of the pending tokens that a full step agreed to. `nats`: what the model itself, reading all, gives
-the answer's tokens, less than it gives those of plain decoding. --sweep: other sizes of the view, on the first case.
+SmolLM2-135M-Instruct in bf16 with the shipped head; `copies`: what stood in the text before comes ahead of it, as it
+does by default. Each of the eight documents of benchmarks/sparsity.py, cut to the context, stands in a conversation
+that asks for a summary; answers are greedy, --tokens long at most, and end where the text ends. All of them take turns
+on one engine, the documents one after another (in a batch so many together), and what counts is the time from the
+first new token to the last. Tokens must be plain decoding's, but those of the lossy form. `kept` is the share of the
+pending tokens that a full step agreed to. `nats`: what the model itself, reading all, gives the answer's tokens, less
+than it gives those of plain decoding. --sweep: other sizes of the view, on the first case.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ HEAD = Path(mlaforge.__file__).parent / "demo" / "heads" / "smollm2-135m-instruc
 ASK = "Summarize this text in your own words:\n\n"
 # Ratios to plain decoding, and to the head alone.
 BARS = {"2048x1": (1.0, 1.0), "8000x1": (1.4, 1.25), "8000x4": (None, 1.2)}
-ALWAYS, LOSSY, LOSSY_CASE = "head, always partial", "head, lossy", "8000x1"
+COPIES, PACE, ALWAYS = "head, copies", "head, copies, partial", "head, always partial"
+LOSSY, LOSSY_CASE = "head, lossy", "8000x1"
 SWEEP = {
     "specpv_dtype": ("model", "int8", "int4"), "specpv_retrieval": (0, 512, 1024, 2048),
     "specpv_window": (128, 256, 512), "specpv_max_pending": (4, 8, 16, 24), "specpv_full_every": (2, 4, 8, 16),
@@ -59,14 +61,14 @@ class Modes:
         self.kept: dict[str, Any] = {}
 
     def use(self, name: str, **options: Any) -> None:
-        """`plain`, `head`, or with partial verification by any other name, by these options."""
+        """`plain`, without partial verification `head` and COPIES, or with it by any other name, by these options."""
         engine = self.llm.engine
         engine.speculation, engine.model.boundaries = None, ()
         if name == "plain":
             return
-        specpv = "off" if name == "head" else "lossy" if name == LOSSY else "lossless"
+        specpv = "off" if name in ("head", COPIES) else "lossy" if name == LOSSY else "lossless"
         engine.config = dataclasses.replace(self.config, **{"specpv": specpv, **options})
-        engine.speculate(self.drafter)
+        engine.speculate(self.drafter, copying=name in (COPIES, PACE))
         engine.speculation = self.kept.setdefault(name, engine.speculation)
         if name in (ALWAYS, LOSSY):
             # Without looking at the pace.
@@ -173,7 +175,7 @@ def main() -> None:
                     results.add(key | row)
             break
         for _ in results.missing([{"case": case, "mode": ALWAYS}]):
-            names = ("plain", "head", "head, partial", ALWAYS, *([LOSSY] if case == LOSSY_CASE else []))
+            names = ("plain", "head", COPIES, PACE, ALWAYS, *([LOSSY] if case == LOSSY_CASE else []))
             for row in measured(modes, names, batches):
                 results.add({"case": case, "bars": BARS.get(case), **row})
         modes.llm.engine.forget()

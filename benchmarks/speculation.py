@@ -2,14 +2,16 @@
 
     python benchmarks/speculation.py --data ../shared/data [--draft DIR [--tree N]] [--model MODEL] [--out FILE.json]
 
-SmolLM2-135M-Instruct, greedy, batch 1, the first turns of mt_bench.jsonl through the chat template, --tokens new tokens
-each (past the end of the text). For each prompt every drafter continues it in turn, in one process and on one engine;
-what counts is the time from the first new token to the last, and the median over the prompts of the ratio to plain
-decoding; beside it the least and the most. `adaptive` lets measurement choose how many tokens to draft, as the engine
-does by default. The perfect drafter proposes what plain decoding gave: no drafter of so many tokens is faster. Its
-drafting costs nothing. `by place`: of the drafts that had a token there, the share that was accepted that far. In bf16
-several rows are summed in another order than one, so that a near tie may fall the other way: `differ` counts answers,
-`margin` is the largest difference of the two tokens' log probabilities where they part.
+SmolLM2-135M-Instruct, greedy, batch 1, the first turns of mt_bench.jsonl through the chat template, --tokens new
+tokens each (past the end of the text; with --end up to it, where that is eight tokens or more). For each prompt every
+drafter continues it in turn, in one process and on one engine; what counts is the time from the first new token to the
+last, and the median over the prompts of the ratio to plain decoding; beside it the least and the most. `adaptive` lets
+measurement choose how many tokens to draft, and `copies` puts what stood in the text before ahead of what is drafted,
+up to eight tokens of it: the engine does both by default. The perfect drafter proposes what plain decoding gave: no
+drafter of so many tokens is faster. Its drafting costs nothing. `by place`: of the drafts that had a token there, the
+share that was accepted that far. In bf16 several rows are summed in another order than one, so that a near tie may
+fall the other way: `differ` counts answers, `margin` is the largest difference of the two tokens' log probabilities
+where they part.
 Small models repeat themselves under greedy decoding, which flatters every drafter: `distinct` is the share of an
 answer's runs of four tokens that are different ones. Prompts of random tokens make a model repeat itself entirely:
 refused, and so is a head that was trained on text which these prompts were not kept out of.
@@ -43,10 +45,14 @@ from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError, log
 from mlaforge.synthesis.repetition import distinct_share
 
+# What the engine does by default.
+ALL = "head copies adaptive"
 # Passes after which the perfect drafter's text is taken as it is.
 PASSES = 6
-# What is asked of a trained head.
-BAR = 1.25
+# What is asked of a trained head, and of ALL.
+BAR, BAR_OF_ALL = 1.25, 1.4
+# Tokens of an answer that is timed.
+SHORTEST = 8
 # Share of ln(vocabulary) that a token of a prompt may cost the model on average: text costs a third, random tokens all.
 RANDOM = 0.75
 
@@ -74,7 +80,7 @@ class Modes:
             speculative=str(options.draft or "none"), prefix_caching=False, num_speculative_tokens=options.count,
         )  # fmt: skip
         self.head = self.llm.engine.speculation.drafter if self.llm.engine.speculation else None
-        self.count, self.tree = options.count, options.tree
+        self.count, self.tree, self.end = options.count, options.tree, options.end
         self.stats: dict[str, Any] = {}
 
     def use(self, mode: str, drafter: Drafter | None) -> None:
@@ -85,9 +91,10 @@ class Modes:
             return
         engine.config = dataclasses.replace(
             engine.config, adaptive_speculation=mode.endswith("adaptive"),
+            num_speculative_tokens=None if "copies" in mode else self.count,
             speculative_tree_tokens=self.tree if "tree" in mode else 0,
         )  # fmt: skip
-        engine.speculate(drafter)
+        engine.speculate(drafter, copying="copies" in mode)
         its = engine.speculation
         assert its is not None
         if mode in self.stats:
@@ -97,7 +104,7 @@ class Modes:
     def run(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
         """The continuation, and seconds from its first step's end to its last's."""
         engine, token_ids, times = self.llm.engine, [], []
-        engine.add("0", prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+        engine.add("0", prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=not self.end))
         while engine.has_work:
             for output in engine.step():
                 token_ids += output.outputs[0].token_ids
@@ -140,37 +147,42 @@ def read_prompts(
 
 def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, dict[str, Any]]:
     """Per mode its speed and ratios, how often its tokens were not plain decoding's, and the largest margin there."""
-    drafters: dict[str, Any] = {"plain": None, "ngram": NgramDrafter(), "ngram adaptive": NgramDrafter()}
+    drafters: dict[str, Any] = {"plain": None, "ngram": NgramDrafter(), "ngram copies adaptive": NgramDrafter()}
     if modes.head is not None:
-        drafters |= {"head": modes.head, "head adaptive": modes.head}
+        drafters |= dict.fromkeys(("head", "head adaptive", "head copies adaptive"), modes.head)
         if modes.tree:
-            drafters |= {"head tree": modes.head, "head tree adaptive": modes.head}
+            drafters |= dict.fromkeys(("head tree", "head copies tree adaptive"), modes.head)
     names = [*drafters, "perfect"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    lengths: list[int] = []
     margins: dict[str, list[float]] = {name: [] for name in names}
     shares: dict[str, list[float]] = {name: [] for name in names}
     for number, prompt in enumerate(prompts):
         # Plain decoding at both ends, and the mean of the two: the machine gets faster and slower.
         modes.use("plain", None)
         plain, first = modes.run(prompt, tokens)
+        if len(plain) < SHORTEST:
+            continue
+        lengths.append(len(plain))
         known = modes.known(prompt, plain)
         for name in names[1:]:
             modes.use(name, Replay({"0": prompt + known}) if name == "perfect" else drafters[name])
-            token_ids, took = modes.run(prompt, tokens)
+            token_ids, took = modes.run(prompt, len(plain))
             seconds[name].append(took)
             shares[name].append(distinct_share(token_ids) or 0.0)
             if token_ids != plain:
                 margins[name].append(modes.margin(prompt, token_ids, plain))
         modes.use("plain", None)
-        seconds["plain"].append((first + modes.run(prompt, tokens)[1]) / 2)
+        seconds["plain"].append((first + modes.run(prompt, len(plain))[1]) / 2)
         shares["plain"].append(distinct_share(plain) or 0.0)
         log(f"prompt {number + 1} of {len(prompts)}")
     rows = {}
     for name in names:
         ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[name], strict=True)]
         rows[name] = {
-            "tokens_per_second": spread([(tokens - 1) / took for took in seconds[name]]), "ratio": spread(ratios),
-            "bar": BAR if name in ("head", "head tree") else None, "differ": len(margins[name]),
+            "tokens_per_second": spread([(made - 1) / took for made, took in zip(lengths, seconds[name], strict=True)]),
+            "bar": BAR_OF_ALL if name == ALL else BAR if name in ("head", "head tree") else None,
+            "ratio": spread(ratios), "differ": len(margins[name]),
             "largest_margin": max(margins[name], default=0.0), "distinct_4_grams": statistics.mean(shares[name]),
         }  # fmt: skip
         if name in modes.stats:
@@ -225,6 +237,7 @@ def main() -> None:
     arguments = speculation_parser(__doc__, None, "auto", "benchmarks/speculation.json")
     arguments.add_argument("--count", type=int, default=3, help="drafted tokens per step")
     arguments.add_argument("--tree", type=int, default=0, help="tokens of a tree; 0: chains only")
+    arguments.add_argument("--end", action="store_true", help="answers end where the text does")
     options = arguments.parse_args()
     options.model, path, facts = begin(options)
     modes = Modes(options)
@@ -235,7 +248,7 @@ def main() -> None:
     print(table(rows) + (f"\n{facts['unknown']}" if facts["unknown"] else ""))
     Results(
         options.out, rows, **facts, prompts=len(prompts), num_speculative_tokens=options.count,
-        tree_tokens=options.tree, dtype=modes.llm.engine.model.format,
+        tree_tokens=options.tree, end=options.end, dtype=modes.llm.engine.model.format,
     ).save()  # fmt: skip
 
 

@@ -81,10 +81,10 @@ def test_a_head_that_may_know_the_prompts_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_table(tiny_models):
-    options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=None, count=3, tree=0)
+    options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=None, count=3, tree=0, end=False)
     modes = bench.Modes(options)
     rows = bench.measure(modes, [[1, 2, 3, 4] * 8, [7, 8, 9] * 5], 30)
-    assert set(rows) == {"plain", "ngram", "ngram adaptive", "perfect"}
+    assert set(rows) == {"plain", "ngram", "ngram copies adaptive", "perfect"}
     perfect, plain = rows["perfect"], rows["plain"]
     block = perfect["eagle_speculation"]
     # 29 tokens after the first: seven steps of four, and one of one, which has room for no draft.
@@ -100,10 +100,10 @@ def test_the_table(tiny_models):
 def test_a_heads_rows(tiny_models, tmp_path):
     """A chain's and a tree's, each with counters of its own."""
     folder = saved(tmp_path / "head")
-    options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=folder, count=2, tree=6)
+    options = argparse.Namespace(model=tiny_models["llama"], dtype="float32", draft=folder, count=2, tree=6, end=False)
     rows = bench.measure(bench.Modes(options), [[1, 2, 3, 4] * 4], 12)
     blocks = {name: row["eagle_speculation"] for name, row in rows.items() if name.startswith("head")}
-    assert set(blocks) == {"head", "head adaptive", "head tree", "head tree adaptive"}
+    assert set(blocks) == {"head", "head adaptive", "head copies adaptive", "head tree", "head copies tree adaptive"}
     assert blocks["head"]["tree_tokens"] == 0 < blocks["head tree"]["tree_tokens"]
 
 
