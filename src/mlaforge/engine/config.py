@@ -76,7 +76,9 @@ class EngineConfig(Options):
         choices=("auto", "model", "int8", "int4"),
     )  # fmt: skip
     adaptive_speculation: bool = option(
-        True, "draft fewer tokens, or none, where measurement says that it does not pay"
+        True,
+        "draft fewer tokens, or none, where measurement says that it does not pay, and copy what stood in the "
+        "text before",
     )
 
     @property

@@ -165,7 +165,9 @@ class Engine:
             judge.boundaries = drafter.boundaries
             partial = PartialVerification(config, drafter, judge, runner, self._traffic(judge), self.tables)
         lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
-        copies = Copies(config.copied, lookup) if copying else None
+        # What is verified together shares one selection of a sparse model.
+        most = config.drafted if is_sparse(self._source.config) else config.copied
+        copies = Copies(most, lookup) if copying else None
         controller = Controller(
             config.drafted, config.adaptive_speculation, config.speculative_tree_tokens, partial,
             copies.most if copies else 0,

@@ -31,6 +31,7 @@ COUNTERS = {
 SPECULATION = {
     "mlaforge_speculation_steps": ("steps", "steps of decoding sequences that may be drafted for"),
     "mlaforge_speculation_drafted_tokens": ("drafted", "tokens drafted"),
+    "mlaforge_speculation_copied_tokens": ("copied", "drafted tokens that were copied from the text"),
     "mlaforge_speculation_accepted_tokens": ("accepted", "drafted tokens that were accepted"),
     "mlaforge_speculation_tokens": ("tokens", "tokens of those steps, the model's own among them"),
     "mlaforge_speculation_partial_steps": ("partial_steps", "steps of a sequence that read a part of the cache"),

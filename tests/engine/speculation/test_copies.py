@@ -67,6 +67,8 @@ def test_copies_come_first_and_tokens_stay(way, llm):
     def watching(decision, chunks):
         proposal = propose(decision, chunks)
         behind.extend(d for d in proposal.drafts.values() if d.copied and d.partial_steps)
+        # What an earlier step's partial ones have read is not read again.
+        assert (proposal.read.weights > 0) == any(d.partial_steps for d in proposal.drafts.values())
         return proposal
 
     speculation.propose = watching

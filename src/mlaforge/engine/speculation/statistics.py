@@ -11,6 +11,7 @@ DEFINITIONS = {
     "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
     "drafted": "drafted tokens; of a tree those of its longest path",
     "tree_tokens": "drafted tokens in trees, all branches",
+    "copied_tokens": "drafted tokens that were copied from the text, where their predecessors stood in it before",
     "partial_steps": "steps of a sequence that read a part of the cache; the full ones are among `steps`",
     "pending_tokens": "tokens that were agreed to in partial steps",
     "mean_pending_length": "pending tokens of a full step that judged any",

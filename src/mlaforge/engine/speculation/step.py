@@ -56,7 +56,8 @@ class Speculation:
                     drafts[sequence] = draft
         lengths = {sequence: len(draft.token_ids) for sequence, draft in drafts.items()}
         cut = [(s, min(upto, len(s.token_ids) + lengths.get(s, 0))) for s, upto in chunks]
-        read = self.partial.read if budgets and decision.partial and self.partial is not None else Read()
+        judged = any(draft.partial_steps for draft in drafts.values())
+        read = self.partial.read if judged and self.partial is not None else Read()
         return Proposal(cut, decision, drafts, budget_of, time.perf_counter(), read)
 
     def _drafts(self, decision: Decision, budgets: list[tuple[Sequence, int]]) -> abc.Mapping[Sequence, Draft | None]:
@@ -118,8 +119,8 @@ class Speculation:
             return
         new = sum(len(verified.completion.token_ids) for _, verified in decoded)
         self.stats.count_read(new, read, proposal.read)
-        # Copies are the same in every way.
-        copying = any(draft.copied for draft in proposal.drafts.values())
+        # One text's copy is the same in every way; of several texts one copies nearly always.
+        copying = speculating == 1 and any(draft.copied for draft in proposal.drafts.values())
         if decision.way is not None and self.controller.pace is not None and not copying:
             self.controller.pace.record(decision.way, new, seconds)
         if policy is not None and not (decision.tree and copying):
