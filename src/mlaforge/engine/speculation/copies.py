@@ -1,8 +1,8 @@
 """Copied drafts: where the newest tokens stood in the text before, what followed them there, beside any drafter.
 
 A model that has a document before it writes runs of it again, longer ones than a head can guess, and finding one reads
-no weights. Of SmolLM2's summaries of 8,000 tokens 0.64 of the tokens follow four that stood in the text, and 0.89 of these
-are what followed there (LOG.md).
+no weights. Of SmolLM2's summaries of 8,000 tokens 0.64 of the tokens follow four that stood in the text, and 0.89 of
+these are what followed there (LOG.md).
 """
 
 from __future__ import annotations
