@@ -199,6 +199,13 @@ def test_drafts_share_a_selection(sparse, monkeypatch):
     llm.engine.check_integrity()
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_copies_are_no_longer_than_drafts(dense, sparse):
+    """Where what is verified together shares a selection; read densely, they may be."""
+    speculation = engine(sparse("llama", "latent"), speculative="ngram", dense=dense).engine.speculation
+    assert speculation.copies.most == (8 if dense else 3)
+
+
 @pytest.mark.parametrize("layout", ["gqa", "latent"])
 def test_prefixes_forks_and_chunks(layout, sparse):
     directory = sparse("llama", layout)
