@@ -12,7 +12,17 @@ from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
-from support.speculating import HOW, check_identities, chi_square, deviations, outcomes, partly, speculate, tokens
+from support.speculating import (
+    HOW,
+    check_identities,
+    chi_square,
+    deviations,
+    drawn,
+    outcomes,
+    partly,
+    speculate,
+    tokens,
+)
 
 
 class Text:
@@ -122,13 +132,7 @@ def test_the_distribution_is_the_targets(right, tiny_models):
         return drafts
 
     partial.propose = watching
-    counts: dict = {}
-    for seed in range(2):
-        bias = dict.fromkeys(vocabulary, 100.0)
-        how = SamplingParams(n=300, temperature=2.0, max_tokens=6, ignore_eos=True, seed=seed, logit_bias=bias)
-        for completion in llm.generate([prompt], how)[0].outputs:
-            key = tuple(completion.token_ids)
-            counts[key] = counts.get(key, 0) + 1
+    counts = drawn(llm, prompt, vocabulary, 6)
     assert len(behind) > 100 and all((own == 1).all() for own in behind)
     far = deviations(*chi_square(counts, exact))
     assert far < 3.5 if right else far > 5

@@ -12,7 +12,7 @@ from mlaforge.engine.speculation.partial import PartialVerification
 from support.drafters import Drawing, Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import Oracle, idle, random_prompts, renew, watched
-from support.speculating import HOW, check_identities, chi_square, deviations, outcomes, partly, tokens
+from support.speculating import HOW, check_identities, chi_square, deviations, drawn, outcomes, partly, tokens
 
 # Views that hold few tokens of short texts.
 NARROW = {
@@ -46,13 +46,7 @@ def test_the_distribution_is_the_targets(drafter, right, tiny_models):
     partial = partly(llm.engine, drafter(vocabulary, 260), 2, **NARROW).partial
     if not right:
         partial.propose = lying.__get__(partial)
-    counts: dict = {}
-    for seed in range(2):
-        bias = dict.fromkeys(vocabulary, 100.0)
-        how = SamplingParams(n=300, temperature=2.0, max_tokens=4, ignore_eos=True, seed=seed, logit_bias=bias)
-        for completion in llm.generate([prompt], how)[0].outputs:
-            key = tuple(completion.token_ids)
-            counts[key] = counts.get(key, 0) + 1
+    counts = drawn(llm, prompt, vocabulary, 4)
     stats = llm.engine.stats().speculation
     # The view leaves out enough to be wrong at times.
     assert stats.partial_steps > 600 and 0.2 < stats.kept / stats.pending < 0.97

@@ -143,14 +143,17 @@ class Controller:
         if self.policy is not None and active:
             self.policy.look(cached)
             worth = self.policy.min_probability(active, 1)
+        decision = Decision(
+            self.most, copied=self.copied, copy_probability=worth, partial=partial, began=began, way=measured
+        )
         if partial:
             assert self.partial is not None
             # No more room than may be used: what is reserved is taken from others.
             counts = {sequence: self.partial.wanted(sequence) for sequence in running if sequence.decoding}
-            return Decision(self.most, 0.0, 0, self.copied, worth, None, True, began, counts, measured)
+            return dataclasses.replace(decision, counts=counts)
         tree, policy = (self.tree, self.tree_policy) if way == TREE else (0, self.policy)
         if policy is None or not active:
-            return Decision(self.most, 0.0, tree, self.copied, worth, policy, partial, began, way=measured)
+            return dataclasses.replace(decision, tree=tree, policy=policy)
         count = policy.choose(active, cached, alone)
         likely = policy.min_probability(active, count) if count else 0.0
-        return Decision(count, likely, tree, self.copied, worth, policy, partial, began, way=measured)
+        return dataclasses.replace(decision, count=count, min_probability=likely, tree=tree, policy=policy)
