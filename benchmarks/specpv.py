@@ -1,13 +1,15 @@
 """What partial verification brings on a CPU: plain decoding, a draft head, and the head with partial verification,
 where measurement says that it pays, always, and in the paper's lossy form.
 
-    python benchmarks/specpv.py --data ../shared/data [--cases 2048x1 8000x1 8000x4] [--sweep] [--out FILE.json]
+    python benchmarks/specpv.py --data ../shared/data [--cases 2048x1 8000x1 8000x4] [--sweep] [--model SPARSE]
+      [--out FILE.json]
 
 SmolLM2-135M-Instruct in bf16 with the shipped head; `copies`: what stood in the text before comes ahead of it, as it
 does by default. Each of the eight documents of benchmarks/sparsity.py, cut to the context, stands in a conversation
 that asks for a summary; answers are greedy, --tokens long at most, and end where the text ends. All of them take turns
 on one engine, the documents one after another (in a batch so many together), and what counts is the time from the
-first new token to the last. Tokens must be plain decoding's, but those of the lossy form. `kept` is the share of the
+first new token to the last. Tokens must be plain decoding's, but those of the lossy form,
+and of a sparse model, of which those that are verified together share a selection. `kept` is the share of the
 pending tokens that a full step agreed to. `nats`: what the model itself, reading all, gives the answer's tokens, less
 than it gives those of plain decoding. --sweep: other sizes of the view, on the first case.
 """
@@ -50,9 +52,9 @@ SWEEP = {
 class Modes:
     """One engine, on which they take turns; what one learned of its pace is kept for its next turn."""
 
-    def __init__(self, tokens: int):
+    def __init__(self, model: Path, tokens: int):
         self.llm = LLM(
-            demo_model.fetch(), device="cpu", dtype="bfloat16", cache_bytes=4 << 30, speculative=str(HEAD),
+            model, device="cpu", dtype="bfloat16", cache_bytes=4 << 30, speculative=str(HEAD),
             specpv="lossless",
         )  # fmt: skip
         engine = self.llm.engine
@@ -156,13 +158,14 @@ def main() -> None:
     arguments.add_argument("--cases", nargs="*", default=[*BARS])
     arguments.add_argument("--tokens", type=int, default=160)
     arguments.add_argument("--documents", type=int, default=8)
+    arguments.add_argument("--model", type=Path, help="a sparse model made of it, for instance")
     arguments.add_argument("--sweep", action="store_true")
     options = arguments.parse_args()
     torch.set_num_threads(2)
     facts = {"tokens": options.tokens, "documents": options.documents}
     results = Results(options.out, [], resume=True, **facts)
     results.body["command"] = command()
-    modes = Modes(options.tokens)
+    modes = Modes(options.model or demo_model.fetch(), options.tokens)
     for case in options.cases:
         context, batch = map(int, case.split("x"))
         prompts = [*prompts_of(modes.llm, options.data, context - options.tokens).values()][: options.documents]

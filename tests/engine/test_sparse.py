@@ -10,42 +10,12 @@ from mlaforge.engine.execution import attention
 from mlaforge.ops import kept_keys, native, paged_rows, token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
-from mlaforge.sparsity import sparsify
-from mlaforge.sparsity.config import SparsifyConfig
 from support.drafters import Branching, Knowing
 from support.speculating import branch, speculate
 
 CASES = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("llama", "coded"), ("gpt_oss", "gqa")]
 CASES += [("gpt_oss", "latent"), ("qwen3", "latent"), ("qwen2", "latent_rope")]
 PROMPTS = [[*range(60, 125)], [*range(10, 30)], [*range(200, 110, -1)]]
-
-
-@pytest.fixture(scope="module")
-def sparse(converted, tiny_models, calibration_file, tmp_path_factory):
-    made = {}
-
-    def get(family, layout, **options):
-        key = (family, layout, *options.items())
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("sparse") / "model"
-            coded = {"bits": 6} if layout == "coded" else {}
-            layout = "latent" if coded else layout
-            model = tiny_models[family] if layout == "gqa" else converted(family, layout, **coded)
-            config = SparsifyConfig(
-                text=str(calibration_file),
-                topk=40,
-                width=16,
-                sink=2,
-                window=12,
-                seqlen=64,
-                nsamples=6,
-                device="cpu",
-                **options,
-            )
-            sparsify.run(str(model), made[key], config)
-        return made[key]
-
-    return get
 
 
 def engine(model, **options):
@@ -308,8 +278,6 @@ def test_whole_blocks_are_refused(sparse):
         engine(sparse("llama", "gqa"), kv_cache_dtype="int4")
     with pytest.raises(UserError, match="a multiple of 16"):
         engine(sparse("llama", "gqa"), block_size=8)
-    with pytest.raises(UserError, match="specpv = lossless is for models that read all; model is sparse already"):
-        engine(sparse("llama", "gqa"), speculative="ngram", specpv="lossless")
 
 
 @pytest.mark.parametrize("stored", ["int8", "bf16"])

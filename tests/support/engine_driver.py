@@ -86,8 +86,10 @@ def watched(model: Path, **options: Any) -> LLM:
 
 def poison(engine: Engine) -> None:
     """What has not been written reads as NaN, however it is stored."""
+    numbers = {rows.kept.places.data_ptr() for rows in engine.cache.rows if rows.kept is not None}
     for tensor in engine.cache.tensors:
-        tensor.view(torch.uint8).fill_(255)
+        if tensor.data_ptr() not in numbers:
+            tensor.view(torch.uint8).fill_(255)
 
 
 def watch(engine: Engine) -> None:

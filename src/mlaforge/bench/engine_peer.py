@@ -11,7 +11,6 @@ import torch
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.peer import PLAIN, DoesNotFit, Repetition, Variant
 from mlaforge.bench.replay import Replay
-from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
@@ -36,8 +35,7 @@ class EnginePeer:
         keeps: bool = False,
     ):  # fmt: skip
         self.model, self.keeps = model, keeps
-        self.view = PartialView.of(config)
-        drafted = max(config.drafted, self.view.max_pending)
+        drafted = max(config.drafted, config.specpv_max_pending)
         config = dataclasses.replace(
             config, max_model_len=longest, max_num_seqs=most, adaptive_speculation=False,
             speculative=str(head) if head else "none",
@@ -48,7 +46,8 @@ class EnginePeer:
         self.llm = LLM(directory, config)
         self.engine: Engine = self.llm.engine
         self.dtype = self.engine.model.format
-        # The weights of partial steps.
+        # What partial steps read, and their weights.
+        self.view = PartialView.of(config, self.engine.model.layers)
         self.judged = judging_format(config, self.engine.model)
         cache_bytes = self.engine.cache.bytes if self.engine.device.type == "cuda" else 0
         self.weight_bytes: int | None = max(0, self.memory.now() - before - cache_bytes)
@@ -80,8 +79,6 @@ class EnginePeer:
         """Why steps of prompts of so many tokens would not judge by a part of the cache, or by no kernel that is worth
         measuring; None where they would."""
         model, groups = self.engine.model, self.engine.tables.groups
-        if is_sparse(model.config.to_dict()):
-            return "it is sparse, and reads a part already"
         if all(groups[layer.attention.group].window is not None for layer in model.layers):
             return "all layers have a window"
         if context < self.view.shortest:

@@ -67,10 +67,6 @@ class Engine:
             source = source.dense()
         if is_sparse(source.config) and block_size % TOGETHER:
             raise UserError(f"block_size = {block_size} must be a multiple of {TOGETHER} where a model is sparse")
-        if is_sparse(source.config) and config.specpv != "off":
-            raise UserError(
-                f"specpv = {config.specpv} is for models that read all; {source.path.name} is sparse already"
-            )
         self.config, self.model_name = config, source.path.name
         self.device = resolve_device(config.device)
         if config.kv_cache_dtype in ("int8", "int4") and self.device.type != "cpu":

@@ -101,13 +101,17 @@ class CacheView:
         if not any(self.generating):
             return None
         if (topk, window) not in self._reads:
-            lengths = tuple(sum(length for _, length in runs) for runs in self.runs)
             counts = tuple(
                 min(length, topk) if sparse and window >= T else length
-                for length, T, sparse in zip(lengths, self.queries, self.generating, strict=True)
+                for length, T, sparse in zip(self.lengths, self.queries, self.generating, strict=True)
             )
-            self._reads[topk, window] = None if counts == lengths else counts
+            self._reads[topk, window] = None if counts == self.lengths else counts
         return self._reads[topk, window]
+
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens of each sequence the table holds, this step's among them."""
+        return tuple(sum(length for _, length in runs) for runs in self.runs)
 
     @functools.cached_property
     def _reads(self) -> dict[tuple[int, int], tuple[int, ...] | None]:

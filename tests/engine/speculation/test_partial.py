@@ -98,7 +98,8 @@ def test_nothing_is_read_outside_a_view(model):
         return
     # As if the last full step had attended to these.
     random = np.random.default_rng(0)
-    chosen = np.sort(random.permuted(np.tile(np.arange(16, 250), (partial.layers, 1)), axis=1)[:, :32], axis=1)
+    some = random.permuted(np.tile(np.arange(16, 250), (partial.layers, 1)), axis=1)[:, :32]
+    chosen = [np.concatenate((np.arange(16), np.sort(own))) for own in some]
     partial.retrieved[sequence.number] = Retrieved(chosen, sequence.computed - SMALL["specpv_window"])
     view = partial._view([sequence], [(chunk.stop, 0)])
     before = engine.runner(partial._seen([chunk], view)).clone()
@@ -108,7 +109,7 @@ def test_nothing_is_read_outside_a_view(model):
         if engine.tables.groups[group_of(engine, layer)].window is None
     ]
     for at, layer in enumerate(full):
-        seen = view.places_LSK[at, 0, : chunk.stop + view.more[0]].numpy()
+        seen = view.places_LSK[at, 0, : chunk.stop + view.more[at][0]].numpy()
         assert len(set(seen)) == len(seen) < chunk.stop / 2 and set(chosen[at]) < set(seen)
         blocks = np.asarray(engine.tables.table(sequence.number, group_of(engine, layer))[1])
         left_out = np.setdiff1d(np.arange(chunk.stop), seen)

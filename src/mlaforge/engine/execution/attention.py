@@ -36,14 +36,14 @@ class Step:
     """What the attention layers need of a step.
 
     One column per rotary pair: `cos_N1P` and `sin_N1P` in the model's dtype, `turn_N1P` the same as complex numbers.
-    `chosen`: what sparse layers leave to those behind them.
+    `chosen`: what sparse layers leave to those behind them. Under a partial view they choose nothing.
     """
 
     batch: Batch
     cos_N1P: Tensor
     sin_N1P: Tensor
     turn_N1P: Tensor
-    chosen: dict[str, Chosen] = dataclasses.field(default_factory=dict)
+    chosen: Chosen = dataclasses.field(default_factory=dict)
     partial: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
 
     def watched(self, view: CacheView) -> Watched | None:
@@ -121,10 +121,12 @@ class PagedGroupedQueryAttention:
             self.rows.write(view.slots_N, qkv[:, H * D :])
         if view.packs_2K is not None:
             self.rows.pack(view.packs_2K, view.block_size)
-        if self.sparse is not None:
+        watched = step.watched(view)
+        if self.sparse is not None and not step.batch.partial:
             keys_NF = qkv[:, H * D : (H + G) * D]
-            view = self.sparse(keys_NF, qkv, step.turn_N1P, self.rows, view, step.chosen)
-        out_NHD, lse_NH = self._attend(qk_NHD[:, :H], step.watched(view), view)
+            view = self.sparse(keys_NF, qkv, step.turn_N1P, self.rows, view, step.chosen, watched)
+            watched = None
+        out_NHD, lse_NH = self._attend(qk_NHD[:, :H], watched, view)
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
         return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
@@ -184,13 +186,15 @@ class PagedLatentAttention:
         q, row_NW = both[:, :-W], both[:, -W:]
         if self.q_b_proj is not None:
             q = self.q_b_proj(q)
-        if self.sparse is not None:
+        watched = step.watched(view)
+        if self.sparse is not None and not step.batch.partial:
             features, asked = self._normed(row_NW, q) if latent.qk_norm else (row_NW, q)
-            view = self.sparse(features, asked, step.turn_N1P, self.rows, view, step.chosen)
+            view = self.sparse(features, asked, step.turn_N1P, self.rows, view, step.chosen, watched)
+            watched = None
         if self.native is not None:
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
             out = self.native(both, step.turn_N1P, self.rows, view)
-            if (watched := step.watched(view)) is not None:
+            if watched is not None:
                 watched.layers.append(self._attended(q, step, view, watched.wanted))
             return self.o_proj(out, plus_NC)
         q_NHD = self._queries(q, step)
@@ -199,7 +203,7 @@ class PagedLatentAttention:
             c, k_rope = row_NW.split([latent.rank, latent.rope_dim], dim=-1)
             row_NW = torch.cat((c, _turn(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
         self.rows.write(view.slots_N, row_NW)
-        if (watched := step.watched(view)) is not None:
+        if watched is not None:
             watched.layers.append(self._attended(q, step, view, watched.wanted))
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
         if self._absorbs(view):

@@ -42,7 +42,8 @@ class Chunk:
 @dataclasses.dataclass(frozen=True)
 class Watched:
     """Those sequences of a step that are numbered `wanted` in it, and what each layer that sees everything tells of
-    them: where the attention of their last query token falls, [tokens] each (ops/attended.py)."""
+    them: where the attention of their last query token falls, [tokens] each (ops/attended.py); a sparse layer the
+    positions that it chooses for that token, int32."""
 
     wanted: list[int]
     layers: list[list[Tensor]] = dataclasses.field(default_factory=list)

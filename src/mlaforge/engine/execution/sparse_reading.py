@@ -9,14 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from mlaforge.engine.execution.batch import Watched
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Coded
 from mlaforge.ops.token_selection import TokenIndex, narrowed
 
-# What a layer with an index chose in a step, for layers behind it that have none: slots, positions, counts.
-Chosen = tuple[Tensor, Tensor, tuple[int, ...]]
+# What the last layer with an index chose in a step, for layers behind it that have none: slots and positions of so many
+# tokens of each sequence.
+Chosen = dict[tuple[int, ...], tuple[Tensor, Tensor]]
 # Sequences' rows begin at multiples of this where one table of positions serves all: chunks of the kernels.
 APART = 256
 
@@ -46,21 +48,24 @@ class SparseReading:
 
     def __call__(
         self, features_NF: Tensor | None, q_NX: Tensor, turn_N1P: Tensor, rows: PagedRows, view: CacheView,
-        chosen: dict[str, Chosen],
+        chosen: Chosen, watched: Watched | None = None,
     ) -> CacheView:  # fmt: skip
         """The view of what this step's tokens read. Features are of layers with an index alone; `chosen` goes from
-        layer to layer."""
+        layer to layer. To `watched` is told what the index chooses of all tokens, though the step may read more."""
         if self.index is not None:
             assert rows.index is not None and features_NF is not None
             self.index.write(rows.index, features_NF, turn_N1P, view.slots_N)
         counts = view.reads(self.topk, self.window)
-        if counts is None:
-            return view
+        told = None if watched is None else tuple(min(length, self.topk) for length in view.lengths)
         if self.index is not None:
             assert rows.index is not None
             apart = APART if self.angles else 1
-            chosen["last"] = (*self.index.choose(rows.index, q_NX, turn_N1P, view, counts, apart), counts)
-        return narrowed(view, *chosen["last"], self.angles)
+            for asked in {each for each in (counts, told) if each is not None}:
+                chosen[asked] = self.index.choose(rows.index, q_NX, turn_N1P, view, asked, apart)
+        if watched is not None and told is not None:
+            positions_SK = chosen[told][1]
+            watched.layers.append([positions_SK[s, : told[s]] for s in watched.wanted])
+        return view if counts is None else narrowed(view, *chosen[counts], counts, self.angles)
 
 
 def reading(attention: Any, heads: int, rows: PagedRows, sinks: Tensor | None, **more: Any) -> SparseReading | None:

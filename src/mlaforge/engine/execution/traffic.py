@@ -70,6 +70,7 @@ class Traffic:
             for layers in self._layers:
                 seen = seen_by_all if layers.window == math.inf else min(length, count - 1 + layers.window)
                 read = min(seen, layers.topk)
-                cache += read * layers.row + (seen * layers.index if read < seen else 0)
+                # Under a partial view nothing is chosen.
+                cache += read * layers.row + (seen * layers.index if read < seen == length else 0)
         experts = ((count, size, experts_touched(moe, rows)) for (moe, size), count in self._experts.items())
         return Read(self._fixed + sum(count * size * touched for count, size, touched in experts), cache)

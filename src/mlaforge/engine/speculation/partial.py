@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import time
 from collections import abc
 
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.batch import Batch, Chunk, Watched, make_batch
-from mlaforge.engine.execution.model import EngineModel
+from mlaforge.engine.execution.model import EngineModel, Layer
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.execution.traffic import Read, Traffic
 from mlaforge.engine.request.sequence import Sequence
@@ -52,11 +53,12 @@ class PartialView:
     max_pending: int
 
     @classmethod
-    def of(cls, config: EngineConfig) -> PartialView:
-        """As the options say."""
+    def of(cls, config: EngineConfig, layers: abc.Iterable[Layer] = ()) -> PartialView:
+        """As the options say; where layers are sparse, as many tokens are retrieved as they read."""
+        read = [layer.attention.sparse.topk for layer in layers if layer.attention.sparse is not None]
         return cls(
-            config.specpv_sink, config.specpv_retrieval, config.specpv_window, config.specpv_full_every,
-            config.specpv_max_pending,
+            config.specpv_sink, max(read, default=config.specpv_retrieval), config.specpv_window,
+            config.specpv_full_every, config.specpv_max_pending,
         )  # fmt: skip
 
     @property
@@ -119,7 +121,7 @@ class PartialVerification:
         # What the partial steps of the newest proposal have read.
         self.read = Read()
         self.sampler = Sampler()
-        self.count, self.pattern = config.drafted, PartialView.of(config)
+        self.count, self.pattern = config.drafted, PartialView.of(config, model.layers)
         self.final = config.specpv == "lossy"
         self.policy = DraftPolicy(self.count) if config.adaptive_speculation else None
         # Of the target: the cache group of the layers that see everything, and how many they are.
@@ -173,11 +175,19 @@ class PartialVerification:
     def saw(self, ends: abc.Sequence[tuple[Sequence, int]], watched: Watched) -> None:
         """What came of it."""
         sink, window, count = self.pattern.sink, self.pattern.window, self.pattern.retrieval
-        for place, masses in zip(watched.wanted, zip(*watched.layers, strict=True), strict=True):
+        first = np.arange(sink)
+        for place, told in zip(watched.wanted, zip(*watched.layers, strict=True), strict=True):
             sequence, stop = ends[place]
             # Drafts may be refused: what stands before them counts.
             tail = max(sink, stop - 1 - window)
-            self.retrieved[sequence.number] = Retrieved(heaviest(masses, sink, tail, count).cpu().numpy(), tail)
+            masses = [mass for mass in told if mass.is_floating_point()]
+            most = iter(heaviest(masses, sink, tail, count).cpu().numpy() if masses else ())
+            places = [
+                np.concatenate((first, next(most))) if own.is_floating_point()
+                else (chosen := own.cpu().numpy())[chosen < tail]
+                for own in told
+            ]  # fmt: skip
+            self.retrieved[sequence.number] = Retrieved(places, tail)
 
     def propose(
         self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy
@@ -250,7 +260,7 @@ class PartialVerification:
             tokens = text.token_ids + (drafts[text].token_ids if text in drafts else [])
             chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), None, True))
         both_NC = self.runner(self._seen(chunks, view))
-        both = zip(chunks, view.more, strict=True)
+        both = zip(chunks, map(max, zip(*view.more, strict=True)), strict=True)
         self.read += self.traffic((c.stop - c.start, c.stop, c.stop + more) for c, more in both)
         C = self.model.spec.hidden_size
         starts = [(text, text.computed) for text in texts]
@@ -301,51 +311,50 @@ class PartialVerification:
         many are already: views are made anew where another text of the step has all of its own."""
         sink, window, size, group = self.pattern.sink, self.pattern.window, self.tables.block_size, self.group
         assert group is not None
-        places: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        more: list[int] = []
+        places: list[list[np.ndarray]] = []
         for text, (begin, room) in zip(texts, spans, strict=True):
-            end = begin + room
             # Where the last full step was long ago, what came after it is no longer near.
             tail = max(sink, begin - window - self.pattern.max_pending - 2)
-            chosen = self.retrieved.get(text.number, Retrieved(np.empty((self.layers, 0), dtype=np.int64), tail))
-            near = np.arange(max(tail, chosen.tail), end)
-            first, last = (np.broadcast_to(x, (self.layers, len(x))) for x in (np.arange(sink), near))
-            places.append(np.concatenate((first, chosen.places_LK, last), axis=1))
-            blocks = np.asarray(self.tables.table(text.number, group)[1])
-            slots.append(blocks[places[-1] // size] * size + places[-1] % size)
-            more.append(places[-1].shape[1] - end)
-        K = -(-max(own.shape[1] for own in places) // APART) * APART
+            chosen = self.retrieved.get(text.number, Retrieved([np.arange(sink)] * self.layers, tail))
+            near = np.arange(max(tail, chosen.tail), begin + room)
+            places.append([np.concatenate((own, near)) for own in chosen.places])
+        counts_SL = np.array([[len(own) for own in layers] for layers in places])
+        K = -(-counts_SL.max() // APART) * APART
         both = np.zeros((2, self.layers, len(texts), K), dtype=np.int32)
-        for s, own in enumerate(zip(slots, places, strict=True)):
-            both[:, :, s, : own[0].shape[1]] = own
+        for s, (text, layers) in enumerate(zip(texts, places, strict=True)):
+            blocks, own = np.asarray(self.tables.table(text.number, group)[1]), np.concatenate(layers)
+            both[:, :, s][:, np.arange(K) < counts_SL[s, :, None]] = blocks[own // size] * size + own % size, own
         slots_LSK, places_LSK = torch.from_numpy(both).to(self.model.device)
-        return View(texts, slots_LSK, places_LSK, more)
+        ends = [begin + room for begin, room in spans]
+        return View(texts, slots_LSK, places_LSK, [tuple(more) for more in (counts_SL.T - ends).tolist()])
 
     def _seen(self, chunks: list[Chunk], view: View) -> Batch:
         """The chunks with a partial view for each layer that sees everything."""
         batch = make_batch(chunks, self.tables, self.model.device)
         assert self.group is not None
-        counts = tuple(chunk.stop + more for chunk, more in zip(chunks, view.more, strict=True))
-        layers = zip(view.slots_LSK, view.places_LSK, strict=True)
-        views = tuple(narrowed(batch.views[self.group], *layer, counts, True) for layer in layers)
+        whole, stops = batch.views[self.group], [chunk.stop for chunk in chunks]
+        views = tuple(
+            narrowed(whole, slots_SK, places_SK, tuple(map(operator.add, stops, more)), True)
+            for slots_SK, places_SK, more in zip(view.slots_LSK, view.places_LSK, view.more, strict=True)
+        )
         return dataclasses.replace(batch, partial=views)
 
 
 @dataclasses.dataclass(frozen=True)
 class Retrieved:
-    """Of each layer the tokens that were attended to most, [L, K] rising; all stand before `tail`."""
+    """Of each layer the first tokens and those that were attended to most, or what its index chose, rising; all stand
+    before `tail`."""
 
-    places_LK: np.ndarray
+    places: list[np.ndarray]
     tail: int
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
     """Slots and positions, int32 [L, S, K], of what some texts see in each layer L while they grow: a text of so many
-    tokens sees the first of them, `more` by number."""
+    tokens sees the first of them, in each layer `more` by number."""
 
     texts: list[Sequence]
     slots_LSK: Tensor
     places_LSK: Tensor
-    more: list[int]
+    more: list[tuple[int, ...]]

@@ -1,0 +1,34 @@
+"""Tiny sparse models, made once."""
+
+import pytest
+
+from mlaforge.sparsity import sparsify
+from mlaforge.sparsity.config import SparsifyConfig
+
+
+@pytest.fixture(scope="session")
+def sparse(converted, tiny_models, calibration_file, tmp_path_factory):
+    made = {}
+
+    def get(family, layout, **options):
+        key = (family, layout, *options.items())
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("sparse") / "model"
+            coded = {"bits": 6} if layout == "coded" else {}
+            layout = "latent" if coded else layout
+            model = tiny_models[family] if layout == "gqa" else converted(family, layout, **coded)
+            config = SparsifyConfig(
+                text=str(calibration_file),
+                topk=40,
+                width=16,
+                sink=2,
+                window=12,
+                seqlen=64,
+                nsamples=6,
+                device="cpu",
+                **options,
+            )
+            sparsify.run(str(model), made[key], config)
+        return made[key]
+
+    return get
