@@ -98,8 +98,8 @@ class Modes:
         its = engine.speculation
         assert its is not None
         if mode in self.stats:
-            its.stats, its.controller = self.stats[mode]
-        self.stats[mode] = its.stats, its.controller
+            its.stats, its.controller, its.copies = self.stats[mode]
+        self.stats[mode] = its.stats, its.controller, its.copies
 
     def run(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
         """The continuation, and seconds from its first step's end to its last's."""

@@ -15,6 +15,7 @@ from mlaforge import families
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.source_model import read_spec
 from mlaforge.engine.cache.kv_cache import layer_caches
+from mlaforge.engine.execution.angles import Angles
 from mlaforge.engine.execution.attention import PagedAttention, Step, paged
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.ops.paged_rows import PagedRows
@@ -31,17 +32,17 @@ class Attentions:
         model_config = vllm_config.model_config
         raw: dict[str, Any] = model_config.hf_config.to_dict()
         self.spec, self.dtype = read_spec(raw), model_config.dtype
-        self.head_dim = self.spec.layers[0].head_dim
         size = get_tensor_model_parallel_world_size()
         self.heads = Heads(raw["num_key_value_heads"], get_tensor_model_parallel_rank(), size)
         own = self.heads.config(raw)
         skeleton = loading.skeleton(own)
         self.device = torch.get_default_device()
-        self.rotary = type(skeleton.model.rotary_emb)(skeleton.config).to(self.device)
+        rotary = type(skeleton.model.rotary_emb)(skeleton.config).to(self.device)
+        self.angles = Angles(rotary, self.spec.layers[0].head_dim, self.dtype)
         self.modules: list[Any] = [layer.self_attn for layer in skeleton.model.layers]
         for module in self.modules:
             if hasattr(module, "table"):
-                module.table.rotary = self.rotary
+                module.table.rotary = rotary
         self._pending: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(self.modules))}
         self._prefixes = {
             families.family_of({"model_type": self.spec.model_type}).attention.format(layer=index): index
@@ -96,7 +97,7 @@ class Attentions:
 
     def step(self, batch: Batch) -> Step:
         """A step's tokens with their rotations."""
-        return Step.make(batch, self.rotary, self.head_dim, self.dtype)
+        return Step.make(batch, self.angles)
 
 
 class Attention(nn.Module):

@@ -10,6 +10,7 @@ E rotary dimensions, W numbers a token caches.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mlaforge.engine.execution.angles import Angles
 from mlaforge.engine.execution.batch import Batch, Watched
 from mlaforge.engine.execution.linear import fused
 from mlaforge.engine.execution.sparse_reading import Chosen, reading
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
-from mlaforge.modeling.rope_mla import pairs, rotate
+from mlaforge.modeling.rope_mla import rotate
 from mlaforge.ops.attended import attended, attention_and_attended, newest
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels, pack
@@ -35,14 +37,13 @@ from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
 class Step:
     """What the attention layers need of a step.
 
-    One column per rotary pair: `cos_N1P` and `sin_N1P` in the model's dtype, `turn_N1P` the same as complex numbers.
+    `turn_N1P`: one column per rotary pair, cos + i sin (angles.py); `cos_N1P` and `sin_N1P` are the same in `dtype`.
     `chosen`: what sparse layers leave to those behind them. Under a partial view they choose nothing.
     """
 
     batch: Batch
-    cos_N1P: Tensor
-    sin_N1P: Tensor
     turn_N1P: Tensor
+    dtype: torch.dtype
     chosen: Chosen = dataclasses.field(default_factory=dict)
     partial: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
 
@@ -55,14 +56,18 @@ class Step:
         view = self.batch.views[group]
         return next(self.partial) if self.batch.partial and view.window is None else view
 
+    @functools.cached_property
+    def cos_N1P(self) -> Tensor:
+        return self.turn_N1P.real.to(self.dtype)
+
+    @functools.cached_property
+    def sin_N1P(self) -> Tensor:
+        return self.turn_N1P.imag.to(self.dtype)
+
     @classmethod
-    def make(cls, batch: Batch, rotary: nn.Module, head_dim: int, dtype: torch.dtype) -> Step:
-        """`rotary` is the model's own module."""
-        like = torch.empty(1, dtype=torch.float32, device=batch.positions_N.device)
-        cos, sin = (pairs(table, head_dim // 2)[0][:, None] for table in rotary(like, batch.positions_N[None]))
-        # A row's angles as they are in the dtype of the model, so that the turn is the one its class makes.
-        cos, sin = cos.to(dtype), sin.to(dtype)
-        return cls(batch, cos, sin, torch.complex(cos.float(), sin.float()), partial=iter(batch.partial))
+    def make(cls, batch: Batch, angles: Angles) -> Step:
+        """`angles` are the model's."""
+        return cls(batch, angles(batch.positions_N), angles.dtype, partial=iter(batch.partial))
 
 
 def interleaved(head_dim: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from mlaforge.engine.execution.angles import Angles
 from mlaforge.engine.execution.attention import Step
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.graphs import CudaCapture, Graphs
@@ -23,7 +24,7 @@ class Runner:
 
     def __init__(self, model: EngineModel, scratch: Sequence[int], max_num_seqs: int):
         self.model = model
-        self.head_dim = model.spec.layers[0].head_dim
+        self.angles = Angles(model.rotary, model.spec.layers[0].head_dim, model.dtype)
         self.graphs: Graphs | None = None
         if model.device.type == "cuda":
             self.graphs = Graphs(self.eager, self.capturable, scratch, max_num_seqs, CudaCapture(model.device))
@@ -39,8 +40,7 @@ class Runner:
 
     def eager(self, batch: Batch) -> Tensor:
         """[N, C], kernel after kernel."""
-        step = Step.make(batch, self.model.rotary, self.head_dim, self.model.dtype)
-        return self.model.hidden(batch.token_ids_N, step)
+        return self.model.hidden(batch.token_ids_N, Step.make(batch, self.angles))
 
     def capturable(self, batch: Batch) -> bool:
         """Whether all layers attend, and mix packed experts, through ops that launch from host numbers only."""

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.cache.kv_cache import LayerCache
+from mlaforge.engine.execution.angles import Angles
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk
 from mlaforge.engine.execution.linear import fused, vocabulary_head
@@ -107,7 +108,7 @@ class EagleDrafter:
         self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, self.format)
         self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, self.format)
         self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format)
-        self.rotary = head.rotary()
+        self.angles = Angles(head.rotary(), self.attention.head_dim, model.dtype)
         # Sequence -> how many of its positions are in the head's cache, and the output of the last of them.
         self._outs: dict[int, tuple[int, Tensor]] = {}
 
@@ -242,7 +243,7 @@ class EagleDrafter:
 
     def _layer(self, hidden_NC: Tensor, ids_N: Tensor, batch: Batch, kept: dict[str, Tensor] | None = None) -> Tensor:
         """[N, C] before the final norm, of states and the tokens after them. `kept` gets what attention and MLP add."""
-        step = Step.make(batch, self.rotary, self.attention.head_dim, self.model.dtype)
+        step = Step.make(batch, self.angles)
         normed_NC = self.hidden_norm(hidden_NC)
         both = torch.cat((self.input_norm(F.embedding(ids_N, self.embedding)), normed_NC), dim=-1)
         plus_NC = normed_NC if self.config.norm_before_residual else hidden_NC

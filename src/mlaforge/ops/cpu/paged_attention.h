@@ -279,7 +279,14 @@ class PagedAttention {
     std::vector<Task> tasks;
     std::vector<Places> places(S);
     std::vector<int64_t> sequence_of(N);
-    int64_t all_places = 0;
+    int64_t all_places = 0, chunks = 0;
+    for (int64_t s = 0; s < S; ++s) {
+      const auto [from, to] = view_.chunks(s, 0, view_.queries(s));
+      chunks += to - from;
+    }
+    // Where others would have nothing to do, and rows are read as they lie, key heads go apart; single tokens are quickly
+    // done.
+    const bool scarce = chunks < at::get_num_threads() && N > S && of_.apart > COLUMNS;
     for (int64_t s = 0; s < S; ++s) {
       const int64_t T = view_.queries(s), J = of_.J(), own = T * J;
       std::fill_n(sequence_of.begin() + view_.query(s), T, s);
@@ -293,7 +300,7 @@ class PagedAttention {
       // Every chunk is a task; the results are merged afterwards. A tree has more of them: of as many query tokens as one
       // takes, and where nodes are of one.
       std::vector<HeadSet> sets;
-      if (H <= COLUMNS && (T * H <= COLUMNS || view_.tree_Tn || of_.apart == COLUMNS)) sets = {every};
+      if (H <= COLUMNS && !scarce && (T * H <= COLUMNS || view_.tree_Tn || of_.apart == COLUMNS)) sets = {every};
       else for (int64_t g = 0; g < G; ++g) sets.push_back(one(g));
       const auto [from, to] = view_.chunks(s, 0, T);
       places[s] = {all_places, to - from, sets[0].heads};

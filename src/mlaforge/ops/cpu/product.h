@@ -18,7 +18,7 @@ constexpr int ROWS = 6;
 // are ready in time.
 constexpr int blocks_beside(int rows) {
 #ifdef __AVX512F__
-  return rows == 1 ? 8 : rows <= 4 ? 4 : 2;
+  return rows == 1 ? 8 : rows <= 6 ? 4 : 2;
 #else
   return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 #endif
@@ -65,6 +65,8 @@ __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t s
 }
 
 // As above, pairs being multiplied as they are: of whole numbers, whose sums are exact while they fit 32 bits, or of bf16.
+// So many pairs of lanes are fetched ahead.
+constexpr int64_t AHEAD = 64;
 template <int N, int B, bool FAR, typename T>
 __attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, int64_t K, float* out, int64_t to) {
   using Sum = std::conditional_t<std::is_same_v<T, bf16>, Floats, Ints>;
@@ -73,13 +75,15 @@ __attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, 
   for (int b = 0; b < B; ++b)
 #pragma GCC unroll 12
     for (int n = 0; n < N; ++n) sums[b][n] = Sum{};
-  const int64_t step = K * 16;
+  const int64_t step = K * 16, last = K - 2 * AHEAD;
   for (int64_t k = 0; k < K; k += 2, w += LANES, x += 2) {
     Pairs pair[B];
+    // Behind a block's end lie those that are read beside it, and then the ones that are next.
+    const T* ahead = w + AHEAD * LANES + (k < last ? 0 : (B - 1) * step);
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
       pair[b] = pairs((const bf16*)w + b * step);
-      if constexpr (FAR) _mm_prefetch((const char*)(w + b * step + 32 * LANES), _MM_HINT_T1);
+      if constexpr (FAR) _mm_prefetch((const char*)(ahead + b * step), _MM_HINT_T1);
     }
 #pragma GCC unroll 12
     for (int n = 0; n < N; ++n) {
