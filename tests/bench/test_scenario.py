@@ -279,6 +279,10 @@ def test_shipped_scenarios_hold(name, scope):
         ("dtype = 'int9'", ["single", "MODEL", "--dtype", "int9"]),
         ("draft 'nobody'", ["single", "MODEL", "--draft", "nobody"]),
         ("add 0 to num_speculative_tokens", ["single", "MODEL", "--draft", "replay", "--num-speculative-tokens", "3"]),
+        (
+            "transformers none,float32 must be none alone, or dtypes",
+            ["single", "MODEL", "--transformers", "none,float32"],
+        ),
         ("rounds = 0", ["single", "MODEL", "--rounds", "0"]),
         ("micro gates were green 0 of 3 times", ["single", "MODEL", "--scope", "full"]),
         ("roof 'gtx' must be auto, cpu or one of", ["kernels", "--roof", "gtx", "--device", "cpu"]),

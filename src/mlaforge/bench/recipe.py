@@ -77,6 +77,8 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
     )  # fmt: skip
     if "replay" in recipe.drafts and max(recipe.counts) and 0 not in recipe.counts:
         raise UserError("draft replay needs plain decoding beside it; add 0 to num_speculative_tokens")
+    if "none" in recipe.transformers and set(recipe.transformers) != {"none"}:
+        raise UserError(f"transformers {','.join(recipe.transformers)} must be none alone, or dtypes without it")
     return recipe
 
 
