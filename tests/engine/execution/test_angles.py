@@ -16,10 +16,10 @@ def test_looked_up_is_made(rope, dtype):
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=4096, rope_parameters=rope)
     rotary = LlamaRotaryEmbedding(config)
     angles = Angles(rotary, 16, dtype)
-    assert angles(torch.empty(0, dtype=torch.int64)).shape == (0, 1, 8)
+    assert angles(torch.empty(0, dtype=torch.int64), 0).shape == (0, 1, 8)
     for positions in ([0, 5, 3], [FIRST - 1], [FIRST, 7], [3 * FIRST + 1, 3 * FIRST + 1]):
         at_N = torch.tensor(positions)
-        turn = angles(at_N)
+        turn = angles(at_N, max(positions) + 1)
         cos, sin = (table[0, :, :8] for table in rotary(torch.empty(1, dtype=dtype), at_N[None]))
         assert turn.shape == (len(positions), 1, 8) and turn.dtype == torch.complex64
         torch.testing.assert_close(turn.real[:, 0], cos.float(), rtol=0, atol=0)

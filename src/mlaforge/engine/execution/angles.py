@@ -28,13 +28,12 @@ class Angles:
         self.rotary, self.pairs, self.dtype = rotary, head_dim // 2, dtype
         self.table_LP = torch.empty(0, self.pairs, dtype=torch.complex64)
 
-    def __call__(self, positions_N: Tensor) -> Tensor:
-        """cos + i sin, complex64 [N, 1, P]."""
+    def __call__(self, positions_N: Tensor, below: int) -> Tensor:
+        """cos + i sin, complex64 [N, 1, P]; all positions are below that host number."""
         if positions_N.device.type != "cpu":
             return self._made(positions_N)[:, None]
-        most = int(positions_N.max()) + 1 if len(positions_N) else 0
-        if most > len(self.table_LP):
-            length = max(FIRST, 1 << (most - 1).bit_length())
+        if below > len(self.table_LP):
+            length = max(FIRST, 1 << (below - 1).bit_length())
             self.table_LP = self._made(torch.arange(length, device=positions_N.device))
         return self.table_LP.index_select(0, positions_N)[:, None]
 

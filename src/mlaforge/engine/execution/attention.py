@@ -67,7 +67,8 @@ class Step:
     @classmethod
     def make(cls, batch: Batch, angles: Angles) -> Step:
         """`angles` are the model's."""
-        return cls(batch, angles(batch.positions_N), angles.dtype, partial=iter(batch.partial))
+        turn = angles(batch.positions_N, max(view.max_seq_len for view in batch.views))
+        return cls(batch, turn, angles.dtype, partial=iter(batch.partial))
 
 
 def interleaved(head_dim: int) -> Tensor:
