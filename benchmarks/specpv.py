@@ -8,10 +8,10 @@ SmolLM2-135M-Instruct in bf16 with the shipped head; `copies`: what stood in the
 does by default. Each of the eight documents of benchmarks/sparsity.py, cut to the context, stands in a conversation
 that asks for a summary; answers are greedy, --tokens long at most, and end where the text ends. All of them take turns
 on one engine, the documents one after another (in a batch so many together), and what counts is the time from the
-first new token to the last. Tokens must be plain decoding's, but those of the lossy form,
-and of a sparse model, of which those that are verified together share a selection. `kept` is the share of the
-pending tokens that a full step agreed to. `nats`: what the model itself, reading all, gives the answer's tokens, less
-than it gives those of plain decoding. --sweep: other sizes of the view, on the first case.
+first new token to the last. Tokens must be plain decoding's, but those of the lossy form, and of a sparse model, where
+those that are verified together share a selection. `kept` is the share of the pending tokens that a full step agreed
+to. `nats`: what the model itself, reading all, gives the answer's tokens, less than it gives those of plain decoding.
+--sweep: other sizes of the view, on the first case.
 """
 
 from __future__ import annotations

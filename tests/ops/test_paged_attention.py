@@ -114,19 +114,42 @@ def test_a_query_token_has_one_result(shape, window, compiled):
     """Decoded, verified among others, or in a prompt; blocks before its window gone or not: equal to the bit."""
     step = engine_step(shape, [(700, 300)], 16, window)
     whole, lse = attention(step, "native")
-    start = int(step.view.first_S)
     for first, last in ((0, 1), (3, 8), (17, 140), (299, 300)):
-        seen = 400 + last
-        gone = max(0, 401 + first - window - start) // 16 if window else 0
-        view = dataclasses.replace(
-            step.view, seq_lens_S=torch.tensor([seen], dtype=torch.int32), max_query=last - first, max_seq_len=seen,
-            query_start_S1=torch.tensor([0, last - first], dtype=torch.int32), queries=(last - first,),
-            slots_N=step.view.slots_N[first:last], first_S=step.view.first_S + 16 * gone,
-            block_table_SB=step.view.block_table_SB[:, gone:].contiguous(),
-        )  # fmt: skip
-        part, part_lse = attention(dataclasses.replace(step, q=step.q[first:last], view=view), "native")
+        part, part_lse = attention(part_of(step, first, last), "native")
         assert torch.equal(part, whole[first:last])
         assert torch.equal(part_lse, lse[first:last])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="kernels of the CPU")
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("length", [9, 200, 300])
+def test_threads_change_nothing(length, window, compiled):
+    """Where a text has fewer chunks than there are threads, key heads go to several."""
+    step, threads = engine_step(DECODING["smollm2"], [(length, 5)], 16, window), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = [attention(part_of(step, m, m + 1), "native") for m in range(5)]
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            out, lse = attention(step, "native")
+            assert torch.equal(out, torch.cat([own for own, _ in alone])), count
+            assert torch.equal(lse, torch.cat([own for _, own in alone])), count
+    finally:
+        torch.set_num_threads(threads)
+
+
+def part_of(step: Step, first: int, last: int) -> Step:
+    """Query tokens [first, last) of a step's only sequence as a step of their own, blocks before their window gone."""
+    view = step.view
+    before = int(view.seq_lens_S) - len(step.q)
+    gone = max(0, before + 1 + first - view.window - int(view.first_S)) // 16 if view.window else 0
+    view = dataclasses.replace(
+        view, seq_lens_S=torch.tensor([before + last], dtype=torch.int32), max_query=last - first,
+        max_seq_len=before + last, query_start_S1=torch.tensor([0, last - first], dtype=torch.int32),
+        queries=(last - first,), slots_N=view.slots_N[first:last], first_S=view.first_S + 16 * gone,
+        block_table_SB=view.block_table_SB[:, gone:].contiguous(),
+    )  # fmt: skip
+    return dataclasses.replace(step, q=step.q[first:last], view=view)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

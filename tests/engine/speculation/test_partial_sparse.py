@@ -129,4 +129,7 @@ def test_other_budgets_by_layer(sparse, tmp_path):
     made = continued(llm, prompts)
     assert [len(text) for text in made] == [len(text) for text in texts]
     assert speculation.stats.partial_steps > 2
+    (first, *others) = next(iter(speculation.partial.retrieved.values())).places
+    # The newest twelve of a selection stand among the newest 32 of a view.
+    assert 24 < len(first) <= 48 and all(2 < len(own) <= 24 for own in others)
     llm.engine.check_integrity()

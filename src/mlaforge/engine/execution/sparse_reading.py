@@ -51,12 +51,12 @@ class SparseReading:
         chosen: Chosen, watched: Watched | None = None,
     ) -> CacheView:  # fmt: skip
         """The view of what this step's tokens read. Features are of layers with an index alone; `chosen` goes from
-        layer to layer. To `watched` is told what the index chooses of all tokens, though the step may read more."""
+        layer to layer. To `watched` is told what the index chooses, though the step may read more."""
         if self.index is not None:
             assert rows.index is not None and features_NF is not None
             self.index.write(rows.index, features_NF, turn_N1P, view.slots_N)
         counts = view.reads(self.topk, self.window)
-        told = None if watched is None else tuple(min(length, self.topk) for length in view.lengths)
+        told = None if watched is None else self._told(view, counts, watched.wanted)
         if self.index is not None:
             assert rows.index is not None
             apart = APART if self.angles else 1
@@ -66,6 +66,13 @@ class SparseReading:
             positions_SK = chosen[told][1]
             watched.layers.append([positions_SK[s, : told[s]] for s in watched.wanted])
         return view if counts is None else narrowed(view, *chosen[counts], counts, self.angles)
+
+    def _told(self, view: CacheView, counts: tuple[int, ...] | None, wanted: list[int]) -> tuple[int, ...]:
+        """How many tokens are chosen for those sequences: as the step reads them, or of these alone."""
+        own = {s: min(view.lengths[s], self.topk) for s in wanted}
+        if counts is not None and all(counts[s] == count for s, count in own.items()):
+            return counts
+        return tuple(own.get(s, length) for s, length in enumerate(view.lengths))
 
 
 def reading(attention: Any, heads: int, rows: PagedRows, sinks: Tensor | None, **more: Any) -> SparseReading | None:

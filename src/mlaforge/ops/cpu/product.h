@@ -64,9 +64,9 @@ __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t s
     for (int b = 0; b < B; ++b) store(out + n * to + b * 16, sums[b][n]);
 }
 
+constexpr int64_t AHEAD = 64;  // registers of a block that are asked for before they are multiplied
+
 // As above, pairs being multiplied as they are: of whole numbers, whose sums are exact while they fit 32 bits, or of bf16.
-// So many pairs of lanes are fetched ahead.
-constexpr int64_t AHEAD = 64;
 template <int N, int B, bool FAR, typename T>
 __attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, int64_t K, float* out, int64_t to) {
   using Sum = std::conditional_t<std::is_same_v<T, bf16>, Floats, Ints>;
