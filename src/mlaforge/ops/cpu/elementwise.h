@@ -26,6 +26,12 @@ at::Tensor rms_norm(const at::Tensor& x_NC, const at::Tensor& weight_C, double e
   return out;
 }
 
+// 1 / (1 + e^-x), with e^-|x| so that nothing overflows.
+inline Floats logistic(Floats x) {
+  const Floats zero = all(0.0f), one = all(1.0f), e = exponential(zero - abs(x));
+  return select(above(x, zero), one, e) / (one + e);
+}
+
 // silu(gate) * up of rows [gate, up].
 at::Tensor silu_mul(const at::Tensor& gate_up) {
   const at::Tensor x = gate_up.contiguous();
@@ -34,15 +40,11 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
   const bf16* xs = x.const_data_ptr<bf16>();
   bf16* ys = out.mutable_data_ptr<bf16>();
   at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
-    const Floats zero = all(0.0f), one = all(1.0f);
     for (int64_t n = begin; n < end; ++n)
       for (int64_t i = 0; i < I; i += 16) {
         const int64_t count = std::min<int64_t>(16, I - i);
         const Floats gate = widened(xs + 2 * n * I + i, count), up = widened(xs + (2 * n + 1) * I + i, count);
-        // 1 / (1 + e^-g), with e^-|g| so that nothing overflows.
-        const Floats e = exponential(zero - abs(gate));
-        const Floats share = select(above(gate, zero), one, e) / (one + e);
-        narrow(ys + n * I + i, gate * share * up, count);
+        narrow(ys + n * I + i, gate * logistic(gate) * up, count);
       }
   });
   return out;

@@ -1,17 +1,18 @@
 // A mixture of experts whose weights are MXFP4: of the experts that any token has chosen each is read once for all of
 // them. From x to the weighted sum in one call: gate and up, the clamped SwiGLU, down.
 //
-// Limit: at few tokens, reading 6 I C codes of 4.25 bits a chosen expert; from about ten tokens an expert on, arithmetic.
+// Limit: at few tokens, reading 6 I C codes of 4.25 bits a chosen expert; from two or three tokens an expert on, arithmetic.
 //
 // Legend: N tokens, K experts per token, P = N K pairs of both, C hidden size, I intermediate size, E experts.
 #pragma once
 #include <atomic>
 
+#include "elementwise.h"
 #include "mxfp4.h"
 #include "product.h"
 
 constexpr int MX_ROWS = 4, MX_OUTPUTS = 4;  // computed side by side: as many as registers hold sums of
-constexpr int64_t MX_TASK = 128;            // outputs of an expert that a thread takes at a time
+constexpr int64_t MX_TASK = 256;            // outputs of an expert that a thread takes at a time; a multiple of those
 
 // Pairs of a token and an expert, those of an expert together and in the tokens' order.
 struct Pairing {
@@ -31,8 +32,10 @@ struct Pairing {
   }
 };
 
-// Calls put(pair, output, y of MX_OUTPUTS outputs) for the product of each active expert's weight [M, in] with its pairs'
-// rows, which row_of(pair) names. Experts have different numbers of tokens, so threads take tasks one by one.
+// Calls put(pair, expert, output, y) for the product of each active expert's weight [M, in] with its pairs' rows, which
+// row_of(pair) names. Experts have different numbers of tokens, so threads take tasks one by one. What is computed side by
+// side lies far apart in a task: memory gives half as much again to a few streams that are read in order as to neighbours that
+// are read in turns.
 template <typename RowOf, typename Put>
 void mixture_product(const uint8_t* codes, const uint8_t* exponents, int64_t M, int64_t in, const Pairing& pairing,
                      const WholeRows& rows, RowOf&& row_of, Put&& put) {
@@ -40,21 +43,22 @@ void mixture_product(const uint8_t* codes, const uint8_t* exponents, int64_t M, 
   std::atomic<int64_t> next{0};
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
     for (int64_t task = next++; task < tasks; task = next++) {
-      const int64_t e = pairing.active[task / each], begin = task % each * MX_TASK, end = std::min(M, begin + MX_TASK);
+      const int64_t e = pairing.active[task / each], begin = task % each * MX_TASK;
+      const int64_t apart = (std::min(M, begin + MX_TASK) - begin) / MX_OUTPUTS;
       const int64_t* pairs = pairing.order.data() + pairing.starts[e];
       const int64_t count = pairing.starts[e + 1] - pairing.starts[e];
-      for (int64_t m = begin; m < end; m += MX_OUTPUTS) {
+      for (int64_t m = begin; m < begin + apart; ++m) {
         const Mxfp4 weights = Mxfp4{codes, exponents, in}.from(e * M + m);
         in_parts<MX_ROWS>(count, [&](int64_t first, auto own) {
           constexpr int R = own;
           const int16_t* x[R];
           for (int r = 0; r < R; ++r) x[r] = rows.row(row_of(pairs[first + r]));
           float y[R * MX_OUTPUTS];
-          (first ? mxfp4_product<R, MX_OUTPUTS, false> : mxfp4_product<R, MX_OUTPUTS, true>)(weights, x, y);
+          mxfp4_product<R, MX_OUTPUTS>(weights, apart, x, y);
           for (int r = 0; r < R; ++r) {
-            const float scale = rows.scale(row_of(pairs[first + r]));
-            for (int b = 0; b < MX_OUTPUTS; ++b) y[r * MX_OUTPUTS + b] *= scale;
-            put(pairs[first + r], e, m, y + r * MX_OUTPUTS);
+            const int64_t pair = pairs[first + r];
+            const float scale = rows.scale(row_of(pair));
+            for (int b = 0; b < MX_OUTPUTS; ++b) put(pair, e, m + b * apart, y[r * MX_OUTPUTS + b] * scale);
           }
         });
       }
@@ -95,27 +99,30 @@ at::Tensor mixture_of(const at::Tensor& x_NC, const at::Tensor& chosen_NK, const
   at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) rows.put(n, [&](int64_t k) { return load16(xs + n * C + k); });
   });
-  const at::Tensor hidden_PI = at::empty({P, I}, at::kFloat), out_PC = at::empty({P, C}, at::kFloat);
-  float *hidden = hidden_PI.mutable_data_ptr<float>(), *outs = out_PC.mutable_data_ptr<float>();
+  const at::Tensor hidden_P2I = at::empty({P, 2, I}, at::kFloat), out_PC = at::empty({P, C}, at::kFloat);
+  float *hidden = hidden_P2I.mutable_data_ptr<float>(), *outs = out_PC.mutable_data_ptr<float>();
+  // Gates and ups are neighbours in a weight, and apart from here on.
   mixture_product(
       up_blocks.const_data_ptr<uint8_t>(), up_scales.const_data_ptr<uint8_t>(), 2 * I, C, pairing, rows,
       [&](int64_t p) { return p / K; },
-      [&](int64_t p, int64_t e, int64_t m, const float* y) {
-        for (int b = 0; b < MX_OUTPUTS; b += 2) {
-          const int64_t at = e * 2 * I + m + b;
-          const float gate = std::min(y[b] + b_up[at], limit), up = std::min(std::max(y[b + 1] + b_up[at + 1], -limit), limit);
-          hidden[p * I + (m + b) / 2] = (up + 1.0f) * gate / (1.0f + std::exp(-alpha * gate));
-        }
-      });
+      [&](int64_t p, int64_t e, int64_t m, float y) { hidden[(2 * p + m % 2) * I + m / 2] = y + b_up[e * 2 * I + m]; });
+  const Floats most = all(limit), least = all(-limit), one = all(1.0f), steep = all(alpha);
   at::parallel_for(0, P, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) gated.put(p, [&](int64_t k) { return load(hidden + p * I + k); });
+    for (int64_t p = begin; p < end; ++p) {
+      float *gates = hidden + 2 * p * I, *ups = gates + I;
+      for (int64_t i = 0; i < I; i += 16) {
+        Floats gate = load(gates + i), up = load(ups + i);
+        gate = select(above(gate, most), most, gate);
+        up = select(above(up, most), most, select(above(least, up), least, up));
+        store(gates + i, (up + one) * gate * logistic(gate * steep));
+      }
+      gated.put(p, [&](int64_t k) { return load(gates + k); });
+    }
   });
   mixture_product(
       down_blocks.const_data_ptr<uint8_t>(), down_scales.const_data_ptr<uint8_t>(), C, I, pairing, gated,
       [](int64_t p) { return p; },
-      [&](int64_t p, int64_t e, int64_t m, const float* y) {
-        for (int b = 0; b < MX_OUTPUTS; ++b) outs[p * C + m + b] = (y[b] + b_down[e * C + m + b]) * weights[p];
-      });
+      [&](int64_t p, int64_t e, int64_t m, float y) { outs[p * C + m] = (y + b_down[e * C + m]) * weights[p]; });
   at::Tensor out = at::empty({N, C}, x_NC.options());
   T* to = out.mutable_data_ptr<T>();
   at::parallel_for(0, N, 4, [&](int64_t begin, int64_t end) {

@@ -25,11 +25,21 @@ inline Register last_wide(Register x) { return _mm512_unpackhi_epi8(_mm512_setze
 inline Register dot(Register a, Register b) { return _mm512_dpwssd_epi32(_mm512_setzero_si512(), a, b); }
 inline Register dot(Register a, Register b, Register c) { return _mm512_dpwssd_epi32(c, a, b); }
 inline Sums added(Register x, Sums scale, Sums to) { return _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), scale, to); }
-// Powers of two for four numbers each, from exponents with their bias.
-inline Sums powers(const uint8_t* exponents) {
+// Codes of up to four groups, of which there are `count`; zeros behind them. So the exponents of these.
+inline Register codes_of(const uint8_t* from, int64_t count) {
+  return _mm512_maskz_loadu_epi32(__mmask16(between(0, 4 * count)), from);
+}
+inline __m128i exponents_of(const uint8_t* from) {
   int32_t some;
-  std::memcpy(&some, exponents, 4);
-  const __m128i each = _mm_shuffle_epi8(_mm_cvtsi32_si128(some), _mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
+  std::memcpy(&some, from, 4);
+  return _mm_cvtsi32_si128(some);
+}
+inline __m128i exponents_of(const uint8_t* from, int64_t count) {
+  return _mm_maskz_loadu_epi8(__mmask16(between(0, count)), from);
+}
+// Powers of two for four numbers each, from exponents with their bias.
+inline Sums powers(__m128i exponents) {
+  const __m128i each = _mm_shuffle_epi8(exponents, _mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(each), 23));
 }
 inline Sums no_sums() { return _mm512_setzero_ps(); }
@@ -42,10 +52,16 @@ inline Register last_wide(Register x) { return _mm256_unpackhi_epi8(_mm256_setze
 inline Register dot(Register a, Register b) { return _mm256_madd_epi16(a, b); }
 inline Register dot(Register a, Register b, Register c) { return _mm256_add_epi32(c, _mm256_madd_epi16(a, b)); }
 inline Sums added(Register x, Sums scale, Sums to) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(x), scale, to); }
-inline Sums powers(const uint8_t* exponents) {
+// Of up to two groups, of which there is one.
+inline Register codes_of(const uint8_t* from, int64_t) { return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)from)); }
+inline __m128i exponents_of(const uint8_t* from) {
   int16_t some;
-  std::memcpy(&some, exponents, 2);
-  const __m128i each = _mm_shuffle_epi8(_mm_cvtsi32_si128(some), _mm_set_epi32(0, 0, 0x01010101, 0));
+  std::memcpy(&some, from, 2);
+  return _mm_cvtsi32_si128(some);
+}
+inline __m128i exponents_of(const uint8_t* from, int64_t) { return _mm_cvtsi32_si128(*from); }
+inline Sums powers(__m128i exponents) {
+  const __m128i each = _mm_shuffle_epi8(exponents, _mm_set_epi32(0, 0, 0x01010101, 0));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(each), 23));
 }
 inline Sums no_sums() { return _mm256_setzero_ps(); }
@@ -106,30 +122,26 @@ struct Mxfp4 {
   Mxfp4 from(int64_t output) const { return {codes + output * K / 2, exponents + output * groups(), K}; }
 };
 
-// B outputs that follow each other for R rows: y [R, B]. FAR: they come from memory.
-template <int R, int B, bool FAR>
-__attribute__((noinline)) void mxfp4_product(const Mxfp4& weights, const int16_t* const* x, float* y) {
+// B outputs, each `apart` from the one before, for R rows: y [R, B].
+template <int R, int B>
+__attribute__((noinline)) void mxfp4_product(const Mxfp4& weights, int64_t apart, const int16_t* const* x, float* y) {
   Sums sums[R][B];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) sums[r][b] = no_sums();
   const __m128i table = mxfp4_values();
-  const int64_t bytes = weights.K / 2, groups = weights.groups();
-  // Groups g to g + MX_GROUPS, whose codes and exponents are read by the functions given.
-  auto step = [&](int64_t g, auto&& codes_of, auto&& exponents_of) {
+  const int64_t groups = weights.groups(), bytes = apart * weights.K / 2;
+  // Groups g to g + count, a whole register's or those that are left.
+  auto step = [&](int64_t g, auto count) {
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) {
-      const uint8_t* from = weights.codes + b * bytes + g * 16;
-      if constexpr (FAR) {
-        // The outputs after these, as far ahead as these reach.
-        _mm_prefetch((const char*)from + B * bytes, _MM_HINT_T0);
-        if (b == 0) _mm_prefetch((const char*)weights.exponents + B * (groups + g), _MM_HINT_T0);
-      }
-      const Register own = codes_of(from);
+      const uint8_t *codes = weights.codes + b * bytes + g * 16, *exponents = weights.exponents + b * apart * groups + g;
+      const bool whole = count == MX_GROUPS;
+      const Register own = whole ? loaded(codes) : codes_of(codes, count);
+      const Sums scale = powers(whole ? exponents_of(exponents) : exponents_of(exponents, count));
       const Register even = looked_up(table, own), odd = looked_up(table, lowered<4>(own));
       const Register a = first_wide(even), c = last_wide(even), d = first_wide(odd), e = last_wide(odd);
-      const Sums scale = powers(exponents_of(weights.exponents + b * groups + g));
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const Register* at = (const Register*)(x[r] + g * 32);
@@ -137,21 +149,9 @@ __attribute__((noinline)) void mxfp4_product(const Mxfp4& weights, const int16_t
       }
     }
   };
-  const int64_t whole = groups / MX_GROUPS * MX_GROUPS, rest = groups - whole;
-  auto as_is = [](const uint8_t* from) { return from; };
-  for (int64_t g = 0; g < whole; g += MX_GROUPS) step(g, [](const uint8_t* from) { return loaded(from); }, as_is);
-  if (rest) {
-    alignas(64) uint8_t some[MX_REGISTER] = {}, few[MX_GROUPS] = {};
-    step(whole,
-         [&](const uint8_t* from) {
-           std::memcpy(some, from, rest * 16);
-           return loaded(some);
-         },
-         [&](const uint8_t* from) {
-           std::memcpy(few, from, rest);
-           return (const uint8_t*)few;
-         });
-  }
+  const int64_t whole = groups / MX_GROUPS * MX_GROUPS;
+  for (int64_t g = 0; g < whole; g += MX_GROUPS) step(g, std::integral_constant<int64_t, MX_GROUPS>());
+  if (whole < groups) step(whole, groups - whole);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
