@@ -23,11 +23,17 @@ BASE = random_prompts(LONGEST, seed=4)[0]
 BASES = [BASE, BASE[:64] + random_prompts(LONGEST - 64, seed=5)[0]]
 
 
-@pytest.fixture(scope="module", params=[("llama", None), ("gpt_oss", None), ("qwen3", "latent")], ids=str)
-def loaded(request, tiny_models, converted):
+KINDS = [("llama", None), ("gpt_oss", None), ("qwen3", "latent"), ("llama", "sparse"), ("gpt_oss", "sparse")]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def loaded(request, tiny_models, converted, sparse):
     """The engine, and plain decoding on another one."""
-    family, layout = request.param
-    directory = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
+    family, kind = request.param
+    if kind == "sparse":
+        directory = sparse(family, "gqa")
+    else:
+        directory = converted(family, kind, budget=0.75, layers="all") if kind else tiny_models[family]
     options = {"dtype": "bfloat16", "cache_bytes": 4 << 20, "num_speculative_tokens": 3}
     return watched(directory, **options).engine, Plain(watched(directory, **options))
 
@@ -110,11 +116,15 @@ def test_any_schedule(
     loaded, requests, right, wrong, window, full_every, max_pending, block_size, max_step, spare, caching, copying
 ):  # fmt: skip
     """Chunks, preemption, prefixes that others made, continuations, drawn requests beside greedy ones, aborts, any
-    number of pending tokens refused, and what stood in a text before copied behind them."""
+    number of pending tokens refused, and what stood in a text before copied behind them. Of a sparse model tokens are
+    not plain decoding's: those that are verified together share a selection."""
     engine, plain = loaded
+    exact = all(layer.attention.sparse is None for layer in engine.model.layers)
     for left in list(engine._requests):
         # Of an example that failed.
         engine.abort(left)
+    # Index keys lie sixteen tokens together.
+    block_size = block_size if exact else 16
     renew(engine, spare, LONGEST + NEW + 1, block_size=block_size, caching=caching, max_step=max_step)
     # Some go on where another one's answer does.
     prompts = [BASES[base][:length] for base, length, *_ in requests]
@@ -151,10 +161,10 @@ def test_any_schedule(
         for index in range(n):
             made = got.get((number, index), [])
             assert len(made) == most or number in gone
-            if not temperature:
+            if exact and not temperature:
                 assert made == plain.continuation(prompts[number])[: len(made)]
     # And its rows are those that a step makes which reads everything.
-    for block, text, at in found:
+    for block, text, at in found if exact else []:
         assert torch.equal(rows_in(engine, block), plain.rows_of(text)[at * block_size :][:block_size])
     idle(engine)
 
