@@ -44,7 +44,7 @@ COPIES, PACE, ALWAYS = "head, copies", "head, copies, partial", "head, always pa
 LOSSY, LOSSY_CASE = "head, lossy", "8000x1"
 SWEEP = {
     "specpv_dtype": ("model", "int8", "int4"), "specpv_retrieval": (0, 512, 1024, 2048),
-    "specpv_window": (128, 256, 512), "specpv_max_pending": (4, 8, 16, 24), "specpv_full_every": (2, 4, 8, 16),
+    "specpv_window": (128, 256, 512), "specpv_max_pending": (4, 8, 16, 24), "specpv_full_every": (2, 4, 6, 8, 16),
     "specpv_sink": (4, 16, 64),
 }  # fmt: skip
 

@@ -122,6 +122,19 @@ def test_coded_rows_are_shown_by_their_bits(tmp_path: Path) -> None:
     assert "50 %" in page.text, "the other's budget"
 
 
+def test_a_rank_is_shown_by_what_it_keeps(tmp_path: Path) -> None:
+    """Manifests tell the budget that would have held, had no rank been asked for."""
+    manifest = conversion()
+    manifest.config |= {"kv_lora_rank": 104}
+    save(manifest, tmp_path / "a")
+    (only,) = write_report(tmp_path, tmp_path / "r.html")["conversions"]
+    rows = [layer for layer in manifest.metrics["layers"] if layer["layout"] != "gqa"]
+    kept = sum(row["cached"] for row in rows) / sum(row["gqa_cached"] for row in rows)
+    assert only["kept"] == pytest.approx(kept)
+    text = Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+    assert f"{shown(kept, 'percent')} of the cache" in text and "50 %" not in text
+
+
 def test_layout_is_what_was_made(tmp_path: Path) -> None:
     # TransMLA's options mean latent_rope while `layout` keeps its default.
     manifest = conversion("latent_rope")

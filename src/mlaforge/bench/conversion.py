@@ -57,10 +57,12 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
         name, plan, manifest = source.path.name, plan_of(source.config, source.spec), Manifest.load(source.path)
         ppl = perplexities(source, judged, name, device)
         before = body["rows"][0]["ppl"] if body["rows"] else ppl
+        asked = manifest.config if manifest and plan.stored != "coded" else {}
         body["rows"].append({
             "model": name, "path": record_place(source.path), "sha256": source.fingerprint,
             "layout": layout_of(plan),
-            "budget": manifest.config.get("budget") if manifest and plan.stored != "coded" else None,
+            # Where a rank was asked for, the budget was not.
+            "budget": asked.get("budget") if asked.get("kv_lora_rank") is None else None,
             "bits": plan.bits if plan.stored == "coded" else None,
             "cache_fraction": plan.model_fraction(plan.spec.max_position_embeddings),
             "seconds": sum(manifest.seconds.values()) if manifest else None, "ppl": ppl,

@@ -68,7 +68,7 @@ class EngineConfig(Options):
         1024, "tokens that a partial view holds because the last full step attended to them most", "tokens", least=0
     )
     specpv_window: int = option(256, "newest tokens that a partial view holds", "tokens", least=16)
-    specpv_full_every: int = option(16, "partial steps before a full one", "steps", least=1)
+    specpv_full_every: int = option(6, "partial steps before a full one", "steps", least=1)
     specpv_max_pending: int = option(16, "tokens that wait for a full step at the most", "tokens", least=1, most=64)
     specpv_dtype: str = option(
         "auto", "weights of partial steps, which full ones judge: the model's, or rounded ones beside them; auto: int4 "

@@ -212,7 +212,7 @@ def _conversion(record: dict[str, Any], contexts: dict[str, int]) -> dict[str, A
     layout = layout if layout in PAINT else "mixed"
     losses = [loss for layer in layers if (loss := number(layer, "predicted_loss")) is not None]
     rows, ratio = _row_bytes(metrics), number(metrics, "ratio")
-    bits = _bits(layers, rows)
+    bits, kept = _bits(layers, rows), _kept(record["config"], layers)
     loss = math.log(ratio) if ratio and ratio > 0 else None
     model = record["inputs"].get("model")
     kind, digest = (str(at(model, key) or "") for key in ("model_type", "sha256"))
@@ -224,22 +224,34 @@ def _conversion(record: dict[str, Any], contexts: dict[str, int]) -> dict[str, A
         "model": model_name(at(model, "path") or f"{kind} {digest[:8]}").strip() or "model",
         "row_bytes": rows,
         "bits": bits,
+        "kept": kept,
         "context_bytes": {
             label: {side: _context_bytes(layers, rows[side], tokens) if rows else None for side in ("gqa", "mla")}
             for label, tokens in contexts.items()
         },
         "predicted_loss": sum(losses) if losses else None,
         "measured_loss": loss,
-        "form": f"{layout}, {_size(record['config'], bits)}",
+        "form": f"{layout}, {_size(bits, kept)}",
         "ratio_interval": _exponential({**metrics, "loss": loss}, "loss", "log_ratio_stderr"),
     }
 
 
-def _size(config: dict[str, Any], bits: float | None) -> str:
+def _size(bits: float | None, kept: float | None) -> str:
     """How large a conversion was asked to be."""
     if bits is not None:
         return f"{bits:.3g} bits"
-    return f"{shown(config.get('budget'), 'percent')} of the cache" if config.get("budget") else "ranks of its own"
+    return "ranks of its own" if kept is None else f"{shown(kept, 'percent')} of the cache"
+
+
+def _kept(config: dict[str, Any], layers: list[dict[str, Any]]) -> float | None:
+    """The share of the converted layers' cache that was asked for; where a rank was, what that comes to."""
+    if number(config, "kv_lora_rank") is None:
+        return number(config, "budget")
+    converted = [layer for layer in layers if layer.get("layout") != "gqa"]
+    both = [(number(layer, "cached"), number(layer, "gqa_cached")) for layer in converted]
+    if not both or any(None in pair for pair in both):
+        return None
+    return sum(after or 0 for after, _ in both) / sum(before or 0 for _, before in both)
 
 
 def _row_bytes(metrics: dict[str, Any]) -> dict[str, list[float]] | None:
