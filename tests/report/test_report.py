@@ -132,7 +132,7 @@ def test_a_rank_is_shown_by_what_it_keeps(tmp_path: Path) -> None:
     kept = sum(row["cached"] for row in rows) / sum(row["gqa_cached"] for row in rows)
     assert only["kept"] == pytest.approx(kept)
     text = Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-    assert f"{shown(kept, 'percent')} of the cache" in text and "50 %" not in text
+    assert f"{shown(kept, 'percent')} of the cache" in text and "50 % of the cache" not in text
 
 
 def test_layout_is_what_was_made(tmp_path: Path) -> None:

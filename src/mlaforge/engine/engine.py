@@ -159,7 +159,7 @@ class Engine:
         if config.specpv != "off":
             judge, runner = self._judge()
             judge.boundaries = drafter.boundaries
-            partial = PartialVerification(config, drafter, judge, runner, self._traffic(judge), self.tables)
+            partial = PartialVerification(config, drafter, judge, runner, self._traffic(judge), self.tables, self.cache)
         lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
         # What is verified together shares one selection of a sparse model.
         most = config.drafted if is_sparse(self._source.config) else config.copied

@@ -21,7 +21,7 @@ from mlaforge.engine.execution.batch import Batch, Chunk
 from mlaforge.engine.execution.traffic import Read
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.drafter import Draft, ancestry
+from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.engine.speculation.step import Proposal
 from mlaforge.engine.speculation.verification import Verified
 
@@ -67,9 +67,7 @@ def _chunk(sequence: Sequence, draft: Draft | None, upto: int) -> Chunk:
     if draft is None:
         return Chunk(sequence.number, sequence.token_ids, sequence.computed, upto, generating=sequence.generating)
     tokens = sequence.token_ids + draft.token_ids
-    # The sequence's newest token is the root.
-    tree = None if draft.parents is None else ancestry([-1, *(parent + 1 for parent in draft.parents)])
-    return Chunk(sequence.number, tokens, sequence.computed, upto, tree, sequence.generating)
+    return Chunk(sequence.number, tokens, sequence.computed, upto, draft.tree, sequence.generating)
 
 
 @dataclasses.dataclass(frozen=True)

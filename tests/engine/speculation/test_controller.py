@@ -2,12 +2,13 @@
 
 import pytest
 
-from mlaforge.engine.speculation.controller import CHAIN, PACE_AGAIN, PACE_TRIAL, PARTIAL, TREE, Pace
+from mlaforge.engine.speculation.controller import CHAIN, PACE_AGAIN, PACE_TRIAL, PARTIAL, PARTIAL_TREE, TREE, Pace
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, watched
 from support.speculating import SMALL, tokens
 
 WAYS = (CHAIN, TREE, PARTIAL)
+EVERY = (*WAYS, PARTIAL_TREE)
 
 
 def test_the_fastest_way_is_taken_and_the_others_tried():
@@ -51,7 +52,7 @@ def test_another_text_is_measured_anew_and_begins_as_the_last_was():
     assert pace.choose(1, (PARTIAL, CHAIN), 7, 4096) == PARTIAL
 
 
-@pytest.mark.parametrize("fastest", WAYS)
+@pytest.mark.parametrize("fastest", EVERY)
 def test_a_sequence_takes_what_is_fastest_for_it(fastest, tiny_models, tmp_path):
     """All ways are tried for a long text that runs alone, then one is kept to; its tokens are plain decoding's. Two
     together get no tree."""
@@ -73,11 +74,13 @@ def test_a_sequence_takes_what_is_fastest_for_it(fastest, tiny_models, tmp_path)
     controller.decide = deciding
     assert tokens(llm.generate(prompts[:1], greedy(48))[0]) == wanted[0]
     ways = [decision.way for decision in taken if decision.way is not None]
-    early = 3 * PACE_TRIAL
+    early = len(EVERY) * PACE_TRIAL
     late = ways[early:]
     # One decision of many tries another.
-    assert set(ways[:early]) == set(WAYS) and len(late) > 2 and late.count(fastest) >= len(late) - 1
-    assert all((decision.tree > 0) == (decision.way == TREE) for decision in taken if decision.way is not None)
+    assert set(ways[:early]) == set(EVERY) and len(late) > 2 and late.count(fastest) >= len(late) - 1
+    assert all(
+        (decision.tree > 0) == (decision.way in (TREE, PARTIAL_TREE)) for decision in taken if decision.way is not None
+    )
     taken.clear()
     assert [tokens(output) for output in llm.generate(prompts, greedy(48))] == wanted
     assert {decision.way for decision in taken if len(decision.counts) == 2} <= {PARTIAL}

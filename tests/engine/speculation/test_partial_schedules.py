@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlaforge.engine.cache.block_pool import block_digests
 from mlaforge.engine.speculation.partial import PartialVerification
-from support.drafters import Knowing
+from support.drafters import Branching
 from support.engine_driver import greedy, idle, random_prompts, renew, watched
 from support.speculating import partly
 
@@ -111,13 +111,15 @@ asked = st.tuples(
     spare=st.sampled_from([0, 0, 1, 4, 12]),
     caching=st.sampled_from([True, True, False]),
     copying=st.booleans(),
+    tree=st.sampled_from([0, 6]),
 )
 def test_any_schedule(
-    loaded, requests, right, wrong, window, full_every, max_pending, block_size, max_step, spare, caching, copying
+    loaded, requests, right, wrong, window, full_every, max_pending, block_size, max_step, spare, caching, copying,
+    tree,
 ):  # fmt: skip
     """Chunks, preemption, prefixes that others made, continuations, drawn requests beside greedy ones, aborts, any
-    number of pending tokens refused, and what stood in a text before copied behind them. Of a sparse model tokens are
-    not plain decoding's: those that are verified together share a selection."""
+    number of pending tokens refused, trees where one runs alone, and what stood in a text before copied behind them. Of
+    a sparse model tokens are not plain decoding's: those that are verified together share a selection."""
     engine, plain = loaded
     exact = all(layer.attention.sparse is None for layer in engine.model.layers)
     for left in list(engine._requests):
@@ -138,8 +140,9 @@ def test_any_schedule(
         "specpv_window": window,
         "specpv_full_every": full_every,
         "specpv_max_pending": max_pending,
+        "speculative_tree_tokens": tree,
     }
-    partial = partly(engine, Knowing([p + plain.continuation(p) for p in prompts], right), **options).partial
+    partial = partly(engine, Branching([p + plain.continuation(p) for p in prompts], right), **options).partial
     partial.__class__, partial.random, partial.wrong = Meddled, Random(0), wrong
     got, gone, step = {}, set(), 0
     while step <= 15 or engine.has_work:

@@ -15,8 +15,9 @@ from mlaforge.engine.speculation.policy import DraftPolicy
 PACE_AGAIN, PACE_TRIAL, PACE_HALF, PACE_USUAL = 64, 6, 32, 8
 
 
-# How a step drafts: tokens in a row, or none; a tree, or none; tokens that are judged by a part of the cache first.
-CHAIN, TREE, PARTIAL = "chain", "tree", "partial"
+# How a step drafts: tokens in a row, or none; a tree, or none; tokens that are judged by a part of the cache first, in
+# a row or in trees.
+CHAIN, TREE, PARTIAL, PARTIAL_TREE = "chain", "tree", "partial", "partial tree"
 
 
 @dataclasses.dataclass
@@ -70,9 +71,9 @@ class Decision:
     of it, ended before a path less likely than `min_probability`; where `tree` is not 0 a tree of so many tokens,
     `count` deep, for the only sequence there is. `copied` tokens at the most are copied from the text instead, ended
     before a path less likely than `copy_probability`. `partial`: whether drafted tokens are judged by a part of the
-    cache first; None where there was no choice. `policy` decided the number of tokens and is to learn from it; None
-    where nothing is measured. `way` was chosen by the pace, which is to learn from it; None where there was one only.
-    `began` is when the step did (time.perf_counter())."""
+    cache first, where `tree` is not 0 that many at a time; None where there was no choice. `policy` decided the number
+    of tokens and is to learn from it; None where nothing is measured. `way` was chosen by the pace, which is to learn
+    from it; None where there was one only. `began` is when the step did (time.perf_counter())."""
 
     count: int
     min_probability: float = 0.0
@@ -97,7 +98,8 @@ class Decision:
         depth = self.depth(sequence)
         copied = min(self.copied, sequence.stopping.room - 1) if sequence.request.params.speculate else 0
         if self.partial:
-            return min(depth + copied, sequence.stopping.room - 1)
+            # Copies come behind what is pending; so does a tree, of which most is left behind.
+            return min(depth + max(copied, self.tree if depth else 0), sequence.stopping.room - 1)
         return max(self.tree if depth else 0, depth, copied)
 
 
@@ -130,15 +132,16 @@ class Controller:
         began = time.perf_counter()
         active = sum(sequence.decoding for sequence in running)
         ways = [CHAIN]
-        if self.tree and active == len(running) == 1 and not waiting:
+        trees = self.tree and active == len(running) == 1 and not waiting
+        if trees:
             ways.append(TREE)
         if self.partial is not None and any(s.decoding and self.partial.applies(s) for s in running):
-            ways.append(PARTIAL)
+            ways += [PARTIAL, PARTIAL_TREE] if trees else [PARTIAL]
         way, measured, cached = ways[-1], None, sum(s.computed for s in running if s.decoding)
         alone = next(s.number for s in running if s.decoding) if active == 1 else None
         if self.pace is not None and len(ways) > 1:
             way = measured = self.pace.choose(active, ways, alone, cached)
-        partial = way == PARTIAL if PARTIAL in ways else None
+        partial = way in (PARTIAL, PARTIAL_TREE) if PARTIAL in ways else None
         worth = 0.0
         if self.policy is not None and active:
             self.policy.look(cached)
@@ -150,7 +153,7 @@ class Controller:
             assert self.partial is not None
             # No more room than may be used: what is reserved is taken from others.
             counts = {sequence: self.partial.wanted(sequence) for sequence in running if sequence.decoding}
-            return dataclasses.replace(decision, counts=counts)
+            return dataclasses.replace(decision, counts=counts, tree=self.tree if way == PARTIAL_TREE else 0)
         tree, policy = (self.tree, self.tree_policy) if way == TREE else (0, self.policy)
         if policy is None or not active:
             return dataclasses.replace(decision, tree=tree, policy=policy)

@@ -52,6 +52,11 @@ class Draft:
         return self.token_ids[place], self.q_KV[place]
 
     @property
+    def tree(self) -> list[list[int]] | None:
+        """As Chunk.tree, the sequence's newest token being the root; None for a chain."""
+        return None if self.parents is None else ancestry([-1, *(parent + 1 for parent in self.parents)])
+
+    @property
     def length(self) -> int:
         """Tokens of the longest path."""
         levels: list[int] = []

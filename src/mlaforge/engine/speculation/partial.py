@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mlaforge.engine.cache.block_tables import BlockTables
+from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.batch import Batch, Chunk, Watched, make_batch
 from mlaforge.engine.execution.model import EngineModel, Layer
@@ -33,7 +34,7 @@ from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.execution.traffic import Read, Traffic
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import Sampler, likeliest, rejection_sampled
-from mlaforge.engine.speculation.drafter import Draft, Drafter
+from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.ops.attended import heaviest
 from mlaforge.ops.native import kernels
@@ -101,6 +102,7 @@ def judging_format(config: EngineConfig, model: EngineModel) -> str:
 
 # What stood in a text before where its newest tokens did, at most so many of its tokens (copies.py).
 Copy = abc.Callable[[Sequence, int], Draft | None]
+NOTHING = Draft([])
 # Tokens that may be pending at first, and at the least; and how old what was retrieved may be, in tokens.
 FIRST_PENDING, LEAST_PENDING, FRESH = 4, 2, 8
 
@@ -115,9 +117,10 @@ class PartialVerification:
 
     def __init__(
         self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, traffic: Traffic,
-        tables: BlockTables,
+        tables: BlockTables, cache: Cache,
     ):  # fmt: skip
-        self.drafter, self.model, self.runner, self.traffic, self.tables = drafter, model, runner, traffic, tables
+        self.drafter, self.model, self.runner, self.traffic = drafter, model, runner, traffic
+        self.tables, self.cache = tables, cache
         # What the partial steps of the newest proposal have read.
         self.read = Read()
         self.sampler = Sampler()
@@ -190,18 +193,19 @@ class PartialVerification:
             self.retrieved[sequence.number] = Retrieved(places, tail)
 
     def propose(
-        self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy
+        self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy, tree: int = 0
     ) -> dict[Sequence, Draft | None]:
-        """As Drafter.propose. `copy` gives what stood in the text before, which may go on behind what is pending."""
+        """As Drafter.propose. `copy` gives what stood in the text before, which may go on behind what is pending. Where
+        `tree` is not 0, which is for one sequence alone, its partial steps judge trees of so many tokens."""
         self.read = Read()
         partial = [(s, count) for s, count in budgets if self.applies(s)]
         plain = [(s, min(count, self.count)) for s, count in budgets if not self.applies(s)]
         drafts = dict(zip((s for s, _ in plain), self.drafter.propose(plain, min_probability), strict=True))
-        return drafts | (self._pending(partial, min_probability, copy) if partial else {})
+        return drafts | (self._pending(partial, min_probability, copy, tree) if partial else {})
 
     @torch.inference_mode()
     def _pending(
-        self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy
+        self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy, tree: int
     ) -> dict[Sequence, Draft]:
         """Tokens that the target agrees to under its partial view; behind them those that are copied from the text, for
         the full step to judge: that is cheaper, and a copy is right as often."""
@@ -224,20 +228,26 @@ class PartialVerification:
             if not active or step == self.pattern.full_every:
                 break
             if view is None or len(active) < len(view.texts):
-                view = self._view(active, [(begin[text.number], room[text.number]) for text in active])
-            began = time.perf_counter()
+                view = self._view(active, [(begin[text.number], whole[text.number]) for text in active])
+            # Of trees acceptance and times are others.
+            began, policy = time.perf_counter(), None if tree else self.policy
             alone = active[0].number if len(active) == 1 else None
-            count = self.count if self.policy is None else self.policy.choose(len(active), alone=alone)
+            count = self.count if policy is None else policy.choose(len(active), alone=alone)
             asked = {text: most for text in active if (most := min(count, left[text.number] - 1)) > 0}
-            proposed = self.drafter.propose([*asked.items()], min_probability) if asked else []
+            if tree:
+                assert isinstance(self.drafter, TreeDrafter)
+                nodes = {text: min(tree, whole[text.number] - grown[text.number]) for text in asked}
+                proposed = [self.drafter.propose_tree(text, nodes[text], depth) for text, depth in asked.items()]
+            else:
+                proposed = self.drafter.propose([*asked.items()], min_probability) if asked else []
             drafts = {text: draft for text, draft in zip(asked, proposed, strict=True) if draft is not None}
             accepted = self._judge(active, drafts, view, qs)
             for text in active:
                 steps[text.number] += 1
-                if self.policy is not None and text in drafts:
-                    self.policy.acceptance.record(asked[text], accepted[text])
-            if self.policy is not None:
-                self.policy.record_time(len(active) + sum(asked.values()), time.perf_counter() - began)
+                if policy is not None and text in drafts:
+                    policy.acceptance.record(asked[text], accepted[text])
+            if policy is not None:
+                policy.record_time(len(active) + sum(asked.values()), time.perf_counter() - began)
         for text, tokens in copied.items():
             # All of q is on the token itself.
             ids = torch.tensor(tokens)
@@ -257,9 +267,11 @@ class PartialVerification:
         own. `qs` grow by the distributions of what was drawn."""
         chunks = []
         for text in texts:
-            tokens = text.token_ids + (drafts[text].token_ids if text in drafts else [])
-            chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), None, True))
-        both_NC = self.runner(self._seen(chunks, view))
+            draft = drafts.get(text, NOTHING)
+            tokens = text.token_ids + draft.token_ids
+            chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), draft.tree, True))
+        batch = self._seen(chunks, view)
+        both_NC = self.runner(batch)
         both = zip(chunks, map(max, zip(*view.more, strict=True)), strict=True)
         self.read += self.traffic((c.stop - c.start, c.stop, c.stop + more) for c, more in both)
         C = self.model.spec.hidden_size
@@ -269,29 +281,32 @@ class PartialVerification:
         rows: list[int] = []
         for text in texts:
             text.computed = len(text.token_ids) - 1
-            rows += range(firsts[text], firsts[text] + agreed[text] + 1)
+            rows += [firsts[text], *(firsts[text] + 1 + place for place in agreed[text])]
+        if chunks[0].tree is not None:
+            self.cache.move(batch.views, rows)
         if self.drafter.boundaries:
             self.drafter.observe(starts, both_NC[rows, C:])
-        return agreed
+        return {text: len(places) for text, places in agreed.items()}
 
     def _agreed(
         self, texts: list[Sequence], drafts: dict[Sequence, Draft], firsts: dict[Sequence, int], logits_NV: Tensor,
         qs: dict[Sequence, list[Tensor]],
-    ) -> dict[Sequence, int]:  # fmt: skip
-        """How many of each draft's tokens are agreed to, which are appended to its text, and the target's own. The row
-        that follows a text is its first; rows after it follow its draft's tokens."""
-        agreed = dict.fromkeys(texts, 0)
+    ) -> dict[Sequence, list[int]]:  # fmt: skip
+        """The places in each draft of the tokens that are agreed to, which are appended to its text, and the target's
+        own. The row that follows a text is its first; rows after it follow its draft's tokens."""
+        agreed: dict[Sequence, list[int]] = {text: [] for text in texts}
+        newest = dict.fromkeys(texts, -1)
         # Nothing of it depends on the tokens before: all rows at once, and the host waits once.
         plain = likeliest(logits_NV).tolist() if all(text.state.plain for text in texts) else None
         active = texts
         while active:
-            rows = [firsts[text] + agreed[text] for text in active]
+            rows = [firsts[text] + 1 + newest[text] for text in active]
             if plain is not None:
                 tokens = [plain[row] for row in rows]
             else:
                 states = [text.state for text in active]
                 p_SV = self.sampler.probabilities(logits_NV[rows], states)
-                proposed = [drafts[text].drawn(agreed[text]) if text in drafts else None for text in active]
+                proposed = [drafts.get(text, NOTHING).drawn(newest[text] + 1) for text in active]
                 tokens = rejection_sampled(p_SV, states, proposed).tolist()
                 for text, p_V in zip(active, p_SV, strict=True):
                     if not text.request.params.greedy:
@@ -300,14 +315,16 @@ class PartialVerification:
             for text, token in zip(active, tokens, strict=True):
                 text.token_ids.append(token)
                 text.state.append([token])
-                if text in drafts and drafts[text].after(agreed[text] - 1, token) is not None:
-                    agreed[text] += 1
+                place = drafts.get(text, NOTHING).after(newest[text], token)
+                if place is not None:
+                    newest[text] = place
+                    agreed[text].append(place)
                     longer.append(text)
             active = longer
         return agreed
 
     def _view(self, texts: list[Sequence], spans: list[tuple[int, int]]) -> View:
-        """What these texts see while so many tokens are pending behind the first of them. It does not depend on how
+        """What these texts see that have room for so many tokens behind the first of them. It does not depend on how
         many are already: views are made anew where another text of the step has all of its own."""
         sink, window, size, group = self.pattern.sink, self.pattern.window, self.tables.block_size, self.group
         assert group is not None

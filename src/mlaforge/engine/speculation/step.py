@@ -70,7 +70,7 @@ class Speculation:
         if not budgets:
             return drafts
         if decision.partial and self.partial is not None:
-            return drafts | self.partial.propose(budgets, decision.min_probability, copy)
+            return drafts | self.partial.propose(budgets, decision.min_probability, copy, decision.tree)
         if not decision.tree:
             own = [(s, min(room, decision.depth(s))) for s, room in budgets]
             proposed = self.drafter.propose(own, decision.min_probability)

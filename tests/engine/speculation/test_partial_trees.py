@@ -1,0 +1,141 @@
+"""Trees under partial views: a text that runs alone has its pending tokens from trees, a path of each."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from mlaforge.engine.sampling.params import SamplingParams
+from support.drafters import Branching, Knowing
+from support.eagle3_heads import saved
+from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
+from support.speculating import CASES, check_identities, chi_square, deviations, outcomes, partly, tokens
+
+NEW, TREE = 24, {"speculative_tree_tokens": 8, "specpv_dtype": "model"}
+KINDS = [case for case in CASES if case[0] != "mistral"]
+
+
+@pytest.fixture(params=[*KINDS, ("llama", "latent_rope"), ("llama", "coded")], ids=str)
+def model(request, tiny_models, converted):
+    family, layout = request.param
+    if layout == "coded":
+        return converted(family, "latent", bits=6)
+    return converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
+
+
+def grown(llm, prompts, **more):
+    """Each text alone, with what follows it."""
+    return [prompt + tokens(llm.generate([prompt], greedy(NEW, **more))[0])[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("window", [32, 400])
+def test_tokens_are_those_of_plain_decoding(window, model):
+    """Where a view holds the whole text it agrees to the right path of a tree and no other, so that all is kept: each
+    token sees its own path, and later ones find its rows where they belong."""
+    llm = watched(model, dtype="bfloat16", cache_bytes=64 << 20)
+    prompts = random_prompts(300, 250)
+    texts = grown(llm, prompts, speculate=False)
+    speculation = partly(llm.engine, Branching(texts, 0.8), 3, specpv_window=window, **TREE)
+    # Of short texts too.
+    speculation.partial.applies = lambda sequence, computed=None: True
+    trees = watching(llm.engine)
+    assert grown(llm, prompts) == texts
+    stats = speculation.stats
+    check_identities(stats)
+    assert stats.partial_steps >= len(trees) > 4
+    if window == 400:
+        assert stats.pending == stats.kept > NEW
+        # Paths that are not the first tokens of their tree have been moved.
+        assert any(path != list(range(len(path))) for path in trees)
+    idle(llm.engine)
+
+
+def watching(engine):
+    """The rows that stay of each tree under a partial view."""
+    partial, paths, move = engine.speculation.partial, [], engine.cache.move
+
+    def moving(views, kept):
+        paths.append(list(kept))
+        move(views, kept)
+
+    partial.cache = type("Cache", (), {"move": staticmethod(moving)})
+    return paths
+
+
+def test_sparse_layers_read_along_paths(sparse):
+    """Their tokens are not plain decoding's, whose selections are others; texts are as long, and what follows a tree
+    is what follows its path alone."""
+    llm = watched(sparse("llama", "gqa"), dtype="bfloat16", cache_bytes=64 << 20)
+    prompts = random_prompts(300, 250)
+    texts = grown(llm, prompts, speculate=False)
+    speculation = partly(llm.engine, Branching(texts, 0.9), 3, **TREE)
+    trees = watching(llm.engine)
+    made = grown(llm, prompts)
+    assert [len(text) for text in made] == [len(text) for text in texts]
+    assert speculation.stats.partial_steps >= len(trees) > 4
+    idle(llm.engine)
+
+
+def test_texts_together_have_chains(tiny_models):
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
+    prompts = random_prompts(300, 250)
+    texts = grown(llm, prompts, speculate=False)
+    speculation = partly(llm.engine, Knowing(texts, 0.8), 3, specpv_dtype="model")
+    engine = llm.engine
+    engine.config = dataclasses.replace(engine.config, speculative_tree_tokens=8)
+    engine.speculate(Branching(texts, 0.8))
+    trees = watching(engine)
+    outputs = llm.generate(prompts, greedy(NEW))
+    assert [p + tokens(output)[0] for p, output in zip(prompts, outputs, strict=True)] == texts
+    assert engine.speculation.stats.partial_steps > 2 and not trees and speculation.stats.steps == 0
+
+
+def test_an_eagle_head_follows_the_path(tiny_models, tmp_path):
+    """What it has seen of pending tokens are the states of the path: its next trees are those of a head that has seen
+    the text alone."""
+    folder = saved(tmp_path / "head")
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(folder))
+    engine, (prompt,) = llm.engine, random_prompts(300)
+    texts = grown(llm, [prompt], speculate=False)
+    drafter = engine.speculation.drafter
+    # Trees that hold the right tokens, so that paths of some length are agreed to.
+    known = Branching(texts, 0.8)
+    propose, own = drafter.propose_tree, {}
+
+    def proposing(sequence, count, depth):
+        own[len(sequence.token_ids)] = propose(sequence, 6, 3)
+        return known.propose_tree(sequence, count, depth)
+
+    drafter.propose_tree = proposing
+    speculation = partly(engine, drafter, 3, specpv_window=400, **TREE)
+    speculation.partial.applies = lambda sequence, computed=None: True
+    assert grown(llm, [prompt]) == texts
+    assert speculation.stats.pending == speculation.stats.kept > NEW / 2
+    ahead, own = own, {}
+    # Without partial steps.
+    engine.config = dataclasses.replace(engine.config, specpv="off")
+    engine.speculate(drafter)
+    assert grown(llm, [prompt]) == texts
+    both = ahead.keys() & own.keys()
+    assert len(both) > 2
+    for length in both:
+        assert ahead[length].token_ids == own[length].token_ids and ahead[length].parents == own[length].parents
+    idle(engine)
+
+
+def test_the_distribution_is_the_targets(tiny_models):
+    """400 draws of five tokens of a vocabulary of two, each alone."""
+    directory, vocabulary, (prompt,) = tiny_models["llama"], [20, 21], random_prompts(80)
+    exact = outcomes(Oracle(directory), prompt, 5, vocabulary, 2.0)
+    llm = watched(directory, cache_bytes=16 << 20)
+    renew(llm.engine, 100, 100, block_size=4, max_step=2048)
+    texts = [[*prompt, *tail] for tail in exact]
+    options = {"specpv_sink": 1, "specpv_retrieval": 0, "specpv_window": 16, "specpv_full_every": 2}
+    speculation = partly(llm.engine, Branching(texts, 0.8), 2, specpv_max_pending=3, **options, **TREE)
+    trees = watching(llm.engine)
+    how = SamplingParams(temperature=2.0, max_tokens=5, ignore_eos=True, logit_bias=dict.fromkeys(vocabulary, 100.0))
+    outputs = (llm.generate([prompt], dataclasses.replace(how, seed=seed))[0] for seed in range(400))
+    counts = Counter(tuple(output.outputs[0].token_ids) for output in outputs)
+    assert len(trees) > 300 and any(len(path) > 1 for path in trees)
+    assert 0.2 < speculation.stats.kept / speculation.stats.pending < 1.0
+    assert deviations(*chi_square(counts, exact)) < 3.5
