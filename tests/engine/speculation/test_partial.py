@@ -172,14 +172,18 @@ def test_what_is_retrieved_is_what_was_attended_to(family, dtype, tiny_models, c
         assert torch.corrcoef(torch.stack(blocks))[0, 1] > 0
 
 
-def test_an_eagle_head_follows_what_is_pending(tiny_models, tmp_path):
+@pytest.mark.parametrize("full_every", [1, 3])
+def test_an_eagle_head_follows_what_is_pending(full_every, tiny_models, tmp_path):
+    """Its texts are those of the head alone, a full step after each partial one or not."""
     folder = saved(tmp_path / "head")
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(folder))
     prompts = random_prompts(300, 250)
     texts = texts_of(llm, prompts)
-    partial = partly(llm.engine, llm.engine.speculation.drafter)
     assert continued(llm, prompts) == texts
-    assert partial.stats.partial_steps > 0
+    partial = partly(llm.engine, llm.engine.speculation.drafter, specpv_full_every=full_every)
+    assert continued(llm, prompts) == texts
+    assert partial.stats.partial_steps >= partial.stats.judging_steps > 0
+    assert full_every > 1 or partial.stats.partial_steps == partial.stats.judging_steps
     idle(llm.engine)
 
 

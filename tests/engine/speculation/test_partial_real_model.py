@@ -1,12 +1,15 @@
-"""Partial verification on SmolLM2-135M-Instruct: what is retrieved matters."""
+"""Partial verification on SmolLM2-135M-Instruct: what is retrieved matters, and long texts are plain decoding's."""
 
 import heapq
 import inspect
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 
+import mlaforge
+from mlaforge.engine.llm import LLM
 from mlaforge.engine.speculation import partial
 from support.drafters import Knowing
 from support.engine_driver import greedy, idle, watched
@@ -44,3 +47,27 @@ def test_random_tokens_serve_worse_than_the_heaviest(smollm2, monkeypatch):
     print(f"kept: heaviest {kept[0]:.2f}, random {kept[1]:.2f}")
     assert kept[1] < kept[0] - 0.1, kept
     idle(llm.engine)
+
+
+@pytest.mark.slow
+def test_long_texts_are_those_of_plain_decoding(smollm2):
+    """32 prompts of 4,096 to 8,000 tokens of source text, four at a time, with the head that comes with the package."""
+    head = Path(mlaforge.__file__).parent / "demo" / "heads" / "smollm2-135m-instruct-original"
+    llm = LLM(
+        smollm2, device="cpu", dtype="bfloat16", cache_bytes=2 << 30, max_num_seqs=4, speculative=str(head),
+        specpv="lossless", adaptive_speculation=False,
+    )  # fmt: skip
+    sources = sorted(Path(inspect.getfile(statistics)).parent.glob("*.py"))[:40]
+    ids = llm.tokenizer("".join(source.read_text(encoding="utf-8") for source in sources))["input_ids"]
+    lengths = [4096 + 126 * number for number in range(31)] + [8000]
+    starts = [number * (len(ids) - 8000) // 31 for number in range(32)]
+    prompts = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    assert len({tuple(prompt) for prompt in prompts}) == 32
+    for four in (prompts[at : at + 4] for at in range(0, 32, 4)):
+        plain, partly_read = (
+            [output.outputs[0].token_ids for output in llm.generate(four, greedy(32, speculate=speculate))]
+            for speculate in (False, True)
+        )
+        assert partly_read == plain
+    stats = llm.engine.stats().speculation
+    assert stats.partial_steps > 32 and stats.kept / stats.pending > 0.5
