@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from support.drafters import Branching, Knowing
+from mlaforge.engine.speculation import partial
+from support.drafters import Branching
 from support.eagle3_heads import saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 from support.speculating import CASES, check_identities, chi_square, deviations, outcomes, partly, tokens
@@ -52,27 +53,46 @@ def test_tokens_are_those_of_plain_decoding(window, model):
 
 def watching(engine):
     """The rows that stay of each tree under a partial view."""
-    partial, paths, move = engine.speculation.partial, [], engine.cache.move
+    paths, move = [], engine.cache.move
 
     def moving(views, kept):
         paths.append(list(kept))
         move(views, kept)
 
-    partial.cache = type("Cache", (), {"move": staticmethod(moving)})
+    engine.speculation.partial.cache = type("Cache", (), {"move": staticmethod(moving)})
     return paths
 
 
-def test_sparse_layers_read_along_paths(sparse):
-    """Their tokens are not plain decoding's, whose selections are others; texts are as long, and what follows a tree
-    is what follows its path alone."""
-    llm = watched(sparse("llama", "gqa"), dtype="bfloat16", cache_bytes=64 << 20)
-    prompts = random_prompts(300, 250)
-    texts = grown(llm, prompts, speculate=False)
-    speculation = partly(llm.engine, Branching(texts, 0.9), 3, **TREE)
-    trees = watching(llm.engine)
-    made = grown(llm, prompts)
-    assert [len(text) for text in made] == [len(text) for text in texts]
-    assert speculation.stats.partial_steps >= len(trees) > 4
+@pytest.mark.parametrize("kind", ["plain", "sparse"])
+def test_what_is_pending_does_not_depend_on_the_draft(kind, tiny_models, sparse, monkeypatch):
+    """From one view the target goes on in one way, whether chains or trees are judged, right ones or wrong."""
+    monkeypatch.setattr(partial, "FIRST_PENDING", 16)
+    llm = watched(sparse("llama", "gqa") if kind == "sparse" else tiny_models["llama"], dtype="bfloat16",
+                  cache_bytes=64 << 20)  # fmt: skip
+    (prompt,) = random_prompts(300)
+    (text,), pending, firsts = grown(llm, [prompt], speculate=False), [], []
+    options = {"specpv_full_every": 16, "specpv_max_pending": 16, **TREE}
+
+    def proposing(self, *asked, propose=partial.PartialVerification.propose):
+        made = propose(self, *asked)
+        pending.extend(draft.token_ids for draft in made.values())
+        return made
+
+    monkeypatch.setattr(partial.PartialVerification, "propose", proposing)
+    for right, tree in ((1.0, 0), (0.0, 0), (0.9, 8)):
+        speculation = partly(llm.engine, Branching([text], right), 3, **options | {"speculative_tree_tokens": tree})
+        if tree:
+            # Trees that hold what the view goes on with.
+            speculation.drafter.texts = [text[: len(prompt) + 1] + firsts[0]]
+        trees = watching(llm.engine)
+        before = len(pending)
+        grown(llm, [prompt])
+        assert bool(trees) == bool(tree)
+        firsts.append(pending[before])
+    assert all(len(first) > 8 for first in firsts)
+    for first in firsts:
+        assert all(a == b for a, b in zip(first, firsts[0], strict=False))
+    assert any(len(path) > 2 for path in trees)
     idle(llm.engine)
 
 
@@ -80,14 +100,11 @@ def test_texts_together_have_chains(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     prompts = random_prompts(300, 250)
     texts = grown(llm, prompts, speculate=False)
-    speculation = partly(llm.engine, Knowing(texts, 0.8), 3, specpv_dtype="model")
-    engine = llm.engine
-    engine.config = dataclasses.replace(engine.config, speculative_tree_tokens=8)
-    engine.speculate(Branching(texts, 0.8))
-    trees = watching(engine)
+    speculation = partly(llm.engine, Branching(texts, 0.8), 3, **TREE)
+    trees = watching(llm.engine)
     outputs = llm.generate(prompts, greedy(NEW))
     assert [p + tokens(output)[0] for p, output in zip(prompts, outputs, strict=True)] == texts
-    assert engine.speculation.stats.partial_steps > 2 and not trees and speculation.stats.steps == 0
+    assert speculation.stats.partial_steps > 2 and not trees
 
 
 def test_an_eagle_head_follows_the_path(tiny_models, tmp_path):
