@@ -74,7 +74,7 @@ class Modes:
         engine.speculation = self.kept.setdefault(name, engine.speculation)
         if name in (ALWAYS, LOSSY):
             # Without looking at the pace.
-            engine.speculation.controller.pace = None
+            engine.speculation.controller.mode_selector = None
 
     def nats(self, prompt: list[int], answer: list[int]) -> float:
         """What the model gives an answer, a token."""
@@ -93,6 +93,7 @@ class Modes:
         began = before = 0
         while engine.has_work:
             for output in engine.step():
+                output.raise_for_error()
                 answers[output.request_id] += output.outputs[0].token_ids
             if not began and all(answers.values()):
                 # All prompts are read.

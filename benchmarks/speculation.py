@@ -40,7 +40,7 @@ from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
+from mlaforge.engine.speculation.drafter import Drafter, PromptLookupDrafter
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError, log
 from mlaforge.synthesis.repetition import distinct_share
@@ -107,6 +107,7 @@ class Modes:
         engine.add("0", prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=not self.end))
         while engine.has_work:
             for output in engine.step():
+                output.raise_for_error()
                 token_ids += output.outputs[0].token_ids
                 times.append(time.perf_counter())
         return token_ids, times[-1] - times[0]
@@ -147,7 +148,8 @@ def read_prompts(
 
 def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, dict[str, Any]]:
     """Per mode its speed and ratios, how often its tokens were not plain decoding's, and the largest margin there."""
-    drafters: dict[str, Any] = {"plain": None, "ngram": NgramDrafter(), "ngram copies adaptive": NgramDrafter()}
+    drafters: dict[str, Any] = {"plain": None}
+    drafters |= {name: PromptLookupDrafter() for name in ("ngram", "ngram copies adaptive")}
     if modes.head is not None:
         drafters |= dict.fromkeys(("head", "head adaptive", "head copies adaptive"), modes.head)
         if modes.tree:

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from support import kernel_forms
 from support.tiny_models import FAMILIES, save_model
 
 # A busy machine is no failure.
@@ -47,28 +48,60 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tiny models on one thread: threads that wait for each other on a busy machine make the tests ten times slower."""
     if config.option.markexpr == "not slow":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if os.environ.get("MLAFORGE_EMULATE_AMX") == "1":
+        from support import emulated_amx
+
+        emulated_amx.replace_amx(pytest.MonkeyPatch())
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test does not seed is the same alone, after other tests and in another process."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+    kernel_forms.note(item)
 
 
-@pytest.fixture(scope="module", params=["amx", "avx512", "avx2"])
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    if line := kernel_forms.summary(reports):
+        terminalreporter.write_line(line)
+
+
+# Emulated tiles are slow, and compared with the other forms in test_block_sizes.py anyway.
+FORMS = [
+    pytest.param(form, marks=pytest.mark.slow if form == kernel_forms.EMULATED else ())
+    for form in kernel_forms.EVERY_FORM
+]
+
+
+@pytest.fixture(scope="module", params=FORMS)
 def compiled(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The compiled CPU kernels in every form that this processor runs; paged attention is by them."""
+    """The compiled CPU kernels in every form that this processor runs, and AMX's on emulated tiles; paged attention is
+    by them."""
     from mlaforge.ops import native, paged_attention
+    from support import emulated_amx
 
-    if not native.runs(request.param) or native.compiler() is None:
-        pytest.skip(f"no compiler, or this processor lacks {request.param}")
-    reason = native.load(request.param)
-    assert reason is None, reason
     with pytest.MonkeyPatch.context() as patch:
+        emulated_amx.add_form(patch)
+        if not native.runs(request.param) or native.compiler() is None:
+            pytest.skip(f"no compiler, or this processor lacks {request.param}")
+        reason = native.load(request.param)
+        assert reason is None, reason
         operations = native.operations(request.param)
         patch.setattr(paged_attention, "kernels", lambda: operations)
         yield operations
+
+
+@pytest.fixture
+def cuda() -> Iterator[Any]:
+    """The device "cuda": a GPU where there is one, else the simulated one (support/simulated_cuda.py)."""
+    import torch
+
+    from support.simulated_cuda import simulated_cuda
+
+    with contextlib.nullcontext() if torch.cuda.is_available() else simulated_cuda() as simulation:
+        yield simulation
 
 
 @pytest.fixture(scope="session", autouse=True)

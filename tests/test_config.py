@@ -185,6 +185,7 @@ def test_lists_are_written_with_commas_or_as_yamls_own(text, field, value, recip
         ({"few": True}, "few = True must be a whole number"),
         ({"share": 1.0}, "share = 1.0 must be at least 0 and below 1"),
         ({"share": float("nan")}, "share = nan must be at least 0 and below 1"),
+        ({"above": float("inf")}, "above = inf must be a finite number"),
         ({"share": 10**400}, "must be a number"),
         ({"above": 0.0}, "above = 0.0 must be above 0"),
         ({"lengths": "512,47"}, "lengths = 47 must be at least 48"),

@@ -82,14 +82,18 @@ class Manifest:
     def load(cls, directory: Path) -> Manifest | None:
         """The manifest of an artifact, or None where `directory` is not one (or its manifest cannot be read)."""
         try:
-            body = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-            names = {f.name for f in dataclasses.fields(cls)}
-            manifest = cls(**{key: value for key, value in body.items() if key in names})
-            if isinstance(manifest.files, list):
-                manifest.files = dict.fromkeys(manifest.files, "")
-            return manifest
+            return cls.from_dict(json.loads((directory / MANIFEST).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Manifest:
+        """The manifest that a JSON object describes. Raises TypeError or AttributeError where it describes none."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        manifest = cls(**{key: value for key, value in body.items() if key in names})
+        if isinstance(manifest.files, list):
+            manifest.files = dict.fromkeys(manifest.files, "")
+        return manifest
 
 
 def artifacts_below(folder: Path) -> dict[str, Manifest | None]:
@@ -170,22 +174,41 @@ def finished(
 ) -> Manifest | None:
     """The manifest at `out` if that artifact is what `wanted` would make again and all its files are there.
 
-    None means that it is to be made. Raises UserError as `existing` does, and if `out` is something else: only with
-    `overwrite` another artifact is replaced.
+    None means that it is to be made. Raises UserError as `existing` does, and if `out` is something else, or an
+    interrupted run with other options is there: only with `overwrite` another artifact is replaced.
     """
     if (found := existing(out, reads)) is None:
+        if not overwrite:
+            _keep_interrupted(out, wanted)
         return None
     complete = all((out / name).is_file() for name in found.files)
     if found.fingerprint == wanted.fingerprint and complete:
         return found
     if overwrite:
-        if foreign := sorted({path.name for path in out.iterdir()} - {*found.files, MANIFEST, HALF_MANIFEST}):
+        if foreign := sorted({*_files(out)} - {*found.files, MANIFEST, HALF_MANIFEST}):
             raise UserError(f"{out} also holds {foreign[0]}, which mlaforge did not make; move it away first")
         return None
     what = _difference(found, wanted) if complete else "some of its files are gone"
     raise UserError(
         f"{out} holds another {found.stage} result ({what}); choose another output directory, or pass --overwrite"
     )
+
+
+def _keep_interrupted(out: Path, wanted: Manifest) -> None:
+    """Raises UserError where a run with other options or inputs was interrupted: hours of work may lie there."""
+    partial = unfinished(out.resolve())
+    begun = partial / WORK / BEGUN
+    if begun.is_file() and begun.read_text() != wanted.fingerprint:
+        with locked(partial / WORK / LOCK, str(out)):
+            raise UserError(
+                f"{partial} holds the work of an interrupted run with other options or inputs; repeat that "
+                "command to go on, choose another output directory, or pass --overwrite to discard it"
+            )
+
+
+def _files(directory: Path) -> list[str]:
+    """The files below a directory, sorted, as paths relative to it with `/`."""
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
 
 
 def _difference(existing: Manifest, wanted: Manifest) -> str:
@@ -336,9 +359,14 @@ def writing(out: Path, manifest: Manifest, resumable: bool = False) -> Iterator[
             if former.exists():
                 shutil.rmtree(former)
             yield partial
-            names = sorted({path.name for path in partial.iterdir()} - {WORK, MANIFEST})
+            written = set(_files(partial)) - {MANIFEST, HALF_MANIFEST}
+            names = sorted(name for name in written if not name.startswith(f"{WORK}/"))
             manifest.files = {name: sha256(partial / name) for name in progress(names, "hash")}
             manifest.save(partial)
+            # safetensors writes files that only their owner can read.
+            mode = (partial / MANIFEST).stat().st_mode
+            for name in names:
+                (partial / name).chmod(mode)
             _appear(partial, out)
         except BaseException as error:
             full, stopped = disk_is_full(error), interrupted(error)

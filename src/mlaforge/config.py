@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import operator
 import re
 import types
@@ -51,11 +52,13 @@ def option(
 class Options:
     """What all classes of options are: none of their objects holds a value that its declaration forbids.
 
-    `first` names the options that people need first, in the order in which they are shown; the others are advanced.
+    `first` names the options that people need first, in the order in which they are shown; the others are advanced,
+    but for those that `panels` puts under a title of their own.
     Making one raises UserError for a wrong type or an illegal value. Comma lists may be given as text.
     """
 
     first: ClassVar[tuple[str, ...]] = ()
+    panels: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
         kinds = field_types(type(self))
@@ -159,6 +162,8 @@ def _checked(field: dataclasses.Field[Any], kind: Any, value: Any, where: str) -
             raise UserError(f"{where}{name} = {each!r} must be one of {', '.join(choices)}{hint}")
         if not all(BOUNDS[word](each, bound) for word, bound in bounds.items()):
             raise UserError(f"{where}{name} = {each!r} must be {within(field)}")
+        if isinstance(each, float) and not math.isfinite(each):
+            raise UserError(f"{where}{name} = {each!r} must be a finite number")
     return value
 
 

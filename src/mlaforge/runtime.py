@@ -38,7 +38,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 # Ctrl-C that came while `interruptible` work ran. A list, because a signal's handler must wait for no lock.
-_came: list[int] = []
+_received_signals: list[int] = []
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def interruptible() -> Iterator[None]:
     """Ctrl-C raises KeyboardInterrupt in here as it always does, and is remembered, for `interrupted`."""
 
     def remember(number: int, frame: Any) -> None:
-        _came.append(number)
+        _received_signals.append(number)
         signal.default_int_handler(number, frame)
 
     # Whoever has another handler, or ignores the signal, goes on doing so; only the main thread may set one.
@@ -59,18 +59,18 @@ def interruptible() -> Iterator[None]:
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            go_on()
+            forget_interrupts()
 
 
 def interrupted(error: BaseException) -> bool:
     """Whether it is Ctrl-C that ended the work, also where another error arrives: C code that calls back into Python
     (safetensors making a tensor, for one) swallows a KeyboardInterrupt and raises what it makes of it."""
-    return isinstance(error, KeyboardInterrupt) or bool(_came)
+    return isinstance(error, KeyboardInterrupt) or bool(_received_signals)
 
 
-def go_on() -> None:
+def forget_interrupts() -> None:
     """Ctrl-C has been answered: what goes wrong from here on is not its doing."""
-    _came.clear()
+    _received_signals.clear()
 
 
 def cache_home() -> Path:
@@ -166,9 +166,12 @@ def on_device(
     """A small tensor from host numbers; the host does not wait for the copy, which is made from pinned memory."""
     import torch
 
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return uploaded(torch.tensor(values, dtype=dtype), device)
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the CPU on `device`; the host does not wait for the copy, which is made from pinned memory."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 # Seconds between two lines of progress where nobody watches a terminal, and before a bar shows at all.
@@ -209,7 +212,12 @@ def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterato
     yield from progress_bar(what, total, items)
 
 
-def hush() -> None:
+def install(extra: str) -> str:
+    """The command that installs an extra: mlaforge is installed from its checkout, no index has it."""
+    return f"pip install '.[{extra}]' in mlaforge's checkout"
+
+
+def disable_progress_bars() -> None:
     """Without a terminal the bars of libraries that ask nobody are not drawn. To be called before they are imported."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")

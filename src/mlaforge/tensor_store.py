@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 
-class Spill:
+class TensorStore:
     """A folder of safetensors files, one per name; a name may hold no tensors at all (a mark)."""
 
     def __init__(self, folder: Path):

@@ -23,6 +23,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.planning import machines
 from mlaforge.planning.costs import Gpu
 from mlaforge.runtime import UserError
+from support.eagle3_heads import saved
 
 pytestmark = pytest.mark.usefixtures("known_roof")
 
@@ -350,6 +351,23 @@ def test_every_invariant_can_break(ours, monkeypatch, name):
     assert name in found, found
     # A wrong slot makes other numbers, the same ones twice.
     assert set(found) <= {name, "deterministic"}, found
+
+
+@pytest.mark.gpu
+def test_the_invariants_hold_on_cuda(tiny_models, cuda, monkeypatch, tmp_path):
+    """Neither what the audit itself reads of a step nor the capture of a graph is a wait of decoding, and a head's
+    drafts are read once a step; a value that the model reads is a wait."""
+    head, variant = saved(tmp_path / "head"), Variant(3, "head")
+    config = resolve(EngineConfig, None, dtype="float32", device="cuda", cache_bytes=1 << 20)
+    peer = EnginePeer(tiny_models["llama"], "llama", head, config, 32, 2)
+    prompts = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]]
+    findings = Audit(peer).run(prompts, 6, variant)
+    assert [f for f in findings if not f.passed] == []
+    (reads,) = (f for f in findings if f.name == "no_host_reads")
+    assert reads.allowed >= 3
+    logits = peer.engine.model.logits
+    monkeypatch.setattr(peer.engine.model, "logits", lambda hidden: logits(hidden * (1 + 0 * hidden[0, 0].item())))
+    assert {f.name for f in Audit(peer).run(prompts, 6, variant) if not f.passed} == {"no_host_reads"}
 
 
 def test_a_broken_invariant_ends_the_run(cli, tiny_models, monkeypatch, tmp_path, evaluation_file):

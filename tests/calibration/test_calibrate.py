@@ -22,7 +22,7 @@ from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import UserError
 from mlaforge.synthesis import own_text
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 from support.killed import command, started
 
 FEW = {"window": 120, "passage": 4, "clusters": 6, "neighbours": 3, "device": "cpu"}
@@ -220,7 +220,7 @@ def test_numbers_and_embedders_that_cannot_be(sourced, cli, tree, tmp_path, offl
 def test_a_missing_extra_is_one_line(offline_embedder, sourced, cli, tree, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     done = cli("calibrate", *sourced, "--out", tmp_path / "out")
-    assert done.exit_code == 2 and "is missing: pip install 'mlaforge[calibrate]'" in done.stderr, done.stderr
+    assert done.exit_code == 2 and "is missing: pip install '.[calibrate]'" in done.stderr, done.stderr
     assert tree(tmp_path) == {}
 
 
@@ -257,13 +257,13 @@ def test_each_kind_of_layer_takes_its_set(sets, tiny_models, evaluation_file, tm
     assert slides == [True, False, True]
     found = {}
     for folder in kept.iterdir():
-        found |= {int(path.stem.split("-")[1]): Spill(folder)[path.stem] for path in folder.glob("moments-*")}
+        found |= {int(path.stem.split("-")[1]): TensorStore(folder)[path.stem] for path in folder.glob("moments-*")}
     # Each as from a conversion of that layer alone with that file as its calibration text.
     for index, name in enumerate(["swa", "full", "swa"]):
         alone = converting(sets / corpus.CALIBRATION_SETS[name], evaluation=str(evaluation_file), layers=str(index))
         convert.run(source, tmp_path / f"alone-{index}", alone, calibrated=tmp_path / f"moments-{index}")
         (folder,) = (tmp_path / f"moments-{index}").iterdir()
-        for key, tensor in Spill(folder)[f"moments-{index:03d}"].items():
+        for key, tensor in TensorStore(folder)[f"moments-{index:03d}"].items():
             assert torch.equal(tensor, found[index][key]), (index, key)
     remembered = overlap.read_passages(tmp_path / "out" / overlap.PASSAGES)
     for index in (0, 1):

@@ -143,7 +143,7 @@ def test_more_texts_than_are_clustered_at_once(blobs, monkeypatch):
 
 def test_a_missing_extra_is_named(blobs, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
-    with pytest.raises(UserError, match=r"is missing: pip install 'mlaforge\[calibrate\]'"):
+    with pytest.raises(UserError, match=r"is missing: pip install '\.\[calibrate\]'"):
         selection.assign(in_blocks(blobs[0]), np.ones(300, bool), 3, seed=0)
 
 

@@ -167,7 +167,7 @@ def test_parquet(tmp_path):
 def test_a_missing_extra_is_named(module, given, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=rf"{module}: pip install 'mlaforge\["):
+    with pytest.raises(UserError, match=rf"{module}: pip install '\.\["):
         read(given if given.startswith("hf:") else tmp_path / given)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from mlaforge import __version__
 from mlaforge.cli.main import app
-from mlaforge.cli.verb import ADVANCED
+from mlaforge.cli.verb import ADVANCED, FIRST
 from mlaforge.config import within
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.engine.config import EngineConfig
@@ -94,15 +95,29 @@ def test_help_explains_every_option(verb):
 @pytest.mark.parametrize("verb", [verb for verb, config in VERBS.items() if config])
 def test_help_begins_with_what_people_need_first(verb):
     text = printed(CliRunner().invoke(app, [*verb.split(), "--help"], terminal_width=80))
+    for title, names in VERBS[verb].panels.items():
+        text, _, own = text.partition(f"\n{title}:\n")
+        assert {*re.findall(r"^  --([a-z0-9-]+)", own, re.MULTILINE)} == {name.replace("_", "-") for name in names}
     before, _, advanced = text.partition(f"\n{ADVANCED}:\n")
     shown, hidden = ([*re.findall(r"^  --([a-z0-9-]+)", part, re.MULTILINE)] for part in (before, advanced))
     flags = {field.name: field.name.rstrip("_").replace("_", "-") for field in dataclasses.fields(VERBS[verb])}
     first = [flags[name] for name in VERBS[verb].first]
-    assert set(hidden) == (set(flags.values()) - set(first) if first else set())
+    elsewhere = {flags[name] for names in VERBS[verb].panels.values() for name in names}
+    assert set(hidden) == (set(flags.values()) - set(first) - elsewhere if first else set())
     # What the verb itself asks for stands before them, the recipe behind them.
     assert shown[-2:] == ["recipe", "help"] and "recipe" not in hidden
     assert not first or shown[-7:-2] == first
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_lists_every_command_once_in_its_panel():
+    """And in one line of 80 columns where its sentence is short enough, else wrapped, never cut off."""
+    text = printed(CliRunner().invoke(app, ["--help"], terminal_width=80))
+    listed = re.findall(r"^  ([a-z-]+)  ", text, re.MULTILINE)
+    names = [name for name in listed if name != "--help"]
+    assert names[: len(FIRST)] == [*FIRST] and len(names) == len(set(names))
+    assert {verb.split()[0] for verb in VERBS} == set(names)
+    assert not re.search(r"\.\.\.$", text.partition("\n")[2], re.MULTILINE) and max(map(len, text.splitlines())) <= 80
 
 
 def test_a_misspelt_verb_names_the_nearest(cli):
@@ -295,3 +310,13 @@ cli.main()
 """
     done = python(code)
     assert (done.returncode, done.stderr) == (130, "mlaforge: interrupted; nothing had begun\n")
+
+
+@pytest.mark.parametrize(("word", "encoding"), [("größe/m".encode(), "ascii"), (b"gr\xf6sse/m", "utf-8")])
+def test_a_path_that_the_locale_cannot_spell(word, encoding):
+    """Else a library fails on it somewhere, in words of its own."""
+    environment = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"} if encoding == "ascii" else {}
+    command = [sys.executable, "-m", "mlaforge", "plan", word]
+    done = subprocess.run(command, capture_output=True, env=os.environ | environment)
+    assert done.returncode == 2
+    assert done.stderr.decode().strip().endswith(f"is not {encoding}: set PYTHONUTF8=1, or rename the file")

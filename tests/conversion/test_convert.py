@@ -169,7 +169,7 @@ def test_each_layer_is_decomposed_once_also_by_a_run_that_goes_on(
         return solved(self, index, *others)
 
     monkeypatch.setattr(
-        moments, "load", lambda spill, index, device: loaded.append(index) or load(spill, index, device)
+        moments, "load", lambda store, index, device: loaded.append(index) or load(store, index, device)
     )
     monkeypatch.setattr(torch.linalg, "svd", lambda a, **how: decomposed.append(a.shape) or svd(a, **how))
     monkeypatch.setattr(LayerSolver, "_solved", stopped)

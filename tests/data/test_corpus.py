@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from mlaforge.checkpoint.source_model import load_tokenizer
-from mlaforge.data import corpus, overlap
+from mlaforge.data import corpus, overlap, records
 from mlaforge.data.corpus import EMBEDDED, Windows
 from mlaforge.data.overlap import DISTINCT, LONG, SHINGLE
 from mlaforge.runtime import UserError
@@ -132,6 +132,35 @@ def test_files_folders_and_lines_of_json(tmp_path):
     (tmp_path / "d.bin").write_bytes(b"\xff")
     (tmp_path / "folder.txt").mkdir()
     assert corpus.read_text(str(tmp_path)) == "Grüße\n\none\nline\n\na\u2028b\x85c\n\nDeep"
+
+
+class Template:
+    """A tokenizer's chat template."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, tokenize):
+        assert not tokenize
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+def test_conversations_become_text_through_the_chat_template(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `calibrate` is not installed")
+    from pyarrow import parquet
+
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"text": "plain"}))
+    parquet.write_table(pyarrow.table({"messages": [talk, None], "text": [None, "plain"]}), tmp_path / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        assert corpus.read_documents(str(tmp_path / name), Template()) == ["<user>Hi<assistant>Ho", "plain"]
+        with pytest.raises(UserError, match="no chat template"):
+            corpus.read_documents(str(tmp_path / name))
+    (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "user"}]}')
+    with pytest.raises(UserError, match="the chat template refuses a record's 'messages'"):
+        corpus.read_documents(str(tmp_path / "c.jsonl"), Template())
+    (tmp_path / "d.jsonl").write_text('{"messages": "Hi"}')
+    with pytest.raises(UserError, match="line 1 is not a JSON object with a 'text' or 'messages' field"):
+        corpus.read_documents(str(tmp_path / "d.jsonl"), Template())
 
 
 def test_a_file_of_any_name_is_text(tmp_path):
@@ -258,5 +287,5 @@ def test_the_default_texts_of_convert_do_not_overlap(words):
 
 def test_json_lines_are_numbered_as_in_the_file_and_end_at_line_feeds_only():
     lines = ['{"text": "a\u2028b\u0085c"}', "", " ", '{"text": 1}', "no JSON", '{"text": "\\ud800"}', '{"text": ""}']
-    read = list(corpus.json_lines("\n".join(lines).split("\n"), corpus.text_field))
+    read = list(records.json_lines("\n".join(lines).split("\n"), records.text_field))
     assert read == [(1, "a\u2028b\u0085c"), (4, None), (5, None), (6, None), (7, "")]

@@ -10,7 +10,7 @@ import torch
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.reader import Reader, read_config
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.demo import geometry, model
+from mlaforge.demo import geometry
 from mlaforge.families import read_spec
 from support import configs
 
@@ -21,11 +21,10 @@ TINY = {
 
 
 @pytest.fixture
-def tiny(monkeypatch, tiny_models):
+def tiny(monkeypatch):
     """The same code on a model that fits into a test."""
     whole = geometry.settings
     monkeypatch.setattr(geometry, "settings", lambda name: whole(name, 2) | TINY)
-    monkeypatch.setattr(model, "fetch", lambda: tiny_models["llama"])
 
 
 @pytest.mark.parametrize(("name", "public"), [("20b", configs.GPT_OSS), ("120b", configs.GPT_OSS_120B)])

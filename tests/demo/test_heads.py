@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mlaforge.artifact import sha256
+from mlaforge.artifact import Manifest, sha256
+from mlaforge.checkpoint import verify
 from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
@@ -18,12 +19,26 @@ NUM_LAYERS, TOKENS = 30, 49152
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
 def test_a_head_is_small_whole_and_may_be_judged(folder):
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 25e6
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 12e6
     head = read_head(folder, NUM_LAYERS)
     assert head.config.layer.vocab_size == TOKENS and head.config.sliding_window
     if not JUDGED.is_file():
         pytest.skip("shared/data is not beside this checkout")
     assert dataset.check_unseen(folder, [{"path": str(JUDGED), "sha256": sha256(JUDGED)}]) == ""
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
+def test_a_head_is_what_draft_export_writes(folder, cli, tmp_path):
+    """Exported to int8 again it is the same, and its manifest has the hashes of its files."""
+    assert verify.run(folder).problems == []
+    manifest = Manifest.load(folder)
+    assert manifest.config == {"dtype": "int8"}
+    # What it was trained on is known; the loss of every step stays with the training.
+    assert "text" in manifest.inputs["head"]["manifest"]["inputs"]
+    assert "losses" not in manifest.inputs["head"]["manifest"]["metrics"]
+    assert cli("draft", "export", folder, tmp_path / "out", "--dtype", "int8").exit_code == 0
+    for name in ("config.json", "model.safetensors"):
+        assert sha256(tmp_path / "out" / name) == sha256(folder / name)
 
 
 def test_speculation_for_real(smollm2):

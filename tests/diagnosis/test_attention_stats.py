@@ -15,7 +15,7 @@ from mlaforge.diagnosis.routing import RoutingStats
 from mlaforge.factorization import moments
 from mlaforge.factorization.latent import RIDGE
 from mlaforge.families import family_of
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 from support.attention_oracle import norm_of, qkv, rotated
 from support.tiny_models import load_original
 
@@ -31,14 +31,14 @@ def ids(n=2, t=T):
 def watched(directory, folder, tokens):
     """Per layer what `diagnose` sees: AttentionStats, Geometry, RoutingStats or None, and its cache's bytes."""
     family = family_of(reader.read_config(directory))
-    spill = Spill(folder)
+    store = TensorStore(folder)
     with LayerStream(directory, torch.float32, torch.device("cpu")) as stream:
-        watch = diagnose.Watch(stream, tokens, spill, family.router, torch.bfloat16)
-        moments.collect(stream, range(stream.num_layers), tokens.split(1), spill, 0, watch)
+        watch = diagnose.Watch(stream, tokens, store, family.router, torch.bfloat16)
+        moments.collect(stream, range(stream.num_layers), tokens.split(1), store, 0, watch)
         spec = stream.spec
     found = []
     for i in range(spec.num_layers):
-        seen = spill[f"seen-{i:03d}"]
+        seen = store[f"seen-{i:03d}"]
 
         def part(kind, name, seen=seen):
             chosen = {n.split(".")[1]: t for n, t in seen.items() if n.startswith(f"{name}.")}
@@ -46,7 +46,7 @@ def watched(directory, folder, tokens):
 
         parts = (part(AttentionStats, "attention"), part(Geometry, "geometry"), part(RoutingStats, "routing"))
         found.append((*parts, int(seen["cache.allocated"])))
-    return spec, found, [float(spill[f"losses-{n:04d}"]["mean"]) for n in range(len(tokens))]
+    return spec, found, [float(store[f"losses-{n:04d}"]["mean"]) for n in range(len(tokens))]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "qwen3", "gpt_oss"])

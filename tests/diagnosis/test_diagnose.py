@@ -328,7 +328,7 @@ def trained(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("trained", "layout", "budget"),
     [
-        ("llama", "latent", 0.125), ("qwen2", "latent_rope", 0.25),
+        ("llama", "latent", 0.125), pytest.param("qwen2", "latent_rope", 0.25, marks=pytest.mark.slow),
         pytest.param("llama", "latent_rope", 0.25, marks=pytest.mark.slow),
         pytest.param("qwen2", "latent", 0.125, marks=pytest.mark.slow),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from mlaforge.checkpoint.eagle3 import boundary, read_head, target_ids, write_head
+from mlaforge.checkpoint.eagle3 import LAYER_FIELDS, boundary, read_head, target_ids, write_head
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.runtime import UserError
 from support.eagle3_heads import LAYER, make
@@ -62,6 +62,16 @@ def shuffled(tensors):
     del tensors["t2d"]
 
 
+def nested(said):
+    """config.json as the library `speculators` writes it; its layer's theta is not LlamaConfig's default."""
+    layer = {name: said.pop(name) for name in (*LAYER_FIELDS, "model_type") if name in said}
+    assert layer["rope_parameters"]["rope_theta"] != 10000.0
+    for name in ("eagle_aux_hidden_state_convention", "norm_before_residual"):
+        del said[name]
+    said |= {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": len(TOKENS)}
+    said["transformer_layer_config"] = layer
+
+
 SPELLINGS = {
     "ours": {},
     "layers.0": {"rename": lambda name: name.replace("midlayer.", "layers.0.")},
@@ -72,6 +82,7 @@ SPELLINGS = {
     "nothing said": {"config": lambda said: [said.pop(name) for name in (
         "draft_vocab_size", "target_hidden_size", "head_dim", "attention_bias", "norm_before_fc", "fc_norm",
         "eagle_aux_hidden_state_convention")], "norm_before_fc": True, "fc_norm": True},
+    "speculators": {"config": nested, "norm_before_residual": True},
     "another name": {"config": lambda said: said.update(architectures=["Eagle3LlamaForCausalLM"])},
 }  # fmt: skip
 

@@ -156,7 +156,7 @@ def test_nothing_left_to_answer(asked, tiny_models, tmp_path):
         (["--synthesize", "1", "--openings", "SPECIAL", "--dtype", "float32"], "holds a special token"),
         (
             ["--synthesize", "1", "--openings", "LONG", "--max-model-len", "64", "--dtype", "float32"],
-            "leaves room for 63",
+            "there is room for 63",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from mlaforge.data.packing import Rows
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset, initialize, train, vocabulary
 from mlaforge.drafting.config import DraftTrainConfig, VocabularyConfig
-from mlaforge.drafting.training_time_test import Unrolled, capture, columns
+from mlaforge.drafting.unroll import Unrolled, capture, columns
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.sparsity import sparsify
@@ -205,11 +205,12 @@ def test_without_a_cache_it_learns_the_same(trained):
     assert kept.metrics["losses"] == pytest.approx(fresh.metrics["losses"], rel=0.02)
 
 
-def test_another_head_is_a_start(trained, converted, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_another_head_is_a_start(dtype, trained, converted, tmp_path):
     """For a converted model: the sizes are the old head's, and so is the function, where nothing is learnt."""
     layer = {"head_dim": 8, "num_attention_heads": 4}
     (tmp_path / "old").mkdir()
-    write_head(make(layer=layer, boundaries=(1, 2, 3), sliding_window=9), tmp_path / "old", torch.float32)
+    write_head(make(layer=layer, boundaries=(1, 2, 3), sliding_window=9), tmp_path / "old", dtype)
     student = converted("llama", "latent", budget=0.25)
     out, manifest = trained(model=student, init=str(tmp_path / "old"), boundaries=None, steps=2, learning_rate=1e-9)
     old, new = read_head(tmp_path / "old", 3), read_head(out, 3)
@@ -314,7 +315,7 @@ def test_two_processes_learn_what_one_does(cache, trained, target, text, tmp_pat
 def test_the_recipe_is_that_of_the_shipped_head():
     config = resolve(DraftTrainConfig, Path(__file__).parents[2] / "recipes" / "smollm2-draft.yaml")
     train.check_options(dataclasses.replace(config, text=("TEXT",)))
-    told = Manifest.load(demo_model.head("original"))
+    trained = dataset.training_manifest(demo_model.head("original"))
     # Recorded when a list was text still, which means the same.
     hashed = {key: value for key, value in dataclasses.asdict(config).items() if key not in train.NOT_HASHED}
-    assert told.config.keys() == hashed.keys() and DraftTrainConfig(**told.config) == DraftTrainConfig(**hashed)
+    assert trained.config.keys() == hashed.keys() and DraftTrainConfig(**trained.config) == DraftTrainConfig(**hashed)

@@ -2,6 +2,7 @@
 the engine as it was."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -87,11 +88,15 @@ def test_a_model_that_is_not_there(tmp_path):
             "the prompt has token 260, but the model's vocabulary has 260: it comes from another model's tokenizer",
         ),
         ([-1], greedy(1), "the prompt has token -1, but the model's vocabulary has 260: .*"),
-        ([1] * 448, greedy(1), "the prompt has 448 tokens; this model's context leaves room for 447"),
+        (
+            [1] * 448,
+            greedy(1),
+            "This model's maximum context length is 448 tokens, but the prompt has 448 tokens, and .* room for 447; .*",
+        ),
         (
             [1] * 449,
             SamplingParams(max_tokens=0, prompt_logprobs=0),
-            "the prompt has 449 tokens; this model's context leaves room for 448",
+            "This model's maximum context length is 448 tokens, but the prompt has 449 tokens, and .* room for 448; .*",
         ),
         (PROMPT, greedy(1, n=9), "n = 9 is more than max_num_seqs = 8"),
         (PROMPT, greedy(1, stop_token_ids=(260,)), "stop_token_ids names token 260, but the vocabulary has 260"),
@@ -112,8 +117,57 @@ def test_one_wrong_prompt_takes_back_the_others(llm):
     idle(llm.engine)
 
 
+def test_prompts_as_vllm_has_them(llm):
+    """The ids count where text stands beside them, as in vLLM."""
+    ids = llm.tokenizer("ab")["input_ids"]
+    wanted = [output.outputs[0].token_ids for output in llm.generate(["ab", ids], greedy(4))]
+    for prompt in ({"prompt": "ab"}, {"prompt_token_ids": ids}, {"prompt_token_ids": tuple(ids), "prompt": "other"}):
+        for prompts in (prompt, [prompt, prompt]):
+            outputs = llm.generate(prompts, greedy(4))
+            assert len(outputs) == (1 if isinstance(prompts, dict) else 2)
+            assert all(
+                output.prompt_token_ids == ids and output.outputs[0].token_ids == wanted[0] for output in outputs
+            )
+
+
+@pytest.mark.parametrize("prompt", [
+    {"text": "ab"}, {}, {"prompt": None}, {"prompt": "ab", "multi_modal_data": {}}, {"prompt": [1, "a"]},
+    {"prompt_token_ids": "ab"}, {"prompt_token_ids": [1.0]}, b"ab", None, 5, 1.5, {5}, [True], [[1, 2.0]], ["a", None],
+    [["a"]], [{"prompt": 5}],
+], ids=repr)  # fmt: skip
+def test_what_is_no_prompt(prompt, llm):
+    """What is iterable must not pass for a prompt: of a dict that would be the names of its fields."""
+    right = r'.*a prompt is a text, a list of token ids, \{"prompt": text\} or \{"prompt_token_ids": ids\}.*'
+    refused(right, llm.generate, prompt, greedy(1))
+    idle(llm.engine)
+
+
+def test_several_threads_take_turns(llm):
+    """Each gets its own texts, whoever steps for it: in whole, streamed, and broken off."""
+    prompts = random_prompts(*range(5, 29), seed=3)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(9))]
+
+    def ask(number):
+        prompt = prompts[number]
+        if number % 3 == 0:
+            (output,) = llm.generate([prompt], greedy(9))
+            return output.outputs[0].token_ids
+        stream = llm.stream([prompt], greedy(9))
+        if number % 3 == 1:
+            return [token for output in stream for token in output.outputs[0].token_ids]
+        first = next(stream).outputs[0].token_ids
+        stream.close()
+        return first
+
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(ask, range(len(prompts)), timeout=120))
+    assert [made == want[: len(made)] for made, want in zip(got, expected, strict=True)] == [True] * len(prompts)
+    assert all(len(made) == 9 for number, made in enumerate(got) if number % 3 < 2)
+    idle(llm.engine)
+
+
 def test_a_token_among_prompts(llm):
-    told = "token 5 stands among whole prompts; a prompt is a text or a list of token ids"
+    told = "token 5 stands among whole prompts; a prompt is a text, a list of token ids, .*"
     refused(told, llm.generate, ["a", 5])
     refused(told, llm.generate, [5, [6, 7]])
 

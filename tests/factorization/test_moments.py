@@ -7,7 +7,7 @@ from mlaforge.checkpoint import reader
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.factorization import moments
 from mlaforge.families import read_spec
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 from support.attention_oracle import norm_of, qkv, rotated
 from support.tiny_models import load_original
 
@@ -21,10 +21,10 @@ def tiny(request, tiny_models):
     model = load_original(directory)
 
     def collect(windows, folder, seed=0):
-        spill = Spill(folder)
+        store = TensorStore(folder)
         with LayerStream(directory, torch.float32, torch.device("cpu")) as stream:
-            moments.collect(stream, range(stream.num_layers), windows, spill, seed)
-        return [moments.load(spill, i) for i in range(stream.num_layers)]
+            moments.collect(stream, range(stream.num_layers), windows, store, seed)
+        return [moments.load(store, i) for i in range(stream.num_layers)]
 
     return model, read_spec(reader.read_config(directory)), collect
 

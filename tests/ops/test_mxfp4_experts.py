@@ -9,6 +9,7 @@ from mlaforge import runtime
 from mlaforge.ops.mxfp4_experts import OP, Mxfp4Experts
 from support.paged_steps import DEVICE, needs_triton
 
+pytestmark = pytest.mark.gpu
 # Experts, of a token, hidden size, intermediate size: tiles of 128 inputs and 64 outputs are cut short in all but one.
 SHAPES = {"small": (4, 2, 64, 96), "odd": (6, 3, 160, 32), "one": (1, 1, 32, 64), "whole": (3, 2, 256, 128)}
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mlaforge import runtime
-from mlaforge.ops import native
+from mlaforge.ops import mxfp4_experts, native, packed_attention, paged_attention
+from mlaforge.ops.dispatch import OPS
 from mlaforge.ops.native import kernels, pack
 
 # bf16 keeps 8 bits: half a unit in the last place of the result.
@@ -72,7 +73,7 @@ def test_silu_mul(compiled, N, width, size, seed):
 
 
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4), st.sampled_from([2, 6, 64]), st.integers(0, 9))
-def test_turn_and_store(compiled, N, heads, kv_heads, head_dim, seed):
+def test_rope_and_store(compiled, N, heads, kv_heads, head_dim, seed):
     torch.manual_seed(seed)
     width = 2 * kv_heads * head_dim
     x = torch.randn(N, heads * head_dim + width).bfloat16()
@@ -83,7 +84,7 @@ def test_turn_and_store(compiled, N, heads, kv_heads, head_dim, seed):
     turned = (heads + kv_heads) * head_dim
     pairs = torch.view_as_complex(x[:, :turned].double().view(N, heads + kv_heads, -1, 2)) * turn.to(torch.complex128)
     wanted = torch.cat((torch.view_as_real(pairs).view(N, -1), x[:, turned:].double()), dim=1)
-    compiled.turn_and_store(x, turn, rows, None, [0], slots, heads + kv_heads, head_dim)
+    compiled.rope_and_store(x, turn, rows, None, [0], slots, heads + kv_heads, head_dim)
     near(x, wanted, 1)
     assert torch.equal(rows[slots], x[:, -width:])
     others = torch.ones(50, dtype=torch.bool).index_fill(0, slots, False)
@@ -148,3 +149,26 @@ def test_a_form_that_nobody_knows_is_refused(monkeypatch):
     monkeypatch.setenv("MLAFORGE_NATIVE", "avx1024")
     with pytest.raises(runtime.UserError, match=r"^MLAFORGE_NATIVE='avx1024' is not known; use 0, 1, amx, avx512 or"):
         native.form()
+
+
+def test_kernels_for_cpus_name_the_device_of_other_tensors(monkeypatch):
+    with torch.device("meta"):
+        q, rows = torch.empty(1, 2, 16, dtype=torch.bfloat16), torch.empty(16, 1, 16, dtype=torch.bfloat16)
+        packed = torch.empty(16, 32, dtype=torch.uint8)
+        hidden, chosen, weights = q[:, 0], torch.empty(1, 1, dtype=torch.int64), q[:, :1, 0]
+        experts = (packed, packed, rows, packed, packed, rows, 1.0, 1.0)
+    cases = {
+        "paged_attention": (q, rows, rows, None, 1.0),
+        "packed_attention": (q, packed, None, (), None, 1.0),
+        "mxfp4_experts": (hidden, chosen, weights, *experts),
+    }
+    modules = (paged_attention, packed_attention, mxfp4_experts)
+    # Operations that are registered later have a case here too.
+    assert {module.OP.name for module in modules} == set(cases) == {n for n, op in OPS.items() if "native" in op.names}
+    monkeypatch.setenv("MLAFORGE_OPS", "native")
+    for name, inputs in cases.items():
+        message = f"^{name}: native cannot run here: it reads host memory, these are on meta$"
+        with pytest.raises(runtime.UserError, match=message):
+            OPS[name].choose(*inputs, implementation="native")
+        with pytest.raises(runtime.UserError, match=message):
+            OPS[name](*inputs)

@@ -112,9 +112,10 @@ def test_int8_in_whole_numbers(block_size, shape, window, compiled):
 
 
 @pytest.mark.parametrize("window", [None, 40, 300], ids=["all", "narrow", "wide"])
-@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 1, 80), (6, 2, 20), (72, 8, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 1, 80), (6, 2, 20), (4, 2, 80), (72, 8, 16)], ids=str)
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_a_token_has_one_result_in_whole_numbers(block_size, shape, window, compiled):
+@pytest.mark.parametrize("decoded", [False, True], ids=["int8", "bf16"])
+def test_a_token_has_one_result(decoded, block_size, shape, window, compiled):
     """In a prompt, among drafted tokens, alone, and whoever is beside it; to the bit."""
     H, G, D = shape
     sequences = [(600, 130), (5, 1), (513, 4)]
@@ -123,11 +124,11 @@ def test_a_token_has_one_result_in_whole_numbers(block_size, shape, window, comp
     table, _, firsts, starts = cache.view[:4]
 
     def attend(q, *view):
-        return compiled.decode(q, *cache.rows(decoded=False), G, D, G * D, *view, *cache.view[4:], 0.3, None)
+        return compiled.decode(q, *cache.rows(decoded), G, D, G * D, *view, *cache.view[4:], 0.3, None)
 
     found = attend(q, *cache.view[:4])
     for s, (length, T) in enumerate(sequences):
-        for m, n in itertools.pairwise(sorted({0, T // 3, T // 3 + 1, T - 1, T})):
+        for m, n in itertools.pairwise(sorted({0, *range(T // 3, min(T, T // 3 + 20)), T - 1, T})):
             ends, begins = (
                 torch.tensor([length - T + n], dtype=torch.int32),
                 torch.tensor([0, n - m], dtype=torch.int32),
@@ -205,7 +206,7 @@ def test_coded_rows(compiled):
         wanted = rows.clone()
         format.write(wanted, slots, x.bfloat16())
         turn = torch.ones(N, 1, 1, dtype=torch.complex64)
-        compiled.turn_and_store(x.bfloat16(), turn, rows, None, format.numbers, slots, 0, 2)
+        compiled.rope_and_store(x.bfloat16(), turn, rows, None, format.numbers, slots, 0, 2)
         torch.testing.assert_close(format.read(rows, slots), format.read(wanted, slots), rtol=0, atol=0, equal_nan=True)
         # A scale that is no number may be any of them.
         rows[slots[2]] = wanted[slots[2]]
@@ -221,7 +222,7 @@ def test_coded_rows(compiled):
 
 @pytest.mark.parametrize(("G", "D"), [(3, 64), (2, 20), (1, 6)])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-def test_turn_and_store(G, D, size, compiled):
+def test_rope_and_store(G, D, size, compiled):
     format, N = Int8((D,) * 2 * G), 9
     generator = torch.Generator().manual_seed(1)
     x, angles = (torch.randn(N, (2 + 2 * G) * D, generator=generator) * size).bfloat16(), torch.rand(N, 1, D // 2)
@@ -229,7 +230,7 @@ def test_turn_and_store(G, D, size, compiled):
     turn, slots = torch.complex(angles.cos(), angles.sin()), torch.randperm(60, generator=generator)[:N]
     rows, whole = format.empty(30, CPU).fill_(255), torch.full((30, format.width), torch.nan).bfloat16()
     wanted, wanted_whole, packed = rows.clone(), whole.clone(), slots < 30
-    compiled.turn_and_store(x, turn, rows, whole, format.numbers, slots, 2 + G, D)
+    compiled.rope_and_store(x, turn, rows, whole, format.numbers, slots, 2 + G, D)
     row = x[:, 2 * D :]
     format.write(wanted, slots[packed], row[packed])
     wanted_whole[slots[~packed] - 30] = row[~packed]
@@ -262,7 +263,7 @@ def test_what_is_no_number_stays_none(format, bad, compiled):
     rows = format.empty(32 // format.tokens, CPU)
     wanted = rows.clone()
     if format.tokens == 1:
-        compiled.turn_and_store(x.clone(), torch.ones(32, 1, 32, dtype=torch.complex64), rows, None, format.numbers,
+        compiled.rope_and_store(x.clone(), torch.ones(32, 1, 32, dtype=torch.complex64), rows, None, format.numbers,
                                 torch.arange(32), 0, 64)  # fmt: skip
     else:
         compiled.pack_blocks(rows, x, format.numbers, torch.tensor([1]), torch.tensor([0]), 32)
@@ -276,4 +277,4 @@ def test_rows_of_another_size_are_refused(compiled):
     rows = torch.zeros(4, 300, dtype=torch.uint8)
     for format in ([1, *(64,) * 6], [2, 3, 64], [2, 3], [9]):
         with pytest.raises(RuntimeError, match=r"int8 has 396 bytes|int4 have 7296 bytes|are not known"):
-            compiled.turn_and_store(x, turn, rows, None, format, slots, 3, 64)
+            compiled.rope_and_store(x, turn, rows, None, format, slots, 3, 64)

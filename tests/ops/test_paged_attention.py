@@ -11,7 +11,7 @@ from mlaforge.ops.native import why_not
 from mlaforge.ops.paged_attention import OP, paged_attention
 from support.paged_steps import DEVICE, SHAPES, Shape, Step, assert_right, make_step, needs_triton, steps
 
-pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_memory_is_nan")]
 IMPLEMENTATIONS = [pytest.param(name, marks=[needs_triton] if name == "triton" else []) for name in OP.names]
 
 

@@ -1,8 +1,9 @@
 """The Triton kernel of paged attention alone: how it cuts its work, what it refuses, and that it compiles for a GPU."""
 
-import subprocess
-import sys
-from pathlib import Path
+import ast
+import dataclasses
+import inspect
+import itertools
 
 import pytest
 import torch
@@ -10,10 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge import runtime
+from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.paged_attention import paged_attention
 from support.paged_steps import SHAPES, assert_right, make_step, needs_triton, steps
 
-pytestmark = [needs_triton, pytest.mark.usefixtures("fresh_memory_is_nan")]
+pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("fresh_memory_is_nan")]
+
+
+def is_kernel(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(part) for part in node.decorator_list)
 
 
 @given(steps(max_length=150), st.sampled_from([None, 1, 3]))
@@ -24,17 +30,31 @@ def test_triton_against_dense_attention(step, splits):
     assert_right(step, paged_attention_triton.attend(*step.inputs, splits=splits))
 
 
-def test_many_sequences_are_found_and_splits_merged(monkeypatch):
+def test_many_sequences_are_found_and_splits_merged():
     """More sequences than one search step looks at, most of them with nothing in the second split."""
-    import triton.language as tl
-
     from mlaforge.ops import paged_attention_triton
 
-    monkeypatch.setattr(paged_attention_triton, "SEARCHED", tl.constexpr(4))
     step = make_step(SHAPES["mha"], [(1, 1), (7, 2)] * 3 + [(64, 60), (3, 2), (1, 1)])
-    launch = paged_attention_triton.make_launch(*step.inputs)
+    launch = paged_attention_triton.make_launch(*step.inputs, splits=2)
     assert launch.arguments["TILES"] == 0
-    assert_right(step, paged_attention_triton.attend(*step.inputs, splits=2))
+    launch.arguments["SEARCHED"] = 4
+    assert_right(step, paged_attention_triton.run(launch))
+
+
+def test_kernels_read_no_globals_of_their_modules():
+    """A compiled kernel refuses to run once a global that it read has another value."""
+    import importlib
+
+    for name in ("paged_attention_triton", "mxfp4_experts_triton", "token_selection_triton"):
+        module = importlib.import_module(f"mlaforge.ops.{name}")
+        kernels = {node.name: node for node in ast.parse(inspect.getsource(module)).body if is_kernel(node)}
+        assert kernels, name
+        for kernel in kernels.values():
+            names = [node for node in ast.walk(kernel) if isinstance(node, ast.Name)]
+            local = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            local |= {argument.arg for argument in kernel.args.args}
+            read = {node.id for node in names} & set(vars(module)) - local - {"tl", "triton", *kernels}
+            assert not read, f"{name}.{kernel.name} reads {read}"
 
 
 @given(st.integers(1, 3000), st.integers(1, 400), st.integers(1, 264))
@@ -66,7 +86,7 @@ def test_pieces_cover_a_row(value, more, in_key):
     [
         ({"dtype": torch.float64}, "float64"),
         ({"k": torch.float16}, "differ in dtype"),
-        ({"v": 700}, "do not fit"),
+        ({"v": 700}, "values of 700 numbers do not fit into registers"),
         ({"strided": True}, "one after another"),
     ],
 )
@@ -85,19 +105,70 @@ def test_the_kernel_says_what_it_cannot_do(change, words):
         paged_attention(q, k, v, view, scale, implementation="triton")
 
 
+GPUS = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0)}
+
+
+@pytest.mark.parametrize("capability", GPUS.values(), ids=GPUS)
+def test_tiles_fit_into_the_gpus_shared_memory(capability, monkeypatch):
+    from mlaforge.gpu_verification.kernel_launches import ATTENTION, attend
+    from mlaforge.ops import paged_attention_triton as kernels
+
+    gpu = GpuProperties.of_capability(*capability)
+    monkeypatch.setattr(kernels, "gpu_properties", lambda device: gpu)
+    for name, rows in itertools.product(ATTENTION, (torch.float16, torch.float8_e4m3fn)):
+        chosen = attend(name, torch.float16, rows, gpu)
+        q, k, v = (chosen.arguments[tensor] for tensor in "qkv")
+        reason = kernels.supports(q, k, v)
+        if rows == torch.float8_e4m3fn and capability < (8, 9):
+            assert reason == "float8_e4m3fn needs compute capability 8.9, this GPU has 8.0"
+            continue
+        assert reason is True, name
+        sizes = chosen.arguments
+        width = sizes["D0"] + sizes["D1"] + sizes["D2"] + (0 if sizes["V_IN_K"] else sizes["V0"] + sizes["V1"])
+        tiles = (chosen.options["num_stages"] - 1) // 2
+        query = sizes["BLOCK_M"] * (sizes["D0"] + sizes["D1"] + sizes["D2"])
+        assert 2 * (query + tiles * sizes["BLOCK_N"] * width) <= gpu.shared_memory - 5 * 1024, name
+
+
+def test_rows_that_fit_no_tile_name_the_shared_memory(monkeypatch):
+    from mlaforge.ops import paged_attention_triton as kernels
+
+    gpu = dataclasses.replace(GpuProperties.of_capability(8, 9), shared_memory=48 * 1024)
+    q, rows = torch.zeros(1, 16, 576, dtype=torch.float16), torch.zeros(16, 1, 576, dtype=torch.float16)
+    assert kernels.supports(q, rows, rows[..., :512]) is True
+    monkeypatch.setattr(kernels, "gpu_properties", lambda device: gpu)
+    assert kernels.supports(q, rows, rows[..., :512]) == (
+        "rows of 576 and 512 numbers do not fit into 48 KiB of shared memory"
+    )
+
+
 @pytest.mark.slow
-def test_the_kernel_compiles_for_hopper_and_fits(monkeypatch):
-    """On real shapes, without a GPU, in a process where nothing is interpreted."""
-    import json
+@pytest.mark.parametrize(("capability", "kibibytes"), [(80, 163), (89, 99), (120, 99)])
+def test_kernels_compile_for_smaller_gpus_and_fit(capability, kibibytes, monkeypatch):
+    """On real shapes, without a GPU, each in a process where nothing is interpreted."""
+    from mlaforge.gpu_verification.compilation import compiled
+    from mlaforge.gpu_verification.kernel_launches import LAUNCHES
+
+    gpu = GpuProperties.of_capability(*divmod(capability, 10))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    names = [
+        "gqa-64", "gqa-64-verify", "gqa-64-mixed", "gqa-128-prefill", "mla-512-64", "mla-256-64", "mla-384-64",
+        "mla-512-64 fp32", "merge", "selection score", "experts 20b gate",
+    ]  # fmt: skip
+    for name in names + ["gqa-128-prefill fp8 rows", "mla-512-64 fp8 rows"] * (capability >= 89):
+        line = compiled(name, capability)
+        assert "error" not in line and line["shared"] <= kibibytes * 1024, line
+        assert line["spilled"] <= LAUNCHES[name](gpu).spilled and not line["wgmma"], line
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper_and_fits(monkeypatch):
+    from mlaforge.gpu_verification.compilation import compiled
+    from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    script = Path(__file__).parents[1] / "support" / "compile_ahead.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert {"gqa-64", "gqa-128", "mla-512-64", "mla-256-64", "mla-320-32", "selection-score"} <= set(told)
-    assert {"experts-20b-gate", "experts-120b-gate", "experts-20b-down", "experts-20b-sum"} <= set(told)
-    for name, line in told.items():
-        assert line["shared"] <= 227 * 1024, line
-        assert line["spilled"] <= 256, line
-        assert line["wgmma"] or line.get("tile", [0])[0] < 64, f"{name} does not use the asynchronous tensor cores"
+    for name, make in LAUNCHES.items():
+        line = compiled(name, 90)
+        assert "error" not in line and line["shared"] <= 227 * 1024, line
+        assert line["spilled"] <= make(GpuProperties.of_capability(9, 0)).spilled, line
+        assert line["wgmma"] or (line["tile"] or [0])[0] < 64, f"{name} does not use the asynchronous tensor cores"

@@ -1,5 +1,7 @@
 """The choice of tokens: the compiled kernels beside the reference, and the reference beside the model's own."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,8 @@ from mlaforge.ops import token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at, narrowed
-from support.paged_steps import SHAPES, make_step, needs_triton
+from mlaforge.runtime import UserError
+from support.paged_steps import DEVICE, SHAPES, make_step, needs_triton
 
 G, P = 2, 6
 
@@ -34,6 +37,7 @@ def made(lengths, queries, block_size=16, seed=0):
         table, torch.tensor(lengths, dtype=torch.int32), torch.zeros(len(lengths), dtype=torch.int32), starts,
         torch.tensor(slots), block_size, max(queries), max(lengths), queries=tuple(queries),
         runs=tuple(((0, length),) for length in lengths), generating=(True,) * len(lengths),
+        lengths=tuple(lengths),
     )  # fmt: skip
     return view, len(blocks) * block_size
 
@@ -91,21 +95,31 @@ def test_kernels_choose_as_the_reference(compiled, case):
             assert slot == block[place // 16] * 16 + place % 16
 
 
+def on_device(index, view):
+    """An index and a view on DEVICE."""
+    fields = {f.name: getattr(index, f.name) for f in dataclasses.fields(index)}
+    moved = {name: value.to(DEVICE) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    tensors = ("block_table_SB", "seq_lens_S", "first_S", "query_start_S1", "slots_N")
+    there = dataclasses.replace(view, **{name: getattr(view, name).to(DEVICE) for name in tensors})
+    return dataclasses.replace(index, **moved), there
+
+
+@pytest.mark.gpu
 @needs_triton
 @settings(max_examples=12)
 @given(case=cases)
 def test_triton_chooses_as_the_reference(case):
     lengths, topk, sink, window, stride, sinks, H, W, seed = case
     view, slots = made(lengths, [min(length, 3) for length in lengths], seed=seed)
-    own = index(
+    own, view = on_device(index(
         H, W, 12, 20, seed, sink=sink, window=window, stride=stride, topk=topk,
         sinks=torch.linspace(-1, 2, H) if sinks else None,
-    )  # fmt: skip
+    ), view)  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     keys = empty_keys(slots, W, torch.device("cpu"))
-    keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator))
+    keys = keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator)).to(DEVICE)
     N = len(view.slots_N)
-    q, turn = torch.randn(N, H * 12 + 5, generator=generator), turns(torch.arange(N))
+    q, turn = torch.randn(N, H * 12 + 5, generator=generator).to(DEVICE), turns(torch.arange(N)).to(DEVICE)
     # The first sequence reads all of its tokens, as beside others a prompt does.
     counts = (lengths[0], *(min(topk, length) for length in lengths[1:]))
     ours = own._triton(keys, q, turn, view, counts, 16)
@@ -120,10 +134,26 @@ def test_triton_chooses_as_the_reference(case):
         assert always <= set(places) or set(places) <= always
         if always <= set(places):
             assert len(set(places) & set(expected[1][s, :count].tolist())) >= count - 1
-        block = view.block_table_SB[s].long()
-        assert ours[0][s, :count].tolist() == [int(block[place // 16]) * 16 + place % 16 for place in places]
+        block = view.block_table_SB[s].tolist()
+        assert ours[0][s, :count].tolist() == [block[place // 16] * 16 + place % 16 for place in places]
 
 
+@needs_triton
+def test_triton_says_what_it_cannot_choose_from(monkeypatch):
+    """A wrong dtype, and, where kernels are compiled, tensors of the CPU."""
+    from mlaforge.ops import token_selection_triton
+
+    view, slots = made([40], [1])
+    own, keys = index(2, 8, 12, 20), empty_keys(slots, 8, torch.device("cpu"))
+    q, turn = torch.randn(1, 24), turns(torch.arange(1))
+    with pytest.raises(UserError, match="index keys are torch.float32, not int8" if DEVICE == "cpu" else "on cpu"):
+        own._triton(keys.float(), q, turn, view, (10,), 1)
+    monkeypatch.setattr(token_selection_triton, "INTERPRETED", False)
+    with pytest.raises(UserError, match=r"it needs CUDA tensors, .* on cpu"):
+        own._triton(keys, q, turn, view, (10,), 1)
+
+
+@pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize("shape", ["mha", "mla"])
 def test_triton_attends_to_a_selection(shape):
@@ -131,8 +161,8 @@ def test_triton_attends_to_a_selection(shape):
     step = make_step(SHAPES[shape], [(300, 1), (90, 3), (40, 1)])
     q, k, v, view, scale = step.inputs
     chosen = [torch.cat((torch.arange(0, length - 8, 7), torch.arange(length - 8, length))) for length in (300, 90, 40)]
-    positions = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).int()
-    slots = view.block_table_SB.long().gather(1, positions // view.block_size) * view.block_size
+    positions = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).int().to(DEVICE)
+    slots = view.block_table_SB.long().gather(1, positions.long() // view.block_size) * view.block_size
     slots = (slots + positions % view.block_size).int()
     some = narrowed(view, slots, positions, tuple(map(len, chosen)), False)
     ours, expected = (paged_attention(q, k, v, some, scale, implementation=name) for name in ("triton", "reference"))

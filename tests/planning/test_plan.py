@@ -153,7 +153,7 @@ def test_norms_on_keys_leave_one_layout() -> None:
     assert read_spec(qwen3 | {"sliding_window": 64}).layers[3].window is None
     report = run_plan(spec, PlanConfig(gpu="h200"))
     dense = ["gqa", "gqa, fp8", "latent 384", "latent 256", "latent 192"]
-    sparse = ["gqa, 1024 read", "gqa, 512 read", "latent 256, 1024 read"]
+    sparse = ["gqa, 4096 read", "gqa, 2048 read", "latent 256, 4096 read"]
     assert [row.label for row in report.rows] == dense + sparse
     # Said once, not for every budget.
     assert [note for note in report.notes if "key norm" in note] == report.notes[:1]
@@ -182,7 +182,7 @@ def test_unsupported_families_are_told_which_are_and_what_one_needs(model_type: 
     with pytest.raises(UserError, match=words) as caught:
         read_spec(LLAMA | {"model_type": model_type})
     said = str(caught.value)
-    assert "supported are gpt_oss, llama, mimo, mistral, qwen2, qwen3;" in said
+    assert "supported are gpt_oss, llama, mimo, ministral, mistral, qwen2, qwen3;" in said
     assert "docs/adding-a-family.md" in said
     assert "\n" not in said
 

@@ -182,6 +182,17 @@ def test_empty_folder_names_what_is_missing(tmp_path: Path) -> None:
     assert made["conversions"] == made["artifacts"] == []
 
 
+def test_a_setting_that_nothing_decides_is_a_line_at_the_end(written: tuple[Path, dict[str, Any]]) -> None:
+    out, report = written
+    text = out.read_text()
+    undecided = [setting for setting in report["settings"] if not setting["found"]]
+    assert undecided and len(undecided) < len(report["settings"])
+    begins = text.index("<h2>Not here</h2>")
+    for setting in undecided:
+        assert text.count(f"recommended {setting['setting']}<") == 1
+        assert text.index(f"recommended {setting['setting']}<") > begins
+
+
 def test_what_was_not_measured_is_not_invented(tmp_path: Path) -> None:
     bare, wild = conversion(), conversion()
     bare.metrics, bare.seconds = {}, {}

@@ -139,7 +139,7 @@ def test_no_harmony_uses_the_template(verb, speaking, uninstalled, tiny_models, 
 @pytest.mark.parametrize("verb", [("chat",), ("generate", "--chat")], ids=["chat", "generate"])
 def test_a_missing_package_is_named(verb, speaking, uninstalled, tiny_models, refused):
     speaking(ANSWER)
-    words = "this model speaks harmony: pip install 'mlaforge[harmony]', or use --no-harmony"
+    words = "this model speaks harmony: pip install '.[harmony]' in mlaforge's checkout, or use --no-harmony"
     refused(words, *verb, tiny_models["gpt_oss"])
 
 
@@ -169,12 +169,16 @@ def test_a_streams_pieces_are_the_whole(speaking):
     assert "".join(piece.reasoning_content for piece in pieces) == "Easy, 漢."
 
 
-@pytest.mark.parametrize("text", ["No channel.", THOUGHT[:22], CALL], ids=["none", "cut", "a call"])
-def test_what_cannot_be_read_stays_as_it_is(text, speaking):
+@pytest.mark.parametrize(
+    ("text", "shown"), [("No channel.", "No channel."), (THOUGHT[:20], ""), (CALL, CALL)], ids=["none", "cut", "a call"]
+)
+def test_what_cannot_be_read_is_told(text, shown, speaking):
     """Nor can a call, where no tool was offered."""
     speaking(text + "<|return|>" * (text == "No channel."))
     (output,) = LLM("gpt-oss").chat(HI, SamplingParams(max_tokens=40))
-    assert output.outputs[0].text.startswith(text)
+    (answer,) = output.outputs
+    assert answer.text.startswith(shown) and bool(answer.text) == bool(shown)
+    assert answer.harmony_parse_error and not answer.tool_calls and answer.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("field", [{"stop": "x"}, {"regex": "a"}, {"json_schema": {"type": "object"}}], ids=str)
@@ -189,11 +193,12 @@ def test_what_would_bind_the_channels(field, speaking):
 
 @pytest.mark.parametrize(("message", "words"), [
     ("Hi", "messages.0 must be a message of role and content, not a str"),
-    ({"content": "x"}, "messages.0: role None must be one of system, developer, user, assistant, tool"),
-    ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "messages.0: content must be text, not a list"),
+    ({"content": "x"}, "messages.0: role None must be system, user, assistant or tool"),
+    ({"role": "ipython", "content": "x"}, "messages.0: role 'ipython' must be one of system, developer"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content.0 is of type 'image_url'; a part"),
     ({"role": "assistant", "thinking": "x"}, "messages.0 has 'thinking'; harmony takes content, name"),
     ({"role": "tool", "content": "x"}, "messages.0: tool_call_id names no call of an earlier message"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "tool_calls must be"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}, "tool_calls must be"),
     ({"role": "assistant", "tool_calls": "f"}, "messages.0: tool_calls must be calls of"),
 ])  # fmt: skip
 def test_messages_that_are_none(message, words, speaking):

@@ -225,7 +225,7 @@ def test_models_health_version(served, client):
     with pytest.raises(openai.NotFoundError) as error:
         client.completions.create(model="other", prompt="x")
     assert error.value.code == "model_not_found" and error.value.param == "model"
-    assert served.http.get("/health").json() == {"status": "ok"}
+    assert served.http.get("/health").json() == {"status": "ok", "non_finite_requests": 0}
     assert "version" in served.http.get("/version").json()
 
 

@@ -123,7 +123,7 @@ def test_what_is_no_json_object(served, path, body):
     ({"stop_token_ids": [1, 10**30]}, "stop_token_ids"),
     ({"temperature": 2.0001}, "temperature"), ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"), ({"regex": "a\\"}, "regex"),
-    ({"max_tokens": 10**6}, "prompt"), ({"temprature": 1}, "temprature"), ({"stream": "yes"}, "stream"),
+    ({"max_tokens": 10**6}, "max_tokens"), ({"temprature": 1}, "temprature"), ({"stream": "yes"}, "stream"),
 ])  # fmt: skip
 @pytest.mark.parametrize("path", PATHS)
 def test_the_field_is_named(served, path, change, param):
@@ -139,12 +139,25 @@ def test_what_is_no_prompt(served, prompt):
     served.refused(served.post(PATHS[0], json={"prompt": prompt}), 400, "prompt")
 
 
-@pytest.mark.parametrize(("options", "beside"), [({}, ""), ({"max_tokens": 9}, " beside 9 new ones")])
-def test_what_does_not_fit_is_said_as_the_engine_says_it(served, options, beside):
-    answer = served.post(PATHS[0], json={"prompt": [1] * 512, **options})
-    room = 512 - options.get("max_tokens", 1)
-    text = f"the prompt has 512 tokens; this model's context leaves room for {room}{beside}"
-    assert served.refused(answer, 400, "prompt") == text
+CONTEXT = "This model's maximum context length is 512 tokens, but the prompt has "
+
+
+@pytest.mark.parametrize(("length", "options", "param", "why"), [
+    (512, {}, "prompt", "512 tokens, and there is room for 511; shorten the prompt"),
+    (512, {"max_tokens": 9}, "prompt", "512 tokens, and there is room for 511; shorten the prompt"),
+    (500, {"max_tokens": 13}, "max_tokens", "500 tokens and max_tokens is 13; set max_tokens to at most 12"),
+    (3, {"max_tokens": 100_000}, "max_tokens", "3 tokens and max_tokens is 100000; set max_tokens to at most 509"),
+])  # fmt: skip
+@pytest.mark.parametrize("path", PATHS)
+def test_what_does_not_fit_is_said_in_words_that_clients_know(served, path, length, options, param, why):
+    """And by what must be smaller: a max_tokens beyond the context is no prompt that is too long."""
+    text, chat = "a" * length, path != PATHS[0]
+    # The template of this tokenizer adds text of its own.
+    asked = {"prompt": [1] * length} if not chat else {"messages": [{"role": "user", "content": text}]}
+    answer = served.post(path, json={**asked, **options})
+    field = "messages" if chat and (param == "prompt" or length > 490) else param
+    said = served.refused(answer, 400, field)
+    assert said.startswith(CONTEXT) and (chat or why in said)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 

@@ -143,15 +143,35 @@ def test_generate_with_the_chat_template(llama, llm, cli):
     assert generated(cli, llama, "--chat") == answer
 
 
+@pytest.mark.parametrize(("options", "piped", "prompt"), [
+    (("--prompt", "-"), "The capital\n", "The capital"), ((), "The capital\n", "The capital"),
+    ((), "two\nlines, é\n\n", "two\nlines, é\n"), (("--prompt", "ab"), "The capital\n", "ab"),
+    ((), None, "The capital of France is"),
+])  # fmt: skip
+def test_a_prompt_is_piped_in(options, piped, prompt, llama, llm, cli):
+    done = cli("generate", llama, "--dtype", "float32", "--cache-bytes", 1 << 20, "--max-new-tokens", 10, *options,
+               stdin=piped)  # fmt: skip
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=10))
+    assert done.exit_code == 0 and output.outputs[0].text in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("piped", "words"), [
+    ("", "--prompt - reads standard input, which is empty"), (b"\xff\xfe", "standard input is not UTF-8: byte 0"),
+])  # fmt: skip
+def test_what_is_piped_in_is_no_text(piped, words, llama, cli):
+    done = cli("generate", llama, "--prompt", "-", stdin=piped)
+    assert done.exit_code == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--temperature", -1), "temperature = -1.0 must be a finite number of at least 0"),
         (("--top-p", 0), "top_p = 0.0 must be above 0 and at most 1"),
         (("--max-new-tokens", 0), "max_new_tokens = 0 must be at least 1"),
-        (("--cache-bytes", 2 * 16 * 768, "--prompt", "x" * 32), "leaves room for 31"),
+        (("--cache-bytes", 2 * 16 * 768, "--prompt", "x" * 32), "there is room for 31"),
         (("--cache-bytes", 9), "cache_bytes = 9 does not hold one short sequence"),
-        (("--max-num-seqs", 1000), "max_num_batched_tokens = 512 must be at least max_num_seqs = 1000"),
+        (("--max-num-seqs", 1000, "--device", "cpu"), "max_num_batched_tokens = 512 must be at least max_num_seqs"),
         (("--prompt", ""), "the prompt is empty"),
     ],
 )

@@ -61,6 +61,7 @@ ANSWER = (
     "Let me look.<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     '{"city": "Köln"}<|call|>'
 )
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 FINAL = (
     "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 4 °C 🙂.<|return|>"
 )
@@ -69,7 +70,7 @@ FINAL = (
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_answers_in_any_pieces(spoken, encoding, size):
     ids = tokens(encoding, ANSWER)
-    parser = spoken.parser()
+    parser = spoken.parser(TOOLS)
     whole = collect(parser, [ids[i : i + size] for i in range(0, len(ids), size)])
     assert whole == {
         "content": "Let me look.",
@@ -87,21 +88,71 @@ def test_with_or_without_the_stop_token(spoken, encoding, ended):
     assert (whole["content"], whole["reasoning_content"]) == ("It is 4 °C 🙂.", "Easy.") and not parser.failed
 
 
-@pytest.mark.parametrize(("text", "content", "reasoning"), [
-    ("Just text, no channel.", "Just text, no channel.", ""),
-    ("<|channel|>analy", "<|channel|>analy", ""),
-    ("<|channel|>secret<|message|>x<|end|>", "<|channel|>secret<|message|>x<|end|>", ""),
-    ("<|channel|>commentary to=browser.open<|message|>{}", "<|channel|>commentary to=browser.open<|message|>{}", ""),
-    ("<|channel|>final<|message|>a<|end|>junk é", "ajunk é", ""),
-    ("<|channel|>analysis<|message|>a<|end|><|end|>b", "<|end|>b", "a"),
-])  # fmt: skip
-def test_what_cannot_be_read_is_told_raw(spoken, encoding, text, content, reasoning):
+BEGIN, CALL = "<|start|>assistant", "<|channel|>commentary to=functions.weather"
+SAID, ASKED = (
+    "<|channel|>final<|message|>It is 4 °C.<|return|>",
+    ' <|constrain|>json<|message|>{"city": "Rome"}<|call|>',
+)
+WEATHER = ["weather", '{"city": "Rome"}']
+
+
+# What is generated; the content, the reasoning and the calls that it holds.
+DAMAGED = {
+    "a header that ends without a body": (f"{CALL}<|end|>{BEGIN}{SAID}", "It is 4 °C.", "", []),
+    "a header that another message follows": (f"{CALL}{BEGIN}{SAID}", "It is 4 °C.", "", []),
+    "two broken headers, then a call": (f"{CALL}<|end|>{BEGIN}<|channel|>{BEGIN}{CALL}{ASKED}", "", "", [WEATHER]),
+    "a recipient with another message in it": (
+        f"<|channel|>commentary to=functions.weather<|channel|>final<|message|>4{BEGIN}{SAID}",
+        "<|channel|>commentary to=functions.weather<|channel|>final<|message|>4\n\nIt is 4 °C.", "", [],
+    ),
+    "a header cut by max_tokens": (f"<|channel|>analysis<|message|>Hm.<|end|>{BEGIN}{CALL}", "", "Hm.", []),
+    "a first header cut by max_tokens": ("<|channel|>analy", "", "", []),
+    "a role cut by max_tokens": (f"<|channel|>final<|message|>4<|end|>{BEGIN}", "4", "", []),
+    "a tool that nobody gave": (
+        f"{CALL}s{ASKED}{BEGIN}{SAID}", f"{CALL}s{ASKED}\n\nIt is 4 °C.", "", [],
+    ),
+    "a tool of another namespace": (
+        f"<|channel|>commentary to=browser.open<|message|>{{}}<|call|>{BEGIN}{SAID}",
+        "<|channel|>commentary to=browser.open<|message|>{}<|call|>\n\nIt is 4 °C.", "", [],
+    ),
+    "an unknown channel": (
+        f"<|channel|>secret<|message|>x<|end|>{BEGIN}{SAID}",
+        "<|channel|>secret<|message|>x<|end|>\n\nIt is 4 °C.", "", [],
+    ),
+    "another role": (
+        f"<|channel|>final<|message|>a<|end|><|start|>user<|message|>b<|end|>{BEGIN}{SAID}",
+        "a\n\n<|start|>user<|message|>b<|end|>\n\nIt is 4 °C.", "", [],
+    ),
+    "a body that is not ended": (f"<|channel|>analysis<|message|>Hm.{BEGIN}{SAID}", "It is 4 °C.", "Hm.", []),
+    "text without a header": ("Just text, no channel.", "Just text, no channel.", "", []),
+    "text behind a message": ("<|channel|>final<|message|>a<|end|>junk é", "a\n\njunk é", "", []),
+    "an end without a message": ("<|channel|>analysis<|message|>a<|end|><|end|>b", "<|end|>b", "a", []),
+}  # fmt: skip
+SOUND = {
+    "a preamble and an answer": (
+        f"<|channel|>commentary<|message|>I look.<|end|>{BEGIN}{SAID}", "I look.\n\nIt is 4 °C.", "", [],
+    ),
+    "two thoughts": (
+        f"<|channel|>analysis<|message|>A.<|end|>{BEGIN}<|channel|>analysis<|message|>B.<|end|>", "", "A.\n\nB.", [],
+    ),
+    "a recipient before the channel": (
+        " to=functions.weather<|channel|>commentary json<|message|>{\"city\": \"Rome\"}<|call|>", "", "", [WEATHER],
+    ),
+    "two calls": (f"{CALL}{ASKED}{BEGIN}{CALL}{ASKED}", "", "", [WEATHER, WEATHER]),
+    "an end of text": ("<|channel|>final<|message|>a<|endoftext|>", "a", "", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*DAMAGED, *SOUND])
+def test_damage_is_told_and_reading_resumes(what, spoken, encoding):
+    """No header is an answer, none is a call's name, and what follows damage is read as what it is."""
+    text, *expected = (DAMAGED | SOUND)[what]
     ids = tokens(encoding, text)
     for parts in ([ids], [[i] for i in ids]):
-        parser = spoken.parser()
+        parser = spoken.parser(TOOLS)
         whole = collect(parser, parts)
-        assert (whole["content"], whole["reasoning_content"], whole["calls"]) == (content, reasoning, [])
-        assert parser.failed
+        assert [whole["content"], whole["reasoning_content"], whole["calls"]] == expected
+        assert parser.failed == (what in DAMAGED)
 
 
 SPECIAL = st.sampled_from([200002, 200003, 200005, 200006, 200007, 200008, 200012, 199999, 201087, 999999])
@@ -111,7 +162,7 @@ WORDS = st.sampled_from([35644, 17196, 12606, 815, 173781, 28, 316, 44580, 91, 1
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ids=st.lists(st.one_of(SPECIAL, WORDS, st.integers(0, 200000)), max_size=30), cut=st.integers(1, 8))
 def test_no_tokens_crash_it_and_pieces_do_not_matter(spoken, ids, cut):
-    first, second = spoken.parser(), spoken.parser()
+    first, second = spoken.parser(TOOLS), spoken.parser(TOOLS)
     whole = collect(first, [ids])
     assert collect(second, [ids[i : i + cut] for i in range(0, len(ids), cut)] or [[]]) == whole
     assert first.failed == second.failed
@@ -223,6 +274,19 @@ def test_served(tokenizer, encoding):
     asked = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
     with serving(engine) as served:
         client = served.client()
+        # Nobody gave the tool: nothing is called, streamed or not.
+        for given in (
+            {},
+            {"tools": TOOLS, "tool_choice": "none"},
+            {"tools": [{**TOOLS[0], "function": {"name": "f"}}]},
+        ):
+            (choice,) = served.post("/v1/chat/completions", json=asked | given).json()["choices"]
+            assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+            assert choice["harmony_parse_error"] is True
+            deltas = [c.choices[0] for c in client.chat.completions.create(**asked, **given, stream=True)]
+            assert not any(d.delta.tool_calls for d in deltas) and deltas[-1].finish_reason == "stop"
+            assert "".join(d.delta.content or "" for d in deltas) == choice["message"]["content"]
+        asked["tools"] = TOOLS
         (choice,) = client.chat.completions.create(**asked).choices
         assert choice.message.reasoning_content == "They want wéather 漢🙂." and choice.finish_reason == "tool_calls"
         (call,) = choice.message.tool_calls
@@ -242,9 +306,9 @@ def test_served(tokenizer, encoding):
         }.items():  # fmt: skip
             body = {"messages": asked["messages"], name: value, "tools": tools}
             served.refused(served.post("/v1/chat/completions", json=body), 400, name)
-        # max_tokens cuts inside a header: raw, flagged, no crash.
+        # max_tokens cuts inside a header, which is no content.
         cut = served.post("/v1/chat/completions", json=asked | {"max_tokens": 2}).json()["choices"][0]
-        assert cut["harmony_parse_error"] is True and cut["message"]["content"] == "<|channel|>analysis"
+        assert cut["harmony_parse_error"] is True and cut["message"]["content"] == ""
         assert cut["finish_reason"] == "length"
         # The other endpoint knows no channels.
         text = served.post("/v1/completions", json={"prompt": "x", "max_tokens": 5}).json()["choices"][0]["text"]

@@ -18,13 +18,13 @@ class WordTokenizer(ByteTokenizer):
 
     def __init__(self, longest=20):
         self.longest, self.lengths = longest, []
-        self.waiting, self.go_on = threading.Event(), threading.Event()
+        self.waiting, self.forget_interrupts = threading.Event(), threading.Event()
 
     def __call__(self, text, add_special_tokens=True):
         self.lengths.append(len(text))
         if text.startswith("wait"):
             self.waiting.set()
-            assert self.go_on.wait(30)
+            assert self.forget_interrupts.wait(30)
         return {"input_ids": [1] * len(text.split())}
 
     def get_vocab(self):
@@ -36,16 +36,16 @@ def test_what_is_surely_too_long_is_not_tokenized():
     prompts = Prompts(tokenizer, max_model_len=100)
     tokenizer.lengths.clear()
     # 7,000,000 bytes are at least 7,000,000 / (4 * 20) tokens, whatever they are.
-    with pytest.raises(PromptTooLong, match="at least 87500 tokens; this model's context leaves room for 99"):
-        prompts.encode("x" * 7_000_000, True, 1)
+    with pytest.raises(PromptTooLong, match="at least 87500 tokens, and there is room for 99"):
+        prompts.encode("x" * 7_000_000, True)
     assert not tokenizer.lengths
     # Where the bytes alone leave a doubt, a piece is enough.
     with pytest.raises(PromptTooLong, match="at least"):
-        prompts.encode("x " * 3950, True, None)
+        prompts.encode("x " * 3950, True)
     assert sum(tokenizer.lengths) <= PIECE
     # What fits is tokenized whole, however long its tokens are.
     words = " ".join(["x" * 20] * 99)
-    assert prompts.encode(words, True, 1) == [1] * 99 and tokenizer.lengths[-1] == len(words)
+    assert prompts.encode(words, True) == [1] * 99 and tokenizer.lengths[-1] == len(words)
     prompts.close()
 
 
@@ -56,7 +56,7 @@ def test_pieces_refuse_nothing_that_fits(tmp_path):
     for text in ("the quick brown fox " * 900, "".join(dice.choices("aé漢🙂 \n", k=9000)), "é" * 12000):
         count = len(tokenizer(text)["input_ids"])
         prompts = Prompts(tokenizer, count + 1)
-        assert len(prompts.encode(text, True, 1)) == count
+        assert len(prompts.encode(text, True)) == count
         prompts.close()
 
 
@@ -65,9 +65,9 @@ def test_several_threads_tokenize_as_one(tmp_path):
     prompts = Prompts(tokenizer, 10**6)
     dice = random.Random(0)
     texts = ["".join(dice.choices("ab é漢🙂\n", k=dice.randrange(2000))) for _ in range(200)]
-    expected = [prompts.encode(text, True, 1) for text in texts]
+    expected = [prompts.encode(text, True) for text in texts]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda text: prompts.encode(text, True, 1), texts)) == expected
+        assert list(pool.map(lambda text: prompts.encode(text, True), texts)) == expected
     prompts.close()
 
 
@@ -82,7 +82,7 @@ def test_nobody_waits_for_a_long_prompt():
             answer = served.post("/v1/completions", json={"prompt": "x", "max_tokens": 40, "stream": stream})
             assert answer.status_code == 200
         assert not any(each.done() for each in late)
-        tokenizer.go_on.set()
+        tokenizer.forget_interrupts.set()
         assert [each.result().status_code for each in late] == [200, 200]
         served.settles()
 
@@ -97,6 +97,6 @@ def test_a_prompt_of_seven_million_characters(path, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(type(tokenizer), "__call__", None)
             answer = served.post(path, json=asked)
-        served.refused(answer, 400, "prompt")
+        served.refused(answer, 400, "prompt" if "prompt" in asked else "messages")
         assert answer.json()["error"]["code"] == "context_length_exceeded"
         served.settles()

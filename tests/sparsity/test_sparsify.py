@@ -23,7 +23,7 @@ from mlaforge.healing.config import HealConfig
 from mlaforge.runtime import UserError
 from mlaforge.sparsity import placement, sparsify
 from mlaforge.sparsity.config import SparsifyConfig
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 from mlaforge.training.kl_loss import compare
 from support.tiny_models import load_original
 
@@ -189,7 +189,7 @@ def test_measured_placement(family, sparse, dense, tmp_path, calibration_file):
 def test_what_reads_all_diverges_nowhere(family, sparse, tmp_path):
     with LayerStream(sparse(family, "latent"), torch.float32, torch.device("cpu")) as stream:
         found = placement.Divergences(stream, 32, 1)
-        found.measure([tokens(1, 64)[0]], Spill(tmp_path))
+        found.measure([tokens(1, 64)[0]], TensorStore(tmp_path))
     assert found.own[:, 2].abs().max() < 1e-6 < found.own[:, 0].min()
     assert (found.taken[1:] > 0).all() and (found.taken[0] == 0).all()
 

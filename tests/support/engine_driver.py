@@ -76,6 +76,12 @@ class Oracle:
         assert float(gap.max()) < tie, told
 
 
+def prompt_logprobs(directory: Path, ids: list[int]) -> torch.Tensor:
+    """[len(ids) - 1]: the log probability of every token but the first, by the engine in fp32."""
+    (output,) = watched(directory).generate([ids], greedy(1, prompt_logprobs=0))
+    return torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]])
+
+
 def watched(model: Path, **options: Any) -> LLM:
     """An LLM in fp32 with a small cache, all its rows NaN, whose engine is checked after every step."""
     llm = LLM(model, **{"dtype": "float32", "device": "cpu", "cache_bytes": 1 << 20, **options})

@@ -1,10 +1,15 @@
 """A tiny random llama as an unquantised GGUF file."""
 
 from pathlib import Path
+from typing import Any
 
 
-def save_gguf(path: Path) -> Path:
-    """Writes it to `path`."""
+def save_gguf(
+    path: Path, keys: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, parts: int = 1,
+    without: str | None = None, quantized: bool = False,
+) -> Path:  # fmt: skip
+    """Writes it to `path`, the first of `parts`, with `keys` in its header and `tensors` beside its own; those with
+    `without` in their names are left out. `quantized`: matrices in Q4_0."""
     import gguf
     import numpy as np
     from tokenizers import pre_tokenizers
@@ -19,14 +24,24 @@ def save_gguf(path: Path) -> Path:
         "token_types": [1] * 257 + [3] * 3, "bos_token_id": 258, "eos_token_id": 259,
     }.items():  # fmt: skip
         getattr(writer, f"add_{key}")(value)
+    for key, value in (keys or {}).items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](key, value)
+    if parts > 1:
+        writer.add_uint16("split.no", 0)
+        writer.add_uint16("split.count", parts)
     shapes = {"token_embd": (260, 64), "output": (260, 64), "output_norm": (64,)}
     for i in range(2):
         names = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
         names |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
         names |= {"attn_norm": (64,), "ffn_norm": (64,)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in names.items()}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", random.standard_normal(shape).astype(np.float32) / 8)
+    values = {f"{name}.weight": random.standard_normal(shape).astype(np.float32) / 8 for name, shape in shapes.items()}
+    kind = gguf.GGMLQuantizationType.Q4_0
+    for name, value in {**values, **(tensors or {})}.items():
+        if without is None or without not in name:
+            packed = quantized and value.ndim == 2
+            writer.add_tensor(name, gguf.quantize(value, kind) if packed else value, raw_dtype=kind if packed else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

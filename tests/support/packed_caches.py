@@ -81,6 +81,36 @@ def make_cache(
     return Cache(format, packed, whole_rows, decoded, torch.tensor(slots), spare, view, bool(kept))
 
 
+def regrouped(cache: Cache, block_size: int) -> Cache:
+    """The same rows in blocks of a size that divides theirs, which lie in another order: where a window has passed
+    blocks of this size they are gone too. Of what is packed together all stays together."""
+    table, lengths, firsts, starts, size, window = cache.view
+    unit, generator = max(block_size, cache.format.tokens), torch.Generator().manual_seed(1)
+    P = len(cache.packed) * cache.format.tokens
+    order = [torch.randperm(len(rows) // unit, generator=generator) for rows in (cache.decoded[:P], cache.whole)]
+    to = torch.cat((order[0], order[1] + P // unit))
+
+    def moved(rows: Tensor, order: Tensor) -> Tensor:
+        grouped = rows.unflatten(0, (len(order), -1))
+        return torch.empty_like(grouped).index_copy_(0, order, grouped).flatten(0, 1)
+
+    def slot(slots: Tensor) -> Tensor:
+        return to[slots // unit] * unit + slots % unit
+
+    ends = (lengths - starts.diff() - (window or 0) + 1).clamp(min=0)
+    gone = (ends // block_size * block_size if window else 0 * ends).to(torch.int32)
+    columns = -(-(lengths - gone) // block_size)
+    new = torch.zeros(len(table), int(columns.max()) + 1, dtype=torch.int32)
+    for s, count in enumerate(columns.tolist()):
+        at = int(gone[s] - firsts[s]) + torch.arange(count) * block_size
+        new[s, :count] = slot(table[s, at // size].long() * size + at % size) // block_size
+    view = (new, lengths, gone, starts, block_size, window)
+    return dataclasses.replace(
+        cache, packed=moved(cache.packed, order[0]), whole=moved(cache.whole, order[1]),
+        decoded=moved(cache.decoded, to), slots=slot(cache.slots), spare=slot(cache.spare), view=view,
+    )  # fmt: skip
+
+
 def latent_format(stored: str, rank: int, rope: int) -> RowFormat:
     """`stored` int8 or coded; the rank of coded ones is whole bytes of every plane."""
     if stored == "int8":

@@ -18,9 +18,17 @@ from torch import Tensor
 
 from mlaforge.modeling.attention_mla import attend
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.runtime import triton_interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def need_interpreter() -> None:
+    """Skips a test that runs Triton's kernels on tensors of the CPU."""
+    pytest.importorskip("triton")
+    if not triton_interpreted():
+        pytest.skip("it runs in Triton's interpreter, which a machine with a GPU does not use")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +125,7 @@ def make_step(
         window=window,
         queries=tuple(queries),
         runs=tuple(tuple(runs(one)) for one in slots),
+        lengths=tuple(map(len, slots)),
     )
     q = torch.randn(sum(queries), shape.heads, shape.key, generator=generator).to(DEVICE, dtype)
     return Step(q, k, v, view, slots)

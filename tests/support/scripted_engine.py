@@ -10,7 +10,7 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.logprobs import Logprobs
@@ -47,6 +47,7 @@ class ScriptedEngine:
 
     max_model_len = 512
     model_name = "scripted"
+    sampling_defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, tokenizer: Any, delay: float = 0.0, script: list[int] | None = None) -> None:
         self.tokenizer = tokenizer

@@ -31,6 +31,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 FAMILIES = ("llama", "qwen2", "mistral", "qwen3", "mimo", "gpt_oss")
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 # Families whose queries and keys are normed: layout `latent` only.
@@ -51,6 +52,7 @@ def build(family: str, **changes: Any) -> Any:
         "llama": ("Llama", {"head_dim": 16}),
         "qwen2": ("Qwen2", {}),
         "mistral": ("Mistral", {"head_dim": 16, "sliding_window": 24}),
+        "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 24, "layer_types": ALTERNATING}),
         # A head size that is not hidden / heads; the last layer slides.
         "qwen3": ("Qwen3", {"head_dim": 20, **windows}),
         "mimo": ("Qwen2", {"head_dim": 16}),

@@ -160,7 +160,7 @@ def test_no_weights_at_all(model, refused, short, tmp_path):
     refused((WEIGHTS, INDEX), "convert", directory, tmp_path / "out", *short)
 
 
-SUPPORTED = "gpt_oss, llama, mimo, mistral, qwen2, qwen3"
+SUPPORTED = "gpt_oss, llama, mimo, ministral, mistral, qwen2, qwen3"
 CONFIGS = {
     "near miss": ({"model_type": "lama"}, ("'lama'", SUPPORTED, "did you mean 'llama'?")),
     "far miss": ({"model_type": "bert"}, ("'bert'", SUPPORTED)),
@@ -227,7 +227,8 @@ def test_config_that_is_none(verb, content, word, model, refused, tmp_path, cali
 def test_other_quantisations_are_refused(model, refused, short, tmp_path):
     directory = model("llama")
     edit_config(directory, quantization_config={"quant_method": "fp8"})
-    refused(("'fp8'", "made from"), "convert", directory, tmp_path / "out", *short)
+    for words in (("convert", directory, tmp_path / "out", *short), ("plan", directory), ("generate", directory)):
+        refused(("'fp8'", "made from"), *words)
 
 
 def test_a_converted_model_is_not_converted_again(model, converts, refused, short, tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
+import json
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 # With what takes seconds to import, and is not what is timed below.
 from mlaforge.checkpoint import resolve
 from support.gguf_file import save_gguf
+from support.tiny_models import INDEX, shard
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,8 @@ def hub(tmp_path_factory, monkeypatch) -> Callable[[str], None]:
     def at(address: str) -> None:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
         monkeypatch.setattr(resolve, "HUB_SECONDS", 1.0)
@@ -95,6 +100,95 @@ def test_a_hub_that_says_no(status, code, hub, refused, tmp_path):
         server.shutdown()
 
 
+class Repository(http.server.BaseHTTPRequestHandler):
+    """As much of the hub's interface as a download needs, of the directory `files`; `served` are the files fetched."""
+
+    files: Path
+    served: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        place = self.path.partition("?")[0]
+        names = sorted(path.relative_to(self.files).as_posix() for path in self.files.rglob("*") if path.is_file())
+        if place.startswith("/api/models/"):
+            entries = [{"type": "file", "path": n, "oid": "1" * 40, "size": 1} for n in names]
+            info = {"id": "org/name", "sha": "c" * 40, "siblings": [{"rfilename": name} for name in names]}
+            content = json.dumps(entries if "/tree/" in place else info).encode()
+        else:
+            name = place.partition(f"/resolve/{'c' * 40}/")[2]
+            if name not in names:
+                self.send_error(404, "EntryNotFound")
+                return
+            content = (self.files / name).read_bytes()
+            if self.command == "GET":
+                self.served.append(name)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def repository(hub, model) -> Iterator[type[Repository]]:
+    """A hub with a model in three shards, and beside them what other runtimes read."""
+    directory = shard(model("llama"))
+    for name in ("original/params.json", "original/model.safetensors", "openvino/config.json",
+                 "checkpoint-5/model.jinja", "consolidated.safetensors", "pytorch_model.bin"):  # fmt: skip
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("{}")
+    (directory / "USAGE_POLICY").write_text("be kind")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    handler = type("Handler", (Repository,), {"files": directory, "served": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub(f"http://127.0.0.1:{server.server_port}")
+        yield handler
+        server.shutdown()
+
+
+def test_of_a_hub_model_only_what_it_loads_is_fetched(repository):
+    local = resolve.locate("org/name")
+    foreign = ("original", "openvino", "checkpoint-5", "consolidated", "pytorch_model")
+    assert not [name for name in repository.served if name.startswith(foreign)]
+    fetched = {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()}
+    assert {"USAGE_POLICY", "additional_chat_templates/rag.jinja", "tokenizer.json", INDEX} <= fetched
+    assert len([name for name in fetched if name.endswith(".safetensors")]) == 3
+    repository.served.clear()
+    assert resolve.locate("org/name") == local and repository.served == []
+
+
+@pytest.mark.parametrize("gone", ["model-00002-of-00003.safetensors", INDEX, "tokenizer.json"])
+def test_a_part_of_a_hub_model_is_completed_or_named(gone, repository, refused, monkeypatch):
+    from huggingface_hub import constants
+
+    local = resolve.locate("org/name")
+    (local / gone).unlink()
+    repository.served.clear()
+    assert resolve.locate("org/name") == local and (local / gone).is_file()
+    (local / gone).unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    if gone != "tokenizer.json":
+        lacking = "model.safetensors" if gone == INDEX else gone
+        refused((f"lacks {lacking} of 'org/name'", "HF_HUB_OFFLINE"), "convert", "org/name", local.parent / "out")
+    else:
+        refused("no tokenizer", "generate", "org/name", "--dtype", "float32")
+
+
+def test_the_config_of_a_hub_model_alone(repository):
+    assert resolve.find_config("org/name")["model_type"] == "llama"
+    assert repository.served == ["config.json"]
+
+
 @pytest.fixture
 def gguf_file(tmp_path, monkeypatch) -> Path:
     """A tiny llama as GGUF; the cache of dequantised models is in tmp_path."""
@@ -128,7 +222,7 @@ def test_two_that_need_a_gguf_file_at_once(gguf_file, tree, tmp_path, capsys):
     assert len(set(directories)) == 1 and (directories[0] / "config.json").is_file()
     said = capsys.readouterr().err
     assert said.count("dequantising") == said.count("waiting for another process") == 1, said
-    assert sorted(path.name for path in (tmp_path / "home" / "gguf").iterdir()) == [directories[0].name]
+    assert sorted(path.name for path in (tmp_path / "home" / "dequantised").iterdir()) == [directories[0].name]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.00001, 0.0001, 0.001, 0.01, 0.05, 0.5, 0.999])
@@ -137,12 +231,14 @@ def test_a_truncated_gguf(share, gguf_file, refused, short, tmp_path):
     refused(("tiny.gguf", "cannot be read as GGUF"), "convert", gguf_file, tmp_path / "out", *short)
 
 
-@pytest.mark.parametrize("bit", [25, 1719])
-def test_a_gguf_with_a_flipped_bit_in_its_header(bit, gguf_file, refused, short, tmp_path):
+@pytest.mark.parametrize(
+    ("bit", "words"), [(25, "cannot be read as GGUF"), (1719, "shape [96, 64], the header calls for [32864, 64]")]
+)
+def test_a_gguf_with_a_flipped_bit_in_its_header(bit, words, gguf_file, refused, short, tmp_path):
     content = bytearray(gguf_file.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     gguf_file.write_bytes(content)
-    refused(("tiny.gguf", "cannot be read as GGUF"), "convert", gguf_file, tmp_path / "out", *short)
+    refused(("tiny.gguf", words), "convert", gguf_file, tmp_path / "out", *short)
 
 
 def test_a_gguf_that_is_none(gguf_file, refused, short, tmp_path):

@@ -105,7 +105,11 @@ def test_other_options_do_not_go_on_with_what_was_begun(tiny_models, cli, conver
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlaforge.conversion.convert.write_checkpoint", raising(KeyboardInterrupt()))
         assert cli("convert", tiny_models["llama"], tmp_path / "out", *short, "--budget", 0.5).exit_code == 130
-    converts(tiny_models["llama"], tmp_path / "out", "--budget", 0.75)
+    begun = tree(tmp_path)
+    done = cli("convert", tiny_models["llama"], tmp_path / "out", *short, "--budget", 0.75)
+    assert done.exit_code == 2 and "an interrupted run with other options" in done.stderr
+    assert tree(tmp_path) == begun
+    converts(tiny_models["llama"], tmp_path / "out", "--budget", 0.75, "--overwrite")
     assert files(tree, tmp_path / "out") == whole
 
 

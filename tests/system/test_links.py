@@ -13,7 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)|\b(?:src|srcset|href)=\"([^\"]+)\"", re.MULTILINE)
 
 
@@ -74,7 +74,7 @@ def test_the_site_and_the_index_have_every_page():
     named = [
         page for section in config["nav"] for pages in section.values() for entry in pages for page in entry.values()
     ]
-    pages = sorted(path.name for path in DOCS.glob("*.md"))
+    pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
     assert sorted(named) == pages
     assert set(links(DOCS / "index.md")) | {"index.md"} == set(pages)
 

@@ -15,7 +15,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
+from mlaforge.engine.speculation.drafter import Drafter, PromptLookupDrafter
 from mlaforge.engine.speculation.partial import PartialView, judging_format
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError, resolve_device
@@ -35,13 +35,16 @@ class EnginePeer:
         keeps: bool = False,
     ):  # fmt: skip
         self.model, self.keeps = model, keeps
+        device = resolve_device(config.device)
+        config = config.for_device(device)
+        assert config.max_num_batched_tokens is not None
         drafted = max(config.drafted, config.specpv_max_pending)
         config = dataclasses.replace(
             config, max_model_len=longest, max_num_seqs=most, adaptive_speculation=False,
             speculative=str(head) if head else "none",
             max_num_batched_tokens=max(config.max_num_batched_tokens, most * (1 + drafted)),
         )  # fmt: skip
-        self.memory = Memory(resolve_device(config.device))
+        self.memory = Memory(device)
         before = self.memory.now()
         self.llm = LLM(directory, config)
         self.engine: Engine = self.llm.engine
@@ -101,7 +104,7 @@ class EnginePeer:
             return
         engine.config = dataclasses.replace(engine.config, num_speculative_tokens=variant.count, specpv=variant.specpv)
         if variant.draft == "ngram":
-            engine.speculate(NgramDrafter())
+            engine.speculate(PromptLookupDrafter())
         elif variant.draft == "replay":
             both = enumerate(zip(prompts, answers, strict=True))
             engine.speculate(Replay({str(index): prompt + answer for index, (prompt, answer) in both}))
@@ -155,6 +158,7 @@ class EnginePeer:
             now = time.perf_counter()
             decoding = len(last) == len(prompts)
             for output in outputs:
+                output.raise_for_error()
                 new = output.outputs[0].token_ids
                 token_ids[output.request_id] += new
                 if decoding:

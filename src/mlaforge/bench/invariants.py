@@ -4,8 +4,8 @@ tuned_kernels     every call of an op ran the fastest implementation that is mad
                   and on CUDA every decoding step, but for those of partial verification, was a graph's replay
 drafting_goes_on  every decoding sequence got room for all drafts that its end left to draft, and the drafter filled it
 cache_integrity   tables, pools and sequences agree; every view says what the tables say; no slot is written twice
-no_host_reads     at most one reading of a device's tensor per decoding step (the drawn tokens), those that partial
-                  verification is made of, and no waiting for it
+no_host_reads     at most one reading of a device's tensor per decoding step (the drawn tokens), one per proposal of a
+                  head (a tree: one per level), those that partial verification is made of, and no waiting for it
 no_debug_copies   nothing that lies in the cache or among the weights is cloned or copied to the host
 deterministic     the same prompts give the same tokens again
 """
@@ -29,6 +29,7 @@ from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.speculation.controller import Decision
+from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.partial import LEAST_PENDING
 from mlaforge.engine.speculation.step import Proposal
 from mlaforge.ops import native
@@ -100,11 +101,12 @@ class Audit:
 
         def run(batch: Batch, runner: Runner = runner) -> Tensor:
             self.views += 1
-            self.broken_views += check_batch(batch, engine)
+            with self.hook.paused():
+                self.broken_views += check_batch(batch, engine)
             if self.hook.decoding and engine.speculation is not None and (partial := engine.speculation.partial):
                 # A partial step reads what the target agreed to, a full one what each layer attended to most.
                 self.hook.extra += 1 if batch.partial else 0
-                self.hook.extra += partial.layers * len(batch.watched.wanted) if batch.watched is not None else 0
+                self.hook.extra += partial.layers * len(batch.probe.sequences) if batch.probe is not None else 0
             return runner(batch)
 
         def counted() -> Any:
@@ -119,11 +121,19 @@ class Audit:
 
         def eager(batch: Batch) -> Tensor:
             # Partial verification has no graphs.
-            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.watched is None
+            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.probe is None
             return former(batch)
+
+        def captured(run: Callable[[], Tensor]) -> Any:
+            # PyTorch waits for the device before a capture, once per bucket.
+            with self.hook.paused():
+                return capture(run)
 
         former = runner.eager
         with contextlib.ExitStack() as restored:
+            if (graphs := runner.graphs) is not None:
+                capture, graphs.capture = graphs.capture, captured
+                restored.callback(setattr, graphs, "capture", capture)
             for op in OPS.values():
                 op.watch = self._watching(op)
                 restored.callback(setattr, op, "watch", None)
@@ -149,6 +159,8 @@ class Audit:
             proposal = propose(decision, chunks)
             speculation = self.engine.speculation
             assert speculation is not None
+            if self.hook.decoding and proposal.budgets and isinstance(speculation.drafter, EagleDrafter):
+                self.hook.extra += max(map(decision.depth, proposal.budgets)) if decision.tree else 1
             for sequence, room in reserved.items():
                 params = sequence.request.params
                 left = min(
@@ -263,7 +275,7 @@ class Hook(TorchDispatchMode):
         super().__init__()
         self.engine = engine
         self.decoding = False
-        # `extra` are the readings of partial verification.
+        # `extra` are the readings of heads and of partial verification.
         self.steps = self.eager_decodes = self.reads = self.waits = self.extra = 0
         self.copies: Counter[str] = Counter()
         self.storages = {tensor.untyped_storage().data_ptr() for tensor in engine.cache.tensors}
@@ -293,6 +305,15 @@ class Hook(TorchDispatchMode):
         same = source.dtype == target.dtype
         if same and source.untyped_storage().data_ptr() in self.storages:
             self.copies[f"{name.removeprefix('aten::')} of {list(source.shape)}"] += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is counted meanwhile."""
+        decoding, self.decoding = self.decoding, False
+        try:
+            yield
+        finally:
+            self.decoding = decoding
 
     @contextlib.contextmanager
     def synchronisation(self) -> Iterator[None]:

@@ -90,6 +90,7 @@ def make_inputs(layout: Layout, S: int, P: int, T: int, device: str, dtype: torc
         max_seq_len=P,
         window=layout.window,
         queries=(T,) * S,
+        lengths=(P,) * S,
         runs=tuple(
             tuple((block * BLOCK, min(BLOCK, P - i * BLOCK)) for i, block in enumerate(blocks[s * columns :][:columns]))
             for s in range(S)

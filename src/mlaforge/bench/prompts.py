@@ -15,7 +15,8 @@ class Prompts:
 
     def __init__(self, sources: tuple[str, ...], tokenizer: Any):
         self.sources, self.tokenizer = sources, tokenizer
-        self.text = "\n\n".join(d for source in sources for d in corpus.documents(source, judged=True) if d.strip())
+        texts = (text for source in sources for text in corpus.documents(source, judged=True, tokenizer=tokenizer))
+        self.text = "\n\n".join(text for text in texts if text.strip())
         # What the tokenizer puts before any text, such as a beginning of text.
         self.prefix: list[int] = list(tokenizer("")["input_ids"])
 

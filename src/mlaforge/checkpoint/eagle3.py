@@ -1,4 +1,5 @@
-"""EAGLE-3 heads on disk: config.json and safetensors as `LlamaForCausalLMEagle3` checkpoints have them.
+"""EAGLE-3 heads on disk: config.json and safetensors as `LlamaForCausalLMEagle3` checkpoints have them, the matrices in
+a float dtype or in int8 (head_reader.py).
 
 Read strictly: a missing, extra or wrongly shaped tensor, and a d2t that leaves the target's vocabulary, is an error
 (`draft import`, drafting/import_head.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`.
@@ -21,7 +22,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from mlaforge.checkpoint.reader import SINGLE, Reader, read_config
+from mlaforge.checkpoint.head_reader import QUANTIZATION, SCALE, HeadReader, quantize
+from mlaforge.checkpoint.reader import SINGLE, Reader, is_finite, read_config
 from mlaforge.families.schema import COUNT, OBJECT, check, check_config, list_of, whole
 from mlaforge.families.spec import capture_boundaries
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
@@ -48,16 +50,21 @@ LAYER_FIELDS = (
 )  # fmt: skip
 
 
-def read_head_config(directory: Path, num_layers: int) -> Eagle3Config:
-    """The head's config for a target of `num_layers` layers. Raises UserError for one that describes none."""
+def read_head_config(directory: Path, num_layers: int | None) -> Eagle3Config:
+    """The head's config for a target of `num_layers` layers; None: the target is not known, and config.json must say
+    which boundaries are captured. Raises UserError for one that describes none."""
     config_dict = read_config(directory)
     if ARCHITECTURE not in (config_dict.get("architectures") or ()):
-        raise UserError(f"{directory} is no EAGLE-3 head: its architectures is not [{ARCHITECTURE!r}]")
+        named = " ".join(map(str, config_dict.get("architectures") or ()))
+        hint = "; import it first (mlaforge draft import)" if "eagle3" in named.lower() else ""
+        raise UserError(f"{directory} is no EAGLE-3 head: its architectures is not [{ARCHITECTURE!r}]{hint}")
     with Reader(directory) as reader:
         return head_config(directory, config_dict, num_layers, "embed_tokens.weight" in reader)
 
 
-def head_config(directory: Path, config_dict: dict[str, Any], num_layers: int, own_embedding: bool) -> Eagle3Config:
+def head_config(
+    directory: Path, config_dict: dict[str, Any], num_layers: int | None, own_embedding: bool
+) -> Eagle3Config:
     """The same of a config.json as a dict; `directory` is where it came from."""
     from transformers import LlamaConfig
 
@@ -75,7 +82,14 @@ def head_config(directory: Path, config_dict: dict[str, Any], num_layers: int, o
             **{name: config_dict[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config_dict}
         )
         layer.mlp_bias = False
-        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or capture_boundaries(num_layers)
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+        if not ids:
+            if num_layers is None:
+                raise UserError(
+                    f"{directory}: config.json has no eagle_aux_hidden_state_layer_ids, and its defaults depend on the "
+                    "target; import the head for its target first (mlaforge draft import)"
+                )
+            ids = capture_boundaries(num_layers)
         convention = eagle.get("eagle_aux_hidden_state_convention", "boundary")
         if convention not in CONVENTIONS:
             raise UserError(
@@ -93,13 +107,21 @@ def head_config(directory: Path, config_dict: dict[str, Any], num_layers: int, o
     return config
 
 
-def boundary(number: int, convention: str, num_layers: int) -> int:
-    """The boundary that a captured layer's number means; UserError where it means none."""
+def boundary(number: int, convention: str, num_layers: int | None) -> int:
+    """The boundary that a captured layer's number means; UserError where it means none. Of an unknown target (None)
+    the largest number is not checked, and numbers of `hidden_states` cannot be read."""
+    if num_layers is None and convention == "hidden_states":
+        raise UserError(
+            "eagle_aux_hidden_state_convention = 'hidden_states' depends on the target; import the head for its target "
+            "first (mlaforge draft import)"
+        )
     index = number + (convention == "output")
     if convention == "hidden_states" and number == num_layers:
         index = AFTER_NORM
-    if not (0 <= index <= num_layers or (index == AFTER_NORM and convention != "output")):
-        raise UserError(f"it captures {convention} {number}; the target has {num_layers} layers")
+    most = index if num_layers is None else num_layers
+    if not (0 <= index <= most or (index == AFTER_NORM and convention != "output")):
+        layers = "" if num_layers is None else f"; the target has {num_layers} layers"
+        raise UserError(f"it captures {convention} {number}{layers}")
     return index
 
 
@@ -115,13 +137,14 @@ def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
         raise UserError(f"a head of hidden size {config.layer.hidden_size} needs embed_tokens of its own")
 
 
-def read_head(directory: Path, num_layers: int) -> Eagle3Head:
-    """The head in fp32 on the CPU. Raises UserError for config or tensors that are not right."""
+def read_head(directory: Path, num_layers: int | None) -> Eagle3Head:
+    """The head in fp32 on the CPU, dequantised where its matrices are in int8; `num_layers` as in read_head_config.
+    Raises UserError for config or tensors that are not right."""
     config = read_head_config(directory, num_layers)
     with torch.device("meta"):
         head = Eagle3Head(config)
-    with Reader(directory) as reader:
-        stored = {name: name.replace("layers.0.", "midlayer.", 1) for name in reader}
+    with HeadReader(directory) as reader:
+        stored = {name: name.replace("layers.0.", "midlayer.", 1) for name in reader.weights}
         shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
         expected = {old: shapes[new] for old, new in stored.items() if new in shapes}
         absent = {new: shape for new, shape in shapes.items() if new not in stored.values()}
@@ -198,21 +221,34 @@ def buffers(config: Eagle3Config, ids_V: Tensor) -> dict[str, Tensor]:
 
 
 def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Fills the folder `directory`. Boundaries are written with their convention."""
+    """Fills the folder `directory`. Boundaries are written with their convention.
+
+    dtype: of all floating tensors; int8: of the matrices, with scales in fp32 and all other tensors in fp16. Raises
+    UserError for a tensor that holds numbers which the dtype does not.
+    """
     from safetensors.torch import save_file
 
     config, layer = head.config, head.config.layer.to_dict()
+    float_dtype = torch.float16 if dtype == torch.int8 else dtype
     config_json: dict[str, Any] = {
         "architectures": [ARCHITECTURE], "model_type": head.config.layer.model_type, "num_hidden_layers": 1,
         **{name: layer[name] for name in LAYER_FIELDS}, "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": config.draft_vocab_size, "sliding_window": config.sliding_window,
         "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
         "eagle_aux_hidden_state_convention": CONVENTIONS[0], "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."), **{name: getattr(config, name) for name in SWITCHES},
+        "torch_dtype": str(float_dtype).removeprefix("torch."), **{name: getattr(config, name) for name in SWITCHES},
     }  # fmt: skip
-    state = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
-        for name, tensor in head.state_dict().items()
-    }
+    state: dict[str, Tensor] = {}
+    for name, tensor in head.state_dict().items():
+        if not tensor.is_floating_point():
+            state[name] = tensor.contiguous()
+        elif dtype == torch.int8 and tensor.ndim == 2:
+            state[name], state[f"{name}{SCALE}"] = quantize(tensor)
+        else:
+            state[name] = tensor.to(float_dtype).contiguous()
+            if not is_finite(state[name]):
+                raise UserError(f"{name!r} holds numbers that are not finite in {float_dtype}; choose another dtype")
+    if dtype == torch.int8:
+        config_json["quantization_config"] = QUANTIZATION
     save_file(state, directory / SINGLE, metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mlaforge.checkpoint import loading, reader
+from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import progress
@@ -47,7 +47,7 @@ class LayerStream:
         self.sparsity = getattr(self.decoder, "sparsity", None)
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
         self._chosen: dict[int, Any] = {}
-        self.reader = reader.Reader(self.source.path, self.source.without)
+        self.reader = self.source.weights()
 
     def __enter__(self) -> LayerStream:
         return self

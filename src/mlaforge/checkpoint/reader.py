@@ -10,23 +10,28 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mlaforge import families
 from mlaforge.artifact import MANIFEST, sha256
+from mlaforge.checkpoint import misfits, mxfp4
+from mlaforge.checkpoint.converted_config import SUFFIX
 from mlaforge.checkpoint.mxfp4 import SCALES
-from mlaforge.families.schema import OBJECT, check
+from mlaforge.families.schema import OBJECT, check, check_config
 from mlaforge.ops.mxfp4 import NAN_SCALE
 from mlaforge.runtime import UserError, log, progress
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# The folder of chat templates that have names beside the default one.
+TEMPLATES = "additional_chat_templates"
 # What belongs to a model beside its weights and config: tokenizer, chat template, generation defaults, licence.
 COMPANIONS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
-    "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "tekken.json",
+    "*.jinja", f"{TEMPLATES}/*.jinja", "chat_template.json", "*processor_config.json",
+    "generation_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "*POLICY*",
 )  # fmt: skip
 # safetensors' names of what the supported models store.
 DTYPES = {
@@ -66,6 +71,51 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
+def read_index(directory: Path) -> dict[str, Any]:
+    """The names of all tensors and the file of each, from the index of sharded weights; empty where there is none."""
+    path = directory / INDEX
+    if not path.is_file():
+        return {}
+    index = read_config(directory, INDEX)
+    check(index, {"metadata": OBJECT}, str(path))
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path} is not a safetensors index: it has no 'weight_map'; fetch the model again")
+    return weight_map
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory, with the model_type of the class that transformers makes of it, and with the
+    `tie_word_embeddings` that its weights have: a head that is stored is not tied, whatever the flag says, because
+    transformers loads it; and MXFP4 only where tensors are packed. UserError as `read_config`, and by its name for a
+    field that no supported model can have."""
+    config = families.canonical(read_config(directory))
+    if str(config.get("model_type")).removesuffix(SUFFIX) in families.families():
+        check_config(config)
+    tied, packed = bool(config.get("tie_word_embeddings")), mxfp4.is_packed(config)
+    names = stored_names(directory) if tied or packed else set()
+    if tied and misfits.HEAD in names:
+        config["tie_word_embeddings"] = False
+    if packed and names and not any(name.endswith(mxfp4.BLOCKS) for name in names):
+        log(f"{directory}: config.json says MXFP4, but no tensor is packed so; the weights are read as they are")
+        del config["quantization_config"]
+    return config
+
+
+def stored_names(directory: Path) -> set[str]:
+    """The names of the tensors of a model directory, none of them read; empty where its weights cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    if not (directory / SINGLE).is_file():
+        return set(read_index(directory))
+    try:
+        with safe_open(directory / SINGLE, framework="pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError):
+        # What reads the weights says what is wrong with them.
+        return set()
+
+
 class Reader:
     """Lazy access to the tensors of a safetensors directory, sharded or not; those with `without` in their names are
     not there."""
@@ -101,18 +151,29 @@ class Reader:
             del self._file_of[name]
 
     def _index(self) -> list[str]:
-        path = self.directory / INDEX
-        if path.is_file():
-            index = read_config(self.directory, INDEX)
-            check(index, {"metadata": OBJECT}, str(path))
-            weight_map = index.get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise UserError(f"{path} is not a safetensors index: it has no 'weight_map'; fetch the model again")
-            self.shards = sorted(set(map(str, weight_map.values())))
-            return list(weight_map)
-        if (self.directory / SINGLE).is_file():
+        """Sets `shards`, the files to read, in transformers' order: the whole file before an index. Returns the names
+        that an index lists. UserError where both are complete: nobody could tell which weights are meant."""
+        weight_map = read_index(self.directory)
+        shards = sorted(set(map(str, weight_map.values())))
+        missing = [name for name in shards if not (self.directory / name).exists()]
+        if (self.directory / SINGLE).is_file() and shards != [SINGLE]:
+            if weight_map and not missing:
+                raise UserError(
+                    f"{self.directory} has two sets of weights, {SINGLE} and the {len(shards)} shards of {INDEX}; move "
+                    "one of them out of the directory"
+                )
+            if weight_map:
+                log(f"{self.directory}: {INDEX} is out of date ({missing[0]} is missing); {SINGLE} is read")
             self.shards = [SINGLE]
             return []
+        if weight_map:
+            if len(missing) == len(shards):
+                raise UserError(
+                    f"{self.directory / INDEX} names {len(shards)} files of which none is there, such as {missing[0]}: "
+                    "the index is of other weights, or they were not fetched"
+                )
+            self.shards = shards
+            return list(weight_map)
         pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern)]
         if pickles:
             raise UserError(
@@ -126,7 +187,7 @@ class Reader:
         """Every tensor's shard, also of those that the model does not use."""
         return {name: shard for shard, names in self._names.items() for name in names}
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,6 +220,9 @@ class Reader:
         """Raises UserError for the first tensor that is missing, extra, wrongly shaped, or of whole numbers where it is
         not among `whole`, or the other way round; reads no tensor."""
         again = "fetch the model again, config and weights from one place"
+        vocabulary = {name: self.shape(name) for name in (misfits.EMBEDDING, misfits.HEAD) if name in self}
+        if reason := misfits.explain(self._file_of, expected) or misfits.resized(vocabulary, expected):
+            raise UserError(f"{self.directory} does not fit its config.json: {reason}")
         for name in expected:
             if name not in self and name not in tied:
                 raise UserError(f"{self.directory} lacks the tensor {name!r} that its config.json calls for; {again}")
@@ -173,9 +237,13 @@ class Reader:
                     f"{list(expected[name])}; {again}"
                 )
             kind = self._file_of[name].get_slice(name).get_dtype()
-            right = WHOLE if name in whole else FLOATING
+            right = self._kinds(name, whole)
             if kind not in right:
                 raise UserError(f"{self.directory}: {name!r} is stored as {kind}; {', '.join(right)} are read; {again}")
+
+    def _kinds(self, name: str, whole: frozenset[str]) -> tuple[str, ...]:
+        """safetensors' names of the dtypes that a tensor may be stored in."""
+        return WHOLE if name in whole else FLOATING
 
     def check(
         self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset(),
@@ -207,11 +275,11 @@ def fingerprint(directory: Path) -> str:
     read_config(directory)
     digest = hashlib.sha256()
     for path in sorted([directory / "config.json", *directory.glob("*.safetensors"), *companions(directory)]):
-        digest.update(f"{path.name} {sha256(path)}\n".encode())
+        digest.update(f"{path.relative_to(directory).as_posix()} {sha256(path)}\n".encode())
     return digest.hexdigest()
 
 
 def companions(directory: Path) -> list[Path]:
     """The files beside weights and config that a copy of the model needs."""
-    files = {p for pattern in COMPANIONS for p in directory.glob(pattern) if p.is_file()}
-    return sorted(p for p in files if p.name != MANIFEST)
+    files = {path for pattern in COMPANIONS for path in directory.glob(pattern) if path.is_file()}
+    return sorted(path for path in files if path.name != MANIFEST)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import struct
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-import torch
-
+from mlaforge import families
 from mlaforge.artifact import Manifest, locked, sha256, writing
-from mlaforge.checkpoint.reader import COMPANIONS, read_config
-from mlaforge.runtime import UserError, cache_home, log
+from mlaforge.checkpoint.reader import COMPANIONS, INDEX, SINGLE, read_config, read_index, read_model_config
+from mlaforge.checkpoint.writer import rewriting
+from mlaforge.runtime import UserError, cache_home, log, progress
 
 # How long to wait for the hub's first answer.
 HUB_SECONDS = 10.0
+GGUF = ".gguf"
+# A tokenizer has one of these; a repository without any has none.
+TOKENIZER = "tokenizer.json"
+VOCABULARIES = (TOKENIZER, "*.model", "vocab.*", "tekken.json")
 
 
 def locate(model: str) -> Path:
@@ -23,7 +26,7 @@ def locate(model: str) -> Path:
     Raises UserError in one line where it is none of these or cannot be fetched.
     """
     path = Path(model).expanduser()
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == GGUF:
         return from_gguf(path)
     if path.is_dir():
         # With a name, even for `.`; links stay as the user called them.
@@ -32,24 +35,38 @@ def locate(model: str) -> Path:
         raise UserError(f"{model} is a file; give a model directory, a .gguf file or a hub id such as org/name")
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise UserError(f"{model} does not exist; give a model directory, a .gguf file or a hub id such as org/name")
-    return _from_hub(model, ["*.json", "*.safetensors", *COMPANIONS])
+    return _from_hub(model)
 
 
-def _from_hub(model: str, wanted: list[str]) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+def _from_hub(model: str, config_alone: bool = False) -> Path:
+    """The directory of a model of the hub in the hub's local cache, complete: what is missing there is fetched, and of
+    the weights only those that the model loads. `config_alone`: config.json is enough."""
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
+    local, absent = None, ["config.json"]
     try:
         # What is complete in the local cache needs no network.
-        return Path(snapshot_download(model, allow_patterns=wanted, local_files_only=True))
+        local = Path(snapshot_download(model, allow_patterns=["config.json"], local_files_only=True))
+        if not (absent := _missing(local, config_alone)):
+            return local
     except HFValidationError as error:
         raise UserError(f"{model!r} is neither a directory nor a hub id such as org/name") from error
     except LocalEntryNotFoundError:
         pass
     try:
         # Asked first, because snapshot_download would wait for a silent hub for ever.
-        HfApi().model_info(model, timeout=HUB_SECONDS)
-        return Path(snapshot_download(model, allow_patterns=wanted, etag_timeout=5))
+        info = HfApi().model_info(model, timeout=HUB_SECONDS)
+        names = [file.rfilename for file in info.siblings or ()]
+        beside = [name for name in names if _belongs(name, ("*.json", *COMPANIONS)) and name != INDEX]
+        weights = [SINGLE] if SINGLE in names else [INDEX] if INDEX in names else []
+        patterns = ["config.json"] if config_alone else [*beside, *weights]
+        local = Path(snapshot_download(model, allow_patterns=patterns, etag_timeout=5))
+        if shards := [name for name in _missing(local, config_alone) if name in names]:
+            snapshot_download(model, allow_patterns=shards, etag_timeout=5)
+        if still := [name for name in _missing(local, config_alone) if name != TOKENIZER]:
+            raise UserError(f"the hub's {model!r} has no {still[0]}; only models in safetensors are read")
+        return local
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
         raise UserError(
@@ -57,20 +74,45 @@ def _from_hub(model: str, wanted: list[str]) -> Path:
             "local model directory or .gguf file"
         ) from error
     except (HTTPError, OSError, RuntimeError) as error:
+        if local is not None and absent == [TOKENIZER]:
+            return local
+        offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
         raise UserError(
-            f"{model!r} is not here and the hub cannot be reached; give a local model directory or .gguf file, or "
-            "copy the model into the hub cache"
+            f"the local cache lacks {absent[0]} of {model!r}, and the hub cannot be reached{offline}; give a local "
+            "model directory or .gguf file, or copy the model into the hub cache"
         ) from error
 
 
+def _belongs(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a file of a repository belongs to the model: other folders hold other formats of it."""
+    return any(PurePath(name).match(pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+
+
+def _missing(directory: Path, config_alone: bool) -> list[str]:
+    """Which files a model directory lacks: config.json, the weights that its index names, any tokenizer."""
+    required = ["config.json"]
+    if not config_alone and not any(path for pattern in VOCABULARIES for path in directory.glob(pattern)):
+        required.append(TOKENIZER)
+    if not config_alone and not (directory / SINGLE).is_file():
+        try:
+            required += sorted(set(map(str, read_index(directory).values()))) or [SINGLE]
+        except UserError:
+            required.append(INDEX)
+    return [name for name in required if not (directory / name).is_file()]
+
+
 def find_config(model: str) -> dict[str, Any]:
-    """config.json of MODEL without its weights: a config.json, a directory, a .gguf file or a hub id."""
+    """config.json of MODEL without its weights: a config.json, a directory, the header of a .gguf file or a hub id."""
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".json":
-        return read_config(path.parent, path.name)
+        return families.canonical(read_config(path.parent, path.name))
+    if path.suffix.lower() == GGUF and path.is_file():
+        from mlaforge.checkpoint.gguf_model import GgufModel
+
+        return GgufModel(path).config
     if path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
-        return read_config(locate(model))
-    return read_config(_from_hub(model, ["config.json"]))
+        return read_model_config(locate(model))
+    return families.canonical(read_config(_from_hub(model, config_alone=True)))
 
 
 def from_gguf(path: Path) -> Path:
@@ -78,7 +120,7 @@ def from_gguf(path: Path) -> Path:
     comes meanwhile waits."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a .gguf file or a model directory")
-    out = cache_home() / "gguf" / f"{path.stem}-{sha256(path)[:12]}"
+    out = cache_home() / "dequantised" / f"{path.stem}-{sha256(path)[:12]}"
     if not (out / "config.json").is_file():
         with locked(out.with_name(f".{out.name}.lock"), str(out), wait=True):
             if not (out / "config.json").is_file():
@@ -87,25 +129,18 @@ def from_gguf(path: Path) -> Path:
 
 
 def _dequantise(path: Path, out: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoTokenizer
 
-    try:
-        import accelerate  # noqa: F401 (only to say in words that one is missing)
-        import gguf  # noqa: F401 (the same)
-    except ImportError as error:
-        raise UserError(f"reading .gguf files needs {error.name}: pip install 'mlaforge[gguf]'") from error
+    from mlaforge.checkpoint.gguf_model import GgufModel
+
+    model = GgufModel(path)
     log(f"dequantising {path.name} once into {out}")
     try:
-        # Without the explicit request transformers would keep quantised blocks that it cannot save.
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, IndexError, NotImplementedError, OSError, RuntimeError, struct.error) as error:
-        # What transformers says of these speaks of JSON and of its own settings.
-        damaged = isinstance(error, OSError | RuntimeError)
-        why = "its header is damaged" if damaged else " ".join(str(error).split())[:200]
-        raise UserError(f"{path} cannot be read as GGUF: {why}") from error
+    except (ValueError, KeyError, IndexError, NotImplementedError, OSError, RuntimeError, TypeError) as error:
+        raise UserError(f"the tokenizer in {path} cannot be read: {' '.join(str(error).split())[:200]}") from error
     with writing(out, Manifest("gguf", {}, {"file": path.name, "sha256": sha256(path)})) as partial:
-        model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        with rewriting(None, partial, model.config) as writer:
+            for name in progress(model.names, f"dequantise {path.name}"):
+                writer.add(name, model.tensor(name))

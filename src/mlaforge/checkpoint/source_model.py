@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from torch import Tensor
 from mlaforge import families
 from mlaforge.artifact import record_name
 from mlaforge.checkpoint.converted_config import SUFFIX, check_converted, completed, is_converted, is_sparse
-from mlaforge.checkpoint.reader import check_files, fingerprint, read_config
+from mlaforge.checkpoint.reader import Reader, check_files, fingerprint, read_config, read_model_config
 from mlaforge.checkpoint.resolve import locate
 from mlaforge.families.family import Family
-from mlaforge.families.schema import GENERATION, check, check_config
+from mlaforge.families.schema import GENERATION, check
 from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError, resolve_dtype
 
@@ -47,7 +48,9 @@ def _original(config: dict[str, Any]) -> dict[str, Any]:
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:
     """The dtype that a config.json declares; float32 where it declares none."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return resolve_dtype(name, torch.float32)
+    # PyTorch's other names, such as half, which transformers takes too.
+    known = getattr(torch, name, None)
+    return resolve_dtype(str(known).removeprefix("torch.") if isinstance(known, torch.dtype) else name, torch.float32)
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -55,10 +58,15 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     check_files(directory)
+    if (directory / "tekken.json").exists() and not (directory / "tokenizer.json").exists():
+        raise UserError(
+            f"{directory} has a tekken.json alone, which is not read; copy the same model's tokenizer.json and "
+            "tokenizer_config.json there"
+        )
     try:
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
-        reason = " ".join(str(error).split())[:100]
+        reason = textwrap.shorten(str(error), 160, placeholder=" …")
         raise UserError(
             f"{directory} has no tokenizer that can be read (tokenizer.json, tokenizer_config.json: {reason}); copy it "
             "there"
@@ -87,9 +95,7 @@ class SourceModel:
             return model
         path = locate(str(model))
         check_files(path)
-        config = read_config(path)
-        if str(config.get("model_type")).removesuffix(SUFFIX) in families.families():
-            check_config(config)
+        config = read_model_config(path)
         source = cls(path, record_name(model), completed(config) if is_converted(config) else config)
         check(source.generation_config, GENERATION, str(path / GENERATION_CONFIG))
         return source
@@ -134,6 +140,10 @@ class SourceModel:
     def dtype(self) -> torch.dtype:
         """What its config.json declares; float32 where it declares none."""
         return stored_dtype(self.config)
+
+    def weights(self) -> Reader:
+        """Lazy access to the tensors of the model. Raises UserError as `Reader` does."""
+        return Reader(self.path, self.without)
 
     @cached_property
     def tokenizer(self) -> Any:

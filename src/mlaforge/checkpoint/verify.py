@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mlaforge.artifact import MANIFEST, Manifest, sha256
 from mlaforge.checkpoint import eagle3, loading, source_model
+from mlaforge.checkpoint.head_reader import HeadReader
 from mlaforge.checkpoint.reader import Reader, read_config
 from mlaforge.runtime import UserError, log, progress
 
@@ -81,10 +82,11 @@ def _tensors(directory: Path) -> str | None:
     depend on its target."""
     try:
         config = read_config(directory)
-        with Reader(directory) as reader:
-            if eagle3.ARCHITECTURE in (config.get("architectures") or ()):
-                reader.check({name: reader.shape(name) for name in reader}, whole=eagle3.VOCABULARY)
-            else:
+        if eagle3.ARCHITECTURE in (config.get("architectures") or ()):
+            with HeadReader(directory) as head:
+                head.check({name: head.shape(name) for name in head.weights}, whole=eagle3.VOCABULARY)
+        else:
+            with Reader(directory) as reader:
                 _ = source_model.read_spec(config)
                 reader.check(*loading.expected_tensors(config))
     except UserError as error:

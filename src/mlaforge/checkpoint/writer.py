@@ -78,12 +78,20 @@ class Writer:
 
 
 @contextmanager
-def rewriting(source: Path, out: Path, settings: dict[str, Any]) -> Iterator[Writer]:
+def rewriting(source: Path | None, out: Path, settings: dict[str, Any]) -> Iterator[Writer]:
     """Context manager: takes the tensors of a checkpoint that is made of the model directory `source`; then the
     directory `out` also has the index, `settings` as its config.json, and the source's companions (tokenizer, ...)."""
     writer = Writer(out)
     yield writer
     writer.finish()
     (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if source is not None:
+        copy_companions(source, out)
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Copies what belongs to the model directory `source` beside weights and config into the directory `out`."""
     for path in companions(source):
-        shutil.copyfile(path, out / path.name)
+        copy = out / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)

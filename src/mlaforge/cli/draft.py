@@ -13,6 +13,7 @@ from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, judged, quiet
 from mlaforge.drafting.config import (
     DraftCheckConfig,
     DraftCompareConfig,
+    DraftExportConfig,
     DraftImportConfig,
     DraftTrainConfig,
     RegenerateConfig,
@@ -95,6 +96,16 @@ def import_(
         f"{out}: {tokens}; captures at boundaries {metrics['boundaries']} ({metrics['convention']}); lm_head is "
         f"{metrics['lm_head']}, embed_tokens {metrics['embed_tokens']}"
     )
+
+
+@verb(DraftExportConfig)
+def export(head: Head, out: Out, config: DraftExportConfig, overwrite: Overwrite = False) -> None:
+    """Copy HEAD in another storage format: fp16 for vLLM and others, or int8."""
+    from mlaforge.drafting import export_head as stage
+
+    quiet()
+    metrics = stage.run(head, out, config, overwrite).metrics
+    print(f"{out}: {metrics['parameters']} parameters in {config.dtype}, {metrics['bytes'] / 1e6:.1f} MB")
 
 
 @verb(DraftCheckConfig)

@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 the user's mistake (one line on stderr), 1 ours (with a tr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -19,16 +20,18 @@ from mlaforge.bench.config import BenchConfig
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.cli import answers, draft
 from mlaforge.cli import verb as verbs
+from mlaforge.cli.piped import text_or_input
 from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, judged, quiet
 from mlaforge.conversion.config import EXPORTS, ConvertConfig, ExportConfig
 from mlaforge.demo.config import DemoConfig, MakeGptOssConfig
 from mlaforge.diagnosis.config import DiagnoseConfig
 from mlaforge.evaluation.config import EvalConfig
+from mlaforge.gpu_verification.config import VerifyGpuConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
 from mlaforge.rendering.table import text_table
 from mlaforge.report.config import CardConfig
-from mlaforge.runtime import UserError, go_on
+from mlaforge.runtime import UserError, forget_interrupts, install
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
 from mlaforge.sparsity.config import SparsifyConfig
 
@@ -182,10 +185,12 @@ def eval(
 
 @verb(GenerateConfig)
 def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
-    """Continue a prompt with MODEL, beside a second model if --against is given."""
+    """Continue a prompt with MODEL, beside a second model if --against is given; without --prompt, or with --prompt -,
+    what is piped in."""
     from mlaforge.serving import generate as stage
 
     quiet()
+    config = dataclasses.replace(config, prompt=text_or_input(config.prompt, GenerateConfig.prompt))
     print(answers.continuations(stage.run(model, out, config, overwrite).metrics))
 
 
@@ -204,7 +209,7 @@ def chat(model: Model, config: ChatConfig) -> None:
         try:
             answers.show(answer)
         except KeyboardInterrupt:
-            go_on()
+            forget_interrupts()
             answer.close()
             print(" [broken off]", end="")
         print()
@@ -224,7 +229,7 @@ def serve(model: Model, config: ServeConfig) -> None:
     try:
         from mlaforge.serving import server
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is missing: pip install 'mlaforge[serve]'") from error
+        raise UserError(f"{error.name} is missing: {install('serve')}") from error
     from mlaforge.engine.engine import Engine
 
     quiet()
@@ -387,6 +392,21 @@ def publish(
         print(stage.push(upload))
 
 
+@verb(VerifyGpuConfig)
+def verify_gpu(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="directory for at most 8 files: summary.md, ...")],
+    config: VerifyGpuConfig,
+) -> None:
+    """Measure this machine's GPU with mlaforge against predictions: kernels, engine, converted models, tests (exit code
+    1 where a case is not as predicted)."""
+    from mlaforge.gpu_verification import summary, supervisor
+
+    rows = supervisor.run(out, config)
+    print(summary.clipped((out / supervisor.SUMMARY).read_text(encoding="utf-8")))
+    if any(row["status"] not in summary.GOOD for row in rows):
+        raise typer.Exit(1)
+
+
 @verb()
 def env() -> None:
     """Versions and devices, as recorded in every manifest."""
@@ -412,6 +432,11 @@ def conversion_table(manifests: list[Any]) -> str:
 
 def main() -> None:
     """Entry point of the `mlaforge` command."""
+    for word in sys.argv[1:]:
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            encoding, shown = sys.getfilesystemencoding(), word.encode(errors="replace").decode()
+            print(f"mlaforge: {shown} is not {encoding}: set PYTHONUTF8=1, or rename the file", file=sys.stderr)
+            raise SystemExit(2)
     try:
         app()
     except KeyboardInterrupt:

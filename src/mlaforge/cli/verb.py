@@ -6,20 +6,28 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from mlaforge import config as configuration
 from mlaforge.config import Options
-from mlaforge.runtime import Interrupted, UserError, hush, interrupted, interruptible
+from mlaforge.runtime import Interrupted, UserError, disable_progress_bars, interrupted, interruptible
 
 # Where help shows the options that are not among the first.
 ADVANCED = "Advanced options"
+# What `mlaforge --help` lists first, in the order of a user's work; all other commands are in a panel for maintenance.
+FIRST = (
+    "plan", "convert", "sparsify", "serve", "chat", "generate", "eval", "heal", "draft", "diagnose", "calibrate",
+    "export", "report", "publish",
+)  # fmt: skip
+# Longer lists of choices stand in the help, whose lines wrap.
+LONGEST_METAVAR = 60
 
 Recipe = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE", help="YAML file with the same keys; options override it")
@@ -30,16 +38,36 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="model directory, .g
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="new directory")]
 
 
+class Group(TyperGroup):
+    """Help with the whole first sentence of each command; the root's commands are in two panels."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        names = self.list_commands(ctx)
+        panels = {"Commands": names}
+        if ctx.parent is None:
+            panels = {"Commands": [*FIRST], "Maintenance": [name for name in names if name not in FIRST]}
+        for title, names in panels.items():
+            with formatter.section(title):
+                commands = [(name, self.get_command(ctx, name)) for name in names]
+                formatter.write_dl([(name, _sentence(command.help or "")) for name, command in commands if command])
+
+
+def _sentence(help: str) -> str:
+    """The first sentence of a help text, without its full stop."""
+    return re.split(r"[.;](?:\s|$)", " ".join(help.split()), maxsplit=1)[0]
+
+
 def group(help: str) -> typer.Typer:
     """A set of verbs."""
     return typer.Typer(
-        no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=help
-    )
+        cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        help=help,
+    )  # fmt: skip
 
 
 def quiet() -> None:
     """transformers' own bars and advice would drown ours."""
-    hush()
+    disable_progress_bars()
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -55,7 +83,7 @@ class Command(TyperCommand):
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
                 kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                sections[getattr(parameter, "rich_help_panel", None) or kind].append(record)
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -72,21 +100,24 @@ def judged(
         raise typer.Exit(1)
 
 
-def _option(field: dataclasses.Field[Any], kind: Any, advanced: bool) -> Any:
+def _option(field: dataclasses.Field[Any], kind: Any, panel: str | None) -> Any:
     """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
     # A field may end in an underscore where its name is a word of Python's.
     words, name, item = field.metadata, field.name.rstrip("_").replace("_", "-"), configuration.item_type(kind)
     flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
     default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
     text = configuration.described(field) + ("" if default is None else f" (default: {default})")
-    metavar = "|".join(words["choices"]) or (item or kind).__name__.upper().replace("STR", "TEXT")
+    metavar = "|".join(words["choices"])
+    if len(metavar) > LONGEST_METAVAR:
+        text += f" (of {', '.join(words['choices'])})"
+    if not 0 < len(metavar) <= LONGEST_METAVAR:
+        metavar = (item or kind).__name__.upper().replace("STR", "TEXT")
     # A list with commas is text until the stage's options are made.
     parsed = kind if item is None else list[str] if words["repeat"] else str
     if words["repeat"]:
         text += " (may be given several times)"
     elif item is not None:
         metavar, text = f"{metavar},...", f"{text} (several with commas)"
-    panel = ADVANCED if advanced else None
     shown = typer.Option(flag, metavar=None if kind is bool else metavar, help=text, rich_help_panel=panel)
     return Annotated[parsed | None, shown]
 
@@ -105,7 +136,9 @@ def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Cal
             first = options.first or tuple(fields)
             names = [*first, *(name for name in fields if name not in first)]
             for name in names:
-                annotation = _option(fields[name], kinds[name], advanced=name not in first)
+                titles = [title for title, listed in options.panels.items() if name in listed]
+                panel = titles[0] if titles else None if name in first else ADVANCED
+                annotation = _option(fields[name], kinds[name], panel)
                 parameters.append(keyword(name, default=None, annotation=annotation))
             parameters.append(keyword("recipe", default=None, annotation=Recipe))
 

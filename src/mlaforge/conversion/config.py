@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from mlaforge.config import DTYPES, SHORTEST_WINDOW, Options, option
 
@@ -15,6 +16,9 @@ class ConvertConfig(Options):
     """Options of `convert`. Names of TransMLA's converter are accepted with their meaning."""
 
     first = ("bits", "budget", "layout", "layers", "calibration")
+    panels: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Options as TransMLA names them": ("qk_mqa_dim", "collapse", "freqfold", "deepseek_style")
+    }
 
     bits: float | None = option(
         None, "mean bits of a cached number, of the converted layers' K and V cache in full: ranks and bits are chosen "
@@ -59,15 +63,13 @@ class ConvertConfig(Options):
     dtype: str = option("auto", "dtype of the converted weights", choices=DTYPES)
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     seed: int = option(0, "seed of every random choice")
-    qk_mqa_dim: int | None = option(
-        None, "TransMLA: the rotary key's dimensions; means latent_rope", "numbers", least=2
-    )
-    collapse: str | None = option(None, "TransMLA: head_dim / rotary dimensions, or auto; means latent_rope")
+    qk_mqa_dim: int | None = option(None, "the rotary key's dimensions; means latent_rope", "numbers", least=2)
+    collapse: str | None = option(None, "head_dim / rotary dimensions, or auto; means latent_rope")
     freqfold: str | None = option(
-        None, "TransMLA: neighbouring frequencies that turn as one, or auto (none do); means latent_rope", "pairs"
+        None, "neighbouring frequencies that turn as one, or auto (none do); means latent_rope", "pairs"
     )
     deepseek_style: bool = option(
-        False, "TransMLA: only what DeepSeek's format can express: latent_rope, uniform ranks, its frequencies"
+        False, "only what DeepSeek's format can express: latent_rope, uniform ranks, its frequencies"
     )
 
 

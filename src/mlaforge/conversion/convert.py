@@ -40,7 +40,7 @@ from mlaforge.planning.plan import (
     window_choices,
 )
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 
 # What a plan decides, so that options may not.
 PLANNED = ("bits", "budget", "layout", "kv_lora_rank", "qk_rope_head_dim", "layers", "ranks", "qk_mqa_dim", "collapse",
@@ -184,19 +184,21 @@ def run(
         if config.bits is not None and given.bits is None:
             share = f"{config.bits / 16:.0%} of bf16's bytes"
             log(f"rows are coded: bits {config.bits:g}, {share}; --budget for plain ones")
-        burnt = sorted({*passages(tuned), *(planned.passages if planned else ())})
-        _convert(stream, choices, config, tuned, judged, manifest, partial, calibrated, burnt)
+        tuned_passages = sorted({*passages(tuned), *(planned.passages if planned else ())})
+        _convert(stream, choices, config, tuned, judged, manifest, partial, calibrated, tuned_passages)
     return manifest
 
 
 def _convert(
     stream: LayerStream, choices: Choices, config: ConvertConfig, tuned: Tuned,
-    judged: corpus.Windows | None, manifest: Manifest, partial: Path, calibrated: Path | None, burnt: list[int],
+    judged: corpus.Windows | None, manifest: Manifest, partial: Path, calibrated: Path | None,
+    tuned_passages: list[int],
 ) -> None:  # fmt: skip
-    """The work itself: fills `partial` and the manifest's metrics. burnt: passages that nothing may be judged on."""
+    """Fills the directory `partial` and the manifest's metrics. `tuned_passages`: hashes of passages of text that no
+    evaluation may use."""
     seconds, metrics = manifest.seconds, manifest.metrics
     out_dtype = resolve_dtype(config.dtype, stream.source.dtype)
-    work = Spill(partial / WORK)
+    work = TensorStore(partial / WORK)
     with timed(seconds, "check"):
         stream.check()
 
@@ -223,7 +225,7 @@ def _convert(
             key = str([
                 MOMENTS, inputs["model"]["sha256"], text.sha256, config.seed, config.batch_size, layers, stream.dtype,
             ])  # fmt: skip
-            moments = Spill(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
+            moments = TensorStore(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
             collect(stream, layers, text.ids.split(config.batch_size), moments, config.seed)
             calibration.update(dict.fromkeys(layers, moments))
     with timed(seconds, "layers"):
@@ -235,7 +237,7 @@ def _convert(
         with timed(seconds, "write"):
             settings = solver.settings(solver.plan)
             write_checkpoint(stream.source, partial, settings, converted, solver.weights, out_dtype)
-            overlap.write_passages(partial, burnt)
+            overlap.write_passages(partial, tuned_passages)
         work["written"] = {}
 
     # What was written is read again, so that the number is that of the files.

@@ -1,6 +1,6 @@
 """Every converted layer from its moments: spectra, ranks, projections, and the refit of o_proj, layer by layer.
 
-Twice over the layers, because ranks are handed out by all spectra: each layer is decomposed once, and waits in a spill
+Twice over the layers, because ranks are handed out by all spectra: each layer is decomposed once, and waits in a store
 at the highest rank until its own is known. What is finished of a layer waits there too, so that a killed run goes on
 with the next one.
 """
@@ -31,7 +31,7 @@ from mlaforge.factorization.ranks import (
 from mlaforge.factorization.refit import TOKENS, refit_o_proj
 from mlaforge.planning.plan import Plan, rank_limit
 from mlaforge.runtime import progress
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Choices:
 class LayerSolver:
     """One conversion in progress. `calibration` holds each layer's moments, `work` what it has finished."""
 
-    def __init__(self, stream: LayerStream, choices: Choices, calibration: dict[int, Spill], work: Spill):
+    def __init__(self, stream: LayerStream, choices: Choices, calibration: dict[int, TensorStore], work: TensorStore):
         self.stream, self.choices = stream, choices
         self.calibration, self.work = calibration, work
         layers, plan = stream.spec.layers, choices.plan

@@ -1,7 +1,8 @@
 """Text in, token windows out; and the promise that nothing is judged on what it was tuned on.
 
-A source is a file (.txt and the like, or .jsonl with a `text` field), a folder of such files, what `calibrate` wrote,
-or `embedded`: English and Python that the Python installation itself carries, so that everything runs offline.
+A source is a file (.txt and the like; .jsonl or .parquet with `text` or `messages` in each record), a folder of such
+files, what `calibrate` wrote, or `embedded`: English and Python that the Python installation itself carries, so that
+everything runs offline.
 """
 
 from __future__ import annotations
@@ -9,27 +10,25 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import json
 import random
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, record_name
+from mlaforge.data import records
 from mlaforge.runtime import UserError
-
-T = TypeVar("T")
 
 # Text that the Python installation carries, and text that the model at hand writes itself.
 EMBEDDED, SELF = "embedded", "self"
 # The sets of a directory that `calibrate` wrote: for layers with a sliding window, for those without, and both.
 CALIBRATION_SETS = {name: f"calib_{name}_golden.jsonl" for name in ("swa", "full", "mixed")}
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens", ".py", ".jsonl")
+PARQUET = ".parquet"
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens", ".py", ".jsonl", PARQUET)
 # Share of the embedded documents that only evaluation sees.
 HELD_OUT = 0.25
 # Tokens before the end of a text that was cut which are not trusted.
@@ -61,43 +60,24 @@ class Windows:
         return {"source": record_name(self.source), "sha256": self.sha256, "windows": n, "seqlen": t, "tokens": n * t}
 
 
-def json_lines(lines: Iterable[str], read: Callable[[Any], T]) -> Iterator[tuple[int, T | None]]:
-    """The lines of a .jsonl file, blank ones left out: their numbers from 1, and what `read` makes of their values.
-
-    None for a line that is no JSON, or of whose value `read` makes nothing (it may raise what wrong types, keys and
-    values raise). `lines` are to be split at "\\n" alone: a JSON string may hold the other characters that end a line.
-    """
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = read(json.loads(line))
-        except (ValueError, LookupError, TypeError, AttributeError):
-            value = None
-        yield number, value
-
-
-def text_field(record: Any) -> str:
-    """The text of a .jsonl file's line, for `json_lines`."""
-    text: str = record["text"]
-    text.encode()  # fails for what is no text, or holds half a character
-    return text
-
-
-def _read(path: Path) -> list[str]:
+def _read(path: Path, tokenizer: Any) -> list[str]:
     """The documents of a file."""
+    if path.suffix.lower() == PARQUET:
+        return [records.text_of(record, tokenizer) for record in records.parquet_records(path) if any(record.values())]
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; give another text") from error
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         return [text]
     documents = []
-    for number, document in json_lines(text.split("\n"), text_field):
+    for number, document in records.json_lines(
+        text.split("\n"), functools.partial(records.text_of, tokenizer=tokenizer)
+    ):
         if document is None:
-            raise UserError(f"{path} line {number} is not a JSON object with a 'text' field")
+            raise UserError(f"{path} line {number} is not a JSON object with a 'text' or 'messages' field")
         documents.append(document)
     return documents
 
@@ -111,10 +91,11 @@ def calibration_sets(source: str) -> dict[str, str]:
     return {name: str(folder / file) for name, file in CALIBRATION_SETS.items()}
 
 
-def read_documents(source: str) -> list[str]:
+def read_documents(source: str, tokenizer: Any = None) -> list[str]:
     """The documents of a file or folder (its files in order of name). Raises UserError where there is no text.
 
-    A line of a .jsonl file is a document, and so is any other file. Of what `calibrate` wrote it is the mixed set.
+    A record of a .jsonl or .parquet file is a document, and so is any other file; conversations become text through the
+    tokenizer's chat template. Of what `calibrate` wrote it is the mixed set.
     """
     path = Path(calibration_sets(source).get("mixed", source)).expanduser()
     if not path.exists():
@@ -124,21 +105,21 @@ def read_documents(source: str) -> list[str]:
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
         if not files:
             raise UserError(f"folder {source!r} holds no text file ({', '.join(TEXT_SUFFIXES)})")
-    texts = [document for path in files for document in _read(path)]
+    texts = [document for path in files for document in _read(path, tokenizer)]
     if not any(document.strip() for document in texts):
         raise UserError(f"text {source!r} is empty; give a file or folder with text, or {EMBEDDED!r}")
     return texts
 
 
-def read_text(source: str) -> str:
+def read_text(source: str, tokenizer: Any = None) -> str:
     """`read_documents` as running text."""
-    return "\n\n".join(read_documents(source))
+    return "\n\n".join(read_documents(source, tokenizer))
 
 
-def documents(source: str, judged: bool = False) -> list[str]:
+def documents(source: str, judged: bool = False, tokenizer: Any = None) -> list[str]:
     """The documents of a file or folder, or of one side of the embedded text (`judged`: what only evaluation sees)."""
     if source != EMBEDDED:
-        return read_documents(source)
+        return read_documents(source, tokenizer)
     return [
         text
         for kind in embedded_documents().values()
@@ -226,7 +207,8 @@ def windows(
     if source == EMBEDDED:
         ids = _embedded_windows(tokenizer, count, seqlen, judged, seed or 0)
     else:
-        ids = _cut(tokens(tokenizer, read_text(source), count * seqlen if seed is None else None), seqlen)
+        text = read_text(source, tokenizer)
+        ids = _cut(tokens(tokenizer, text, count * seqlen if seed is None else None), seqlen)
         if seed is not None and len(ids) > count:
             ids = ids[sorted(random.Random(seed).sample(range(len(ids)), count))]
         ids = ids[:count]

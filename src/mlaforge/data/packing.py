@@ -150,7 +150,7 @@ def read(tokenizer: Any, sources: Sequence[str], longest: int, validation: int, 
     """
     pieces, source = [], ",".join(sources)
     for name in sources:
-        for document in corpus.documents(name):
+        for document in corpus.documents(name, tokenizer=tokenizer):
             ids = corpus.tokens(tokenizer, document)
             pieces += [piece for piece in ids.split(longest) if len(piece) > 1]
     fresh = _without(pieces, tuned)

@@ -28,7 +28,7 @@ def run(folder: Path, config: DemoConfig) -> Iterator[tuple[str, Any]]:
     """
     source = demo_model.fetch()
     yield "plan", planning.run(str(source), PlanConfig(context="2k", batch=1, gpu="cpu"))
-    chat = GenerateConfig(prompt=config.prompt, chat=True, device="cpu")
+    chat = GenerateConfig(prompt=config.prompt, chat=True, device="cpu", temperature=0.0, generation_config="none")
     yield "answer", generate.run(str(source), folder / "talk-original", chat, overwrite=True)
 
     log("converting: every pass over the layers says how long it still takes; the backward pass is the longest")

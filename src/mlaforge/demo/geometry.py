@@ -21,9 +21,7 @@ from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
 from mlaforge.checkpoint import loading, mxfp4
-from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.writer import rewriting
-from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.ops.mxfp4 import BIAS, BLOCK, VALUES
 from mlaforge.runtime import UserError, log, progress, timed
@@ -39,6 +37,9 @@ STD = 0.02
 CODES = math.sqrt(sum(value**2 for value in VALUES) / len(VALUES))
 # Written beside the weights: config, index, tokenizer, manifest.
 BESIDE = 32 * 2**20
+# A byte-level tokenizer of 259 tokens: random weights need no other, and none has to be fetched.
+TOKENIZER = Path(__file__).with_name("tokenizer")
+TOKENIZER_IDS = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258}
 
 
 def settings(name: str, layers: int | None = None) -> dict[str, Any]:
@@ -77,11 +78,22 @@ def settings(name: str, layers: int | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# Tensors of whole numbers that choose rotary frequencies (modeling/).
+INDICES = ("rope_index", "index.frequency")
+
+
+def _dtype(name: str, whole: bool) -> torch.dtype:
+    """The stored dtype of a tensor; `whole`: it holds whole numbers."""
+    if not whole:
+        return torch.bfloat16
+    return torch.int64 if name.endswith(INDICES) else torch.uint8
+
+
 @dataclasses.dataclass(frozen=True)
 class Random:
-    """The tensors that a gpt_oss config.json with MXFP4 experts calls for, drawn one at a time.
+    """The tensors that a gpt_oss config.json with MXFP4 experts calls for, converted or not, drawn one at a time.
 
-    Each has a generator of its own, so that it does not depend on what was drawn before it.
+    Each tensor has a separate generator, so that its values do not depend on the order of drawing.
     """
 
     settings: dict[str, Any]
@@ -90,32 +102,37 @@ class Random:
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> shape and dtype, in the order of the model."""
         shapes, _, whole = loading.expected_tensors(self.settings)
-        return {name: (shape, torch.uint8 if name in whole else torch.bfloat16) for name, shape in shapes.items()}
+        return {name: (shape, _dtype(name, name in whole)) for name, shape in shapes.items()}
 
     @property
     def bytes(self) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes().values())
 
-    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def draw(self, name: str, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+        """The tensor on `device`; devices draw different numbers."""
         digest = sha256(f"{self.seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        on: dict[str, Any] = {"device": device, "generator": torch.Generator(device)}
+        on["generator"].manual_seed(int.from_bytes(digest[:7]))
+        if name.endswith(INDICES):
+            return torch.arange(shape[0], device=device) % (self.settings["head_dim"] // 2)
         if name.endswith(mxfp4.BLOCKS):
             # Four bytes a draw: a byte each would take most of the time that writing takes.
-            words = torch.empty(*shape[:-1], shape[-1] // 4, dtype=torch.int32)
-            return words.random_(-(2**31), 2**31, generator=generator).view(torch.uint8)
+            words = torch.empty(*shape[:-1], shape[-1] // 4, dtype=torch.int32, device=device)
+            return words.random_(-(2**31), 2**31, generator=on["generator"]).view(torch.uint8)
         if name.endswith(mxfp4.SCALES):
             # A weight's standard deviation is that which keeps the size of K inputs, between two powers of two.
             low = math.floor(-math.log2(CODES * math.sqrt(shape[-1] * BLOCK)))
-            return torch.randint(BIAS + low, BIAS + low + 2, shape, dtype=torch.uint8, generator=generator)
+            return torch.randint(BIAS + low, BIAS + low + 2, shape, dtype=torch.uint8, **on)
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=torch.bfloat16)
+            return torch.ones(shape, dtype=torch.bfloat16, device=device)
         if name.endswith("sinks"):
-            return torch.randn(shape, generator=generator).bfloat16()
-        return torch.empty(shape, dtype=torch.bfloat16).normal_(0, STD, generator=generator)
+            return torch.randn(shape, **on).bfloat16()
+        numbers = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return numbers.normal_(0, STD, generator=on["generator"])
 
-    def write(self, directory: Path, source: SourceModel) -> None:
-        """Writes the checkpoint in shards, one of them in memory at a time, with the tokenizer of `source`."""
-        with rewriting(source.path, directory, self.settings) as writer:
+    def write(self, directory: Path) -> None:
+        """Writes the checkpoint in shards, one of them in memory at a time, with the tokenizer TOKENIZER."""
+        with rewriting(TOKENIZER, directory, self.settings) as writer:
             for name, (shape, dtype) in progress(self.shapes().items(), "draw", len(self.shapes())):
                 writer.promise(name, shape, dtype, functools.partial(self.draw, name, shape))
 
@@ -131,11 +148,7 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
             f"{given} is for a model that is rewritten; a geometry has random weights: leave one of them out"
         )
     assert config.geometry is not None, "the caller asks for one"
-    source = SourceModel.open(demo_model.fetch())
-    tokens = {
-        key: source.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source.config
-    }
-    random = Random(settings(config.geometry) | tokens, config.seed)
+    random = Random(settings(config.geometry) | TOKENIZER_IDS, config.seed)
     manifest = Manifest(
         "make-gptoss",
         config={"geometry": config.geometry, "seed": config.seed},
@@ -152,7 +165,7 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
         return done
     check_room(out, random.bytes + BESIDE)
     with writing(out, manifest) as partial, timed(manifest.seconds, "write"):
-        random.write(partial, source)
+        random.write(partial)
     return manifest
 
 

@@ -40,7 +40,7 @@ from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.planning import plan_file
 from mlaforge.planning.plan import LATENT_LAYOUTS, Plan, make_plan
 from mlaforge.runtime import UserError, resolve_device, timed
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 
 DIAGNOSIS = "diagnosis.json"
 # Windows that conversions are judged on, for each that is looked at.
@@ -48,14 +48,14 @@ HELD_OUT = 0.25
 
 
 class Watch:
-    """A `moments.Observer`: what it sees of the head and of each layer waits in a spill. ids: [N, T]."""
+    """A `moments.Observer`: what it sees of the head and of each layer waits in a store. ids: [N, T]."""
 
-    def __init__(self, stream: LayerStream, ids: Tensor, spill: Spill, router: str | None, stored: torch.dtype):
-        self.stream, self.ids, self.spill, self.router, self.stored = stream, ids, spill, router, stored
+    def __init__(self, stream: LayerStream, ids: Tensor, store: TensorStore, router: str | None, stored: torch.dtype):
+        self.stream, self.ids, self.store, self.router, self.stored = stream, ids, store, router, stored
 
     def head(self, window: int, norm: Any, head: Tensor, hidden_BTC: Tensor) -> None:
         token_losses = losses(norm, head, hidden_BTC[0], self.ids[window])
-        self.spill[f"losses-{window:04d}"] = {"mean": token_losses.double().mean()}
+        self.store[f"losses-{window:04d}"] = {"mean": token_losses.double().mean()}
 
     @contextmanager
     def layer(self, index: int, layer: Any) -> Iterator[Callable[[dict[str, Any]], None]]:
@@ -90,7 +90,7 @@ class Watch:
             yield see
         parts = {"attention": attention, "geometry": geometry, **({"routing": routing} if routing else {})}
         tensors = {f"{part}.{name}": value for part, stats in parts.items() for name, value in vars(stats).items()}
-        self.spill[stats_key(index)] = {**tensors, "cache.allocated": torch.tensor(allocated[0])}
+        self.store[stats_key(index)] = {**tensors, "cache.allocated": torch.tensor(allocated[0])}
 
 
 def _listen(router: Any, routing: RoutingStats, top_k: int) -> Any:
@@ -143,7 +143,7 @@ def run(model: str, out: Path | None, config: DiagnoseConfig, overwrite: bool = 
         # As `convert` calibrates: fp32 on a CPU, where half precision is slower, the stored dtype on a GPU.
         dtype = torch.float32 if device.type == "cpu" else stored
         stream = opened.enter_context(LayerStream(source, dtype, device))
-        work = Spill(folder / WORK)
+        work = TensorStore(folder / WORK)
         with timed(manifest.seconds, "check"):
             stream.check()
         with timed(manifest.seconds, "watch"):
@@ -198,7 +198,7 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def _records(
-    stream: LayerStream, work: Spill, prediction: Prediction, suggested: Plan, stored: torch.dtype, length: int
+    stream: LayerStream, work: TensorStore, prediction: Prediction, suggested: Plan, stored: torch.dtype, length: int
 ) -> list[dict[str, Any]]:
     """Everything about each layer as plain numbers."""
     plan, records = prediction.plan, []

@@ -25,7 +25,7 @@ from mlaforge.factorization.refit import TOKENS, refit_o_proj
 from mlaforge.planning.plan import Plan
 from mlaforge.rendering.page import interval
 from mlaforge.runtime import progress
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 
 # Tokens whose mean loss counts as one draw: those of a window are not independent, those so far apart nearly are.
 BLOCK = 128
@@ -57,7 +57,7 @@ class Loss:
 
 @torch.no_grad()
 def measure(
-    stream: LayerStream, sizes: Mapping[str, Size], held_NT: Tensor, tuned_NT: Tensor, work: Spill
+    stream: LayerStream, sizes: Mapping[str, Size], held_NT: Tensor, tuned_NT: Tensor, work: TensorStore
 ) -> dict[str, Loss]:
     """The loss of each size beside the original on `held_NT`; o_proj is solved on `tuned_NT` where it is refitted.
 
@@ -84,7 +84,7 @@ def measure(
     return _judged(stream, sizes, _states(stream, work, last, texts), held_NT)
 
 
-def _states(stream: LayerStream, work: Spill, index: int, texts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+def _states(stream: LayerStream, work: TensorStore, index: int, texts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """Inputs of layer `index`, [1, T, C] per window of every stream."""
     if index == 0:
         return {name: [stream.embed(ids[None]) for ids in text] for name, text in texts.items()}

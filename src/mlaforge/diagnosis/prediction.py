@@ -19,7 +19,7 @@ from mlaforge.factorization import code, moments, ranks
 from mlaforge.factorization.latent import Latent, RopeSplit, Spectrum
 from mlaforge.planning.plan import LATENT_LAYOUTS, LayerPlan, Plan, make_plan, rank_limit
 from mlaforge.runtime import UserError, progress
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 
 # Shares of a layer's cache at which its loss is predicted.
 BUDGETS = (0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
@@ -32,7 +32,7 @@ class Prediction:
     """Of one model. `plan`: what was asked for, with uniform ranks; `layers` are the layers that it names. What is
     finished of a layer waits in `work`."""
 
-    def __init__(self, stream: LayerStream, work: Spill, plan: Plan, budget: float, layers: str):
+    def __init__(self, stream: LayerStream, work: TensorStore, plan: Plan, budget: float, layers: str):
         self.stream, self.work, self.plan, self.budget, self.names = stream, work, plan, budget, layers
         self.layout = plan.layers[plan.converted[0]].layout
         # Twice a budget that cannot be halved; a conversion that loses nothing tells nothing of others.

@@ -99,6 +99,16 @@ class DraftImportConfig(Options):
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftExportConfig(Options):
+    """Options of `draft export`."""
+
+    dtype: str = option(
+        "float16", "dtype of the written matrices: float16, which other runtimes read, or int8 with a scale per row, "
+        "half the size", choices=("float16", "int8"),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class DraftCheckConfig(Options):
     """Options of `draft check`."""
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.artifact import Manifest, record_name
-from mlaforge.data.corpus import json_lines
+from mlaforge.data.records import json_lines
 from mlaforge.runtime import UserError
 
 STAGE, TEXT = "draft regenerate", "text.jsonl"
 # The stage that trains heads on it.
 TRAINED = "draft train"
+# The stage that copies heads into another storage format.
+EXPORTED = "draft export"
 # Two prompts are the same text where they share so many words in a row (Brown et al. 2020, arXiv:2005.14165), or are
 # equal but for blanks and capitals.
 RUN = 13
@@ -99,15 +101,23 @@ def _texts(head: Path, manifest: Manifest) -> tuple[list[dict[str, Any]], list[d
     raise UserError(f"the manifest of {head} is damaged: it does not say what the head was trained on")
 
 
-def _trained(head: Path) -> Manifest | None:
+def training_manifest(head: Path) -> Manifest | None:
+    """The manifest of the training that made a head, which exports of the head carry; None where there is none. Raises
+    UserError for a damaged one."""
     manifest = Manifest.load(head)
+    while manifest is not None and manifest.stage == EXPORTED:
+        try:
+            source = manifest.inputs["head"]["manifest"]
+            manifest = None if source is None else Manifest.from_dict(source)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"the manifest of {head} is damaged: it does not say what was exported") from error
     return manifest if manifest is not None and manifest.stage == TRAINED else None
 
 
 def learnt_from(head: Path) -> list[dict[str, Any]] | None:
     """All text that a head and those it began as were trained on, as their manifests name it; None where that is not
     known. Raises UserError for a damaged manifest."""
-    manifest = _trained(head)
+    manifest = training_manifest(head)
     own, earlier = ([], None) if manifest is None else _texts(head, manifest)
     return None if earlier is None else [*own, *earlier]
 
@@ -118,7 +128,7 @@ def check_unseen(head: Path, judged: Iterable[Mapping[str, str]]) -> str:
     judged: path and sha256 of each file; no sha256: the embedded text. Returns what is not known of the head, "" where
     all of its text is free of all of them. Raises UserError for a file that some of its text may share something with.
     """
-    manifest = _trained(head)
+    manifest = training_manifest(head)
     name = record_name(head)
     if manifest is None:
         return f"nothing says what {name} was trained on: it may have seen what it is judged on"

@@ -3,12 +3,14 @@
 What tools do differently is settled from the tensors and from the target, never guessed:
 
 names           `layers.0.*` for `midlayer.*`, both perhaps below `model.`
+layer           fields below `transformer_layer_config`, as `speculators` writes them, or beside the others
 sizes           what config.json leaves out (vocabularies, head_dim, biases, norms before fc) follows from shapes
 d2t             offsets, or the target's ids themselves as frequency maps of FR-Spec have them, in any order: the rows
                 of lm_head are then put into rising order. Only one of the two readings may be possible
 t2d             follows from d2t where it is missing, and is checked where it is there
 lm_head         the target's rows where it is missing
 embed_tokens    dropped where it is the target's own
+int8            stays int8 (checkpoint/head_reader.py)
 
 Legend: V draft vocabulary.
 """
@@ -33,6 +35,7 @@ from mlaforge.checkpoint.eagle3 import (
     target_ids,
     write_head,
 )
+from mlaforge.checkpoint.head_reader import HeadReader, dequantize, quantize
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.drafting.config import DraftImportConfig
@@ -40,6 +43,9 @@ from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import UserError, log, timed
 
 EMBEDDING, HEAD, QUERY = "embed_tokens.weight", "lm_head.weight", "midlayer.self_attn.q_proj."
+GATE = "midlayer.mlp.gate_proj.weight"
+# Where the library `speculators` puts the fields of a head's layer.
+NESTED = "transformer_layer_config"
 
 
 def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: bool = False) -> Manifest:
@@ -55,21 +61,35 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
     )
     if done := finished(out, manifest, overwrite, (source.path, model.path)):
         return done
-    with timed(manifest.seconds, "import"), Reader(source.path) as reader, Reader(model.path) as its:
+    with timed(manifest.seconds, "import"), HeadReader(source.path) as reader, Reader(model.path) as its:
         head, dtype, manifest.metrics = _Import(source, reader, model, its, config).head()
         with writing(out, manifest) as partial:
             write_head(head, partial, dtype)
     return manifest
 
 
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the fields of the layer beside the others. Defaults as vLLM reads those that `speculators` wrote
+    (vllm/transformers_utils/configs/speculators/algos.py)."""
+    layer = config.get(NESTED)
+    if layer is None:
+        return config
+    if not isinstance(layer, dict):
+        raise UserError(f"config.json: {NESTED} must be an object")
+    others = {name: value for name, value in config.items() if name != NESTED}
+    return {"norm_before_residual": True, **{k: v for k, v in layer.items() if k != "architectures"}, **others}
+
+
 class _Import:
     """One head under way. `stored`: our name of a tensor -> the file's."""
 
-    def __init__(self, source: SourceModel, reader: Reader, model: SourceModel, its: Reader, config: DraftImportConfig):
+    def __init__(
+        self, source: SourceModel, reader: HeadReader, model: SourceModel, its: Reader, config: DraftImportConfig
+    ):
         self.source, self.reader, self.its, self.config = source, reader, its, config
         self.spec = model.spec
         self.stored: dict[str, str] = {}
-        for name in reader:
+        for name in reader.weights:
             ours = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
             if ours in self.stored:
                 raise UserError(f"{source} has both {self.stored[ours]!r} and {name!r}, two names of one tensor")
@@ -79,7 +99,7 @@ class _Import:
 
     def head(self) -> tuple[Eagle3Head, torch.dtype, dict[str, Any]]:
         """The head, the dtype it was stored in, and what was found."""
-        dtype = self._tensor("fc.weight").dtype
+        dtype = torch.int8 if self.reader.quantized else self._tensor("fc.weight").dtype
         embedding = self._tensor(EMBEDDING) if EMBEDDING in self.stored else None
         if embedding is not None and self._is_the_targets(embedding):
             log("embed_tokens is the target's own and not kept")
@@ -114,7 +134,8 @@ class _Import:
     def _is_the_targets(self, embedding: Tensor) -> bool:
         if embedding.shape != self.its.shape(f"model.{EMBEDDING}"):
             return False
-        return torch.equal(embedding, self.its[f"model.{EMBEDDING}"].to(embedding.dtype))
+        its = self.its[f"model.{EMBEDDING}"]
+        return torch.equal(embedding, dequantize(*quantize(its)) if self.reader.quantized else its.to(embedding.dtype))
 
     def _vocabulary(self) -> tuple[str | None, Tensor]:
         """How d2t was read (None without one), and the target's id [V] of every row of the file's lm_head."""
@@ -135,18 +156,25 @@ class _Import:
 
     def _config(self) -> dict[str, Any]:
         """config.json, completed by what shapes say."""
-        settings = self.source.config
+        settings = _flat(self.source.config)
         named = " ".join(map(str, settings.get("architectures") or ()))
         if "eagle3" not in named.lower():
             raise UserError(f"{self.source} is no EAGLE-3 head: its architectures is {named!r}, not {ARCHITECTURE!r}")
         if (layers := settings.get("num_hidden_layers", 1)) != 1:
             raise UserError(f"{self.source}: num_hidden_layers = {layers}; heads of 1 layer are read")
+        for name in ("num_attention_heads", "rms_norm_eps"):
+            if settings.get(name) is None:
+                raise UserError(
+                    f"{self.source}: config.json has no {name!r}, and no tensor says it; add the head's own"
+                )
         derived: dict[str, Any] = {
             "vocab_size": self.spec.vocab_size,
             "target_hidden_size": self.spec.hidden_size,
             "attention_bias": f"{QUERY}bias" in self.stored,
             "hidden_size": self._rows("fc.weight"),
         }
+        if GATE in self.stored:
+            derived["intermediate_size"] = self._rows(GATE)
         heads = settings.get("num_attention_heads")
         if isinstance(heads, int) and heads > 0 and f"{QUERY}weight" in self.stored:
             derived["head_dim"] = self._rows(f"{QUERY}weight") // heads

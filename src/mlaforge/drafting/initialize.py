@@ -1,7 +1,7 @@
 """Where the training of a draft head begins: at a linear map that is solved in closed form, with heads that look up.
 
 The map predicts the target's final state one place on from the captured states of a place, the embedding of the token
-after it, and what followed that token before (induction.py), all normed, by least squares over the text. The head's
+after it, and what followed that token before (lookup_init.py), all normed, by least squares over the text. The head's
 own parts hold it: `fc` what is of the states, and which tokens they are of; values and output projection of the
 attention what is of embeddings, as near as their rank allows. Queries that are not taught to look up equal their keys,
 so that such a head sees its own row and little else. What the map leaves to the MLP is drawn small.
@@ -24,14 +24,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mlaforge.data.packing import Rows
-from mlaforge.drafting.induction import TOKENS, Lookup, identity_size, teach
-from mlaforge.drafting.training_time_test import States
+from mlaforge.drafting.lookup_init import TOKENS, Lookup, identity_size, teach
+from mlaforge.drafting.unroll import States
 from mlaforge.modeling.eagle3 import Eagle3Attention, Eagle3Head
 from mlaforge.runtime import progress
 
 # Places that the map is solved on.
 PLACES = 1 << 17
-# Of the mean square of a feature, what is added to each: 1e-4 to 1e-2 predict the same, 1e-1 less (LOG.md).
+# Of the mean square of a feature, what is added to each: 1e-4 to 1e-2 predict the same, 1e-1 less
+# (docs/notes/training.md).
 RIDGE = 1e-3
 # Spread of what is drawn, as transformers draws new layers.
 SPREAD = 0.02

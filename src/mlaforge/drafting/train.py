@@ -25,12 +25,12 @@ from mlaforge.data import packing
 from mlaforge.drafting import initialize, vocabulary
 from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.dataset import TEXT, TRAINED, Answer, learnt_from, read_answers, split
-from mlaforge.drafting.training_time_test import States, Unrolled, Validation, capture, columns
+from mlaforge.drafting.unroll import States, Unrolled, Validation, capture, columns
 from mlaforge.families.spec import ModelSpec, capture_boundaries
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError, log, resolve_device, timed
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 from mlaforge.training import distributed
 from mlaforge.training.loop import check_shares, dtypes, running, train
 from mlaforge.training.teacher_cache import TeacherCache
@@ -173,7 +173,7 @@ def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -
 
 def _new_head(
     shape: Eagle3Config, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States], embedding: Tensor,
-    wanted_head: Tensor, seed: int, work: Spill, group: distributed.Group,
+    wanted_head: Tensor, seed: int, work: TensorStore, group: distributed.Group,
 ) -> Eagle3Head:  # fmt: skip
     """A head that begins as drafting/initialize.py says, made by the first process, once."""
     head = Eagle3Head(shape)
@@ -186,7 +186,7 @@ def _new_head(
     return head
 
 
-def states_cache(work: Spill, places: tuple[int, ...]) -> TeacherCache:
+def states_cache(work: TensorStore, places: tuple[int, ...]) -> TeacherCache:
     """Keeps the target's states in bf16, which is what it mostly drafts with."""
 
     def compute(target: Any, rows: packing.Rows) -> dict[str, Tensor]:
@@ -201,7 +201,7 @@ def _train(
     texts: Texts, manifest: Manifest, partial: Path, group: distributed.Group,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
-    device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
+    device, work, seconds = group.device, TensorStore(partial / WORK), manifest.seconds
     dtype, kept = dtypes(config.dtype, group)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):

@@ -1,16 +1,31 @@
-"""Settings of an engine that contradict each other, whatever the model."""
+"""Settings of an engine that contradict each other or the device, whatever the model."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from mlaforge.engine.config import EngineConfig
+from mlaforge.ops import native
+from mlaforge.ops.gpu_properties import gpu_properties
 from mlaforge.ops.row_format import INT4_TOKENS
 from mlaforge.runtime import UserError
 
 
-def checked(config: EngineConfig) -> EngineConfig:
-    """With its block size. UserError for settings that contradict each other."""
+def checked(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The same with its block size and the defaults of the device. UserError for settings that contradict each other or
+    the device."""
+    config = config.for_device(device)
+    assert config.max_num_batched_tokens is not None
+    _check_rows(config.kv_cache_dtype, device)
+    if config.deterministic and device.type == "cuda":
+        raise UserError(
+            "deterministic is for CPUs: on a GPU norms, attention and experts still sum in an order that depends on "
+            "the batch; use device cpu"
+        )
+    if config.deterministic and config.kv_cache_dtype == "fp8":
+        raise UserError("deterministic: no compiled CPU kernel reads kv_cache_dtype fp8; use int8 or bf16")
     tree, stored, size = config.speculative_tree_tokens, config.kv_cache_dtype, config.block_size
     if stored == "int4" and size not in (None, INT4_TOKENS):
         raise UserError(
@@ -39,3 +54,22 @@ def checked(config: EngineConfig) -> EngineConfig:
             f"{config.max_num_seqs}: every running sequence takes one"
         )
     return dataclasses.replace(config, block_size=size or (INT4_TOKENS if stored == "int4" else 16))
+
+
+def _check_rows(stored: str, device: torch.device) -> None:
+    """UserError where the kernels of a GPU cannot read rows of this format."""
+    if device.type != "cuda" or stored not in ("fp8", "int8", "int4"):
+        return
+    reason = gpu_properties(device).why_no_fp8()
+    if stored != "fp8":
+        raise UserError(f"kv_cache_dtype {stored} is for CPUs; use {'bf16' if reason else 'fp8'} on this GPU")
+    if reason:
+        raise UserError(f"kv_cache_dtype fp8: {reason}; use bf16")
+
+
+def check_deterministic(format: str) -> None:
+    """UserError where weights of this format are multiplied by torch, whose sums depend on the number of rows."""
+    if format in ("float32", "float16"):
+        raise UserError(f"deterministic: no compiled kernel multiplies {format}; use dtype bfloat16, int8 or int4")
+    if native.kernels() is None:
+        raise UserError(f"deterministic needs the compiled CPU kernels: {native.why_not() or 'the compiler failed'}")

@@ -15,36 +15,38 @@ from mlaforge.checkpoint.converted_config import is_sparse
 from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.cache.block_tables import BlockTables
+from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.contradictions import checked
+from mlaforge.engine.contradictions import check_deterministic, checked
 from mlaforge.engine.execution.attention import paged
 from mlaforge.engine.execution.batch import make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.runner import Runner
-from mlaforge.engine.execution.traffic import Traffic
+from mlaforge.engine.execution.step_bytes import StepBytesModel
 from mlaforge.engine.memory import cache_layout
 from mlaforge.engine.request import held
-from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.request.ends import end_token_ids
+from mlaforge.engine.request.output import Completion, NonFiniteLogits, RequestOutput
 from mlaforge.engine.request.sequence import Request, Sequence, check_prompt
 from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.constraint import Constraint
+from mlaforge.engine.sampling.defaults import sampling_defaults
 from mlaforge.engine.sampling.grammar import Grammars
-from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.scheduler import Plan, Scheduler
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
 from mlaforge.engine.speculation.copies import Copies
-from mlaforge.engine.speculation.drafter import Drafter, NgramDrafter
+from mlaforge.engine.speculation.drafter import Drafter, PromptLookupDrafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.partial import PartialVerification, judging_format
 from mlaforge.engine.speculation.step import Proposal, Speculation
 from mlaforge.engine.speculation.verification import Verified, verify
 from mlaforge.engine.stats import EngineStats
-from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts
+from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts, read_prompt_logprobs
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.token_selection import TOGETHER
@@ -59,32 +61,42 @@ class Engine:
     """
 
     def __init__(self, model: str | Path | SourceModel, config: EngineConfig | None = None):
-        config = checked(config or EngineConfig())
-        block_size = config.block_size
-        assert block_size is not None
+        config = config or EngineConfig()
+        self.device = resolve_device(config.device)
+        config = checked(config, self.device)
+        block_size, step_tokens = config.block_size, config.max_num_batched_tokens
+        assert block_size is not None and step_tokens is not None
         source = SourceModel.open(model)
         if config.dense:
             source = source.dense()
         if is_sparse(source.config) and block_size % TOGETHER:
             raise UserError(f"block_size = {block_size} must be a multiple of {TOGETHER} where a model is sparse")
         self.config, self.model_name = config, source.path.name
-        self.device = resolve_device(config.device)
-        if config.kv_cache_dtype in ("int8", "int4") and self.device.type != "cpu":
-            raise UserError(f"kv_cache_dtype {config.kv_cache_dtype} is for CPUs; use fp8 on a GPU")
         self.tokenizer = source.tokenizer
         spec = source.spec
         format = choose_format(config.dtype, source, self.device)
+        if config.deterministic:
+            check_deterministic(format)
         self.model = EngineModel(source, format, self.device)
         self.vocab_size = spec.vocab_size
         self.max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-        self.eos_token_ids = _eos_token_ids(source)
+        self.eos_token_ids = end_token_ids(source)
+        # For callers to fill what a request leaves unset; SamplingParams that reach the engine stand as they are.
+        self.sampling_defaults = sampling_defaults(
+            source.generation_config if config.generation_config == "auto" else {}
+        )
 
         head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
         layers, groups = cache_layout(self.model, head, config, self.max_model_len, self.model_name)
         # Graphs write what fills up a batch to a block beyond the budget.
         spare = 1 if self.device.type == "cuda" else 0
         self.cache = Cache(layers, groups, block_size, self.model.dtype, self.device, spare)
-        self.tables = BlockTables(groups, block_size, config.prefix_caching)
+        # On a CPU a table is where the host builds it; elsewhere a step uploads only what has changed of it.
+        self.tables = (
+            BlockTables(groups, block_size, config.prefix_caching)
+            if self.device.type == "cpu"
+            else DeviceTables(groups, block_size, config.prefix_caching, device=self.device)
+        )
         self._layers = layers
         self._load(self.model)
         # No sequence outgrows the cache: it ends as at the end of the context.
@@ -93,11 +105,9 @@ class Engine:
             self.max_model_len = min(full) * block_size
             log(f"context cut to {self.max_model_len} tokens, which is what the cache holds; see --cache-bytes")
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
-        self.traffic = self._traffic(self.model)
+        self.step_bytes = self._step_bytes(self.model)
         self._source, self._judges = source, {self.model.format: (self.model, self.runner)}
-        self.scheduler = Scheduler(
-            self.tables, config.max_num_seqs, config.max_num_batched_tokens, replays=is_sparse(source.config)
-        )
+        self.scheduler = Scheduler(self.tables, config.max_num_seqs, step_tokens, replays=is_sparse(source.config))
         self.sampler = Sampler()
         self.grammars = Grammars(self.tokenizer, self.eos_token_ids)
         self.speculation: Speculation | None = None
@@ -108,7 +118,7 @@ class Engine:
                 lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
             ), copying=config.adaptive_speculation)  # fmt: skip
         elif config.speculative == "ngram":
-            self.speculate(NgramDrafter(), copying=config.adaptive_speculation)
+            self.speculate(PromptLookupDrafter(), copying=config.adaptive_speculation)
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
@@ -123,8 +133,8 @@ class Engine:
             self._judges[format] = judge, Runner(judge, self.cache.scratch, self.config.max_num_seqs)
         return self._judges[format]
 
-    def _traffic(self, model: EngineModel) -> Traffic:
-        return Traffic(model, self._layers, [group.window for group in self.tables.groups])
+    def _step_bytes(self, model: EngineModel) -> StepBytesModel:
+        return StepBytesModel(model, self._layers, [group.window for group in self.tables.groups])
 
     def _load(self, model: EngineModel) -> None:
         """Its attention is on this engine's cache."""
@@ -159,8 +169,10 @@ class Engine:
         if config.specpv != "off":
             judge, runner = self._judge()
             judge.boundaries = drafter.boundaries
-            partial = PartialVerification(config, drafter, judge, runner, self._traffic(judge), self.tables, self.cache)
-        lookup = drafter if isinstance(drafter, NgramDrafter) else NgramDrafter()
+            partial = PartialVerification(
+                config, drafter, judge, runner, self._step_bytes(judge), self.tables, self.cache
+            )
+        lookup = drafter if isinstance(drafter, PromptLookupDrafter) else PromptLookupDrafter()
         # What is verified together shares one selection of a sparse model.
         most = config.drafted if is_sparse(self._source.config) else config.copied
         copies = Copies(most, lookup) if copying else None
@@ -242,14 +254,24 @@ class Engine:
             held.release(queue.running, held.IDLE_SECONDS)
             return failed
         held.begin(sequence for sequence, _ in plan.chunks)
-        drawn = self._draw(self._compute(self._propose(decision, plan)), began)
-        return failed + self._hand_out(self._commit(self._settle(drawn)))
+        settled = self._settle(self._draw(self._compute(self._propose(decision, plan)), began))
+        outputs = self._hand_out(self._commit(settled))
+        return failed + outputs + [self._overflowed(request) for request in settled.non_finite]
 
-    def _fail(self, request: Request, why: str) -> RequestOutput:
-        """Ends a request whose grammar can be followed no further."""
+    def _overflowed(self, request: Request) -> RequestOutput:
+        """Ends a request whose logits have NaN or infinity. What was computed of it is found by nobody: where a masked
+        value is weighed by 0, one NaN reaches tokens before it too."""
+        for sequence in self.scheduler.running:
+            if sequence.request is request:
+                self.tables.unpublish(sequence.number)
+        self._stats.non_finite_requests += 1
+        return self._fail(request, NonFiniteLogits.explain(self.model.format), non_finite=True)
+
+    def _fail(self, request: Request, why: str, **news: Any) -> RequestOutput:
+        """Ends a request that cannot be continued."""
         self.abort(request.id)
         ended = [Completion(s.index, [], "", None, "error") for s in request.sequences if not s.stopping.finished]
-        return _output(request, ended, finished=True, error=why)
+        return _output(request, ended, finished=True, error=why, **news)
 
     def _propose(self, decision: Decision, plan: Plan) -> Proposal:
         """Drafts are made in the room that was reserved, so what is shared of it is copied before."""
@@ -266,13 +288,13 @@ class Engine:
         partial = self.speculation.partial if self.speculation and proposal.decision.partial is not False else None
         ends = [(part.sequence, min(part.chunk.stop, len(part.sequence.token_ids))) for part in laid_out]
         if partial is not None:
-            batch = dataclasses.replace(batch, watched=partial.watch(ends))
+            batch = dataclasses.replace(batch, probe=partial.watch(ends))
         both_NC = self.runner(batch)
-        if partial is not None and batch.watched is not None:
-            partial.saw(ends, batch.watched)
+        if partial is not None and batch.probe is not None:
+            partial.record(ends, batch.probe)
         self._stats.steps += 1
         self._stats.computed_tokens += len(both_NC)
-        read = self.traffic((len(part.rows), part.chunk.stop, part.chunk.stop) for part in laid_out)
+        read = self.step_bytes((len(part.rows), part.chunk.stop, part.chunk.stop) for part in laid_out)
         whole = proposal.read + read
         self._stats.weight_bytes_read += whole.weights
         self._stats.cache_bytes_read += whole.cache
@@ -282,7 +304,7 @@ class Engine:
     def _draw(self, computed: Computed, began: float) -> Drawn:
         """The next tokens of all whose tokens have been computed to the last, appended to them. The step began at that
         time (time.perf_counter())."""
-        self._prompt_logprobs(computed)
+        non_finite = read_prompt_logprobs(computed, self.model.logits)
         held.hold_late([part.sequence for part in computed.parts if part.draws], began)
         drawing: list[tuple[Sequence, Part]] = []
         ended: list[tuple[Sequence, Completion]] = []
@@ -300,7 +322,8 @@ class Engine:
                     drawing.append((continuation, part))
         verified = self._verify(computed.hidden_NC, drawing) if drawing else {}
         completions = [(sequence, its.completion) for sequence, its in verified.items()]
-        return Drawn(computed, verified, completions + ended, forks, time.perf_counter())
+        non_finite += [sequence.request for sequence, its in verified.items() if its.non_finite]
+        return Drawn(computed, verified, completions + ended, forks, [*dict.fromkeys(non_finite)], time.perf_counter())
 
     def _prefilled(self, request: Request) -> list[Sequence]:
         """Those of the request's continuations that begin where its first one has just computed the prompt."""
@@ -348,7 +371,12 @@ class Engine:
             ]  # fmt: skip
             rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
             speculation.end(computed.proposal, decoded, drawn.at, rows, computed.read)
-        return Settled(sequences, drawn.completions, drawn.forks)
+        ended = drawn.non_finite
+        return Settled(
+            [sequence for sequence in sequences if sequence.request not in ended],
+            [(sequence, new) for sequence, new in drawn.completions if sequence.request not in ended],
+            [(parent, child) for parent, child in drawn.forks if parent.request not in ended], ended,
+        )  # fmt: skip
 
     def _commit(self, settled: Settled) -> list[tuple[Sequence, Completion]]:
         """What was computed may be found as a prefix from now on; continuations share it."""
@@ -382,22 +410,6 @@ class Engine:
                     self._stats.finished_requests += 1
         return list(outputs.values())
 
-    def _prompt_logprobs(self, computed: Computed) -> None:
-        """The prompt's own log probabilities, for those who ask, as its rows go by."""
-        for part in computed.parts:
-            start, request = part.chunk.start, part.sequence.request
-            count = request.params.prompt_logprobs
-            if count is None or part.prefilled:
-                continue
-            if request.prompt_logprobs is None or start == 0:
-                request.prompt_logprobs = [None]
-            wanted = request.prompt_ids[start + 1 : part.chunk.stop + 1]
-            if not wanted:
-                continue
-            hidden = computed.hidden_NC[part.row :][: len(wanted)]
-            for some, ids in zip(hidden.split(LOGIT_ROWS), _parts(wanted, LOGIT_ROWS), strict=True):
-                request.prompt_logprobs += logprobs_of(self.model.logits(some), ids, [count] * len(ids))
-
     def stats(self) -> EngineStats:
         """What was done since the start and what is held now."""
         self._stats.running, self._stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
@@ -414,23 +426,8 @@ class Engine:
         assert self.tables.sequences == numbers, f"{self.tables.sequences} are in the cache, {numbers} are running"
 
 
-# Rows of a prompt whose logits are held at once.
-LOGIT_ROWS = 128
-
-
 def _output(request: Request, completions: list[Completion], **news: Any) -> RequestOutput:
     return RequestOutput(
         request.id, request.prompt_ids, completions, num_cached_tokens=request.num_cached_tokens,
         arrived=request.arrived, first_token=request.first_token, **news,
     )  # fmt: skip
-
-
-def _parts(items: list[int], size: int) -> list[list[int]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def _eos_token_ids(source: SourceModel) -> tuple[int, ...]:
-    """Token ids that end a text: generation_config.json's, and the tokenizer's."""
-    ids = source.generation_config.get("eos_token_id", [])
-    own = getattr(source.tokenizer, "eos_token_id", None)
-    return tuple(sorted({*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])}))

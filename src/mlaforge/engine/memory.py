@@ -11,7 +11,7 @@ from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.kv_cache import (
     CacheTooSmall,
     LayerCache,
-    Least,
+    MinimumCache,
     free_bytes,
     group_bytes,
     layer_caches,
@@ -37,20 +37,21 @@ def cache_layout(
 
     Raises CacheTooSmall, which says what would fit, where weights and cache do not.
     """
-    assert config.block_size is not None
+    block_size, fraction, max_step = config.block_size, config.cache_fraction, config.max_num_batched_tokens
+    assert block_size is not None and fraction is not None and max_step is not None
     keep = model.device.type == "cpu" and model.dtype == torch.bfloat16 and kernels() is not None
     layers, windows = layer_caches(model.spec, model.config, model.dtype, config.kv_cache_dtype, keep)
     if head is not None:
         layers.append(head_cache(head.config, len(windows), model.dtype))
         windows.append(head.config.sliding_window)
-    least = Least.of(layers, windows, config.block_size, max_model_len, config.max_num_batched_tokens).bytes
+    minimum = MinimumCache.of(layers, windows, block_size, max_model_len, max_step).bytes
     free = free_bytes(model.device)
-    left = free - _room(model, lambda format: _weights(model, head, config, format), least, free, name)
+    left = free - _room(model, lambda format: _weights(model, head, config, format), minimum, free, name)
     groups = size_groups(
-        layers, windows, config.cache_bytes or int(config.cache_fraction * left), config.block_size,
-        max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, max_step=config.max_num_batched_tokens,
+        layers, windows, config.cache_bytes or int(fraction * left), block_size, max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len, max_step=max_step,
     )  # fmt: skip
-    if (taken := group_bytes(layers, groups, config.block_size)) > left:
+    if (taken := group_bytes(layers, groups, block_size)) > left:
         raise CacheTooSmall(
             f"cache_bytes = {config.cache_bytes} does not fit beside the weights of {name}: {taken:,} bytes of it "
             f"would be used, and {left:,} of the {free:,} that are free on this {model.device.type} are left; give at "
@@ -72,20 +73,20 @@ def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, 
     return total
 
 
-def _room(model: EngineModel, weights: Callable[[str], int], least: int, free: int, name: str) -> int:
-    """Bytes of the weights; raises CacheTooSmall where a cache of `least` bytes does not fit beside them."""
+def _room(model: EngineModel, weights: Callable[[str], int], minimum: int, free: int, name: str) -> int:
+    """Bytes of the weights; raises CacheTooSmall where a cache of `minimum` bytes does not fit beside them."""
     format, kind = model.format, model.device.type
     needed = weights(format)
-    if needed + least <= free:
+    if needed + minimum <= free:
         return needed
     formats = SMALLER.get(kind, ())
     smaller = {other: weights(other) for other in formats[formats.index(format) + 1 if format in formats else 0 :]}
-    fitting = next((other for other, size in smaller.items() if size + least <= free), None)
+    fitting = next((other for other, size in smaller.items() if size + minimum <= free), None)
     if fitting is None:
-        advice = f"no dtype would fit: the smallest needs {min([needed, *smaller.values()]) + least:,} in all"
+        advice = f"no dtype would fit: the smallest needs {min([needed, *smaller.values()]) + minimum:,} in all"
     else:
         advice = f"dtype {fitting} would fit: {smaller[fitting]:,} bytes of weights"
     raise CacheTooSmall(
         f"{name} does not fit into memory: its weights in {format} take {needed:,} bytes and the smallest cache "
-        f"{least:,}, and {free:,} are free on this {kind}; {advice}"
+        f"{minimum:,}, and {free:,} are free on this {kind}; {advice}"
     )

@@ -14,7 +14,7 @@ class EngineStats:
     `computed_tokens` counts the rows that went through the model: with finished sequences costing nothing it is the
     prompt tokens that were not cached, plus one per generated token, plus what preemption computed again.
     `weight_bytes_read` and `cache_bytes_read` are what those rows, and those of partial steps, need to read at the
-    least (engine/execution/traffic.py).
+    least (engine/execution/step_bytes.py).
     """
 
     running: int = 0
@@ -27,6 +27,8 @@ class EngineStats:
     preemptions: int = 0
     finished_requests: int = 0
     aborted_requests: int = 0
+    # Of these, those that ended because their logits had NaN or infinity.
+    non_finite_requests: int = 0
     weight_bytes_read: float = 0.0
     cache_bytes_read: float = 0.0
     cache_blocks: int = 0

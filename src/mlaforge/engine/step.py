@@ -13,17 +13,21 @@ Legend: N rows of the step, C hidden size, S captured states side by side.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mlaforge.engine.execution.batch import Batch, Chunk
-from mlaforge.engine.execution.traffic import Read
+from mlaforge.engine.execution.step_bytes import StepBytes
 from mlaforge.engine.request.output import Completion
-from mlaforge.engine.request.sequence import Sequence
+from mlaforge.engine.request.sequence import Request, Sequence
+from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.engine.speculation.step import Proposal
 from mlaforge.engine.speculation.verification import Verified
+from mlaforge.runtime import on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +84,49 @@ class Computed:
     batch: Batch
     hidden_NC: Tensor
     states_NS: Tensor
-    read: Read
+    read: StepBytes
+
+
+# Rows of a prompt whose logits are held at once.
+LOGIT_ROWS = 128
+
+
+def read_prompt_logprobs(computed: Computed, logits: Callable[[Tensor], Tensor]) -> list[Request]:
+    """Gives the prompt's own log probabilities to the requests that ask for them, as its rows go by. Returns those
+    whose logits have NaN or infinity. `logits` are of hidden states."""
+    non_finite: list[Request] = []
+    for part in computed.parts:
+        start, request = part.chunk.start, part.sequence.request
+        count = request.params.prompt_logprobs
+        if count is None or part.prefilled:
+            continue
+        if request.prompt_logprobs is None or start == 0:
+            request.prompt_logprobs = [None]
+        wanted = request.prompt_ids[start + 1 : part.chunk.stop + 1]
+        if not wanted:
+            continue
+        hidden_NC = computed.hidden_NC[part.row :][: len(wanted)]
+        pieces = [wanted[at : at + LOGIT_ROWS] for at in range(0, len(wanted), LOGIT_ROWS)]
+        for some_NC, ids in zip(hidden_NC.split(LOGIT_ROWS), pieces, strict=True):
+            known = logprobs_of(logits(some_NC), ids, [count] * len(ids))
+            if any(at is not None and math.isnan(at.logprob) for at in known):
+                non_finite.append(request)
+            request.prompt_logprobs += known
+    return non_finite
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """What is new: of those sequences that drew (none that is held), as verified, and `completions` of all that have
-    anything, in the order in which they are handed out. `forks` are (parent, child) of prompts that were finished. `at`
-    is when the tokens were there (time.perf_counter())."""
+    anything, in the order in which they are handed out. `forks` are (parent, child) of prompts that were finished.
+    `non_finite` are requests whose logits had NaN or infinity: they end. `at` is when the tokens were there
+    (time.perf_counter())."""
 
     computed: Computed
     verified: dict[Sequence, Verified]
     completions: list[tuple[Sequence, Completion]]
     forks: list[tuple[Sequence, Sequence]]
+    non_finite: list[Request]
     at: float
 
     def length(self, part: Part) -> int:
@@ -116,15 +150,17 @@ class Drawn:
         """[rows that stay, S], one sequence after another."""
         states_NS, path = self.computed.states_NS, self.path
         if path is not None:
-            return states_NS[path]
+            return states_NS.index_select(0, on_device(path, torch.int64, states_NS.device))
         parts = self.computed.parts
         return torch.cat([states_NS[part.row :][: self.length(part) - part.chunk.start] for part in parts])
 
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """Sequences whose `computed` positions hold their tokens; `completions` and `forks` are Drawn's."""
+    """Sequences whose `computed` positions hold their tokens. `completions` and `forks` are Drawn's; nothing here is of
+    its `non_finite` requests, of which nothing may be known as a prefix."""
 
     sequences: list[Sequence]
     completions: list[tuple[Sequence, Completion]]
     forks: list[tuple[Sequence, Sequence]]
+    non_finite: list[Request]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaforge.runtime import UserError
+from mlaforge.runtime import UserError, install
 
 
 def scores(model: Any, tokenizer: Any, task: str, metric: str, limit: int | None) -> tuple[np.ndarray, bool, list[str]]:
@@ -21,7 +21,7 @@ def scores(model: Any, tokenizer: Any, task: str, metric: str, limit: int | None
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is missing: pip install 'mlaforge[tasks]'") from error
+        raise UserError(f"{error.name} is missing: {install('tasks')}") from error
     from mlaforge.config import nearest, read_recipe
 
     path, name = Path(task).expanduser(), task

@@ -20,9 +20,9 @@ from mlaforge.factorization.moments import LayerMoments, roots
 from mlaforge.families.spec import LayerSpec
 
 # Added to every weight matrix, as a share of its mean diagonal: errors nobody measured are not free, and other text
-# than the calibration's asks other questions (LOG.md has the scan).
+# than the calibration's asks other questions (docs/notes/conversion.md has the scan).
 RIDGE = 0.1
-# Share of the Gauss-Newton weights in the blend; the rest is Fisher (LOG.md has the scan).
+# Share of the Gauss-Newton weights in the blend; the rest is Fisher (docs/notes/conversion.md has the scan).
 GAUSS_NEWTON = 0.25
 
 

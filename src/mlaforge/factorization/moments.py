@@ -23,7 +23,7 @@ from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
 from mlaforge.families.spec import LayerSpec
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.runtime import progress
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 
 # Query rows per window at which the Gauss-Newton weights are sampled, and keys drawn for each of them.
 ROWS, DRAWS = 256, 4
@@ -200,20 +200,20 @@ def _gauss_newton(
 
 
 @contextmanager
-def _capture(attention: nn.Module, store: dict[str, Any]) -> Iterator[None]:
-    """While open, each forward leaves the attention's q, k, v, input and rotary tables in `store`."""
+def _capture(attention: nn.Module, captured: dict[str, Any]) -> Iterator[None]:
+    """While open, each forward leaves the attention's q, k, v, input and rotary tables in `captured`."""
     handles = []
     for name in ("q_proj", "k_proj", "v_proj"):
 
         def keep(_: nn.Module, args: Any, out: Tensor, name: str = name) -> None:
             out.retain_grad()
-            store[name] = out
-            store["x"] = args[0].detach()
+            captured[name] = out
+            captured["x"] = args[0].detach()
 
         handles.append(getattr(attention, name).register_forward_hook(keep))
 
     def rope(_: nn.Module, args: Any, kwargs: Any) -> None:
-        store["rope"] = kwargs["position_embeddings"]
+        captured["rope"] = kwargs["position_embeddings"]
 
     handles.append(attention.register_forward_pre_hook(rope, with_kwargs=True))
     try:
@@ -254,31 +254,31 @@ class Observer(Protocol):
 
 
 def collect(
-    stream: LayerStream, wanted: Collection[int], windows: Sequence[Tensor], spill: Spill, seed: int,
+    stream: LayerStream, wanted: Collection[int], windows: Sequence[Tensor], store: TensorStore, seed: int,
     observer: Observer | None = None,
 ) -> None:  # fmt: skip
-    """Moments of the layers `wanted`, left in `spill` for `load`.
+    """Moments of the layers `wanted`, left in `store` for `load`.
 
-    windows: token ids [B, T] each. A forward pass layer by layer keeps every layer's inputs in the spill; the
+    windows: token ids [B, T] each. A forward pass layer by layer keeps every layer's inputs in the store; the
     backward pass takes them up again from the last layer to the first wanted one, one layer in memory at a time. What
-    the spill holds already (from a run that was killed) is not done again.
+    the store holds already (from a run that was killed) is not done again.
     """
     first, last = min(wanted), stream.num_layers
-    if not any(_done(i) in spill for i in range(first, last)):
-        _forward(stream, windows, spill, first)
-        _top(stream, windows, spill, seed, observer)
+    if not any(_done(i) in store for i in range(first, last)):
+        _forward(stream, windows, store, first)
+        _top(stream, windows, store, seed, observer)
     for index in progress(range(last - 1, first - 1, -1), "calibrate, backward"):
-        if _done(index) not in spill:
-            _backward(stream, index, windows, spill, index in wanted, seed, observer)
-            spill[_done(index)] = {}
+        if _done(index) not in store:
+            _backward(stream, index, windows, store, index in wanted, seed, observer)
+            store[_done(index)] = {}
         for done in (f"input-{index:03d}-", f"input-{index + 1:03d}-", f"gradient-{index + 1:03d}-"):
-            spill.drop(done)
-    spill.drop("gradient-")
+            store.drop(done)
+    store.drop("gradient-")
 
 
-def load(spill: Spill, index: int, device: torch.device | str = "cpu") -> LayerMoments:
+def load(store: TensorStore, index: int, device: torch.device | str = "cpu") -> LayerMoments:
     """What `collect` left of one layer, on `device`."""
-    return LayerMoments.from_tensors({name: t.to(device) for name, t in spill[f"moments-{index:03d}"].items()})
+    return LayerMoments.from_tensors({name: t.to(device) for name, t in store[f"moments-{index:03d}"].items()})
 
 
 def _done(index: int) -> str:
@@ -290,33 +290,35 @@ def _at(what: str, index: int, window: int) -> str:
 
 
 @torch.no_grad()
-def _forward(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, first: int) -> None:
+def _forward(stream: LayerStream, windows: Sequence[Tensor], store: TensorStore, first: int) -> None:
     """Leaves input-<layer>-<window> for every layer from `first` on; input-<num_layers> is the last one's output."""
     last, numbers = stream.num_layers, range(len(windows))
-    start = max((i for i in range(last + 1) if all(_at("input", i, n) in spill for n in numbers)), default=None)
+    start = max((i for i in range(last + 1) if all(_at("input", i, n) in store for n in numbers)), default=None)
     if start is None:
         start = 0
         for n, ids in enumerate(windows):
-            spill[_at("input", 0, n)] = {"x": stream.embed(ids)}
+            store[_at("input", 0, n)] = {"x": stream.embed(ids)}
     for index in progress(range(start, last), "calibrate, forward", last - start):
         with stream.layer(index) as layer:
             for n in numbers:
-                if _at("input", index + 1, n) not in spill:
-                    hidden = spill[_at("input", index, n)]["x"].to(stream.device)
-                    spill[_at("input", index + 1, n)] = {"x": stream.run(layer, index, hidden)}
+                if _at("input", index + 1, n) not in store:
+                    hidden = store[_at("input", index, n)]["x"].to(stream.device)
+                    store[_at("input", index + 1, n)] = {"x": stream.run(layer, index, hidden)}
         if index < first:
-            spill.drop(f"input-{index:03d}-")
+            store.drop(f"input-{index:03d}-")
 
 
 @torch.enable_grad()
-def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int, observer: Observer | None) -> None:
+def _top(
+    stream: LayerStream, windows: Sequence[Tensor], store: TensorStore, seed: int, observer: Observer | None
+) -> None:
     """The gradient of the sampled loss by the last layer's output, through the final norm."""
     last = stream.num_layers
     with stream.head() as (norm, head):
         for n in progress(range(len(windows)), "sample labels", len(windows)):
-            if _at("gradient", last, n) in spill:
+            if _at("gradient", last, n) in store:
                 continue
-            hidden = spill[_at("input", last, n)]["x"].to(stream.device).requires_grad_(True)
+            hidden = store[_at("input", last, n)]["x"].to(stream.device).requires_grad_(True)
             if observer is not None:
                 observer.head(n, norm, head, hidden.detach())
             out = norm(hidden)
@@ -324,12 +326,12 @@ def _top(stream: LayerStream, windows: Sequence[Tensor], spill: Spill, seed: int
                 gradient = _sampled_gradient(out.detach().flatten(0, 1), head, _seeded(seed, n))
             out.backward(gradient.view_as(out))
             assert hidden.grad is not None
-            spill[_at("gradient", last, n)] = {"g": hidden.grad}
+            store[_at("gradient", last, n)] = {"g": hidden.grad}
 
 
 @torch.enable_grad()
 def _backward(
-    stream: LayerStream, index: int, windows: Sequence[Tensor], spill: Spill, wanted: bool, seed: int,
+    stream: LayerStream, index: int, windows: Sequence[Tensor], store: TensorStore, wanted: bool, seed: int,
     observer: Observer | None,
 ) -> None:  # fmt: skip
     """Recomputes one layer from its inputs and takes the gradient through it: its moments and gradient-<index>."""
@@ -339,19 +341,21 @@ def _backward(
     with stream.layer(index) as layer, observer.layer(index, layer) if observer else nullcontext() as see:
         attention = layer.self_attn
         for n in range(len(windows)):
-            hidden = spill[_at("input", index, n)]["x"].to(stream.device).requires_grad_(True)
-            store: dict[str, Any] = {}
-            with _capture(attention, store):
+            hidden = store[_at("input", index, n)]["x"].to(stream.device).requires_grad_(True)
+            captured: dict[str, Any] = {}
+            with _capture(attention, captured):
                 out = stream.run(layer, index, hidden)
-            out.backward(spill[_at("gradient", index + 1, n)]["g"].to(stream.device))
+            out.backward(store[_at("gradient", index + 1, n)]["g"].to(stream.device))
             assert hidden.grad is not None
-            spill[_at("gradient", index, n)] = {"g": hidden.grad}
+            store[_at("gradient", index, n)] = {"g": hidden.grad}
             if see is not None:
-                see(store)
+                see(captured)
             if wanted:
-                _accumulate(moments, spec, store, attention, stream.spec.softmax_scale, _seeded(seed, index, n), every)
+                _accumulate(
+                    moments, spec, captured, attention, stream.spec.softmax_scale, _seeded(seed, index, n), every
+                )
     if wanted:
-        spill[f"moments-{index:03d}"] = moments.tensors()
+        store[f"moments-{index:03d}"] = moments.tensors()
 
 
 @torch.no_grad()

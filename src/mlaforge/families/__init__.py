@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlaforge.families import schema
 from mlaforge.families.family import Config, Family
 from mlaforge.families.spec import ModelSpec
@@ -20,9 +22,9 @@ REFUSED = {
 
 def families() -> dict[str, Family]:
     """All families by model_type."""
-    from mlaforge.families import gpt_oss, llama, mimo, mistral, qwen2, qwen3
+    from mlaforge.families import gpt_oss, llama, mimo, ministral, mistral, qwen2, qwen3
 
-    modules = (llama, qwen2, qwen3, mistral, mimo, gpt_oss)
+    modules = (llama, qwen2, qwen3, mistral, ministral, mimo, gpt_oss)
     return {family.model_type: family for module in modules for family in [module.FAMILY]}
 
 
@@ -44,6 +46,14 @@ def family_of(config: Config) -> Family:
     return known[model_type]
 
 
+def canonical(config: Config) -> dict[str, Any]:
+    """A config.json with the model_type of the class that transformers makes of it: a mistral config that has
+    `layer_types` is a ministral one (configuration_auto.py, AutoConfig.from_pretrained)."""
+    if config.get("model_type") == "mistral" and "layer_types" in config:
+        return {**config, "model_type": "ministral"}
+    return dict(config)
+
+
 def left_out(config: Config) -> tuple[str, ...]:
     """Prefixes of tensors in the checkpoint of a config.json that its model does not use."""
     family = families().get(str(config.get("model_type")))
@@ -55,7 +65,18 @@ def read_spec(config: Config) -> ModelSpec:
     model of it can have."""
     family = family_of(config)
     schema.check_config(config)
-    spec = family.read_spec(config)
+    method = (config.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise UserError(f"weights quantised with {method!r} are not read; give the checkpoint it was made from")
+    if config.get("is_causal") is False:
+        raise UserError("config.json: is_causal = False is not supported: attention must be causal")
+    spec = family.read_spec({**family.defaults, **config})
+    for layer, kind in zip(spec.layers, config.get("layer_types") or (), strict=False):
+        if kind == "sliding_attention" and layer.window is None:
+            raise UserError(
+                "config.json: layer_types has sliding_attention, but there is no sliding_window, or "
+                "use_sliding_window is false"
+            )
     for layer in spec.layers:
         if layer.head_dim % 2:
             raise UserError(f"config.json: head_dim = {layer.head_dim} must be even: RoPE turns pairs")

@@ -24,6 +24,9 @@ class Family:
     `router` is the module below a decoder layer that scores the experts: its output, or the first of several, are their
     logits.
     `fixed` are fields of config.json that vLLM's class of the family has as constants, and their values there.
+    `defaults` are the values of transformers' config class for fields that config.json leaves out.
+    `gguf` is llama.cpp's name of the architecture, None where its GGUF files are not read; `gguf_pairs`: it keeps the
+    pairs that RoPE turns side by side.
     """
 
     model_type: str
@@ -33,19 +36,30 @@ class Family:
     left_out: tuple[str, ...] = ()
     router: str | None = None
     fixed: Mapping[str, float] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    gguf: str | None = None
+    gguf_pairs: bool = False
 
 
 def read_rope(config: Config) -> RopeSpec:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before it).
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before it), which decides where
+    both are there, as in transformers (modeling_rope_utils.py, convert_rope_params_to_dict).
 
     Raises UserError for kinds whose frequencies depend on the length: keys that are rotated when they are read
-    cannot follow them.
+    cannot follow them; for parameters by layer type; and where only a part of a head is rotated.
     """
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if nested := [name for name in ("full_attention", "sliding_attention") if name in parameters]:
+        raise UserError(f"config.json: rope_parameters has {nested[0]!r}; RoPE that differs by layer is not supported")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise UserError(f"RoPE type {kind!r} is not supported; default, linear, llama3 and yarn are")
+    part = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1, 1.0):
+        raise UserError(f"config.json: partial_rotary_factor = {part!r} is not supported; 1 is")
+    if kind in ("llama3", "yarn"):
+        parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     scaling = _yarn_scaling(parameters) if kind == "yarn" else 1.0
     return RopeSpec(theta=float(theta), kind=kind, attention_scaling=scaling, parameters=parameters)
 
@@ -76,4 +90,6 @@ def require(config: Config, *keys: str) -> list[Any]:
 
 def weight_bits(config: Config) -> float:
     """Bits per weight of the checkpoint's dtype."""
-    return {"float32": 32.0}.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 16.0)
+    return {"float32": 32.0, "float": 32.0}.get(
+        str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 16.0
+    )

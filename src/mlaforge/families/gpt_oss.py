@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from mlaforge.families.family import Config, Family, read_rope, require, weight_bits
 from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
+from mlaforge.runtime import UserError
 
 
 def read_spec(config: Config) -> ModelSpec:
-    hidden, layers, heads, kv_heads, mlp, experts, vocab = require(
+    hidden, layers, heads, kv_heads, mlp, experts, top_k, window, vocab, context = require(
         config,
         "hidden_size",
         "num_hidden_layers",
@@ -15,12 +16,19 @@ def read_spec(config: Config) -> ModelSpec:
         "num_key_value_heads",
         "intermediate_size",
         "num_local_experts",
+        "num_experts_per_tok",
+        "sliding_window",
         "vocab_size",
+        "max_position_embeddings",
     )
-    head_dim = config.get("head_dim") or 64
-    top_k = config.get("num_experts_per_tok") or config.get("experts_per_token") or 4
+    head_dim = config.get("head_dim") or hidden // heads
+    if config.get("experts_per_token") not in (None, top_k):
+        raise UserError(
+            f"config.json: experts_per_token = {config['experts_per_token']}, num_experts_per_tok = {top_k}; "
+            "transformers and vLLM read the latter: make both the same"
+        )
     quantised = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    biased = bool(config.get("attention_bias", True))
+    biased = bool(config["attention_bias"])
     kinds = config.get("layer_types") or [
         "sliding_attention" if i % 2 == 0 else "full_attention" for i in range(layers)
     ]
@@ -28,7 +36,7 @@ def read_spec(config: Config) -> ModelSpec:
         model_type=config["model_type"],
         hidden_size=hidden,
         vocab_size=vocab,
-        max_position_embeddings=config.get("max_position_embeddings") or 131072,
+        max_position_embeddings=context,
         layers=tuple(
             LayerSpec(
                 num_heads=heads,
@@ -36,7 +44,7 @@ def read_spec(config: Config) -> ModelSpec:
                 head_dim=head_dim,
                 mlp_params=3 * hidden * mlp,
                 mlp_bits=4.25 if quantised else weight_bits(config),
-                window=config.get("sliding_window") or 128 if kind == "sliding_attention" else None,
+                window=window if kind == "sliding_attention" else None,
                 sinks=True,
                 q_bias=biased,
                 k_bias=biased,
@@ -53,7 +61,15 @@ def read_spec(config: Config) -> ModelSpec:
     )
 
 
+ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 FAMILY = Family(
     "gpt_oss", read_spec, router="mlp.router",
     fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+    defaults={
+        "head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
+        "attention_bias": True, "rope_theta": 150000.0, "rope_parameters": ROPE,
+    },
 )  # fmt: skip

@@ -10,10 +10,12 @@ from mlaforge.runtime import UserError
 
 
 def dense_spec(config: Config, window: int | None = None) -> ModelSpec:
-    """A dense model of the llama shape: gated MLP, RMSNorm, grouped-query attention without biases."""
-    hidden, layers, heads, mlp, vocab = require(
-        config, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"
-    )
+    """A dense model of the llama shape: gated MLP, RMSNorm, grouped-query attention without biases; all layers have the
+    sliding window."""
+    hidden, layers, heads, mlp, vocab, context = require(
+        config, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+        "max_position_embeddings",
+    )  # fmt: skip
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     if not head_dim:
@@ -27,7 +29,7 @@ def dense_spec(config: Config, window: int | None = None) -> ModelSpec:
         model_type=config["model_type"],
         hidden_size=hidden,
         vocab_size=vocab,
-        max_position_embeddings=config.get("max_position_embeddings") or 2048,
+        max_position_embeddings=context,
         layers=(layer,) * layers,
         rope=read_rope(config),
         softmax_scale=head_dim**-0.5,
@@ -43,4 +45,6 @@ def read_spec(config: Config) -> ModelSpec:
     return dataclasses.replace(spec, layers=(biased,) * spec.num_layers)
 
 
-FAMILY = Family("llama", read_spec)
+FAMILY = Family(
+    "llama", read_spec, defaults={"max_position_embeddings": 2048}, gguf="llama", gguf_pairs=True,
+)  # fmt: skip

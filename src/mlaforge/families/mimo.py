@@ -7,6 +7,6 @@ no class of its own for it, so that qwen2's computes it and the drafting layers 
 from __future__ import annotations
 
 from mlaforge.families.family import Family
-from mlaforge.families.qwen2 import read_spec
+from mlaforge.families.qwen2 import DEFAULTS, read_spec
 
-FAMILY = Family("mimo", read_spec, computed_by="qwen2", left_out=("model.mtp_layers.",))
+FAMILY = Family("mimo", read_spec, computed_by="qwen2", left_out=("model.mtp_layers.",), defaults=DEFAULTS)

@@ -9,8 +9,9 @@ from mlaforge.families.spec import ModelSpec
 
 def read_spec(config: Config) -> ModelSpec:
     require(config, "num_key_value_heads")
-    # An absent key is transformers' default window; null is no window.
-    return dense_spec(config, window=config.get("sliding_window", 4096))
+    # null is no window.
+    return dense_spec(config, window=config["sliding_window"])
 
 
-FAMILY = Family("mistral", read_spec)
+DEFAULTS = {"max_position_embeddings": 131072, "sliding_window": 4096}
+FAMILY = Family("mistral", read_spec, defaults=DEFAULTS)

@@ -11,9 +11,8 @@ from mlaforge.families.spec import ModelSpec
 
 def with_windows(spec: ModelSpec, config: Config) -> ModelSpec:
     """`spec` with the sliding windows that `use_sliding_window` and its companions ask for."""
-    # An absent key is transformers' default window.
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    first = config.get("max_window_layers", 28)
+    window = config["sliding_window"] if config.get("use_sliding_window") else None
+    (first,) = require(config, "max_window_layers")
     kinds = config.get("layer_types") or [
         "sliding_attention" if window and i >= first else "full_attention" for i in range(spec.num_layers)
     ]
@@ -31,4 +30,5 @@ def read_spec(config: Config) -> ModelSpec:
     return with_windows(dataclasses.replace(spec, layers=(biased,) * spec.num_layers), config)
 
 
-FAMILY = Family("qwen2", read_spec)
+DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+FAMILY = Family("qwen2", read_spec, defaults=DEFAULTS, gguf="qwen2")

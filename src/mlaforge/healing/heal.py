@@ -32,8 +32,8 @@ from mlaforge.factorization.refit import TOKENS, steer
 from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
-from mlaforge.runtime import UserError, log, resolve_device, timed
-from mlaforge.tensor_store import Spill
+from mlaforge.runtime import UserError, install, log, resolve_device, timed
+from mlaforge.tensor_store import TensorStore
 from mlaforge.training import distributed
 from mlaforge.training.loop import check_shares, dtypes, running, train
 from mlaforge.training.teacher_cache import final_states_cache, top_k_cache
@@ -158,7 +158,7 @@ def _nf4() -> Any:
     try:
         import bitsandbytes  # noqa: F401 (only to say in words that it is missing)
     except ModuleNotFoundError as error:
-        raise UserError("bitsandbytes is missing: pip install 'mlaforge[heal]'") from error
+        raise UserError(f"bitsandbytes is missing: {install('heal')}") from error
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
@@ -169,7 +169,7 @@ def _heal(
     partial: Path, group: distributed.Group,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
-    device, work, seconds = group.device, Spill(partial / WORK), manifest.seconds
+    device, work, seconds = group.device, TensorStore(partial / WORK), manifest.seconds
     dtype, kept = dtypes(config.dtype, group)
     frozen = str(dtype).removeprefix("torch.") if config.teacher_dtype == "auto" else config.teacher_dtype
     with timed(seconds, "load"):
@@ -224,7 +224,7 @@ def _put(student: Any, tensors: dict[str, Tensor]) -> None:
 
 def _refit(
     original: SourceModel, converted: SourceModel, model: Distillation, validation: Validation, config: HealConfig,
-    texts: Texts, work: Spill, device: torch.device,
+    texts: Texts, work: TensorStore, device: torch.device,
 ) -> None:  # fmt: skip
     """Solves o_proj, and o_proj after the up-projections, on the healing text; `refit` in `work` gets what is better
     than nothing on the text kept back (refit on: the better of the two), and refit.json what each was worth."""

@@ -215,10 +215,12 @@ class LatentAttention(nn.Module):
         return w_uk, w_uv, b_k, b_v
 
     def rotated_keys(self, k_BGSD: Tensor, at_S: Tensor | None) -> Tensor:
-        """What a query of the `latent` layout is multiplied with, from keys as they are decompressed."""
+        """What a query of the `latent` layout is multiplied with, from keys as they are decompressed. Positions `at_S`
+        are below a length that `table` was asked for before: to look at them, the host would wait for the device."""
         if self.qk_norm:
             k_BGSD = self.k_norm(k_BGSD)
-        cos, sin = self.table(k_BGSD.shape[2] if at_S is None else int(at_S.max()) + 1, k_BGSD)
+        length = k_BGSD.shape[2]
+        cos, sin = self.table(length if at_S is None else max(length, self.table.length), k_BGSD)
         if at_S is not None:
             cos, sin = cos[0][at_S], sin[0][at_S]
         return rotate(k_BGSD, cos, sin)

@@ -33,6 +33,11 @@ class RotationTable:
         self.num_pairs = num_pairs
         self.cos = self.sin = torch.empty(0)
 
+    @property
+    def length(self) -> int:
+        """How many positions the table has now."""
+        return self.cos.shape[1] if self.cos.ndim == 3 else 0
+
     def __call__(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [1, length, P], in the dtype and on the device of `like`."""
         stale = self.cos.device != like.device or self.cos.dtype != like.dtype or self.cos.ndim != 3

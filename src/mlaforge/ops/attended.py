@@ -29,7 +29,7 @@ def attended(
     q_NHD: Tensor, rows: PagedRows, kv_heads: int, view: CacheView, scale: float, wanted: Sequence[int]
 ) -> list[Tensor]:
     """For the last query token of the sequences `wanted`, which see all, [L] in fp32. A row begins with its keys."""
-    lengths = [sum(length for _, length in view.runs[s]) for s in wanted]
+    lengths = [view.lengths[s] for s in wanted]
     last = [newest(view, s) for s in wanted]
     native = kernels() if native_reads(rows) else None
     if native is not None:
@@ -38,12 +38,12 @@ def attended(
         return [own[:length] for own, length in zip(mass, lengths, strict=True)]
     D = q_NHD.shape[2]
     rows_LW, seen = rows.numbers(view)
-    masses = []
+    attention_mass = []
     for s, row in zip(wanted, last, strict=True):
         k_GDL = seen.sequence(s, rows_LW)[0][0, :, : kv_heads * D].unflatten(1, (kv_heads, D)).permute(1, 2, 0)
         logits_GJL = (q_NHD[row].view(kv_heads, -1, D).to(k_GDL.dtype) @ k_GDL).float() * scale
-        masses.append(logits_GJL.softmax(-1).sum((0, 1)))
-    return masses
+        attention_mass.append(logits_GJL.softmax(-1).sum((0, 1)))
+    return attention_mass
 
 
 def attention_and_attended(
@@ -59,11 +59,11 @@ def attention_and_attended(
     out, lse, mass = native.decode_and_watch(
         q_NHD, *native_rows(rows), kv_heads, D, kv_heads * D, *table, 0, scale, view.tree_Tn, wanted
     )
-    lengths = [sum(length for _, length in view.runs[s]) for s in wanted]
+    lengths = [view.lengths[s] for s in wanted]
     return out, lse, [own[:length] for own, length in zip(mass, lengths, strict=True)]
 
 
-def heaviest(masses: Sequence[Tensor], first: int, last: int, count: int) -> Tensor:
+def top_tokens(attention_mass: Sequence[Tensor], first: int, last: int, count: int) -> Tensor:
     """Of each layer's [L] the `count` tokens with most among positions [first, last), int64 [layers, count], rising."""
-    some = torch.stack([mass[first:last] for mass in masses])
+    some = torch.stack([mass[first:last] for mass in attention_mass])
     return some.topk(min(count, some.shape[1]), dim=1).indices.sort(dim=1).values + first

@@ -14,9 +14,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from mlaforge.runtime import uploaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,8 @@ class CacheView:
     """Query token t (0-based, of T) of sequence s stands at position seq_len - T + t and sees every cached position
     up to its own, the last `window` of them (its own included) where there is a window.
 
-    block_table_SB  int32: column b holds the block of positions first + b * block_size onwards; unused columns are 0
+    block_table_SB  int32: column b holds the block of positions first + b * block_size onwards; columns behind a
+                    sequence's last block hold the number of some block
     seq_lens_S      int32: positions that exist after this step's tokens were written
     first_S         int32: position of the table's first row; a multiple of block_size, 0 without a window
     query_start_S1  int32: row of each sequence's first query token among the N, and N itself last
@@ -44,8 +48,10 @@ class CacheView:
                     is read, from first_S on
 
     Host numbers, so that no kernel launch waits for the device: `max_query` and `max_seq_len` bound the step (graphs
-    round them up), `queries` is T per sequence, and `runs` per sequence the stretches of consecutive slots
-    (start, length) that make up its table from `first` to its length.
+    round them up), `queries` is T per sequence, `lengths` per sequence how many tokens its table holds, this step's
+    among them, and `runs` the stretches of consecutive slots (start, length) that hold them. Computing `runs` takes a
+    look at every block: what needs only the number of tokens reads `lengths`. `runs` must be read in the step that the
+    view was built for (engine/cache/view.py).
     """
 
     block_table_SB: Tensor
@@ -58,12 +64,13 @@ class CacheView:
     max_seq_len: int
     window: int | None = None
     queries: tuple[int, ...] = ()
-    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    runs: Sequence[tuple[tuple[int, int], ...]] = ()
     tree_Tn: Tensor | None = None
     packs_2K: Tensor | None = None
     generating: tuple[bool, ...] = ()
     positions_SK: Tensor | None = None
     counts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     def own(self, queries: int) -> int:
         """The last rows, of which not every query token of a sequence sees all: its own, or the tree."""
@@ -109,11 +116,6 @@ class CacheView:
         return self._reads[topk, window]
 
     @functools.cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """How many tokens of each sequence the table holds, this step's among them."""
-        return tuple(sum(length for _, length in runs) for runs in self.runs)
-
-    @functools.cached_property
     def _reads(self) -> dict[tuple[int, int], tuple[int, ...] | None]:
         return {}
 
@@ -124,8 +126,7 @@ class CacheView:
         Where nothing is to be seen stands a slot of the sequence's own: what other sequences left in theirs, even
         NaN, is never read.
         """
-        longest = max(sum(length for _, length in runs) for runs in self.runs)
-        at_L = torch.arange(longest, device=self.seq_lens_S.device)
+        at_L = torch.arange(max(self.lengths), device=self.seq_lens_S.device)
         position_SL = self.first_S[:, None] + at_L
         slots_SL = self.block_table_SB[:, at_L // self.block_size].long() * self.block_size + at_L % self.block_size
         seen_SL = position_SL < self.seq_lens_S[:, None]
@@ -138,16 +139,17 @@ class CacheView:
         """The blocks that hold the sequences' rows, int64, one sequence after another; and this view of a cache in
         which they lie so. From host numbers alone."""
         size, device = self.block_size, self.slots_N.device
-        lengths = [sum(length for _, length in runs) for runs in self.runs]
-        counts = [-(-length // size) for length in lengths]
+        counts = [-(-length // size) for length in self.lengths]
         begins = [0, *itertools.accumulate(counts)]
         held_SB = torch.arange(self.block_table_SB.shape[1]) < torch.tensor(counts)[:, None]
         table_SB = torch.zeros(held_SB.shape, dtype=torch.int32)
         table_SB[held_SB] = torch.arange(begins[-1], dtype=torch.int32)
-        sequences = list(zip(begins[:-1], lengths, self.queries, strict=True))
+        sequences = list(zip(begins[:-1], self.lengths, self.queries, strict=True))
         slots_N = torch.cat([torch.arange(b * size + n - T, b * size + n) for b, n, T in sequences])
-        return self.block_table_SB[held_SB.to(device)].long(), dataclasses.replace(
-            self, block_table_SB=table_SB.to(device), slots_N=slots_N.to(device),
+        # By places rather than by a mask, whose number of blocks the host would wait for.
+        places = uploaded(held_SB.flatten().nonzero()[:, 0], device)
+        return self.block_table_SB.flatten().index_select(0, places).long(), dataclasses.replace(
+            self, block_table_SB=uploaded(table_SB, device), slots_N=uploaded(slots_N, device),
             runs=tuple(((begin * size, length),) for begin, length, _ in sequences),
         )  # fmt: skip
 
@@ -181,7 +183,7 @@ class CacheView:
             count = self.counts[index]
             mask = self.visible(T, count)[None, None] if T > 1 or self.tree_Tn is not None else None
             return self.block_table_SB[index, :count].long(), mask
-        total = sum(length for _, length in self.runs[index])
+        total = self.lengths[index]
         L = total if self.window is None else min(total, self.own(T) - 1 + self.window)
         mask = self.visible(T, L)[None, None] if T > 1 or self.tree_Tn is not None else None
         runs, before = [], total - L
@@ -192,4 +194,4 @@ class CacheView:
         # From host numbers alone: nothing of a step waits for a tensor's value.
         if all(start + length == following for (start, length), (following, _) in itertools.pairwise(runs)):
             return slice(runs[0][0], runs[0][0] + L), mask
-        return torch.cat([torch.arange(start, start + length) for start, length in runs]).to(device), mask
+        return uploaded(torch.cat([torch.arange(start, start + length) for start, length in runs]), device), mask

@@ -75,7 +75,9 @@ def save(path: Path, inputs: Sequence[Any]) -> None:
             storages.setdefault(key, flat)
             value = {"storage": key, "view": [list(value.shape), list(value.stride()), value.storage_offset()]}
         described[name] = value
-    save_file({key: flat.cpu() for key, flat in storages.items()}, path, {"inputs": json.dumps(described)})
+    # The runs of a view are a sequence that is no list.
+    text = json.dumps(described, default=list)
+    save_file({key: flat.cpu() for key, flat in storages.items()}, path, {"inputs": text})
 
 
 def _tuples(value: Any) -> Any:

@@ -134,8 +134,10 @@ def _native(hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, *packed: A
 
 
 def _native_supports(hidden_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, *packed: Any) -> Literal[True] | str:
-    if hidden_NC.device.type != "cpu" or kernels() is None:
-        return "the compiled CPU kernels are not there"
+    if hidden_NC.device.type != "cpu":
+        return f"it reads host memory, these are on {hidden_NC.device.type}"
+    if kernels() is None:
+        return "it is not compiled"
     if torch.is_grad_enabled() and (hidden_NC.requires_grad or weights_NK.requires_grad):
         return "it gives no gradients"
     if not all(tensor.is_contiguous() for tensor in packed[:-2]):

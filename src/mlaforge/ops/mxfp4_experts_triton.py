@@ -19,6 +19,7 @@ Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.ops.gpu_properties import gpu_properties
 from mlaforge.ops.mxfp4 import BLOCK
-from mlaforge.ops.paged_attention_triton import processors
 
 # Pairs of a tile; its outputs and inputs: of 16 bits a number, and of 32, which are there for parity: exact products
 # have no tensor core.
@@ -158,7 +159,7 @@ def make_launch(
     BLOCK_O, BLOCK_K = EXACT_TILE if x.dtype == torch.float32 else TILE
     # No more tiles can be needed: each expert's last one may be cut short.
     tiles = P // BLOCK_M + min(E, P)
-    programs = min(tiles * triton.cdiv(OUTPUTS, BLOCK_O), 2 * processors(x.device))
+    programs = min(tiles * triton.cdiv(OUTPUTS, BLOCK_O), 2 * gpu_properties(x.device).multiprocessors)
     arguments = {
         "x": x, "order": order_P, "offsets": offsets, "blocks": blocks, "scales": scales, "bias": bias, "out": out,
         "x_row": x.stride(0), "chosen": chosen, "alpha": alpha, "limit": limit, "EXPERTS": E,
@@ -178,16 +179,39 @@ def mixture(
     out_NC = x_NC.new_empty(N, C)
     if not N:
         return out_NC
-    sorted_P, order_P = chosen_NK.flatten().sort(stable=True)
-    offsets = torch.searchsorted(sorted_P, torch.arange(E + 1, device=device), out_int32=True)
+    order_P, offsets = route(chosen_NK, E)
     gated_PI = x_NC.new_empty(N * K, gate_up_bias.shape[1] // 2)
     # Rounded once, when they have been added.
     parts_PC = torch.empty(N * K, C, dtype=torch.float32, device=device)
     gate_up, down = (gate_up_blocks, gate_up_scales, gate_up_bias), (down_blocks, down_scales, down_bias)
-    with torch.cuda.device_of(x_NC):
-        for x, tensors, out in ((x_NC, gate_up, gated_PI), (gated_PI, down, parts_PC)):
-            launch = make_launch(x, order_P, offsets, *tensors, out, K, alpha, limit, gated=out is gated_PI)
-            product_kernel[(launch.programs,)](**launch.arguments, **launch.options)
+    product(x_NC, order_P, offsets, gate_up, gated_PI, K, alpha, limit, gated=True)
+    product(gated_PI, order_P, offsets, down, parts_PC, K, alpha, limit, gated=False)
+    weighted_sum(parts_PC, weights_NK, out_NC)
+    return out_NC
+
+
+def route(chosen_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs of a token and an expert in order of expert, int64 [P]; where each expert's pairs begin, int32 [E + 1]."""
+    sorted_P, order_P = chosen_NK.flatten().sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=chosen_NK.device)
+    return order_P, torch.searchsorted(sorted_P, experts, out_int32=True)
+
+
+def product(
+    x: Tensor, order_P: Tensor, offsets: Tensor, weights: Sequence[Tensor], out: Tensor, chosen: int, alpha: float,
+    limit: float, gated: bool,
+) -> None:  # fmt: skip
+    """Overwrites `out` with every pair's product; `weights` are blocks, scales and bias of all experts. `gated`: of
+    the gate and up projections, with the gate applied; `x` has a row per token, else one per pair."""
+    blocks, scales, bias = weights
+    launch = make_launch(x, order_P, offsets, blocks, scales, bias, out, chosen, alpha, limit, gated)
+    with torch.cuda.device_of(x):
+        product_kernel[(launch.programs,)](**launch.arguments, **launch.options)
+
+
+def weighted_sum(parts_PC: Tensor, weights_NK: Tensor, out_NC: Tensor) -> None:
+    """Overwrites `out_NC` with the sums of each token's parts by their weights."""
+    (N, K), C = weights_NK.shape, parts_PC.shape[1]
+    with torch.cuda.device_of(out_NC):
         grid = (N, triton.cdiv(C, SUMMED))
         sum_kernel[grid](parts_PC, weights_NK.contiguous(), out_NC, K=K, C=C, SUMMED=SUMMED, num_warps=4)
-    return out_NC

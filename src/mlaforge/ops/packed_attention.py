@@ -58,6 +58,8 @@ def _native(
 def _native_supports(
     q_NHD: Tensor, packed: Tensor, whole: Tensor | None, numbers: Sequence[int], view: CacheView, scale: float
 ) -> Literal[True] | str:
+    if q_NHD.device.type != "cpu":
+        return f"it reads host memory, these are on {q_NHD.device.type}"
     if q_NHD.dtype != torch.bfloat16:
         return f"it is for bfloat16, these are {q_NHD.dtype}"
     if packed.dtype != torch.uint8:

@@ -121,6 +121,8 @@ def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale:
 
 
 def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
+    if q_NHD.device.type != "cpu":
+        return f"it reads host memory, these are on {q_NHD.device.type}"
     if q_NHD.dtype != torch.bfloat16 or k_LGD.dtype != torch.bfloat16:
         return f"it is for bfloat16, these are {q_NHD.dtype}"
     if k_LGD.stride(2) != 1 or v_LGV.stride(2) != 1 or k_LGD.stride(0) != v_LGV.stride(0):

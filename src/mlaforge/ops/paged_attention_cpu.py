@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 
-# Cached bytes up to which decoding sequences are copied side by side (measured: LOG.md).
+# Cached bytes up to which decoding sequences are copied side by side (measured: docs/notes/cpu-kernels.md).
 GATHER_BYTES = 2 << 20
 # A stretch of at least this many tokens is cut in two, so that an odd number of key heads keeps two cores busy.
 SPLIT_TOKENS = 1024

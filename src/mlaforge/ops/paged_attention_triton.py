@@ -26,9 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
 
-# Sequences that one step of the search for a tile's sequence looks at.
-SEARCHED = tl.constexpr(256)
+# Sequences per step of the search for a tile's sequence. A launch passes it: compiled kernels read no globals.
+SEARCHED = 256
 
 
 @triton.jit
@@ -55,7 +56,10 @@ def _finite(x):
 
 
 @triton.jit
-def _locate(tile, query_start, num_sequences, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr):
+def _locate(
+    tile, query_start, num_sequences, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr,
+    SEARCHED: tl.constexpr,
+):  # fmt: skip
     """The sequence of a tile of the grid, and which of the sequence's tiles it is.
 
     TILES > 0: so many tiles for every sequence. TILES = 0: sequence s has as many as its rows can need, from tile
@@ -92,13 +96,13 @@ def attend_kernel(
     GROUP: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, key heads, splits). out [N, H, splits, V] and lse [N, H, splits] are contiguous. WINDOW 0 is none,
     a piece of size 0 is none; D0 and D1 are the value's pieces too where V_IN_K."""
     g, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads, splits = tl.num_programs(1) * GROUP, tl.num_programs(2)
-    s, tile = _locate(tl.program_id(0), query_start, num_sequences, GROUP, TILES, BLOCK_M)
+    s, tile = _locate(tl.program_id(0), query_start, num_sequences, GROUP, TILES, BLOCK_M, SEARCHED)
     begin = tl.load(query_start + s)
     T = tl.load(query_start + s + 1) - begin
     if tile * BLOCK_M >= T * GROUP:
@@ -213,14 +217,19 @@ def supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor) -> Literal[True] | str
         return f"it has no {q_NHD.dtype}"
     if INTERPRETED and q_NHD.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 wrongly"
+    gpu = gpu_properties(q_NHD.device)
+    if k_LGD.dtype == torch.float8_e4m3fn and (reason := gpu.why_no_fp8()):
+        return reason
     if any(x.stride(-1) != 1 for x in (q_NHD, k_LGD, v_LGV)):
         return "the numbers of a row must lie one after another"
     if q_NHD.shape[1] % k_LGD.shape[1]:
         return f"{q_NHD.shape[1]} heads over {k_LGD.shape[1]} key heads"
     D, V, v_in_k = k_LGD.shape[2], v_LGV.shape[2], is_prefix(v_LGV, k_LGD)
     K_pieces, V_pieces = cut(D, V, v_in_k)
-    if sum(V_pieces) > 512 or not tile_sizes(512, sum(K_pieces), sum(V_pieces), v_in_k, q_NHD.element_size()):
-        return f"rows of {D} and {V} numbers do not fit on the chip"
+    if sum(V_pieces) > 512:
+        return f"values of {V} numbers do not fit into registers; it takes at most 512"
+    if not tile_sizes(512, sum(K_pieces), sum(V_pieces), v_in_k, q_NHD.element_size(), gpu):
+        return f"rows of {D} and {V} numbers do not fit into {gpu.shared_memory // KIB} KiB of shared memory"
     return True
 
 
@@ -257,14 +266,19 @@ class Launch:
 
 
 def make_launch(
-    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None
-) -> Launch:
-    """From shapes, strides and the view's host numbers only. Outputs are allocated here: `out` [N, H, splits, V]."""
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None,
+    gpu: GpuProperties | None = None,
+) -> Launch:  # fmt: skip
+    """From shapes, strides and the view's host numbers only. Outputs are allocated here: `out` [N, H, splits, V].
+
+    `gpu` is the GPU to compile for, where it is not the tensors' device.
+    """
+    gpu = gpu or gpu_properties(q_NHD.device)
     (N, H, D), (_, G, V) = q_NHD.shape, v_LGV.shape
     group, S = H // G, len(view.seq_lens_S)
     v_in_k = is_prefix(v_LGV, k_LGD)
     (D0, D1, D2), (V0, V1) = cut(D, V, v_in_k)
-    sizes = tile_sizes(view.max_query * group, D0 + D1 + D2, V0 + V1, v_in_k, q_NHD.element_size())
+    sizes = tile_sizes(view.max_query * group, D0 + D1 + D2, V0 + V1, v_in_k, q_NHD.element_size(), gpu)
     assert sizes, "supports() was not asked"
     BLOCK_M, BLOCK_N, num_warps, num_stages = sizes
 
@@ -274,7 +288,7 @@ def make_launch(
     grid_x = S * tiles if rectangular else N * group // BLOCK_M + S
     if splits is None:
         span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + view.max_query)
-        room = processors(q_NHD.device) * (2 if BLOCK_M < 64 else 1)
+        room = gpu.multiprocessors * (2 if BLOCK_M < 64 else 1)
         splits = choose_splits(grid_x * G, triton.cdiv(span, 2 * BLOCK_N), room)
     out = torch.empty(N, H, splits, V, dtype=q_NHD.dtype if splits == 1 else torch.float32, device=q_NHD.device)
     lse = torch.empty(N, H, splits, dtype=torch.float32, device=q_NHD.device)
@@ -286,39 +300,51 @@ def make_launch(
         "v_slot": v_LGV.stride(0), "v_head": v_LGV.stride(1), "table_row": view.block_table_SB.stride(0),
         "num_sequences": S, "GROUP": group, "TILES": tiles if rectangular else 0, "WINDOW": view.window or 0,
         "BLOCK_SIZE": view.block_size, "D": D, "D0": D0, "D1": D1, "D2": D2, "V": V, "V0": V0, "V1": V1,
-        "V_IN_K": v_in_k, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N,
+        "V_IN_K": v_in_k, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "SEARCHED": SEARCHED,
         "PRECISION": "ieee" if q_NHD.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     return Launch((grid_x, G, splits), arguments, {"num_warps": num_warps, "num_stages": num_stages})
 
 
-# Kilobytes of shared memory that a program may ask for on Hopper, less what the compiler adds; and half of an SM's.
-SHARED, HALF = 222 * 1024, 104 * 1024
+# Shared memory that Triton needs beside the tiles, and bytes that CUDA reserves per block.
+OVERHEAD, RESERVED = 5 * KIB, KIB
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_sizes(rows: int, keys: int, values: int, v_in_k: bool, itemsize: int) -> tuple[int, int, int, int] | None:
+def tile_sizes(
+    rows: int, keys: int, values: int, v_in_k: bool, itemsize: int, gpu: GpuProperties
+) -> tuple[int, int, int, int] | None:
     """BLOCK_M, BLOCK_N, warps and stages for `rows` query rows and padded widths; None where nothing fits.
 
-    64 rows are the least that Hopper's asynchronous tensor cores take; more than that only where rows are narrow.
-    Fewer rows are bound by memory, so two programs should share a processor. Each two stages after the first keep one
-    more tile in flight: block numbers take every other stage, since addresses follow from them. Chosen by what ptxas
-    says of registers and shared memory; not tuned on a GPU yet.
+    64 rows are the least that Hopper's asynchronous tensor cores take; more than that only where rows are narrow, fewer
+    only where 64 do not fit into the GPU's shared memory. Fewer rows are bound by memory, so two programs should share
+    a multiprocessor. Each two stages after the first keep one more tile in flight: block numbers take every other
+    stage, since addresses follow from them. Chosen by what ptxas says of registers and shared memory; not tuned on a
+    GPU yet.
     """
+    row_bytes = (keys if v_in_k else keys + values) * itemsize
+    # Two programs and what CUDA reserves for them share a multiprocessor's memory.
+    whole, half = gpu.shared_memory - OVERHEAD, (gpu.shared_memory + RESERVED) // 2 - RESERVED - OVERHEAD
     if itemsize == 4:
         # There for parity: exact products have no tensor core.
-        return 16, 16, 4, 2
+        return (16, 16, 4, 2) if 16 * (keys * itemsize + row_bytes) <= whole else None
     BLOCK_M = min(64, max(16, triton.next_power_of_2(rows)))
     if rows >= 512 and max(keys, values) <= 128:
         BLOCK_M = 128
-    warps = 8 if BLOCK_M == 128 or values > 256 or (BLOCK_M == 64 and values > 128) else 4
-    row_bytes = (keys if v_in_k else keys + values) * itemsize
-    for budget in (HALF, SHARED) if BLOCK_M < 64 else (SHARED,):
-        for BLOCK_N in (64, 32):
-            for stages in (7, 5, 3):
-                tiles = (stages - 1) // 2 + (BLOCK_M >= 64)
-                if BLOCK_M * keys * itemsize + tiles * BLOCK_N * row_bytes <= budget:
-                    return BLOCK_M, BLOCK_N, warps, stages
+    while BLOCK_M >= 16:
+        warps = 8 if BLOCK_M == 128 or values > 256 or (BLOCK_M == 64 and values > 128) else 4
+        for budget in (half, whole) if BLOCK_M < 64 else (whole,):
+            for BLOCK_N in (64, 32):
+                for stages in (7, 5, 3):
+                    tiles = (stages - 1) // 2
+                    if asynchronous := BLOCK_M >= 64 and gpu.asynchronous:
+                        # The tile that the tensor cores still read.
+                        tiles += 1
+                    # Synchronous tensor cores take their left factor, the weights, from registers by way of memory.
+                    weights = 0 if asynchronous else BLOCK_M * BLOCK_N * itemsize
+                    if BLOCK_M * keys * itemsize + tiles * BLOCK_N * row_bytes + weights <= budget:
+                        return BLOCK_M, BLOCK_N, warps, stages
+        BLOCK_M //= 2
     return None
 
 
@@ -337,24 +363,22 @@ def choose_splits(programs: int, most: int, room: int) -> int:
     return next(splits for splits in candidates if fill(splits) >= 0.9 * best)
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; a few where the kernel is interpreted, so that it splits there too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def attend(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """ops/paged_attention.py's function; `splits` overrides into how many parts each tile's positions are cut."""
-    (N, H, _), V = q_NHD.shape, v_LGV.shape[2]
-    launch = make_launch(q_NHD, k_LGD, v_LGV, view, scale, splits)
-    out, lse = launch.arguments["out"], launch.arguments["lse"]
+    return run(make_launch(q_NHD, k_LGD, v_LGV, view, scale, splits))
+
+
+def run(launch: Launch) -> tuple[Tensor, Tensor]:
+    """Runs the kernel and merges its splits: out [N, H, V] and lse [N, H]."""
+    q_NHD, out, lse = (launch.arguments[name] for name in ("q", "out", "lse"))
+    N, H, splits, V = out.shape
     if not N:
         return out[:, :, 0], lse[..., 0]
     with torch.cuda.device_of(q_NHD):
         attend_kernel[launch.grid](**launch.arguments, **launch.options)
-        if (splits := launch.grid[2]) == 1:
+        if splits == 1:
             return out[:, :, 0], lse[..., 0]
         merged, merged_lse = q_NHD.new_empty(N, H, V), lse.new_empty(N, H)
         merge_kernel[(N * H,)](out, lse, merged, merged_lse, splits, V=V, SIZE=triton.next_power_of_2(V), num_warps=4)

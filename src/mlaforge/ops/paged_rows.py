@@ -105,11 +105,11 @@ class PagedRows:
         rows[~whole] = self.format.read(self.packed, self._units(blocks_B[~whole], size)).view(-1, *rows.shape[1:])
         return rows.flatten(0, 1).to(self.dtype), gathered
 
-    def move(self, slots_N: Tensor, kept: list[int]) -> None:
-        """Of the rows that a step has written to `slots_N` those numbered `kept`, rising, to where its first are."""
+    def move(self, slots_N: Tensor, rows_K: Tensor) -> None:
+        """Of the rows that a step has written to `slots_N` those numbered `rows_K`, rising, to where its first are."""
         assert self.whole is None, "a row that is packed does not become whole again"
         rows = self.packed.view(torch.uint8)
-        to, of = slots_N[: len(kept)], slots_N[kept]
+        to, of = slots_N[: len(rows_K)], slots_N[rows_K]
         rows[to] = rows[of]
         if self.kept is not None:
             self.kept.forget(to)

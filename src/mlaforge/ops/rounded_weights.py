@@ -17,14 +17,21 @@ GROUP = 32
 CHUNK = 4096
 
 
+def rounded8(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers of -127 to 127 [M, K] and scales [M], both fp32 as the weights are: a weight is code * scale.
+
+    Symmetric, to nearest, a scale per output."""
+    scale_M = (weight_MK.abs().amax(dim=1) / 127).clamp_min(LEAST)
+    return torch.round(weight_MK / scale_M[:, None]), scale_M
+
+
 def packed8(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 [B, K / 4, 16, 4], K filled up to a multiple of 64, and fp32 scales [16 B]: a weight is (w - 128) * scale.
 
-    Symmetric, to nearest, a scale per output."""
-    weight_MK = _filled(weight_MK)
-    scale_M = (weight_MK.abs().amax(dim=1) / 127).clamp_min(LEAST)
-    bytes_MK = torch.round(weight_MK / scale_M[:, None]).add_(128).to(torch.uint8)
-    return bytes_MK.view(-1, 16, weight_MK.shape[1] // 4, 4).transpose(1, 2).contiguous(), scale_M
+    Rounded by `rounded8`."""
+    codes_MK, scale_M = rounded8(_filled(weight_MK))
+    bytes_MK = codes_MK.add_(128).to(torch.uint8)
+    return bytes_MK.view(-1, 16, bytes_MK.shape[1] // 4, 4).transpose(1, 2).contiguous(), scale_M
 
 
 def packed4(weight_MK: Tensor) -> tuple[Tensor, Tensor]:

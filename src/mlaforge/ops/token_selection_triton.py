@@ -11,7 +11,7 @@ on host numbers alone. Not measured on a GPU yet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.runtime import on_device
 
 # Tokens of a program, and those whose logits it holds at a time.
 STRETCH, BLOCK_N = 1024, 64
@@ -99,6 +100,19 @@ def score_kernel(
         tl.store(out + s * width + t, score, mask=t < width)
 
 
+INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
+
+
+def supports(keys: Tensor, queries: Tensor, view: CacheView) -> Literal[True] | str:
+    """True, or the reason why the kernels cannot run on index keys, queries and a view."""
+    for name, tensor in (("index keys", keys), ("queries", queries), ("the block table", view.block_table_SB)):
+        if tensor.device.type != "cuda" and not INTERPRETED:
+            return f"it needs CUDA tensors, {name} are on {tensor.device.type}"
+    if keys.dtype != torch.int8:
+        return f"index keys are {keys.dtype}, not int8"
+    return True
+
+
 def launches(keys: Tensor, queries_SHI: Tensor, view: CacheView) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid of both kernels, and what both take, by name."""
     S, H, I = queries_SHI.shape  # noqa: E741
@@ -134,7 +148,7 @@ def choose(
     most, size = max(counts), view.block_size
     best = scores_SL.topk(most, dim=1).indices
     # Behind those that a sequence reads stands what does not count.
-    within = torch.arange(most, device=device) < torch.tensor(counts, device=device)[:, None]
+    within = torch.arange(most, device=device) < on_device(list(counts), torch.int64, device)[:, None]
     positions = best.masked_fill(~within, L).sort(dim=1).values
     positions = torch.where(within, positions, 0)
     slots = view.block_table_SB.gather(1, positions // size) * size + positions % size

@@ -127,7 +127,7 @@ class Gpu:
     `bandwidth_tbs` is TB/s (1e12 bytes), `memory_gib` what the driver reports, `achievable` the share of the
     datasheet's FLOP/s that a good matrix product reaches, `read` that of its bandwidth; `rows_read`: bytes per second
     at which attention reads cached rows at most, by how they are stored, or by their layout; `keys_on_chip`: whether
-    there is a kernel that keeps the keys that it decompresses.
+    there is a kernel that keeps the keys that it decompresses; `fp8`: whether kernels convert float8_e4m3fn.
     """
 
     name: str
@@ -139,6 +139,7 @@ class Gpu:
     read: float = 1.0
     rows_read: Mapping[str, float] = field(default_factory=dict)
     keys_on_chip: bool = False
+    fp8: bool = True
 
     @property
     def flops(self) -> float:
@@ -185,7 +186,7 @@ GPUS = {
         Gpu("h100", 989.0, 3.35, 79.6, "NVIDIA H100 SXM datasheet, 80 GB; sparse figure 1979 halved"),
         Gpu("b200", 2250.0, 8.0, 179.0, "NVIDIA HGX B200 datasheet, 180 of 192 GB; sparse 4500 halved"),
         Gpu("l40s", 362.0, 0.864, 45.0, "NVIDIA L40S datasheet, 48 GB with ECC; sparse figure 733 halved"),
-        Gpu("a100", 312.0, 2.039, 80.0, "NVIDIA A100 SXM datasheet, 80 GB"),
+        Gpu("a100", 312.0, 2.039, 80.0, "NVIDIA A100 SXM datasheet, 80 GB", fp8=False),
         Gpu("rtx5090", 209.5, 1.792, 31.8, "NVIDIA RTX Blackwell whitepaper, 32 GB; fp32 accumulation"),
     )
 }

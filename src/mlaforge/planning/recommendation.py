@@ -13,6 +13,8 @@ from mlaforge.planning.roofline import Row, decode_step, in_bytes, in_digits, sl
 
 # A typical loss, in nats per token, that is taken for time: 1 % of perplexity.
 LITTLE = math.log(1.01)
+# The largest typical loss of a form that is recommended: healing wins back a part of it.
+MOST = math.log(1.10)
 # Steps closer to each other than this are alike: a roofline is no better.
 ALIKE = 1.05
 
@@ -30,8 +32,9 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     """Of the rows that have a form. rows[0] is the original as it stands.
 
     What does not fit in memory is out. Of the rest, the fastest of those that typically lose at most 1 %, and of
-    several within 5 % of it the one that loses least. Where none loses so little, the one that loses least; where
-    nothing fits, the one of which most requests do.
+    several within 5 % of it the one that loses least. Where none loses so little, the one that loses least, up to
+    10 %. Where nothing of that kind fits, no conversion is recommended, and the form that loses little and holds most
+    is named with its batch.
     """
     weighed = [row for row in rows if row.form]
     original = weighed[0]
@@ -45,13 +48,29 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         else:
             why = f"no form that fits and typically loses at most 1 % is more than {ALIKE - 1:.0%} faster"
             why += f" ({fastest.label}: {in_digits(fastest.verify.total * 1e3)} ms, {percent(fastest)})"
-    elif fitting:
+    elif fitting and min(map(loss, fitting)) <= MOST:
         best = min(fitting, key=loss)
         why = "nothing that fits typically loses at most 1 %, and this loses least; healing wins back a part"
     else:
-        best = max(weighed, key=lambda row: row.requests)
-        why = f"nothing fits: {best.requests} of {best.batch} requests of this context at the most"
+        return _too_large(weighed, fitting)
     return Recommendation(best, _sentence(best, original), [f"Why: {why}.", *_beside(best, fitting, weighed)])
+
+
+def _too_large(weighed: Sequence[Row], fitting: Sequence[Row]) -> Recommendation:
+    """Where no form that healing can mend holds the batch: no conversion is recommended, and what would fit is said."""
+    best = max((row for row in weighed if loss(row) <= LITTLE), key=lambda row: row.requests)
+    requests = f"{best.batch} request{'s' * (best.batch > 1)} of {best.context:,} tokens"
+    memory, weights = f"{best.gpu.memory_gib:g} GiB", in_bytes(weight_bytes(best.plan))
+    sentence = (
+        f"Nothing fits: no form of a typical loss up to {math.expm1(MOST):.0%} holds {requests} on "
+        f"{best.gpu.name} ({memory}, of which the weights take {weights})."
+    )
+    advice = (
+        f"Of the forms that typically lose at most 1 %, {best.label} holds most: --batch {best.requests}."
+        if best.requests
+        else "Not even one request fits: plan for a shorter --context, a smaller model or a machine with more memory."
+    )
+    return Recommendation(best, sentence, [advice, *_beside(best, fitting, weighed)])
 
 
 def loss(row: Row) -> float:

@@ -149,7 +149,8 @@ def compare(
     select_layers(spec, layers)
     rows, left_out = [], dict[str, str]()
     for form in forms:
-        if ("cpu" if gpu.name == "cpu" else "gpu") in form.on and form.topk(context) < context:
+        read = ("cpu" if gpu.name == "cpu" else "gpu") in form.on and (gpu.fp8 or form.stored != "fp8")
+        if read and form.topk(context) < context:
             try:
                 rows.append(Row(form.plan(spec, layers, context), gpu, context, batch, drafts, form))
             except UserError as error:

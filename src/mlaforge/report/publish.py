@@ -10,18 +10,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mlaforge.artifact import ABSOLUTE, MANIFEST, Manifest, sha256
-from mlaforge.checkpoint.reader import COMPANIONS
+from mlaforge.checkpoint.reader import COMPANIONS, TEMPLATES
 from mlaforge.runtime import UserError, progress, version
 
 # Stage -> the folder of the repository that its files go to.
 PLACES = {
     "convert": "", "sparsify": "", "heal": "", "export_deepseek": "", "card": "", "draft train": "draft",
-    "draft import": "draft", "calibrate": "calibration",
+    "draft import": "draft", "draft export": "draft", "calibrate": "calibration",
 }  # fmt: skip
 # What a draft head without a manifest says in its config.
 HEAD = "LlamaForCausalLMEagle3"
@@ -116,12 +116,16 @@ def _files(folder: Path) -> Iterator[tuple[Path, str, str]]:
     if gone := sorted(name for name in whole or () if not (folder / name).is_file()):
         raise UserError(f"{folder / gone[0]} is gone, though its {MANIFEST} names it; make the artifact again")
     place = PLACES[stage]
-    for file in sorted(folder.iterdir()):
-        own = stage != "card" and file.name == MANIFEST
-        reason = _reason(file, whole is None or own, whole or ())
-        if not (place or reason) and file.suffix == ".safetensors" and not file.name.startswith("model"):
+    # The one folder that a model directory has.
+    templates = folder / TEMPLATES
+    entries = {path for path in folder.iterdir() if path != templates} | set(templates.glob("*"))
+    for file in sorted(entries):
+        name = file.relative_to(folder).as_posix()
+        own = stage != "card" and name == MANIFEST
+        reason = _reason(file, whole is None or own or name in whole)
+        if not (place or reason) and file.suffix == ".safetensors" and not name.startswith("model"):
             reason = "no weights that the model loads"
-        yield file, f"{place}/{file.name}" if place else file.name, reason
+        yield file, f"{place}/{name}" if place else name, reason
 
 
 def _head(folder: Path) -> str:
@@ -133,8 +137,8 @@ def _head(folder: Path) -> str:
     return "draft train" if isinstance(config, dict) and HEAD in (config.get("architectures") or ()) else ""
 
 
-def _reason(file: Path, known: bool, whole: Collection[str]) -> str:
-    """Why a file is left out, "" where it goes. known: it needs no place in its manifest's files `whole`."""
+def _reason(file: Path, known: bool) -> str:
+    """Why a file is left out, "" where it goes. known: its manifest names it, or need not."""
     name = file.name
     if name.endswith(".partial"):
         return "unfinished"
@@ -148,7 +152,7 @@ def _reason(file: Path, known: bool, whole: Collection[str]) -> str:
         begins = opened.read(4)
     if name.endswith(PICKLES) or (begins.startswith(BEGINNINGS) and not name.endswith(WEIGHTS)):
         return "a pickle or an archive, which can run code when it is loaded: refused"
-    if not known and name not in whole:
+    if not known:
         return "no part of the artifact" if name != MANIFEST else "a card's own; the checkpoint has one"
     if not (name.endswith(KINDS) or NAMES.fullmatch(name)):
         return "no kind of file that is published"

@@ -68,7 +68,9 @@ class Service:
         self.metrics = Metrics(engine, self.admission)
         self.tokens = TokenText(inner.tokenizer)
         self.prompts = Prompts(inner.tokenizer, inner.max_model_len)
-        self.chat = Chat(inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony), self.prompts)
+        self.chat = Chat(
+            inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony), self.prompts, config.ignored_tools
+        )
         self.checking = ThreadPoolExecutor(GRAMMAR_CHECKS, thread_name_prefix="mlaforge-grammar")
 
     async def check_grammar(self, params: SamplingParams) -> None:
@@ -90,7 +92,7 @@ class Service:
         prompts = []
         for prompt in request.prompts(self.config.max_prompts):
             if isinstance(prompt, str):
-                ids = self.prompts.encode(prompt, request.add_special_tokens is not False, request.max_tokens)
+                ids = self.prompts.encode(prompt, request.add_special_tokens is not False)
                 self._check_prompt(ids, request.max_tokens)
                 prompts.append(Prompt(ids, prompt))
             else:
@@ -100,11 +102,12 @@ class Service:
                 )
                 prompts.append(Prompt(prompt, echoed or ""))
         scoring_only = request.max_tokens == 0
-        most = 16 if request.max_tokens is None else max(request.max_tokens, 1)
+        defaults = inner.sampling_defaults
+        most = defaults.get("max_tokens", 16) if request.max_tokens is None else max(request.max_tokens, 1)
         changes: dict[str, Any] = {"max_tokens": most, "logprobs": request.logprobs}
         if request.echo and request.prompt_logprobs is None:
             changes["prompt_logprobs"] = request.logprobs
-        params = request.params(inner.vocab_size, **changes)
+        params = request.params(inner.vocab_size, defaults, **changes)
         wants = request.prompt_logprobs is not None
         form = TextForm(
             self.model, prompts, params, self.tokens, request.logprobs, wants, request.return_tokens_as_token_ids,
@@ -116,9 +119,11 @@ class Service:
         """A chat request, tokenized. Raises ApiError."""
         request = ChatRequest.read(payload)
         self._check(request)
+        defaults = self.engine.engine.sampling_defaults
         limit, alternatives = request.limit(), request.alternatives()
-        changes = {"max_tokens": limit, "logprobs": alternatives, **self.chat.sampling(request)}
-        params = request.params(self.engine.engine.vocab_size, **changes)
+        most = defaults.get("max_tokens") if limit is None else limit
+        changes = {"max_tokens": most, "logprobs": alternatives, **self.chat.sampling(request)}
+        params = request.params(self.engine.engine.vocab_size, defaults, **changes)
         ids = self.chat.prompt(request)
         self._check_prompt(ids, limit)
         wants = request.prompt_logprobs is not None
@@ -200,7 +205,9 @@ class Answer(Response):
         try:
             return self._read(wire.parse_object(body))
         except PromptTooLong as error:
-            raise ApiError(400, str(error), "prompt", "context_length_exceeded") from error
+            # Of a chat the messages are the prompt.
+            field = "messages" if error.field == "prompt" and self._endpoint == "chat" else error.field
+            raise ApiError(400, str(error), field, "context_length_exceeded") from error
 
     async def _answer(self, send: Send) -> None:
         service, body = self._service, self._body
@@ -344,7 +351,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
             return JSONResponse(ApiError(503, why).body(), 503)
         if (seconds := engine.busy) > STUCK_SECONDS:
             return JSONResponse(ApiError(503, f"no step has ended for {seconds:.0f} s").body(), 503)
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "non_finite_requests": engine.stats.non_finite_requests})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -40,6 +40,8 @@ class SyncEngine(Protocol):
     @property
     def model_name(self) -> str: ...
     @property
+    def sampling_defaults(self) -> Mapping[str, Any]: ...
+    @property
     def has_work(self) -> bool: ...
     def check_grammar(self, params: SamplingParams) -> None: ...
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None: ...
@@ -137,8 +139,11 @@ class Stream:
             self._pending[request_id] = note if old is None else merge(old, note)
             if note.finished:
                 self._open.discard(request_id)
-            if note.error is not None:
-                self._error = self._error or UserError(note.error)
+            if self._error is None:
+                try:
+                    note.raise_for_error()
+                except UserError as error:
+                    self._error = error
         self._news.set()
 
     def _fail(self, error: EngineUnavailable) -> None:

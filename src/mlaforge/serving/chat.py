@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from mlaforge.engine.request import chat_template
-from mlaforge.engine.request.harmony import FIELDS, Harmony, MessageError
+from mlaforge.engine.request.conversation import MessageError
+from mlaforge.engine.request.harmony import FIELDS, Harmony
 from mlaforge.engine.request.output import Completion
-from mlaforge.runtime import UserError
 from mlaforge.serving.harmony_process import HarmonyProcesses
 from mlaforge.serving.prompts import Prompts
 from mlaforge.serving.protocol import ChatMessage, ChatRequest, NamedTool
@@ -25,7 +25,7 @@ _RESERVED = frozenset({
 
 
 class AnswerParser(Protocol):
-    """Reads one choice's answer. `failed`: it was no harmony after all; `calls`: tools called so far, of the model's
+    """Reads one choice's answer. `failed`: a part of it is no harmony; `calls`: tools called so far, of the model's
     own accord or as one of several."""
 
     @property
@@ -50,8 +50,8 @@ class PlainParser:
 class ChannelParser:
     """Tokens, not text, are read: harmony's structure is in its special tokens."""
 
-    def __init__(self, spoken: Harmony) -> None:
-        self._parser = spoken.parser()
+    def __init__(self, spoken: Harmony, tools: list[dict[str, Any]]) -> None:
+        self._parser = spoken.parser(tools)
 
     @property
     def failed(self) -> bool:
@@ -101,8 +101,8 @@ class NamedCallParser:
 class Chat:
     """How one model is talked with: in harmony, or by its chat template."""
 
-    def __init__(self, tokenizer: Any, spoken: Harmony | None, prompts: Prompts) -> None:
-        self._tokenizer, self._prompts = tokenizer, prompts
+    def __init__(self, tokenizer: Any, spoken: Harmony | None, prompts: Prompts, ignored_tools: str = "error") -> None:
+        self._tokenizer, self._prompts, self._ignored_tools = tokenizer, prompts, ignored_tools
         self.harmony = spoken
         self._processes = None if spoken is None else HarmonyProcesses(spoken)
 
@@ -117,7 +117,7 @@ class Chat:
     def parser(self, request: ChatRequest) -> Callable[[], AnswerParser]:
         """What makes the parsers of the request's answers."""
         if self.harmony is not None:
-            return functools.partial(ChannelParser, self.harmony)
+            return functools.partial(ChannelParser, self.harmony, _tools(request))
         if isinstance(request.tool_choice, NamedTool):
             return functools.partial(NamedCallParser, request.tool_choice.function.name)
         return CallsParser if request.tool_choice == "required" else PlainParser
@@ -141,11 +141,8 @@ class Chat:
             raise ApiError(400, "with harmony the answer is always a new message", "add_generation_prompt")
         if request.chat_template_kwargs:
             raise ApiError(400, "with harmony there is no chat template", "chat_template_kwargs")
-        messages = [
-            {**message.model_dump(include=set(FIELDS), exclude_none=True), "content": message.text}
-            for message in request.messages
-        ]
-        self._prompts.check("\n".join(message.text for message in request.messages), request.limit())
+        messages = [message.model_dump(include=set(FIELDS), exclude_none=True) for message in request.messages]
+        self._prompts.check("\n".join(message.text for message in request.messages))
         try:
             return processes.render(messages, _tools(request), request.reasoning_effort)
         except MessageError as error:
@@ -163,16 +160,17 @@ class Chat:
             "add_generation_prompt": request.add_generation_prompt,
             "continue_final_message": request.continue_final_message,
         }
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
-        if tools := _tools(request):
-            variables["tools"] = tools
-        messages = [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)]
+        # A forced call has the tool's schema in its grammar: the tools are not lost.
+        ignored = self._ignored_tools if request.forced is None else "log"
         try:
-            text = chat_template.text(self._tokenizer, messages, variables)
-        except UserError as error:
-            raise ApiError(400, str(error), "messages") from error
-        return self._prompts.encode(text, bool(request.add_special_tokens), request.limit())
+            text = chat_template.text(
+                self._tokenizer, [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)],
+                tools=_tools(request), reasoning_effort=request.reasoning_effort, variables=variables,
+                ignored_tools=ignored,
+            )  # fmt: skip
+        except MessageError as error:
+            raise ApiError(400, str(error), error.field) from error
+        return self._prompts.encode(text, bool(request.add_special_tokens))
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]]:
@@ -181,26 +179,19 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
-    """A message as templates take it: text content, calls' arguments as objects."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.text}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, where)},
-            }
-            for call in message.tool_calls
-        ]
+    """A message with the fields that templates know. Calls' arguments are parsed here, where JSON has its limits."""
+    plain = message.model_dump(include=set(FIELDS), exclude_none=True)
+    for call in plain.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
     return plain
 
 
-def _arguments(text: str, where: str) -> Any:
+def _arguments(text: str, where: str) -> dict[str, Any]:
     """A call's arguments, which the API carries as JSON text. Raises ApiError (400)."""
     try:
-        return parse(text or "{}")
+        arguments = parse(text or "{}")
     except ValueError as error:
         raise ApiError(400, f"{where}: a call's arguments are not JSON", f"{where}.tool_calls") from error
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{where}: a call's arguments are no JSON object", f"{where}.tool_calls")
+    return arguments

@@ -6,6 +6,7 @@ import dataclasses
 
 from mlaforge.config import option
 from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.request.chat_template import IGNORED_TOOLS
 from mlaforge.engine.request.harmony import EFFORTS
 
 
@@ -15,14 +16,21 @@ class GenerateConfig(EngineConfig):
 
     first = ("prompt", "chat", "against", "max_new_tokens", "temperature")
 
-    prompt: str = option("The capital of France is", "what the text starts with, or the user's turn with --chat")
+    prompt: str = option(
+        "The capital of France is", "what the text starts with, or the user's turn with --chat; - is standard input"
+    )
     against: str | None = option(None, "a second model that continues the same prompt")
     max_new_tokens: int = option(64, "length of the continuation", "tokens", least=1)
     chat: bool = option(False, "ask the prompt as a user's turn: in harmony, else in the model's chat template")
     reasoning_effort: str | None = option(None, "with --chat, how long the model thinks (its own)", choices=EFFORTS)
     harmony: bool = option(True, "with --chat, read and write the harmony format where the tokenizer has it")
-    temperature: float = option(0.0, "0 takes the likeliest token, 1 draws from the model's own distribution")
-    top_p: float = option(1.0, "draw among the likeliest tokens that together have this probability", "fraction")
+    temperature: float | None = option(
+        None, "0 takes the likeliest token, 1 draws from the model's own distribution (the model's own setting, else 0)"
+    )
+    top_p: float | None = option(
+        None, "draw among the likeliest tokens that together have this probability (the model's own setting, else 1)",
+        "fraction",
+    )  # fmt: skip
     seed: int | None = option(None, "seed of the draws (default: a fresh one)")
 
 
@@ -38,8 +46,14 @@ class ChatConfig(EngineConfig):
     )
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
     max_new_tokens: int = option(1024, "length of an answer", "tokens", least=1)
-    temperature: float = option(0.7, "0 takes the likeliest token, 1 draws from the model's own distribution")
-    top_p: float = option(0.95, "draw among the likeliest tokens that together have this probability", "fraction")
+    temperature: float | None = option(
+        None, "0 takes the likeliest token, 1 draws from the model's own distribution (the model's own setting, else "
+        "0.7)",
+    )  # fmt: skip
+    top_p: float | None = option(
+        None, "draw among the likeliest tokens that together have this probability (the model's own setting, else "
+        "0.95)", "fraction",
+    )  # fmt: skip
     seed: int | None = option(None, "seed of the draws (default: a fresh one)")
 
 
@@ -64,3 +78,7 @@ class ServeConfig(EngineConfig):
     verify: bool = option(False, "first compare every file of model and head with its hash, as `mlaforge verify` does")
     drain_timeout: float = option(30.0, "how long running requests may go on after SIGTERM", "seconds", least=0)
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
+    ignored_tools: str = option(
+        "error", "what a request with tools leads to where the chat template ignores them: a 400, or a line in the log",
+        choices=IGNORED_TOOLS,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution.model import choose_format
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.sampling.defaults import announce
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import resolve_device, timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
@@ -31,7 +32,7 @@ def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> 
             return llm.stream_chat(turn, params, reasoning_effort=config.reasoning_effort)
         return llm.stream(config.prompt, params)
 
-    params = _params(config)
+    params = _params(llm, config, 0.0, 1.0)
     # One token first, so that neither model's clock pays for warming up.
     for _ in outputs(dataclasses.replace(params, max_tokens=1)):
         pass
@@ -59,10 +60,14 @@ def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> 
     }
 
 
-def _params(config: GenerateConfig | ChatConfig) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
-    )
+def _params(llm: LLM, config: GenerateConfig | ChatConfig, temperature: float, top_p: float) -> SamplingParams:
+    """As the options say; what they leave unset as the model's generation_config.json says, else these two."""
+    options = {"temperature": config.temperature, "top_p": config.top_p}
+    told = {name: value for name, value in options.items() if value is not None}
+    own = {name: value for name, value in llm.engine.sampling_defaults.items() if name != "max_tokens"}
+    announce({name: value for name, value in own.items() if name not in told})
+    values: dict[str, Any] = {"temperature": temperature, "top_p": top_p} | own | told
+    return SamplingParams(max_tokens=config.max_new_tokens, seed=config.seed, **values)
 
 
 def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = False) -> Manifest:
@@ -98,7 +103,7 @@ class Conversation:
 
     def __init__(self, model: str, config: ChatConfig):
         self.llm, self._effort = LLM(model, config, harmony=config.harmony), config.reasoning_effort
-        self.params = _params(config)
+        self.params = _params(self.llm, config, 0.7, 0.95)
         self._first = [{"role": "system", "content": config.system}] if config.system else []
         # A missing package is told before the user says anything.
         _ = self.llm.harmony

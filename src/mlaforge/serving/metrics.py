@@ -25,6 +25,7 @@ COUNTERS = {
     "mlaforge_cache_bytes_read": ("cache_bytes_read", "bytes of the cache that steps read at the least"),
     "mlaforge_preemptions": ("preemptions", "sequences that lost their blocks and are computed again"),
     "mlaforge_requests_finished": ("finished_requests", "requests that the engine finished"),
+    "mlaforge_requests_non_finite": ("non_finite_requests", "requests that ended on logits with NaN or infinity"),
     "mlaforge_requests_aborted": ("aborted_requests", "requests that were aborted"),
 }
 # Name -> (field of SpeculationStats, what it counts); only where the engine drafts.

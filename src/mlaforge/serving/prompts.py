@@ -36,25 +36,25 @@ class Prompts:
         pool = self._short if size <= SHORT else self._long
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
 
-    def encode(self, text: str, special: bool, new_tokens: int | None) -> list[int]:
+    def encode(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds where `special`. Raises PromptTooLong as
         `check` does."""
-        self.check(text, new_tokens)
+        self.check(text)
         return self._ids(text, special)
 
-    def check(self, text: str, new_tokens: int | None) -> None:
-        """Raises PromptTooLong, without tokenizing all of a text, where it is certain that `new_tokens` (None: one)
-        find no room beside it."""
-        room = max(0, self._max_model_len - (new_tokens or 1))
+    def check(self, text: str) -> None:
+        """Raises PromptTooLong, without tokenizing all of a text, where it is certain that not one token finds room
+        beside it."""
+        room = max(0, self._max_model_len - 1)
         size = len(text.encode("utf-8", "replace"))
         if (least := size // self._longest) > room:
-            raise _too_long(least, room)
+            raise PromptTooLong(least, 1, self._max_model_len, at_least=True)
         if size > PLENTY * room:
             count = 0
             for start in range(0, len(text), PIECE):
                 count += len(self._ids(text[start : start + PIECE], False)) - CUT
                 if count > room:
-                    raise _too_long(count, room)
+                    raise PromptTooLong(count, 1, self._max_model_len, at_least=True)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -62,7 +62,3 @@ class Prompts:
     def close(self) -> None:
         for pool in (self._short, self._long):
             pool.shutdown(cancel_futures=True)
-
-
-def _too_long(least: int, room: int) -> PromptTooLong:
-    return PromptTooLong(f"the prompt has at least {least} tokens; this model's context leaves room for {room}")

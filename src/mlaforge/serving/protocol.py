@@ -8,11 +8,13 @@ null is the same as leaving a field out.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError
 
 from mlaforge.config import nearest
+from mlaforge.engine.request.output import NonFiniteLogits
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 from mlaforge.serving import tool_calls
@@ -158,8 +160,8 @@ class Generation(Strict):
             raise ApiError(400, f"{names} exclude each other", constraints[1][0])
         return {kind: value for _, kind, value in constraints}
 
-    def params(self, vocab_size: int, **changes: Any) -> SamplingParams:
-        """For the engine. Raises ApiError (400)."""
+    def params(self, vocab_size: int, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
+        """For the engine. `defaults`: the model's own, for what the client left unset. Raises ApiError (400)."""
         values = {
             name: getattr(self, name)
             for name in (
@@ -168,6 +170,7 @@ class Generation(Strict):
                 "skip_special_tokens", "prompt_logprobs", "speculate",
             )
         }  # fmt: skip
+        values |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         values["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         values |= self.constraint() | changes
         try:
@@ -336,7 +339,9 @@ def _token_id(key: str) -> int:
 
 def refusal(error: UserError) -> ApiError:
     """The engine's refusal as a client sees it; `param` is the field that its text begins with, if it does, with the
-    place in it."""
+    place in it. What is the model's fault, not the request's, is a 500."""
+    if isinstance(error, NonFiniteLogits):
+        return ApiError(500, str(error), code="non_finite_logits")
     begin = re.match(r"(\w+)(?:\[(\w+)\])?", str(error))
     field, place = begin.groups() if begin else ("", None)
     known = field in CompletionRequest.model_fields or field in ChatRequest.model_fields

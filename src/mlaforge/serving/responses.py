@@ -157,8 +157,7 @@ class ChatChoice:
         return choice
 
     def finish_reason(self, new: Completion) -> str | None:
-        called = self._parser.calls and not self._parser.failed
-        return "tool_calls" if called and new.finish_reason == "stop" else new.finish_reason
+        return "tool_calls" if self._parser.calls and new.finish_reason == "stop" else new.finish_reason
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._form.tokens.raw(token_id)

@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from mlaforge import runtime
+from mlaforge.engine.sampling.defaults import announce
 from mlaforge.runtime import UserError
 from mlaforge.serving.app import Service, create_app
 from mlaforge.serving.async_engine import AsyncEngine, SyncEngine
@@ -91,6 +92,7 @@ def run(engine: SyncEngine, config: ServeConfig) -> None:
     how = settings(app, config)
     listener = listen(how)
     host, port = listener.getsockname()[:2]
+    announce(engine.sampling_defaults)
     runtime.log(f"serving {service.model} on http://{host}:{port}/v1")
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
         runtime.log("anybody who reaches this address may use it: there is no API key")

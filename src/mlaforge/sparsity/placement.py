@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.runtime import progress_bar
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 from mlaforge.training import kl_loss
 
 # Budgets are measured at these parts of the mean one, and lie between the least and the most of them.
@@ -50,7 +50,7 @@ class Divergences:
         self.taken = torch.zeros(len(self.layers), distances)
 
     @torch.no_grad()
-    def measure(self, windows: Sequence[Tensor], work: Spill) -> None:
+    def measure(self, windows: Sequence[Tensor], work: TensorStore) -> None:
         """The means over windows of token ids [T]; those in `work` are not measured again. The whole model is in memory
         meanwhile."""
         each = self.own.numel() + sum(min(n, self.distances) for n in range(len(self.layers)))

@@ -21,8 +21,9 @@ from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.converted_config import INDEX_NUMBERS, is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.checkpoint.reader import INDEX, SINGLE, Reader, companions
+from mlaforge.checkpoint.reader import INDEX, SINGLE, Reader
 from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.checkpoint.writer import copy_companions
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.factorization.layer import mla_classes
@@ -30,7 +31,7 @@ from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.sparsity.config import SparsifyConfig
 from mlaforge.sparsity.observation import Observation
 from mlaforge.sparsity.placement import LONGER, PARTS, Divergences, place
-from mlaforge.tensor_store import Spill
+from mlaforge.tensor_store import TensorStore
 
 SHARD, ONE_OF_ONE = "model-index.safetensors", "model-00001-of-00001.safetensors"
 
@@ -108,7 +109,7 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
     dtype = torch.float32 if device.type == "cpu" else source.dtype
     losses: dict[int, float] = {}
     with writing(out, manifest, resumable=measured) as partial:
-        work = Spill(partial / WORK)
+        work = TensorStore(partial / WORK)
         with LayerStream(source, dtype, device) as stream, timed(manifest.seconds, "index"):
             stream.check()
             if "index" not in work:
@@ -125,8 +126,8 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
             kept = {f".{i}." for i, kind in enumerate(made["indexer_types"]) if kind == "full"}
             with timed(manifest.seconds, "write"):
                 write(source, partial, made, {n: t for n, t in tensors.items() if any(layer in n for layer in kept)})
-        burnt = source.path / overlap.PASSAGES
-        known = overlap.read_passages(burnt) if burnt.is_file() else []
+        passages_file = source.path / overlap.PASSAGES
+        known = overlap.read_passages(passages_file) if passages_file.is_file() else []
         overlap.write_passages(partial, sorted({*known, *(p for each in used for p in overlap.passages(each))}))
         per_token = config.width * made["indexer_types"].count("full")
         manifest.metrics["cache"] = {"index_bytes_per_token": per_token}
@@ -189,8 +190,7 @@ def write(source: SourceModel, out: Path, made: dict[str, Any], tensors: dict[st
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     (out / "config.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-    for path in companions(source.path):
-        shutil.copyfile(path, out / path.name)
+    copy_companions(source.path, out)
     for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
         shutil.copyfile(path, out / path.name)
     with Reader(out) as reader:

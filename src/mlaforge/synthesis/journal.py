@@ -78,6 +78,7 @@ class Journal:
                 if not asked:
                     break
                 for output in engine.step():
+                    output.raise_for_error()
                     (number, ask), new = asked[output.request_id], output.outputs[0].token_ids
                     self.under_way[number] += new
                     tokens += len(new)

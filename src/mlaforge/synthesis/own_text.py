@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -34,6 +34,7 @@ from mlaforge.engine.cache.kv_cache import free_bytes
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.linear import bfloat16_unit
 from mlaforge.engine.llm import LLM
+from mlaforge.engine.request.output import NonFiniteLogits
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.planning.costs import weight_bytes
 from mlaforge.planning.plan import unconverted
@@ -227,7 +228,7 @@ class _Draw:
             log(f"{self.source.name} writes {pace:.0f} tokens a second here: there is time for {allowed:,}")
         self._remember({"tokens": allowed, "pace": pace})
 
-    def _give_up(self, why: str, pace: float | None = None) -> None:
+    def _give_up(self, why: str, pace: float | None = None) -> NoReturn:
         why = f"{self.source.name} writes no text to calibrate on: {why}"
         self._remember({"tokens": 0, "pace": pace, "why": why})
         raise CannotWrite(why)
@@ -252,10 +253,12 @@ class _Draw:
     def _check_language(self, llm: LLM) -> None:
         """Raises CannotWrite for a model that knows no language, such as a random one."""
         prompts = [text for kind in ORDINARY for text in self.kinds[kind]]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        try:
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        except NonFiniteLogits as error:
+            self._give_up(str(error))
         nats = [-entry.logprob for output in outputs for entry in output.prompt_logprobs or () if entry]
-        # NaN is noise too.
-        if not sum(nats) / len(nats) <= NOISE * math.log(self.source.spec.vocab_size):
+        if sum(nats) / len(nats) > NOISE * math.log(self.source.spec.vocab_size):
             self._give_up("ordinary words surprise it as much as noise")
 
     def _opening(self, number: int) -> tuple[str, str]:

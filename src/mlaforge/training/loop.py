@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, unfinished, writing
 from mlaforge.data.packing import Feed, Rows
-from mlaforge.runtime import Resumable, UserError, log, progress_bar, resolve_dtype
-from mlaforge.tensor_store import Spill
+from mlaforge.runtime import Resumable, UserError, install, log, progress_bar, resolve_dtype
+from mlaforge.tensor_store import TensorStore
 from mlaforge.training import distributed
 from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
 
@@ -89,7 +89,7 @@ class Trainer:
         self.what, self.optimizer, self.evaluator, self.intervals = what, optimizer, evaluator, intervals
         self.subsets, self.trainable = subsets, trainable
         self.work, self.group, self.writer = work, group, writer
-        self.spill = Spill(work)
+        self.store = TensorStore(work)
         # subset: how many have joined the first; mark: the goal at the last gain; stale: evaluations since.
         self.history: dict[str, Any] = {
             "subset": 0, "mark": None, "stale": 0, "best": None, "curve": [], "losses": [], "seconds": 0.0
@@ -155,7 +155,7 @@ class Trainer:
             history["best"] = point
             tensors = {name: distributed.whole(tensor) for name, tensor in self.optimizer.weights().items()}
             if self.group.first:
-                self.spill["best"] = tensors
+                self.store["best"] = tensors
         if history["stale"] >= self.intervals.patience and history["subset"] + 1 < len(self.subsets):
             history["subset"] += 1
             history["mark"], history["stale"] = metrics[goal], 0
@@ -174,7 +174,7 @@ class Trainer:
         if self.group.first:
             (self.work / f"{name}.json").write_text(json.dumps(self.history), encoding="utf-8")
         if self.group.world == 1:
-            self.spill[name] = state
+            self.store[name] = state
         else:
             unfinished = self.work / f"{name}.unfinished"
             distributed.save(unfinished, state)
@@ -200,7 +200,7 @@ class Trainer:
         if (self.work / name).is_dir():
             distributed.load(self.work / name, state)
         else:
-            state = {key: distributed.spread(tensor, state[key]) for key, tensor in self.spill[name].items()}
+            state = {key: distributed.spread(tensor, state[key]) for key, tensor in self.store[name].items()}
         self.optimizer.restore(state)
         if self.group.first:
             log(f"going on after step {self.optimizer.step}")
@@ -208,7 +208,7 @@ class Trainer:
     def trained(self, best: bool) -> dict[str, Tensor]:
         """The trained tensors by name, fp32: of the best evaluation, or as they are now (every process has to ask)."""
         if best:
-            return self.spill["best"]
+            return self.store["best"]
         return {name: distributed.whole(tensor).cpu() for name, tensor in self.optimizer.weights().items()}
 
     def write_last(self, folder: Path, dtype: torch.dtype) -> None:
@@ -281,8 +281,8 @@ def running(out: Path, manifest: Manifest, group: distributed.Group) -> Iterator
         except NotFinite as error:
             kept = out.with_name(f"{out.name}.diverged.safetensors")
             if group.first:
-                spill = Spill(kept.parent)
-                spill[kept.stem] = {"input_ids": error.rows.ids, "position_ids": error.rows.positions}
+                store = TensorStore(kept.parent)
+                store[kept.stem] = {"input_ids": error.rows.ids, "position_ids": error.rows.positions}
             raise Resumable(
                 f"the loss is not finite at step {error.step + 1}; its batch is in {kept}, the checkpoints in "
                 f"{partial / WORK}; a smaller --learning-rate or another --dtype would help"
@@ -311,7 +311,7 @@ def tensorboard_writer(folder: str | None, group: distributed.Group) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
-        raise UserError("tensorboard is missing: pip install 'mlaforge[heal]'") from error
+        raise UserError(f"tensorboard is missing: {install('heal')}") from error
     return SummaryWriter(folder)
 
 

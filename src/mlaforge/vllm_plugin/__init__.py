@@ -21,7 +21,10 @@ def register() -> None:
     from mlaforge.vllm_plugin.experts import checked_by
 
     for family in families().values():
-        original = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.computed_by or family.model_type]
+        original = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family.computed_by or family.model_type)
+        if original is None:
+            # A family that this transformers does not know yet.
+            continue
         name = original.replace("ForCausalLM", "Mla")
         config_class = getattr(configuration_mla, f"{name}Config")
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

@@ -76,7 +76,10 @@ def _replace(model: Any, attentions: Attentions, context: dict[str, Any]) -> Non
 
 
 def _make(name: str) -> type:
-    original = ModelRegistry.models[f"{name.removesuffix(SUFFIX)}ForCausalLM"].load_model_cls()
+    stock = f"{name.removesuffix(SUFFIX)}ForCausalLM"
+    if stock not in ModelRegistry.models:
+        raise UserError(f"this vLLM has no class {stock}, from which the converted model is made: use `mlaforge serve`")
+    original = ModelRegistry.models[stock].load_model_cls()
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         refuse(vllm_config)

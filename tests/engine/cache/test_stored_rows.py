@@ -12,7 +12,8 @@ from mlaforge.checkpoint import loading
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import NgramDrafter
+from mlaforge.engine.speculation.drafter import PromptLookupDrafter
+from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Int4, Int8, Plain, row_format
@@ -21,6 +22,7 @@ from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, renew, watched
+from support.paged_steps import need_interpreter
 from support.speculating import branch, speculate
 from support.tiny_models import load_original
 
@@ -77,7 +79,7 @@ def test_a_request_has_one_result(family, layout, stored, model):
         assert results(llm.generate(PROMPTS, ASKED)) == alone
         assert (llm.engine.stats().cached_prompt_tokens > 300) == (turn > 0)
     texts = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, alone, strict=True)]
-    for drafter in (NgramDrafter(), Knowing(texts, 0.8)):
+    for drafter in (PromptLookupDrafter(), Knowing(texts, 0.8)):
         speculate(llm.engine, drafter, 5)
         assert results(llm.generate(PROMPTS, ASKED)) == alone
     assert llm.engine.stats().speculation.accepted
@@ -179,7 +181,7 @@ def compare(llm, ids, want, unrounded):
 @pytest.mark.parametrize("layout", [None, "latent_rope"])
 def test_a_gpus_kernel_reads_fp8_as_it_lies(layout, model, monkeypatch):
     """In Triton's interpreter: the tokens of decoded rows; a graph could hold such steps."""
-    pytest.importorskip("triton")
+    need_interpreter()
     decoded = watched(model("llama", layout), kv_cache_dtype="fp8").generate(PROMPTS[2:3], greedy(4))
     monkeypatch.setattr(PagedRows, "direct", property(lambda rows: isinstance(rows.format, Plain)))
     monkeypatch.setenv("MLAFORGE_OPS", "paged_attention=triton")
@@ -240,10 +242,27 @@ def refused(directory, message, **options):
         Engine(directory, EngineConfig(device="cpu", **options))
 
 
-@pytest.mark.parametrize("stored", ["int8", "int4"])
-def test_packed_rows_are_for_cpus(stored, tiny_models, monkeypatch):
+def on_a_gpu(monkeypatch, *capability):
+    """An engine is refused as if this machine had such a GPU."""
     monkeypatch.setattr("mlaforge.engine.engine.resolve_device", lambda name: torch.device("cuda"))
-    refused(tiny_models["llama"], f"kv_cache_dtype {stored} is for CPUs; use fp8 on a GPU", kv_cache_dtype=stored)
+    gpu = GpuProperties.of_capability(*capability)
+    monkeypatch.setattr("mlaforge.engine.contradictions.gpu_properties", lambda device: gpu)
+
+
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+@pytest.mark.parametrize(("capability", "right"), [((9, 0), "fp8"), ((8, 0), "bf16")])
+def test_packed_rows_are_for_cpus(stored, capability, right, tiny_models, monkeypatch):
+    on_a_gpu(monkeypatch, *capability)
+    message = f"kv_cache_dtype {stored} is for CPUs; use {right} on this GPU"
+    refused(tiny_models["llama"], message, kv_cache_dtype=stored)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+def test_fp8_rows_need_a_gpu_that_converts_them(capability, tiny_models, monkeypatch):
+    on_a_gpu(monkeypatch, *capability)
+    major, minor = capability
+    message = f"kv_cache_dtype fp8: float8_e4m3fn needs compute capability 8.9, this GPU has {major}.{minor}; use bf16"
+    refused(tiny_models["llama"], message, kv_cache_dtype="fp8")
 
 
 def test_what_int4_does_not_do(tiny_models, model, tmp_path):

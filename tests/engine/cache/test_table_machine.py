@@ -1,4 +1,5 @@
-"""Block tables driven as an engine drives them, against memory that is simulated row by row.
+"""Block tables driven as an engine drives them, against memory that is simulated row by row. They are DeviceTables on
+the CPU, whose copy is compared with the tables now and then.
 
 A row of simulated memory holds all tokens up to and with its own: what a real row of keys depends on. So a row is right
 only if its token and its whole prefix are.
@@ -12,12 +13,14 @@ from collections import Counter
 from random import Random
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlaforge.engine.cache.block_pool import block_digests
-from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
+from mlaforge.engine.cache.block_tables import CacheGroup
+from mlaforge.engine.cache.device_tables import DeviceTables
 from support.engine_driver import most_blocks, vars_of
 
 FULL = CacheGroup("full", 30)
@@ -62,7 +65,7 @@ class Engine(RuleBasedStateMachine):
     )
     def build(self, groups, block_size, caching, lookback):
         self.bs = block_size
-        self.tables = BlockTables(MODELS[groups], block_size, caching, lookback)
+        self.tables = DeviceTables(MODELS[groups], block_size, caching, lookback)
         self.memory = [{} for _ in MODELS[groups]]
         self.live: dict[int, Run] = {}
         self.lookback = lookback
@@ -219,9 +222,23 @@ class Engine(RuleBasedStateMachine):
         self.tables.free(seq)
         del self.live[seq]
 
+    @precondition(lambda self: self.live)
+    @rule(which=st.lists(WHICH, min_size=1, max_size=MOST), group=st.integers(0, 3))
+    def read_device_table(self, which, group):
+        """A step's batch reads some sequences, in any order, in one group: what it did not read is uploaded later."""
+        group %= len(self.tables.groups)
+        seqs = [seq for seq in {self.pick(place): None for place in which} if self.tables.table(seq, group)[1]]
+        if not seqs:
+            return
+        tables = [self.tables.table(seq, group)[1] for seq in seqs]
+        table_SB = self.tables.table_SB(seqs, group)
+        assert table_SB.dtype == torch.int32 and table_SB.shape == (len(seqs), max(map(len, tables)))
+        for row, blocks in zip(table_SB.tolist(), tables, strict=True):
+            assert row[: len(blocks)] == blocks
+
     def turn(self, random, done):
         """One rule, by chance and where it applies."""
-        name = random.choices(["start", "step", "rewind", "fork", "free"], [3, 8, 4, 2, 1])[0]
+        name = random.choices(["start", "step", "rewind", "fork", "free", "read_device_table"], [3, 8, 4, 2, 1, 6])[0]
         if name in ("start", "fork") and len(self.live) == MOST:
             name = "free"
         if name != "start" and not self.live:
@@ -240,6 +257,8 @@ class Engine(RuleBasedStateMachine):
             self.step(skipped, [some(CHUNK) for _ in range(MOST)], rejected, random.choice([None] * 7 + [which]))
         elif name == "rewind":
             self.rewind(which, random.choice([0, 1, 2, 3, 3, 5, 9]), some(CHUNK), random.random() < 0.7)
+        elif name == "read_device_table":
+            self.read_device_table(random.sample(range(MOST), random.randint(1, MOST)), which)
         else:
             getattr(self, name)(which)
 
@@ -289,7 +308,7 @@ def test_a_long_life(seed):
     engine = Engine()
     engine.build(sorted(MODELS)[seed % 8], 1 + seed // 8, caching=seed % 7 != 6, lookback=random.randrange(4))
     done = Counter()
-    for _ in range(250):
+    for _ in range(300):
         engine.turn(random, done)
         engine.whole()
         engine.next_query_sees_what_it_should()

@@ -6,8 +6,10 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from mlaforge.engine.cache import view as view_module
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.execution.batch import Chunk, make_batch
+from mlaforge.engine.execution.bucket import Bucket, padded
 
 NUM_BLOCKS = 12
 CPU = torch.device("cpu")
@@ -157,6 +159,23 @@ def test_decoding_side_by_side_sees_the_same_and_reads_nothing_foreign(problem):
         assert {int(slot) // problem.block_size for slot in slots_SL[index]} <= set(blocks)
 
 
+def test_a_step_from_a_graph_computes_no_runs(monkeypatch):
+    """Runs take a look at every block: computed when they are read, for the sequence that is read, and once."""
+    computed, runs = [], view_module._runs
+    monkeypatch.setattr(view_module, "_runs", lambda *inputs: computed.append(inputs) or runs(*inputs))
+    problem = Problem(4, None, [(0, [3, 4, 9, 7, 8], 14, 15), (0, [1, 2], 4, 5)])
+    batch = problem.batch()
+    (view,) = batch.views
+    padded(batch, Bucket.of(batch, 8), [NUM_BLOCKS])
+    assert view.lengths == (15, 5) and len(view.runs) == 2
+    assert view.gathered[1].lengths == (15, 5) and view.dense(torch.float32)[0].shape == (2, 15)
+    assert not computed
+    assert view.runs[1] == view.runs[-1] == ((4, 5),)
+    assert len(computed) == 1
+    assert tuple(view.runs) == view.runs[:] == (((12, 8), (36, 4), (28, 3)), ((4, 5),))
+    assert len(computed) == 2
+
+
 class Kept(Tables):
     """Where the newest block is whole: those that a step writes to."""
 
@@ -183,7 +202,7 @@ def test_runs_are_stretches_of_neighbouring_slots():
     """Whole blocks until the length, merged where blocks follow each other."""
     problem = Problem(4, None, [(0, [3, 4, 9, 7, 8], 0, 15), (0, [1, 2], 4, 5)])
     (view,) = problem.batch().views
-    assert view.runs == (((12, 8), (36, 4), (28, 3)), ((4, 5),))
+    assert tuple(view.runs) == (((12, 8), (36, 4), (28, 3)), ((4, 5),))
     assert view.queries == (15, 1)
     assert view.block_table_SB.tolist() == [[3, 4, 9, 7, 8], [1, 2, 0, 0, 0]]
     assert (view.max_query, view.max_seq_len) == (15, 15)

@@ -4,7 +4,6 @@ Without a GPU a graph is a closure over its static batch: what is copied where, 
 touch, is then the same.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlaforge.bench.host_waits import count_host_waits
 from mlaforge.engine import engine as core
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import Cache
@@ -22,9 +22,11 @@ from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.bucket import MOST_QUERIES, Bucket, bucket_of, fill, padded
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
+from support.eagle3_heads import saved
+from support.paged_steps import need_interpreter
+from support.simulated_cuda import FakeCapture
 from support.tiny_models import save_packed
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CPU = torch.device("cpu")
 MODELS = ("llama", "gpt_oss", "latent_rope", "packed")
 # Of the pools that `batch_of` allocates from.
@@ -152,14 +154,21 @@ def test_rows_that_fill_up_see_nothing_and_own_nothing(lengths, T, block_size):
         assert before.slots_N.max() < BLOCKS * block_size
 
 
+# Packed experts take a minute in Triton's interpreter, and none on a GPU.
+SLOW = () if torch.cuda.is_available() else pytest.mark.slow
+
+
 @pytest.mark.usefixtures("roomy")
-@pytest.mark.parametrize("op", ["reference", "triton"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [*((name, "reference") for name in MODELS), ("llama", "triton"), ("latent_rope", "triton"),
+     pytest.param("packed", "triton", marks=SLOW)],
+)  # fmt: skip
 def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, op, monkeypatch):
     """Every uniform step of a run, from NaN in every row that was not written: the same hidden states, the same cache
     but for one slot of the scratch block."""
     if op == "triton":
-        pytest.importorskip("triton")
+        need_interpreter()
     monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op},mxfp4_experts={op}")
     engine = make_engine(models[name])
     cache, eager, met = engine.cache, engine.runner.eager, set()
@@ -198,7 +207,7 @@ def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, o
 
 @pytest.mark.parametrize("name", ["llama", "packed", "latent_rope", "latent"])
 def test_which_steps_a_graph_can_hold(models, name, monkeypatch):
-    pytest.importorskip("triton")
+    need_interpreter()
     engine = make_engine(models[name])
     batch = batch_of((9, 1), windows=tuple(group.window for group in engine.tables.groups))
     for choice, holds in {
@@ -215,23 +224,6 @@ def test_a_cpu_has_no_graphs_and_no_scratch(tiny_models):
     engine = make_engine(tiny_models["llama"])
     assert engine.runner.graphs is None
     assert {len(rows) for rows in engine.cache.tensors} == {engine.tables.num_blocks * engine.cache.block_size}
-
-
-class FakeCapture:
-    """A graph is a closure: replaying runs it and overwrites the result of its capture."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
-
-    def __call__(self, run):
-        self.captures += 1
-        out = run()
-
-        def replay() -> None:
-            self.replays += 1
-            out.copy_(run())
-
-        return replay, out
 
 
 def test_the_keeper_captures_once_per_bucket_and_copies_inputs():
@@ -265,6 +257,10 @@ def test_the_keeper_captures_once_per_bucket_and_copies_inputs():
         assert graphs(batch_of((9, 1), (9, 2))) is None
         assert graphs(batch_of(*[(9, 1)] * 13)) is None
     assert (len(asked), capture.captures) == (3, captures)
+    # A graph is of one state; an earlier state finds its graph again.
+    for state in ("other", None, "other"):
+        assert torch.equal(graphs(batch, state)[:, 0], batch.token_ids_N)
+    assert (len(asked), capture.captures, graphs.captured.count(Bucket(2, 2, 256, (64, 4)))) == (4, captures + 1, 2)
 
 
 @pytest.mark.usefixtures("roomy")
@@ -280,54 +276,56 @@ def test_tokens_through_the_keeper_are_the_engines(models, name, monkeypatch):
     assert capture.replays > 12 > capture.captures
 
 
-@needs_cuda
-@pytest.mark.parametrize("name", ["llama", "latent_rope", "packed"])
+# A GPU decodes so many tokens in a moment; the simulated device takes half a second for one.
+COUNT, LENGTHS = (64, (5, 17, 40, 9, 9)) if torch.cuda.is_available() else (3, (3, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", ["llama", "latent_rope", pytest.param("packed", marks=SLOW)])
 def test_tokens_of_graphs_are_those_without(models, name):
-    prompts = prompts_of(5, 17, 40, 9, 9)
-    told = {"device": "cuda", "max_model_len": 256, "cache_bytes": 2**22}
-    engine, plain = make_engine(models[name], **told), make_engine(models[name], **told)
+    prompts = prompts_of(*LENGTHS)
+    options = {"device": "cuda", "max_model_len": 256, "cache_bytes": 2**22}
+    engine, plain = make_engine(models[name], **options), make_engine(models[name], **options)
     plain.runner.graphs = None
-    assert tokens(engine, prompts, 64) == tokens(plain, prompts, 64)
+    assert tokens(engine, prompts, COUNT) == tokens(plain, prompts, COUNT)
     assert engine.runner.graphs.captured
 
 
-@needs_cuda
-@pytest.mark.parametrize("name", ["llama", "latent_rope", "packed"])
-def test_decoding_waits_for_nothing_but_its_tokens(models, name, monkeypatch):
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+# Without windows and experts: test_host_waits.py.
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("packed", marks=SLOW)])
+def test_decoding_waits_for_nothing_but_its_tokens(models, name):
     engine = make_engine(models[name], device="cuda", max_model_len=256, cache_bytes=2**22)
-    waits = []
-
-    @dataclasses.dataclass
-    class Read:
-        """The tokens of a step, for whom alone the host may wait."""
-
-        token_ids: torch.Tensor
-
-        def tolist(self) -> list[int]:
-            waits.append(len(self.token_ids))
-            torch.cuda.set_sync_debug_mode("default")
-            found = self.token_ids.tolist()
-            torch.cuda.set_sync_debug_mode("error")
-            return found
-
-    sampler = engine.sampler
-
-    def draw(*arguments: Any) -> Any:
-        sampled = sampler(*arguments)
-        return dataclasses.replace(sampled, token_ids=Read(sampled.token_ids))
-
-    for index, prompt in enumerate(prompts_of(9, 20, 31)):
-        engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+    for index, prompt in enumerate(prompts_of(*LENGTHS[:3])):
+        engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
     # The prompts, and the capture of the bucket that all later steps have.
-    for _ in range(4):
+    while not engine.runner.graphs.captured:
         engine.step()
-    monkeypatch.setattr(engine, "sampler", draw)
     captured = list(engine.runner.graphs.captured)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(40):
+    with count_host_waits(engine.device) as waits:
+        for _ in range(COUNT):
             engine.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert waits == [3] * 40
-    assert captured and engine.runner.graphs.captured == captured
+    assert waits.count == COUNT and {line.partition(":")[0] for line in waits.lines} == {
+        "engine/speculation/verification.py"
+    }, waits.lines
+    assert engine.runner.graphs.captured == captured
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_an_engine_with_graphs_gets_a_draft_head(models, tmp_path):
+    """As bench's peers do: with a head the model returns more columns, which no graph from before computes."""
+    options = {"device": "cuda", "cache_bytes": 2**22, "num_speculative_tokens": 1, "adaptive_speculation": False}
+    engine = make_engine(models["llama"], speculative=str(saved(tmp_path / "head")), **options)
+    drafter, prompts = engine.speculation.drafter, prompts_of(3, 1)
+    expected = tokens(engine, prompts, 3)
+    for _ in range(2):
+        engine.speculation, engine.model.boundaries = None, ()
+        assert tokens(engine, prompts, 3) == expected
+        engine.speculate(drafter)
+        assert tokens(engine, prompts, 3) == expected
+    # One query token is a bucket in both states.
+    buckets = [bucket for bucket in engine.runner.graphs.captured if bucket.queries == 1]
+    assert len(buckets) > len(set(buckets))

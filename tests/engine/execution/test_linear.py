@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution import linear
@@ -172,8 +174,28 @@ def test_what_four_bits_cannot_hold_takes_eight():
 
 def test_four_bits_keep_eight_in_the_vocabulary_head():
     x, weight, _ = problem(3, 64, 16, False, "int4")
-    assert torch.equal(vocabulary_head(weight, "int4")(x), PackedLinear(weight, None, "int8", wide=True)(x))
+    assert torch.equal(vocabulary_head(weight, "int4")(x), PackedLinear(weight, None, "int8", out_fp32=True)(x))
     assert vocabulary_head(weight, "bfloat16").format == "bfloat16"
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "float16", "float32"])
+def test_logits_are_fp32_on_a_gpu(format):
+    """By tensors that have no memory; a product of 16-bit numbers is not rounded to 16 bits in between."""
+    calls = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.device("cuda"):
+        x, weight = torch.empty(3, 32, dtype=getattr(torch, format)), torch.empty(48, 32, dtype=getattr(torch, format))
+        head, projection = vocabulary_head(weight, format), PackedLinear(weight, None, format)
+        with Recorded():
+            logits = head(x)
+        assert logits.dtype == torch.float32 and logits.shape == (3, 48)
+        assert projection(x).dtype == x.dtype
+    assert calls.count("aten.mm.dtype") == (format != "float32")
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

@@ -233,5 +233,5 @@ def test_nothing_is_asked(tokenizer, constrained):
 def test_without_llguidance_the_extra_is_named(tokenizer, constrained, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert constrained(SamplingParams()) is None
-    with pytest.raises(UserError, match=r"pip install 'mlaforge\[constrained\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[constrained\]'"):
         constrained(SamplingParams(regex="a"), Grammars(tokenizer, [EOS]))

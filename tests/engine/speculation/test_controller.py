@@ -1,60 +1,70 @@
-"""Which way a step drafts: what was measured to be fastest, for each text that runs alone."""
+"""How a step drafts: what was measured to be fastest, for each text that runs alone."""
 
 import pytest
 
-from mlaforge.engine.speculation.controller import CHAIN, PACE_AGAIN, PACE_TRIAL, PARTIAL, PARTIAL_TREE, TREE, Pace
+from mlaforge.engine.speculation.controller import (
+    CHAIN,
+    PARTIAL,
+    PARTIAL_TREE,
+    RETRY_TOKENS,
+    TREE,
+    TRIAL_TOKENS,
+    ModeSelector,
+)
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, watched
 from support.speculating import SMALL, tokens
 
-WAYS = (CHAIN, TREE, PARTIAL)
-EVERY = (*WAYS, PARTIAL_TREE)
+MODES = (CHAIN, TREE, PARTIAL)
+EVERY = (*MODES, PARTIAL_TREE)
 
 
-def test_the_fastest_way_is_taken_and_the_others_tried():
+def test_the_fastest_mode_is_taken_and_the_others_tried():
     seconds = {CHAIN: 0.02, TREE: 0.05, PARTIAL: 0.1}
     for made, wanted in (((1, 1, 12), PARTIAL), ((1, 4, 3), TREE), ((3, 1, 3), CHAIN)):
-        pace, taken = Pace(), []
+        selector, taken = ModeSelector(), []
         for _ in range(400):
-            way = pace.choose(2, WAYS)
-            taken.append((way, made[WAYS.index(way)]))
-            pace.record(way, taken[-1][1], seconds[way])
+            mode = selector.choose(2, MODES)
+            taken.append((mode, made[MODES.index(mode)]))
+            selector.record(mode, taken[-1][1], seconds[mode])
         late = taken[100:]
-        others = sum(tokens_made for way, tokens_made in late if way != wanted)
+        others = sum(tokens_made for mode, tokens_made in late if mode != wanted)
         # Each of two others for a trial, which a step may overshoot, in so many tokens of the fastest.
-        share = 2 * (PACE_TRIAL + max(made)) / (PACE_AGAIN + 2 * PACE_TRIAL)
-        assert {way for way, _ in late} == set(WAYS) and others <= share * sum(tokens_made for _, tokens_made in late)
+        share = 2 * (TRIAL_TOKENS + max(made)) / (RETRY_TOKENS + 2 * TRIAL_TOKENS)
+        assert {mode for mode, _ in late} == set(MODES) and others <= share * sum(
+            tokens_made for _, tokens_made in late
+        )
 
 
-def test_a_way_that_is_not_there_is_not_taken():
-    pace = Pace()
-    pace.choose(1, WAYS)
-    for way, tokens_made in zip(WAYS, (1, 2, 4), strict=True):
-        for _ in range(PACE_TRIAL):
-            pace.record(way, tokens_made, 1.0)
-    assert pace.choose(1, [CHAIN, TREE]) == TREE and pace.choose(1, [CHAIN]) == CHAIN
-    assert pace.choose(1, WAYS) == PARTIAL
+def test_a_mode_that_is_not_there_is_not_taken():
+    selector = ModeSelector()
+    selector.choose(1, MODES)
+    for mode, tokens_made in zip(MODES, (1, 2, 4), strict=True):
+        for _ in range(TRIAL_TOKENS):
+            selector.record(mode, tokens_made, 1.0)
+    assert selector.choose(1, [CHAIN, TREE]) == TREE and selector.choose(1, [CHAIN]) == CHAIN
+    assert selector.choose(1, MODES) == PARTIAL
 
 
 def test_another_text_is_measured_anew_and_begins_as_the_last_was():
-    pace = Pace()
+    selector = ModeSelector()
     for alone in range(8):
         taken = []
         for _ in range(30):
-            taken.append(pace.choose(1, (CHAIN, PARTIAL), alone))
+            taken.append(selector.choose(1, (CHAIN, PARTIAL), alone))
             # Partial verification pays for every second text.
-            pace.record(taken[-1], 2, 0.5 if (taken[-1] == PARTIAL) == (alone % 2 == 0) else 1.0)
+            selector.record(taken[-1], 2, 0.5 if (taken[-1] == PARTIAL) == (alone % 2 == 0) else 1.0)
         assert set(taken[:6]) == {CHAIN, PARTIAL} and set(taken[10:]) == {PARTIAL if alone % 2 == 0 else CHAIN}
-    # Others that come and go are no other text, and other lengths have a pace of their own.
-    pace.choose(2, (CHAIN, PARTIAL))
-    assert {pace.choose(1, (CHAIN, PARTIAL), 7) for _ in range(8)} == {CHAIN}
-    pace.record(CHAIN, 2, 1.0)
-    assert pace.choose(1, (PARTIAL, CHAIN), 7, 4096) == PARTIAL
+    # Others that come and go are no other text, and other lengths have a selector of their own.
+    selector.choose(2, (CHAIN, PARTIAL))
+    assert {selector.choose(1, (CHAIN, PARTIAL), 7) for _ in range(8)} == {CHAIN}
+    selector.record(CHAIN, 2, 1.0)
+    assert selector.choose(1, (PARTIAL, CHAIN), 7, 4096) == PARTIAL
 
 
 @pytest.mark.parametrize("fastest", EVERY)
 def test_a_sequence_takes_what_is_fastest_for_it(fastest, tiny_models, tmp_path):
-    """All ways are tried for a long text that runs alone, then one is kept to; its tokens are plain decoding's. Two
+    """All modes are tried for a long text that runs alone, then one is kept to; its tokens are plain decoding's. Two
     together get no tree."""
     llm = watched(
         tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(saved(tmp_path / "head")),
@@ -62,26 +72,28 @@ def test_a_sequence_takes_what_is_fastest_for_it(fastest, tiny_models, tmp_path)
     )  # fmt: skip
     engine, prompts = llm.engine, random_prompts(300, 250)
     wanted = [tokens(output) for output in llm.generate(prompts, greedy(48, speculate=False))]
-    controller, pace = engine.speculation.controller, engine.speculation.controller.pace
-    taken, decide, record = [], controller.decide, pace.record
+    controller, selector = engine.speculation.controller, engine.speculation.controller.mode_selector
+    taken, decide, record = [], controller.decide, selector.record
 
     def deciding(running, waiting):
         taken.append(decide(running, waiting))
         return taken[-1]
 
     # As if that one made many tokens in no time.
-    pace.record = lambda way, made, seconds: record(way, made, made / (9.0 if way == fastest else 1.0))
+    selector.record = lambda mode, made, seconds: record(mode, made, made / (9.0 if mode == fastest else 1.0))
     controller.decide = deciding
     assert tokens(llm.generate(prompts[:1], greedy(48))[0]) == wanted[0]
-    ways = [decision.way for decision in taken if decision.way is not None]
-    early = len(EVERY) * PACE_TRIAL
-    late = ways[early:]
+    modes = [decision.mode for decision in taken if decision.mode is not None]
+    early = len(EVERY) * TRIAL_TOKENS
+    late = modes[early:]
     # One decision of many tries another.
-    assert set(ways[:early]) == set(EVERY) and len(late) > 2 and late.count(fastest) >= len(late) - 1
+    assert set(modes[:early]) == set(EVERY) and len(late) > 2 and late.count(fastest) >= len(late) - 1
     assert all(
-        (decision.tree > 0) == (decision.way in (TREE, PARTIAL_TREE)) for decision in taken if decision.way is not None
+        (decision.tree > 0) == (decision.mode in (TREE, PARTIAL_TREE))
+        for decision in taken
+        if decision.mode is not None
     )
     taken.clear()
     assert [tokens(output) for output in llm.generate(prompts, greedy(48))] == wanted
-    assert {decision.way for decision in taken if len(decision.counts) == 2} <= {PARTIAL}
+    assert {decision.mode for decision in taken if len(decision.counts) == 2} <= {PARTIAL}
     idle(engine)

@@ -7,7 +7,7 @@ import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.copies import Copies
-from mlaforge.engine.speculation.drafter import LONGEST_MATCH, NgramDrafter
+from mlaforge.engine.speculation.drafter import LONGEST_MATCH, PromptLookupDrafter
 from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
 from support.eagle3_heads import saved
@@ -36,7 +36,7 @@ class Text:
 
 def test_only_as_many_newest_tokens_as_are_looked_for_are_sure():
     run = list(range(10, 10 + LONGEST_MATCH))
-    copies = Copies(8, NgramDrafter())
+    copies = Copies(8, PromptLookupDrafter())
     assert copies.propose(Text([*run, 1, 2, 3, 4, *run]), 3, 0.0).token_ids == [1, 2, 3]
     assert copies.propose(Text([*run[1:], 1, 2, 3, 4, 5, *run[1:]]), 3, 0.0) is None
     assert copies.propose(Text([*run, 1, 2, 3]), 3, 0.0) is None and copies.propose(Text([*run, *run]), 0, 0.0) is None
@@ -44,7 +44,7 @@ def test_only_as_many_newest_tokens_as_are_looked_for_are_sure():
 
 def test_a_copy_ends_where_it_no_longer_pays():
     """By what became of earlier ones: places that were refused so far are not copied again."""
-    copies, text = Copies(8, NgramDrafter()), Text([*range(20), *range(4)])
+    copies, text = Copies(8, PromptLookupDrafter()), Text([*range(20), *range(4)])
     assert copies.propose(text, 8, 0.0).copied == 8
     lengths = []
     for accepted in (8, 2):
@@ -101,7 +101,7 @@ def test_whatever_is_asked_for_is_heeded(name, llm):
     params = SamplingParams(**{"temperature": 1.0, "seed": 7, "max_tokens": 40, "logprobs": 1, **HOW[name]})
     llm.engine.speculation = None
     wanted = [output.outputs for output in llm.generate(prompts, params)]
-    speculate(llm.engine, NgramDrafter(), 5, adaptive=True, copying=True)
+    speculate(llm.engine, PromptLookupDrafter(), 5, adaptive=True, copying=True)
     assert [output.outputs for output in llm.generate(prompts, params)] == wanted
     idle(llm.engine)
 

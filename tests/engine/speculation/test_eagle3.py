@@ -12,11 +12,15 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from mlaforge.checkpoint.eagle3 import check_head, read_head, write_head
+from mlaforge.engine import engine as core
+from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.speculation.eagle3 import drawn_from
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 from support.eagle3_heads import HEADS, LAYER, check_drafts, draft_logits, make, recorded, saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
+from support.host_reads import host_reads
 from support.speculating import check_identities, chi_square, deviations, outcomes, speculate
 
 BASES = random_prompts(40, 40, seed=4)
@@ -56,11 +60,14 @@ def test_drafts_and_tokens(name, family, layout, tiny_models, converted, tmp_pat
     idle(engine)
 
 
-def test_a_draft_ends_before_what_is_unlikely(tiny_models, tmp_path):
-    """By the product of the plain path's likeliest tokens."""
+@pytest.mark.parametrize("early", [True, False])
+def test_a_draft_ends_before_what_is_unlikely(early, tiny_models, tmp_path):
+    """By the product of the plain path's likeliest tokens: while it is drafted as on a CPU, or afterwards as on a
+    GPU."""
     directory, folder, least = tiny_models["llama"], saved(tmp_path / "head"), 0.15
     oracle, head = Oracle(directory), read_head(folder, 3)
     llm = watched(directory, speculative=str(folder), adaptive_speculation=False, num_speculative_tokens=4)
+    llm.engine.speculation.drafter.stops_early = early
     seen = recorded(llm.engine.speculation.drafter, least)
     for output in llm.generate([*BASES, *random_prompts(9, 30, 21)], greedy(12)):
         oracle.check(output.prompt_token_ids, output.outputs[0].token_ids, 12)
@@ -74,6 +81,44 @@ def test_a_draft_ends_before_what_is_unlikely(tiny_models, tmp_path):
     assert {0, 1, 2} <= {len(draft.token_ids) for _, _, draft in seen}
     check_identities(llm.engine.stats().speculation)
     idle(llm.engine)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("least", [0.0, 0.15])
+def test_a_chain_is_read_once(least, temperature, tiny_models, tmp_path, monkeypatch):
+    """As on a GPU, where every reading is a wait, and so is an index that is a host list; texts of several lengths end
+    at several depths."""
+    monkeypatch.setattr(core, "BlockTables", DeviceTables)
+    llm = watched(
+        tiny_models["llama"], speculative=str(saved(tmp_path / "head")), adaptive_speculation=False,
+        num_speculative_tokens=4,
+    )  # fmt: skip
+    drafter, proposals = llm.engine.speculation.drafter, []
+    drafter.stops_early = False
+    propose = drafter.propose
+
+    def counted(budgets, _):
+        with host_reads() as reads:
+            drafts = propose(budgets, least)
+        if any(draft is not None for draft in drafts):
+            proposals.append((reads, {len(draft.token_ids) for draft in drafts if draft is not None}))
+        return drafts
+
+    drafter.propose = counted
+    how = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=n) for n in (9, 12, 14)]
+    llm.generate(random_prompts(9, 30, 21), how)
+    assert len(proposals) > 5 and all(names == ["tolist"] for names, _ in proposals), proposals
+    assert max(len(lengths) for _, lengths in proposals) > 1
+    idle(llm.engine)
+
+
+def test_a_draw_is_multinomials():
+    """Which waits for the device: to the bit the same tokens of the same random numbers."""
+    for seed in range(200):
+        p_V = (3 * torch.randn(87, generator=torch.Generator().manual_seed(seed))).softmax(-1)
+        ours, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
+        assert drawn_from(p_V, ours) == torch.multinomial(p_V, 1, generator=theirs)[0]
+        assert torch.equal(ours.get_state(), theirs.get_state())
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -94,8 +139,8 @@ def test_what_is_accepted_is_the_targets(count, tiny_models, tmp_path):
     idle(llm.engine)
 
 
-@pytest.mark.parametrize("least", [0.0, 0.5])
-def test_draws_from_a_draft_vocabulary_are_the_targets(least, tiny_models, tmp_path):
+@pytest.mark.parametrize(("least", "early"), [(0.0, True), (0.5, True), (0.5, False)])
+def test_draws_from_a_draft_vocabulary_are_the_targets(least, early, tiny_models, tmp_path):
     """As test_speculation's, q being the head's own over its few tokens, with all drafts and with likely ones alone."""
     vocabulary, prompt = [20, 21, 22], BASES[1][:9]
     exact = outcomes(Oracle(tiny_models["llama"]), prompt, 4, vocabulary, 2.0)
@@ -103,6 +148,7 @@ def test_draws_from_a_draft_vocabulary_are_the_targets(least, tiny_models, tmp_p
     llm = watched(tiny_models["llama"], speculative=str(folder), cache_bytes=16 << 20)
     renew(llm.engine, 2000, 40, block_size=4, max_step=2048, max_num_seqs=600)
     speculate(llm.engine, llm.engine.speculation.drafter, 2)
+    llm.engine.speculation.drafter.stops_early = early
     seen = recorded(llm.engine.speculation.drafter, least)
     # One after another, as a continuation's first step has no draft.
     counts: dict = {}

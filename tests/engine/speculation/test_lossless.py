@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import NgramDrafter
+from mlaforge.engine.speculation.drafter import PromptLookupDrafter
 from support.drafters import Branching, Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
@@ -87,11 +87,11 @@ def lossless(directory, oracle, dtype, lengths, counts, tree=0, **options):
     texts = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
     for count in counts:
         knowing = Branching(texts, 0.8, seed=count)
-        for drafter in [own] if own else [knowing] if tree else [knowing, NgramDrafter()]:
+        for drafter in [own] if own else [knowing] if tree else [knowing, PromptLookupDrafter()]:
             branch(engine, drafter, count, tree)
             check(oracle, llm, prompts, wanted, llm.generate(prompts, greedy(NEW)))
             stats = engine.stats().speculation
-            assert stats.drafted or isinstance(drafter, NgramDrafter)
+            assert stats.drafted or isinstance(drafter, PromptLookupDrafter)
             assert (stats.tree_tokens > 0) == (tree > 0)
             check_identities(stats)
     idle(engine)

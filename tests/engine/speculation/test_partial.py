@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from mlaforge.engine.execution.batch import Chunk, Watched, make_batch
+from mlaforge.engine import engine as core
+from mlaforge.engine.cache.device_tables import DeviceTables
+from mlaforge.engine.execution.batch import AttentionProbe, Chunk, make_batch
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.speculation.drafter import NgramDrafter, _Index
+from mlaforge.engine.speculation.drafter import PromptLookupDrafter, _Index
 from mlaforge.engine.speculation.partial import FIRST_PENDING, FRESH, Retrieved
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
 from support.drafters import Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, renew, watched
+from support.host_reads import host_reads
 from support.speculating import CASES, SMALL, check_identities, partly
 from support.tiny_models import load_original
 
@@ -45,7 +48,7 @@ def test_tokens_are_those_of_plain_decoding(model, retrieval):
     llm = watched(model, dtype="bfloat16", cache_bytes=64 << 20, max_num_seqs=4)
     prompts = random_prompts(300, 40, 200, 380)
     texts = texts_of(llm, prompts)
-    for drafter, count in itertools.product((Knowing(texts, 0.8), NgramDrafter()), (1, 4)):
+    for drafter, count in itertools.product((Knowing(texts, 0.8), PromptLookupDrafter()), (1, 4)):
         partly(llm.engine, drafter, count, specpv_retrieval=retrieval)
         assert continued(llm, prompts) == texts
         stats = llm.engine.stats().speculation
@@ -68,7 +71,7 @@ def test_prompt_lookup_looks_at_a_token_once(tiny_models, monkeypatch):
     monkeypatch.setattr(_Index, "grow", counting)
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, max_num_seqs=4)
     prompts = random_prompts(300, 380)
-    stats = partly(llm.engine, NgramDrafter()).stats
+    stats = partly(llm.engine, PromptLookupDrafter()).stats
     texts = continued(llm, prompts)
     assert stats.partial_steps >= stats.judging_steps >= 8
     assert 0 < seen[False] <= sum(map(len, texts)) and 0 < seen[True] <= stats.pending
@@ -133,14 +136,14 @@ def decoding(llm, prompt):
     return sequence, Chunk(sequence.number, sequence.token_ids, sequence.computed, len(sequence.token_ids), None, True)
 
 
-def masses(directory, ids, **options):
+def attention_mass(directory, ids, **options):
     """Of the last token of a text, layer by layer."""
     llm = watched(directory, cache_bytes=64 << 20, **options)
     _, chunk = decoding(llm, ids[:-1])
-    chunk, told = dataclasses.replace(chunk, token_ids=ids), Watched([0])
+    chunk, probe = dataclasses.replace(chunk, token_ids=ids), AttentionProbe([0])
     batch = make_batch([chunk], llm.engine.tables, llm.engine.device)
-    llm.engine.runner(dataclasses.replace(batch, watched=told))
-    return [layer[0] for layer in told.layers]
+    llm.engine.runner(dataclasses.replace(batch, probe=probe))
+    return [layer[0] for layer in probe.layers]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -150,7 +153,7 @@ def test_what_is_retrieved_is_what_was_attended_to(family, dtype, tiny_models, c
     each block."""
     (ids,) = random_prompts(301)
     source = tiny_models[family]
-    own = masses(source, ids, dtype=dtype)
+    own = attention_mass(source, ids, dtype=dtype)
     oracle = load_original(source)
     oracle.set_attn_implementation("eager")
     with torch.no_grad():
@@ -161,12 +164,14 @@ def test_what_is_retrieved_is_what_was_attended_to(family, dtype, tiny_models, c
         p = layer[0, :, -1]
         wanted = (p / p.sum(-1, keepdim=True)).sum(0)
         torch.testing.assert_close(mass, wanted.detach(), rtol=1e-3, atol=1e-3 if dtype == "float32" else 0.05)
-    rope = masses(converted(family, "latent_rope", budget=1.0), ids, dtype=dtype)
-    int8 = masses(source, ids, dtype=dtype, kv_cache_dtype="int8")
+    rope = attention_mass(converted(family, "latent_rope", budget=1.0), ids, dtype=dtype)
+    int8 = attention_mass(source, ids, dtype=dtype, kv_cache_dtype="int8")
     for mass, same, rounded in zip(own, rope, int8, strict=True):
         torch.testing.assert_close(same, mass, rtol=0.1, atol=1e-2 if dtype == "float32" else 0.15)
         torch.testing.assert_close(rounded, mass, rtol=0.1, atol=0.15)
-    for mass, summary in zip(own, masses(converted(family, "latent", budget=1.0), ids, dtype=dtype), strict=True):
+    for mass, summary in zip(
+        own, attention_mass(converted(family, "latent", budget=1.0), ids, dtype=dtype), strict=True
+    ):
         blocks = [each[: len(ids) // 16 * 16].view(-1, 16).sum(1) for each in (summary, mass)]
         assert summary.shape == mass.shape and not summary[len(ids) // 16 * 16 :].any()
         assert torch.corrcoef(torch.stack(blocks))[0, 1] > 0
@@ -185,6 +190,46 @@ def test_an_eagle_head_follows_what_is_pending(full_every, tiny_models, tmp_path
     assert partial.stats.partial_steps >= partial.stats.judging_steps > 0
     assert full_every > 1 or partial.stats.partial_steps == partial.stats.judging_steps
     idle(llm.engine)
+
+
+@pytest.mark.parametrize("tree", [0, 6])
+def test_a_partial_step_is_read_once(tree, tiny_models, tmp_path, monkeypatch):
+    """Its likeliest tokens, and of a full step what all layers attended to; a view is made without a reading."""
+    monkeypatch.setattr(core, "BlockTables", DeviceTables)
+    folder, prompts = saved(tmp_path / "head"), random_prompts(300, *(() if tree else (250,)))
+    llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(folder))
+    partial = partly(llm.engine, llm.engine.speculation.drafter, speculative_tree_tokens=tree).partial
+    counts = {"_judge": [], "_view": [], "record": []}
+
+    def counted(name, former):
+        def counting(*inputs):
+            with host_reads() as reads:
+                for owner, method in ((partial, "runner"), (partial.drafter, "observe")):
+                    uncounted(owner, method, reads)
+                returned = former(*inputs)
+            counts[name].append(reads)
+            return returned
+
+        return counting
+
+    def uncounted(owner, method, reads):
+        former = getattr(owner, method)
+
+        def running(*inputs):
+            before = len(reads)
+            returned = former(*inputs)
+            del reads[before:]
+            return returned
+
+        monkeypatch.setattr(owner, method, running)
+
+    for name in counts:
+        monkeypatch.setattr(partial, name, counted(name, getattr(partial, name)))
+    llm.generate(prompts, greedy(NEW))
+    assert len(counts["_judge"]) > 3 and len(counts["_view"]) > 1 and len(counts["record"]) > 1
+    assert all(reads == ["tolist"] for reads in counts["_judge"]), counts["_judge"]
+    assert not any(counts["_view"]), counts["_view"]
+    assert all(reads == ["cpu"] for reads in counts["record"]), counts["record"]
 
 
 def test_preempted_forked_and_stopped(tiny_models):
@@ -295,6 +340,6 @@ def test_what_was_retrieved_is_looked_for_anew_after_some_tokens(tiny_models):
     # Not before the text is computed to its end.
     assert partial.watch([(sequence, len(prompt) + FRESH)]) is None
     ends = [(sequence, len(prompt) + FRESH + 1)]
-    assert partial.watch(ends).wanted == [0]
-    partial.saw(ends, Watched([0], [[torch.rand(len(prompt) + FRESH + 1)] for _ in range(partial.layers)]))
+    assert partial.watch(ends).sequences == [0]
+    partial.record(ends, AttentionProbe([0], [[torch.rand(len(prompt) + FRESH + 1)] for _ in range(partial.layers)]))
     assert partial.watch(ends) is None

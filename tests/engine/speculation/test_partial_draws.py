@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import Draft, NgramDrafter
+from mlaforge.engine.speculation.drafter import Draft, PromptLookupDrafter
 from mlaforge.engine.speculation.partial import PartialVerification
 from support.drafters import Drawing, Knowing
 from support.eagle3_heads import saved
@@ -106,7 +106,7 @@ def test_a_number_is_drawn_with_once(llm):
     """What a request draws ahead of its text it does not draw again: with all that is pending refused, the tokens are
     those of other random numbers, not the same ones over and over."""
     (prompt,) = random_prompts(300)
-    partial = partly(llm.engine, NgramDrafter()).partial
+    partial = partly(llm.engine, PromptLookupDrafter()).partial
     llm.engine.add("text", prompt, SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True))
     while not (llm.engine.scheduler.running and llm.engine.scheduler.running[0].decoding):
         llm.engine.step()
@@ -126,11 +126,11 @@ def test_lossy_draws_stay_as_a_part_has_drawn_them(llm):
     for plainly."""
     prompts = random_prompts(300, 250)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, repetition_penalty=1.2)
-    stats = partly(llm.engine, NgramDrafter(), specpv="lossy", specpv_dtype="model").stats
+    stats = partly(llm.engine, PromptLookupDrafter(), specpv="lossy", specpv_dtype="model").stats
     made = [tokens(output) for output in llm.generate(prompts, params)]
     assert 0 < stats.kept < stats.pending == stats.accepted and [len(own[0]) for own in made] == [24, 24]
     assert [tokens(output) for output in llm.generate(prompts, params)] == made
-    stats = partly(llm.engine, NgramDrafter(), specpv="lossy").stats
+    stats = partly(llm.engine, PromptLookupDrafter(), specpv="lossy").stats
     llm.generate(prompts, dataclasses.replace(params, logprobs=1))
     assert stats.partial_steps == 0
     idle(llm.engine)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.speculation.drafter import Draft, NgramDrafter
+from mlaforge.engine.speculation.drafter import Draft, PromptLookupDrafter
 from mlaforge.engine.speculation.partial import PartialVerification
 from mlaforge.ops.token_selection import TokenIndex
 from support.drafters import Knowing
@@ -76,7 +76,7 @@ def test_what_reads_all_is_plain_decoding(model):
     llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20, dense=True)
     prompts = random_prompts(300, 250, 40)
     texts = continued(llm, prompts, speculate=False)
-    for drafter in (Knowing(texts, 0.8), NgramDrafter()):
+    for drafter in (Knowing(texts, 0.8), PromptLookupDrafter()):
         stats = partly(llm.engine, drafter, specpv_retrieval=40, **VIEW).stats
         assert continued(llm, prompts) == texts and stats.partial_steps > 2
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import LONGEST_MATCH, SHORTEST_MATCH, Draft, NgramDrafter
+from mlaforge.engine.speculation.drafter import LONGEST_MATCH, SHORTEST_MATCH, Draft, PromptLookupDrafter
 from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
@@ -116,7 +116,7 @@ def test_prompt_lookup_finds_loops_and_is_lossless(llama, fast):
     oracle = Oracle(llama)
     renew(fast.engine, 200, 300, block_size=16, max_step=64)
     for count in (1, 3, 8):
-        speculate(fast.engine, NgramDrafter(), count)
+        speculate(fast.engine, PromptLookupDrafter(), count)
         for output in fast.generate([LOOP, LOOP[3:], BASES[0], BASES[1][:1]], greedy(90)):
             oracle.check(output.prompt_token_ids, output.outputs[0].token_ids, 90)
         stats = fast.engine.stats().speculation
@@ -154,7 +154,7 @@ def looked_up(token_ids, count):
 def test_prompt_lookup_is_a_search(start, turns):
     """Also of copies that run ahead of a text step by step by tokens that it then gets or does not, whether it is asked
     itself in between or not."""
-    drafter, text = NgramDrafter(), Text(list(start))
+    drafter, text = PromptLookupDrafter(), Text(list(start))
 
     def right(asked, count):
         (draft,) = drafter.propose([(asked, count)], 0.0)
@@ -171,7 +171,7 @@ def test_prompt_lookup_is_a_search(start, turns):
 
 
 def test_prompt_lookup_copies_what_came_last():
-    drafter = NgramDrafter()
+    drafter = PromptLookupDrafter()
 
     def proposed(token_ids, count):
         (draft,) = drafter.propose([(Text(token_ids), count)], 0.0)
@@ -312,7 +312,7 @@ def test_the_distribution_is_the_targets(drafter, right, llama, fast):
 
 def test_a_request_can_do_without(plain, fast):
     renew(fast.engine, 200, 300, block_size=16, max_step=64)
-    speculate(fast.engine, NgramDrafter())
+    speculate(fast.engine, PromptLookupDrafter())
     params = greedy(30, speculate=False)
     assert tokens(fast.generate([LOOP], params)[0]) == tokens(plain.generate([LOOP], params)[0])
     stats = fast.engine.stats().speculation
@@ -323,7 +323,7 @@ def test_a_request_can_do_without(plain, fast):
 
 def test_it_is_an_option(llama, refused):
     engine = watched(llama, speculative="ngram", num_speculative_tokens=5).engine
-    assert isinstance(engine.speculation.drafter, NgramDrafter) and engine.speculation.controller.most == 5
+    assert isinstance(engine.speculation.drafter, PromptLookupDrafter) and engine.speculation.controller.most == 5
     assert engine.speculation.controller.policy is not None
     assert watched(llama).engine.stats().speculation is None
     refused(("num_speculative_tokens = 9", "at most 8"), "generate", llama, "--num-speculative-tokens", 9)

@@ -159,6 +159,15 @@ class BlockPool:
         if (digest := self._digest_of.pop(block, None)) is not None:
             del self._block_of[digest]
 
+    def forget(self, digest: bytes) -> None:
+        """Nobody finds this content any more; who holds its block goes on holding it."""
+        if (block := self._block_of.pop(digest, None)) is None:
+            return
+        del self._digest_of[block]
+        if not self._ref_counts[block]:
+            del self._kind(block).evictable[block]
+            self._set_free(block)
+
     def digest(self, block: int) -> bytes | None:
         """What the block is known to contain."""
         return self._digest_of.get(block)

@@ -42,11 +42,13 @@ class Copy:
 class _Table:
     """Blocks of one sequence in one group; the first of them is the sequence's block number `first`. Where the newest
     block is whole, `written` has by its number each block that the step at hand writes to; `blocks` has there what
-    later queries see, which is packed once it is full."""
+    later queries see, which is packed once it is full. `unchanged` counts the leading blocks that are as `take_changes`
+    last returned them: whatever replaces or removes a block lowers it."""
 
     first: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
     written: dict[int, int] = dataclasses.field(default_factory=dict)
+    unchanged: int = 0
 
     @property
     def end(self) -> int:
@@ -60,6 +62,27 @@ class _Table:
     def newest(self, number: int) -> int:
         """The block of this number as it is written to."""
         return self.written.get(number, self.blocks[number - self.first])
+
+    def replace(self, number: int, block: int) -> None:
+        """`block` becomes the block of this number."""
+        index = number - self.first
+        self.blocks[index] = block
+        self.unchanged = min(self.unchanged, index)
+
+    def truncate(self, count: int) -> list[int]:
+        """Removes all but the first `count` blocks, and returns the removed ones."""
+        removed = self.blocks[count:]
+        del self.blocks[count:]
+        self.unchanged = min(self.unchanged, count)
+        return removed
+
+    def drop_first(self, count: int) -> list[int]:
+        """Removes the first `count` blocks, and returns them."""
+        removed = self.blocks[:count]
+        del self.blocks[:count]
+        self.first += count
+        self.unchanged = 0
+        return removed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +232,7 @@ class BlockTables:
         allocated = pool.allocate(1, whole=pool.is_whole(shared))
         assert allocated is not None
         pool.release([shared])
-        table.blocks[computed // self.block_size - table.first] = allocated[0]
+        table.replace(computed // self.block_size, allocated[0])
         return Copy(group, source=shared, target=allocated[0])
 
     def _extend(self, group: int, table: _Table, computed: int, need: _Need) -> None:
@@ -228,7 +251,7 @@ class BlockTables:
         found |= zip(need.packed, packed, strict=True)
         for number in sorted(found):
             if number < table.end:
-                table.blocks[number - table.first] = found[number]
+                table.replace(number, found[number])
             else:
                 table.blocks.append(found[number])
 
@@ -254,9 +277,7 @@ class BlockTables:
         for group, table in enumerate(state.tables):
             passed = self._first_seen(group, computed - self.lookback) - table.first
             if passed > 0:
-                self._pools[group].release(reversed(table.blocks[:passed]))
-                del table.blocks[:passed]
-                table.first += passed
+                self._pools[group].release(reversed(table.drop_first(passed)))
 
     def rewind(self, seq: int, length: int) -> int:
         """Back to the first `length` tokens; releases the blocks past them. Returns the tokens that are still computed.
@@ -278,8 +299,7 @@ class BlockTables:
         for pool, table in zip(self._pools, state.tables, strict=True):
             keep = max(0, end - table.first)
             # Tail first, here and everywhere: a prefix without its tail is of use, a tail without its prefix is not.
-            pool.release(reversed(table.blocks[keep:]))
-            del table.blocks[keep:]
+            pool.release(reversed(table.truncate(keep)))
             table.first = min(table.first, end)
         state.computed = length
         del state.digests[length // self.block_size :]
@@ -303,10 +323,23 @@ class BlockTables:
         self.rewind(seq, 0)
         del self._sequences[seq]
 
+    def unpublish(self, seq: int) -> None:
+        """What the cache holds of the sequence's tokens is wrong: nobody finds it any more."""
+        for pool in self._pools:
+            for digest in self._sequences[seq].digests:
+                pool.forget(digest)
+
     def table(self, seq: int, group: int) -> tuple[int, list[int]]:
         """Position of the first row, and the blocks from there on (the list itself: to be read, and only now)."""
         table = self._sequences[seq].tables[group]
         return table.first * self.block_size, table.blocks
+
+    def take_changes(self, seq: int, group: int) -> tuple[int, list[int]]:
+        """The first column of a sequence's table that has changed since the last call, and the blocks from there on,
+        none where nothing has. Columns that were removed are not named. For one caller alone (DeviceTables)."""
+        table = self._sequences[seq].tables[group]
+        column, table.unchanged = table.unchanged, len(table.blocks)
+        return column, table.blocks[column:]
 
     def written(self, seq: int, group: int) -> Mapping[int, int]:
         """The whole blocks that the step at hand writes to, by the numbers of a sequence's blocks, where the newest one
@@ -341,15 +374,14 @@ class BlockTables:
         for group, table in enumerate(state.tables):
             if "newest" not in self.groups[group].whole:
                 continue
-            pool, dropped = self._pools[group], table.blocks[max(0, end - table.first) :]
+            pool, dropped = self._pools[group], table.truncate(max(0, end - table.first))
             pool.release(reversed(dropped))
-            del table.blocks[max(0, end - table.first) :]
             for number, block in table.written.items():
                 if (number + 1) * self.block_size <= state.computed or (number >= end and block not in dropped):
                     pool.release([block])
                 elif number < end and table.blocks[number - table.first] != block:
                     pool.release([table.blocks[number - table.first]])
-                    table.blocks[number - table.first] = block
+                    table.replace(number, block)
             table.written = {}
 
     def _first_seen(self, group: int, length: int) -> int:

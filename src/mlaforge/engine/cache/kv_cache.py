@@ -7,6 +7,7 @@ same number in every layer, though a layer's rows may be wider than another's.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.kept_keys import kept_bytes
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Coded, Plain, RowFormat, row_format
-from mlaforge.runtime import UserError
+from mlaforge.runtime import UserError, on_device
 
 
 class CacheTooSmall(UserError):
@@ -93,7 +94,7 @@ def layer_caches(
 
 
 @dataclasses.dataclass(frozen=True)
-class Least:
+class MinimumCache:
     """What one short sequence needs, group by group: blocks, whole blocks, and the bytes of one of each."""
 
     blocks: list[int]
@@ -106,7 +107,7 @@ class Least:
     def of(
         cls, layers: Sequence[LayerCache], windows: Sequence[int | None], block_size: int, max_model_len: int,
         max_step: int,
-    ) -> Least:  # fmt: skip
+    ) -> MinimumCache:  # fmt: skip
         held = [[layer for layer in layers if layer.group == group] for group in range(len(windows))]
         kinds = [frozenset[str]().union(*(layer.format.whole for layer in own)) for own in held]
         longest = -(-max_model_len // block_size)
@@ -133,10 +134,10 @@ def size_groups(
 
     Raises CacheTooSmall where the budget does not hold one short sequence.
     """
-    least = Least.of(layers, windows, block_size, max_model_len, max_step)
-    leasts, least_whole, kinds = least.blocks, least.whole, least.kinds
-    bytes_per_block, bytes_per_whole = least.block_bytes, least.whole_bytes
-    most, need = max_num_seqs * -(-max_model_len // block_size) + 1, least.bytes
+    minimum = MinimumCache.of(layers, windows, block_size, max_model_len, max_step)
+    minimum_blocks, minimum_whole, kinds = minimum.blocks, minimum.whole, minimum.kinds
+    bytes_per_block, bytes_per_whole = minimum.block_bytes, minimum.whole_bytes
+    most, need = max_num_seqs * -(-max_model_len // block_size) + 1, minimum.bytes
     if budget < need:
         raise CacheTooSmall(
             f"cache_bytes = {budget} does not hold one short sequence in blocks of {block_size} tokens; at least "
@@ -149,17 +150,17 @@ def size_groups(
         for kind in kinds
     ]
     scale = min(1.0, left / 4 / max(1, _sum(wanted, bytes_per_whole)))
-    whole = [least + int(n * scale) for n, least in zip(wanted, least_whole, strict=True)]
+    whole = [minimum + int(n * scale) for n, minimum in zip(wanted, minimum_whole, strict=True)]
     budget -= _sum(whole, bytes_per_whole)
-    left = budget - _sum(leasts, bytes_per_block)
+    left = budget - _sum(minimum_blocks, bytes_per_block)
     # Beyond the least.
     wanted = [
-        2 * (max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size) + 2) - least if window else 0
-        for window, least in zip(windows, leasts, strict=True)
+        2 * (max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size) + 2) - minimum if window else 0
+        for window, minimum in zip(windows, minimum_blocks, strict=True)
     ]
     for_windows = max(1, _sum(wanted, bytes_per_block))
     scale = min(1.0, left / 2 / for_windows) if None in windows else left / for_windows
-    counts = [min(most, least + int(n * scale)) for n, least in zip(wanted, leasts, strict=True)]
+    counts = [min(most, minimum + int(n * scale)) for n, minimum in zip(wanted, minimum_blocks, strict=True)]
     left = budget - _sum(counts, bytes_per_block)
     # Every position is in all groups that see everything.
     full = max(1, sum(size for window, size in zip(windows, bytes_per_block, strict=True) if window is None))
@@ -228,8 +229,9 @@ class Cache:
         """Of the rows that a step has written those numbered `kept`, rising, to where its first rows are."""
         if list(kept) == list(range(len(kept))):
             return
+        rows_K = on_device(kept, torch.int64, views[0].slots_N.device)
         for rows, layer in zip(self.rows, self.layers, strict=True):
-            rows.move(views[layer.group].slots_N, list(kept))
+            rows.move(views[layer.group].slots_N, rows_K)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Block by block, before a step writes: what is shared is copied before it is changed."""
@@ -242,5 +244,8 @@ class Cache:
 def free_bytes(device: torch.device) -> int:
     """Memory that is free on the device now."""
     if device.type == "cuda":
+        # Torch's allocator does not return the memory of an engine that is gone by itself.
+        gc.collect()
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

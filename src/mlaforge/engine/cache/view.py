@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 
 from mlaforge.engine.cache.block_tables import CacheGroup
+from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.runtime import on_device
+from mlaforge.runtime import on_device, uploaded
 
 
 class Tables(Protocol):
@@ -106,27 +107,68 @@ def _view(
 ) -> CacheView:  # fmt: skip
     size = tables.block_size
     held = [_held(group, span, tables) for span in spans]
-    table_SB = torch.zeros(len(held), max(len(blocks) for _, blocks in held), dtype=torch.int32)
-    for row, (_, blocks) in zip(table_SB.numpy(), held, strict=True):
-        # By way of an array, which takes a tenth of the time of a tensor made from lists.
-        row[: len(blocks)] = array("i", blocks)
+    if isinstance(tables, DeviceTables) and "newest" not in tables.groups[group].whole:
+        table_SB = tables.table_SB([seq for seq, _, _ in spans], group)
+    else:
+        table_SB = _host_table([blocks for _, blocks in held], device)
     slots: list[int] = []
     for (_, start, stop), (first, blocks) in zip(spans, held, strict=True):
         for position in range(start - first, stop - first):
             block, offset = divmod(position, size)
             slots.append(blocks[block] * size + offset)
-    stretches = [_runs(b, stop - first, size) for (_, _, stop), (first, b) in zip(spans, held, strict=True)]
+    lengths = tuple(stop - first for (_, _, stop), (first, _) in zip(spans, held, strict=True))
     return CacheView(
-        block_table_SB=table_SB.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table_SB,
+        block_table_SB=table_SB,
         first_S=on_device([first for first, _ in held], torch.int32, device),
         slots_N=on_device(slots, torch.int64, device),
         window=tables.groups[group].window,
-        runs=tuple(stretches),
+        runs=Runs([blocks for _, blocks in held], lengths, size),
+        lengths=lengths,
         **shared,
     )
 
 
-def _runs(blocks: Sequence[int], rows: int, size: int) -> tuple[tuple[int, int], ...]:
+def _host_table(tables: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """int32 [S, B], built on the host: columns behind a sequence's last block are 0."""
+    table_SB = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int32)
+    for row, blocks in zip(table_SB.numpy(), tables, strict=True):
+        # By way of an array, which takes a tenth of the time of a tensor made from lists.
+        row[: len(blocks)] = array("i", blocks)
+    return uploaded(table_SB, device)
+
+
+Stretches = tuple[tuple[int, int], ...]
+
+
+class Runs(Sequence[Stretches]):
+    """CacheView.runs, computed for a sequence when it is first read: most steps never do.
+
+    `blocks` are the block tables' lists themselves, which change when the step is committed: runs must be read before.
+    """
+
+    def __init__(self, blocks: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int):
+        self._blocks, self._lengths, self._block_size = blocks, lengths, block_size
+        self._computed: dict[int, Stretches] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Stretches: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Stretches, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Stretches | tuple[Stretches, ...]:
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return tuple(self[place] for place in places)
+        if places not in self._computed:
+            self._computed[places] = _runs(self._blocks[places], self._lengths[places], self._block_size)
+        return self._computed[places]
+
+
+def _runs(blocks: Sequence[int], rows: int, size: int) -> Stretches:
     """Stretches of consecutive slots (start, length) that hold the first `rows` rows of `blocks`."""
     needed = blocks[: -(-rows // size)]
     if needed == list(range(needed[0], needed[0] + len(needed))):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mlaforge.engine.execution.angles import Angles
-from mlaforge.engine.execution.batch import Batch, Watched
+from mlaforge.engine.execution.batch import AttentionProbe, Batch
 from mlaforge.engine.execution.linear import fused
 from mlaforge.engine.execution.sparse_reading import Chosen, reading
 from mlaforge.modeling.attention_mla import sink_share
@@ -37,19 +37,20 @@ from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
 class Step:
     """What the attention layers need of a step.
 
-    `turn_N1P`: one column per rotary pair, cos + i sin (angles.py); `cos_N1P` and `sin_N1P` are the same in `dtype`.
+    `rotation_N1P`: one column per rotary pair, cos + i sin (angles.py); `cos_N1P` and `sin_N1P` are its parts, in
+    `dtype`.
     `chosen`: what sparse layers leave to those behind them. Under a partial view they choose nothing.
     """
 
     batch: Batch
-    turn_N1P: Tensor
+    rotation_N1P: Tensor
     dtype: torch.dtype
     chosen: Chosen = dataclasses.field(default_factory=dict)
     partial: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
 
-    def watched(self, view: CacheView) -> Watched | None:
+    def probe(self, view: CacheView) -> AttentionProbe | None:
         """What a layer with this view is to tell where it attends to."""
-        return self.batch.watched if view.window is None else None
+        return self.batch.probe if view.window is None else None
 
     def view(self, group: int) -> CacheView:
         """What the layer whose turn it is sees; its cache is of that group."""
@@ -58,11 +59,11 @@ class Step:
 
     @functools.cached_property
     def cos_N1P(self) -> Tensor:
-        return self.turn_N1P.real.to(self.dtype)
+        return self.rotation_N1P.real.to(self.dtype)
 
     @functools.cached_property
     def sin_N1P(self) -> Tensor:
-        return self.turn_N1P.imag.to(self.dtype)
+        return self.rotation_N1P.imag.to(self.dtype)
 
     @classmethod
     def make(cls, batch: Batch, angles: Angles) -> Step:
@@ -100,7 +101,7 @@ class PagedGroupedQueryAttention:
         self.sinks = attention.sinks if sinks else None
         self.sparse = reading(attention, self.num_heads, rows, self.sinks, order=order)
         native = kernels() if native_reads(rows) else None
-        self.turn_and_store = native.turn_and_store.default if native is not None else None
+        self.rope_and_store = native.rope_and_store.default if native is not None else None
 
     def keep_in(self, rows: PagedRows) -> None:
         """From now on the cache is `rows`."""
@@ -118,34 +119,34 @@ class PagedGroupedQueryAttention:
         if self.norms:
             for norm, part in zip(self.norms, qk_NHD.split([H, G], dim=1), strict=True):
                 part.copy_(norm(part))
-        if self.turn_and_store is not None:
-            self.turn_and_store(qkv, step.turn_N1P, *native_rows(self.rows), view.slots_N, H + G, D)
+        if self.rope_and_store is not None:
+            self.rope_and_store(qkv, step.rotation_N1P, *native_rows(self.rows), view.slots_N, H + G, D)
         else:
-            turned = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.turn_N1P
+            turned = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.rotation_N1P
             # In place: what follows the queries is then the row to cache.
             qk_NHD.copy_(torch.view_as_real(turned).view(N, H + G, D))
             self.rows.write(view.slots_N, qkv[:, H * D :])
         if view.packs_2K is not None:
             self.rows.pack(view.packs_2K, view.block_size)
-        watched = step.watched(view)
+        probe = step.probe(view)
         if self.sparse is not None and not step.batch.partial:
             keys_NF = qkv[:, H * D : (H + G) * D]
-            view = self.sparse(keys_NF, qkv, step.turn_N1P, self.rows, view, step.chosen, watched)
-            watched = None
-        out_NHD, lse_NH = self._attend(qk_NHD[:, :H], watched, view)
+            view = self.sparse(keys_NF, qkv, step.rotation_N1P, self.rows, view, step.chosen, probe)
+            probe = None
+        out_NHD, lse_NH = self._attend(qk_NHD[:, :H], probe, view)
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
         return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
 
-    def _attend(self, q_NHD: Tensor, watched: Watched | None, view: CacheView) -> tuple[Tensor, Tensor]:
+    def _attend(self, q_NHD: Tensor, probe: AttentionProbe | None, view: CacheView) -> tuple[Tensor, Tensor]:
         """As ops.paged_attention."""
-        if watched is not None:
-            asked = q_NHD, self.rows, self.num_kv_heads, view, self.scaling, watched.wanted
+        if probe is not None:
+            asked = q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
             if (both := attention_and_attended(*asked)) is not None:
-                out_NHD, lse_NH, masses = both
-                watched.layers.append(masses)
+                out_NHD, lse_NH, attention_mass = both
+                probe.layers.append(attention_mass)
                 return out_NHD, lse_NH
-            watched.layers.append(attended(*asked))
+            probe.layers.append(attended(*asked))
         if self.k_LGD is not None and self.v_LGD is not None:
             return paged_attention(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
         return packed_attention(q_NHD, self.rows, view, self.scaling)
@@ -192,25 +193,25 @@ class PagedLatentAttention:
         q, row_NW = both[:, :-W], both[:, -W:]
         if self.q_b_proj is not None:
             q = self.q_b_proj(q)
-        watched = step.watched(view)
+        probe = step.probe(view)
         if self.sparse is not None and not step.batch.partial:
             features, asked = self._normed(row_NW, q) if latent.qk_norm else (row_NW, q)
-            view = self.sparse(features, asked, step.turn_N1P, self.rows, view, step.chosen, watched)
-            watched = None
+            view = self.sparse(features, asked, step.rotation_N1P, self.rows, view, step.chosen, probe)
+            probe = None
         if self.native is not None:
             both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
-            out = self.native(both, step.turn_N1P, self.rows, view)
-            if watched is not None:
-                watched.layers.append(self._attended(q, step, view, watched.wanted))
+            out = self.native(both, step.rotation_N1P, self.rows, view)
+            if probe is not None:
+                probe.layers.append(self._attended(q, step, view, probe.sequences))
             return self.o_proj(out, plus_NC)
         q_NHD = self._queries(q, step)
         if latent.rope_dim:
             cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]
             c, k_rope = row_NW.split([latent.rank, latent.rope_dim], dim=-1)
-            row_NW = torch.cat((c, _turn(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
+            row_NW = torch.cat((c, _rotate(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
         self.rows.write(view.slots_N, row_NW)
-        if watched is not None:
-            watched.layers.append(self._attended(q, step, view, watched.wanted))
+        if probe is not None:
+            probe.layers.append(self._attended(q, step, view, probe.sequences))
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
         if self._absorbs(view):
             out_NHV = self._absorbed(q_NHD, view)
@@ -225,7 +226,7 @@ class PagedLatentAttention:
         if latent.rope_dim:
             cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]
             q_nope, q_rope = q_NHD.split([latent.nope_dim, latent.rope_dim], dim=-1)
-            q_NHD = torch.cat((q_nope, _turn(q_rope, cos, sin)), dim=-1)
+            q_NHD = torch.cat((q_nope, _rotate(q_rope, cos, sin)), dim=-1)
         elif latent.qk_norm:
             q_NHD = latent.q_norm(q_NHD)
         return q_NHD
@@ -241,19 +242,19 @@ class PagedLatentAttention:
             return attended(q_NHW, self.rows, 1, view, latent.scaling, wanted)
         rows_LW, seen = self.rows.numbers(view)
         w_uk, _, b_k, _ = latent.up_projections()
-        masses = []
+        attention_mass = []
         for s in wanted:
             row_LW = seen.sequence(s, rows_LW)[0][0]
             L, G = len(row_LW), latent.num_kv_heads
             mean_BR = row_LW[: L // size * size].view(-1, size, row_LW.shape[1]).mean(1, dtype=wide)
             at_B = torch.arange(len(mean_BR), device=rows_LW.device) * size + size // 2
-            k_1GBD = latent.rotated_keys(((mean_BR @ w_uk.mT) + b_k[:, None])[None], at_B)
             q_1H1D = q_NHD[newest(view, s)][None, :, None]
             cos, sin = (table[:, L - 1 :][:, :1] for table in latent.table(L, q_1H1D))
+            k_1GBD = latent.rotated_keys(((mean_BR @ w_uk.mT) + b_k[:, None])[None], at_B)
             q_GJD = rotate(q_1H1D, cos, sin)[0, :, 0].view(G, -1, k_1GBD.shape[-1])
             mass_B = ((q_GJD @ k_1GBD[0].mT) * latent.scaling).softmax(-1).sum((0, 1))
-            masses.append(F.pad(mass_B.repeat_interleave(size) / size, (0, L % size)))
-        return masses
+            attention_mass.append(F.pad(mass_B.repeat_interleave(size) / size, (0, L % size)))
+        return attention_mass
 
     def _normed(self, row_NW: Tensor, q_NX: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and queries as a norm leaves them, which an index is made of then."""
@@ -333,17 +334,17 @@ class NativeLatent:
         self.b_v = b_v.float().contiguous()
         self.sinks = attention.sinks.detach().float() if attention.config.mla_sinks else None
 
-    def __call__(self, both_NX: Tensor, turn_N1P: Tensor, rows: PagedRows, view: CacheView) -> Tensor:
+    def __call__(self, qkv_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView) -> Tensor:
         """[N, H·V] from queries and the row to cache side by side; writes the rows."""
         table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
         step = (self.sinks, *native_rows(rows), view.slots_N, *table, view.window or 0, self.scaling, view.tree_Tn)
         weights = (self.w_uk, self.w_uv, self.b_k, self.b_v)
         if self.rope_dim:
-            out: Tensor = self.kernel(both_NX, turn_N1P, self.rope_index, *weights, *step)
+            out: Tensor = self.kernel(qkv_NX, rotation_N1P, self.rope_index, *weights, *step)
         else:
-            cos, sin = (table[0] for table in self.table(view.max_seq_len, turn_N1P.real))
+            cos, sin = (table[0] for table in self.table(view.max_seq_len, rotation_N1P.real))
             kept = () if rows.kept is None else (rows.kept.keys, rows.kept.places)
-            out = self.kernel(both_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *kept)
+            out = self.kernel(qkv_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *kept)
         return out
 
 
@@ -353,7 +354,7 @@ def _reordered(parameter: Tensor, order: Tensor) -> nn.Parameter:
     return nn.Parameter(heads.reshape(parameter.shape), requires_grad=False)
 
 
-def _turn(x_NHE: Tensor, cos_N1P: Tensor, sin_N1P: Tensor) -> Tensor:
+def _rotate(x_NHE: Tensor, cos_N1P: Tensor, sin_N1P: Tensor) -> Tensor:
     a, b = x_NHE.chunk(2, dim=-1)
     return torch.cat((a * cos_N1P - b * sin_N1P, b * cos_N1P + a * sin_N1P), dim=-1)
 

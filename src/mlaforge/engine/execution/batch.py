@@ -40,27 +40,29 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
-    """Those sequences of a step that are numbered `wanted` in it, and what each layer that sees everything tells of
-    them: where the attention of their last query token falls, [tokens] each (ops/attended.py); a sparse layer the
-    positions that it chooses for that token, int32."""
+class AttentionProbe:
+    """Records the attention of the last query token of some sequences of a step.
 
-    wanted: list[int]
+    `sequences` are their numbers in the step. `layers` gets one list per layer with full attention, one tensor per
+    sequence: the attention mass of each token, [tokens] (ops/attended.py), or, of a sparse layer, the positions that it
+    selects, int32."""
+
+    sequences: list[int]
     layers: list[list[Tensor]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """`views` has one entry per cache group. `last_S` is each chunk's last row among the N. `partial`: where only a
-    part of the cache is read, the views of those layers that else see everything, one after another. `watched`: whose
-    attention is to be told where it falls."""
+    part of the cache is read, the views of those layers that else see everything, one after another. `probe`:
+    records where the attention of some sequences falls."""
 
     token_ids_N: Tensor
     positions_N: Tensor
     last_S: Tensor
     views: tuple[CacheView, ...]
     partial: tuple[CacheView, ...] = ()
-    watched: Watched | None = None
+    probe: AttentionProbe | None = None
 
 
 def make_batch(

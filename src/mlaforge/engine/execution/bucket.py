@@ -75,6 +75,7 @@ def blank(bucket: Bucket, like: Batch) -> Batch:
         "queries": (T,) * S,
         # Of the sequences' own numbers: what goes through a graph must not need them.
         "runs": (),
+        "lengths": (),
     }
     views = tuple(
         dataclasses.replace(

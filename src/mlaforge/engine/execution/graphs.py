@@ -1,9 +1,10 @@
-"""CUDA graphs of uniform steps, captured by bucket when one is first met. Not measured on a GPU yet (docs/ops.md)."""
+"""CUDA graphs of uniform steps, captured when a bucket and a state of the model are first met together. Not measured on
+a GPU yet (docs/ops.md)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,10 +48,10 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of `run`, by bucket.
+    """The graphs of `run`, by bucket and by the state that `run` depends on beside its batch.
 
     run           from a batch to hidden states [N, C], on the device
-    capturable    whether a step is launched from host numbers alone; asked once per bucket
+    capturable    whether a step is launched from host numbers alone; called once per bucket and state
     scratch       the scratch block of every cache group
     max_num_seqs  the most sequences of a batch
     """
@@ -59,23 +60,26 @@ class Graphs:
         self, run: Callable[[Batch], Tensor], capturable: Callable[[Batch], bool], scratch: Sequence[int],
         max_num_seqs: int, capture: Capture,
     ):  # fmt: skip
-        self._run, self._capturable, self._capture = run, capturable, capture
+        self._run, self._capturable, self.capture = run, capturable, capture
         self._scratch, self._max_num_seqs = tuple(scratch), max_num_seqs
-        self._graphs: dict[Bucket, _Graph | None] = {}
+        self._graphs: dict[tuple[Bucket, Hashable], _Graph | None] = {}
 
     @property
     def captured(self) -> list[Bucket]:
-        """The buckets that have a graph, in the order of their capture."""
-        return [bucket for bucket, graph in self._graphs.items() if graph is not None]
+        """The buckets that have a graph, in the order of their capture; one that has graphs of several states as often
+        as it has."""
+        return [bucket for (bucket, _), graph in self._graphs.items() if graph is not None]
 
-    def __call__(self, batch: Batch) -> Tensor | None:
-        """Hidden states [N, C] of the batch, valid until the next call; None where it must run without a graph."""
+    def __call__(self, batch: Batch, state: Hashable = None) -> Tensor | None:
+        """Hidden states [N, C] of the batch, valid until the next call; None where it must run without a graph.
+        `state` is everything that can change on a live engine and that a captured graph would not follow."""
         bucket = Bucket.of(batch, self._max_num_seqs)
         if bucket is None:
             return None
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._captured(bucket, batch) if self._capturable(batch) else None
-        graph = self._graphs[bucket]
+        key = bucket, state
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(bucket, batch) if self._capturable(batch) else None
+        graph = self._graphs[key]
         if graph is None:
             return None
         fill(graph.static, batch, self._scratch)
@@ -86,5 +90,5 @@ class Graphs:
         static = blank(bucket, batch)
         # The run before the capture computes this very step.
         fill(static, batch, self._scratch)
-        replay, out_NC = self._capture(lambda: self._run(static))
+        replay, out_NC = self.capture(lambda: self._run(static))
         return _Graph(static, replay, out_NC)

@@ -24,7 +24,7 @@ from mlaforge.runtime import UserError
 QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
 # Bits that a weight takes in each format; int4 has a step and a zero of 8 bits per 32 weights.
 BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "int4": 4.5}
-# Rows from which on unpacking torch's int8 to fp32 pays (measured on 2 cores with AVX-512: LOG.md).
+# Rows from which on unpacking torch's int8 to fp32 pays (measured on 2 cores with AVX-512: docs/notes/engine.md).
 WIDE = 64
 # torch's int8 kernel takes widths that are multiples of this; it checks nothing.
 INT8_COLUMNS = 16
@@ -39,11 +39,12 @@ class PackedLinear:
 
     int8 is symmetric with one scale per output row; int4 asymmetric with a step and a zero per 32 inputs
     (ops/rounded_weights.py); both are rounded to nearest. Activations are bf16, which our own kernels multiply as whole
-    numbers of 16 bits. They exist on the CPU only. `wide`: y is in fp32 where our own kernel makes it, else in the
-    dtype of x. No nn.Module: at one row a module's call costs a tenth of the product.
+    numbers of 16 bits. They exist on the CPU only. `out_fp32`: y is in fp32 on a GPU and where our own kernel makes it;
+    torch has no such product on a CPU, where y is in the dtype of x. No nn.Module: at one row a module's call costs a
+    tenth of the product.
     """
 
-    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, format: str, wide: bool = False):
+    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, format: str, out_fp32: bool = False):
         self.out_features, self.in_features = weight_MK.shape
         self.format = format
         self.bias = None if bias_M is None else bias_M.clone()
@@ -53,52 +54,57 @@ class PackedLinear:
             if not on_cpu:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
             # Experts' weights come transposed, and the kernels read neither them nor rows with gaps between.
-            self._product = _rounded(weight_MK.contiguous(), format, wide)
+            self._product = _rounded(weight_MK.contiguous(), format, out_fp32)
         else:
-            self._product = _bfloat16(weight_MK, wide) if format == "bfloat16" and on_cpu else _plain(weight_MK)
+            self._product = (
+                _bfloat16(weight_MK, out_fp32) if format == "bfloat16" and on_cpu else _plain(weight_MK, out_fp32)
+            )
 
-    def __call__(self, x_NK: Tensor, plus_NM: Tensor | None = None) -> Tensor:
-        """y [N, M], with `plus_NM` added."""
-        return self._product(x_NK, self.bias, plus_NM)
-
-
-def _plus(out_NM: Tensor, plus_NM: Tensor | None) -> Tensor:
-    return out_NM if plus_NM is None else out_NM.add_(plus_NM)
+    def __call__(self, x_NK: Tensor, residual_NM: Tensor | None = None) -> Tensor:
+        """y [N, M], with `residual_NM` added."""
+        return self._product(x_NK, self.bias, residual_NM)
 
 
-def _plain(weight_MK: Tensor) -> Product:
+def _plus(out_NM: Tensor, residual_NM: Tensor | None) -> Tensor:
+    return out_NM if residual_NM is None else out_NM.add_(residual_NM)
+
+
+def _plain(weight_MK: Tensor, out_fp32: bool) -> Product:
     weight = weight_MK.clone()
+    # torch.mm has an out_dtype on CUDA alone. Elsewhere fp32 sums would take a copy of the weights in fp32.
+    if out_fp32 and weight.device.type == "cuda" and weight.dtype != torch.float32:
+        return lambda x, bias, plus: _plus(_plus(torch.mm(x, weight.T, out_dtype=torch.float32), bias), plus)
     return lambda x, bias, plus: _plus(F.linear(x, weight, bias), plus)
 
 
-def _bfloat16(weight_MK: Tensor, wide: bool) -> Product:
+def _bfloat16(weight_MK: Tensor, out_fp32: bool) -> Product:
     """By our own kernel where it is compiled; else by oneDNN's, which packs from AVX-512 on only: 1.3 to 1.5 times the
     speed of F.linear at one to eight rows."""
     M, K = weight_MK.shape
     if (native := kernels()) is not None and K % 2 == 0:
         native_packed, native_product = pack(weight_MK), native.linear.default
-        return lambda x, bias, plus: native_product(x, native_packed, M, bias, plus, wide)
+        return lambda x, bias, plus: native_product(x, native_packed, M, bias, plus, out_fp32)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return _plain(weight_MK)
+        return _plain(weight_MK, out_fp32)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.bfloat16().contiguous(), 1)
     product, product_plus = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
-    def by_onednn(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
-        if plus_NM is None:
+    def by_onednn(x_NK: Tensor, bias: Tensor | None, residual_NM: Tensor | None) -> Tensor:
+        if residual_NM is None:
             return product(x_NK, packed, bias, "none", [], "")
-        return product_plus(x_NK, plus_NM, packed, bias, "add")
+        return product_plus(x_NK, residual_NM, packed, bias, "add")
 
     return by_onednn
 
 
-def _rounded(weight_MK: Tensor, format: str, wide: bool) -> Product:
+def _rounded(weight_MK: Tensor, format: str, out_fp32: bool) -> Product:
     """Our own kernels' layouts where they are compiled; else torch's."""
     if (native := kernels()) is None:
         return _torch_int4(weight_MK) if format == "int4" else _torch_int8(weight_MK)
     M = len(weight_MK)
     packed, scale = (packed4 if format == "int4" else packed8)(weight_MK)
     product = (native.linear_int4 if format == "int4" else native.linear_int8).default
-    return lambda x, bias, plus: product(x, packed, scale, M, bias, plus, wide)
+    return lambda x, bias, plus: product(x, packed, scale, M, bias, plus, out_fp32)
 
 
 def _torch_int8(weight_MK: Tensor) -> Product:
@@ -111,13 +117,13 @@ def _torch_int8(weight_MK: Tensor) -> Product:
     beyond = -K % INT8_COLUMNS
     codes = F.pad(codes, (0, beyond))
 
-    def product(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
+    def product(x_NK: Tensor, bias: Tensor | None, residual_NM: Tensor | None) -> Tensor:
         if len(x_NK) >= WIDE:
             weight = codes[:, :K].float().mul_(scale.float()[:, None])
             out = F.linear(x_NK.float(), weight, None if bias is None else bias.float())
-            return _plus(out, plus_NM).to(x_NK.dtype)
+            return _plus(out, residual_NM).to(x_NK.dtype)
         x_NK = F.pad(x_NK, (0, beyond)) if beyond else x_NK.contiguous()
-        return _plus(_plus(torch._weight_int8pack_mm(x_NK, codes, scale), bias), plus_NM)
+        return _plus(_plus(torch._weight_int8pack_mm(x_NK, codes, scale), bias), residual_NM)
 
     return product
 
@@ -135,17 +141,18 @@ def _torch_int4(weight_MK: Tensor) -> Product:
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.stack((scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
 
-    def product(x_NK: Tensor, bias: Tensor | None, plus_NM: Tensor | None) -> Tensor:
+    def product(x_NK: Tensor, bias: Tensor | None, residual_NM: Tensor | None) -> Tensor:
         out = torch._weight_int4pack_mm_for_cpu(x_NK.contiguous(), packed, INT4_GROUP, scales)
-        return _plus(_plus(out, bias), plus_NM)
+        return _plus(_plus(out, bias), residual_NM)
 
     return product
 
 
 def vocabulary_head(weight_VK: Tensor, format: str) -> PackedLinear:
-    """In int4 it keeps 8 bits: 4 cost more there than in all other layers together (LOG.md). Logits are the kernel's
-    sums in fp32, where one is compiled: rounded to bf16, many of the likeliest would be equal."""
-    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format, wide=True)
+    """In int4 it keeps 8 bits: 4 cost more there than in all other layers together (docs/notes/engine.md). Logits are
+    the product's sums in fp32 on a GPU and where a kernel is compiled: rounded to bf16, many of the likeliest would be
+    equal."""
+    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format, out_fp32=True)
 
 
 def fused(linears: Sequence[nn.Linear], format: str) -> PackedLinear:

@@ -159,6 +159,6 @@ class EngineModel:
         return torch.cat([hidden_NC, *(captured[boundary] for boundary in self.boundaries)], dim=-1)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """[N, vocabulary] in fp32 or the model's dtype."""
+        """[N, vocabulary] in fp32; on a CPU without compiled kernels in the model's dtype."""
         logits: Tensor = self.head(self.norm(hidden_NC))
         return logits

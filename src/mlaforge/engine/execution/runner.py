@@ -13,6 +13,7 @@ from mlaforge.engine.execution.graphs import CudaCapture, Graphs
 from mlaforge.engine.execution.mlp import Mxfp4Mixture
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
+from mlaforge.runtime import ops_choice
 
 
 class Runner:
@@ -31,11 +32,11 @@ class Runner:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, C], valid until the next call."""
-        if self.graphs is None or batch.partial or batch.watched is not None:
+        if self.graphs is None or batch.partial or batch.probe is not None:
             return self.eager(batch)
         decodes = len(batch.token_ids_N) == len(batch.last_S)
         with span("BASE_DECODE_STEP" if decodes else "BASE_PREFILL_STEP", self.model.device):
-            hidden_NC = self.graphs(batch)
+            hidden_NC = self.graphs(batch, (self.model.boundaries, ops_choice()))
             return self.eager(batch) if hidden_NC is None else hidden_NC
 
     def eager(self, batch: Batch) -> Tensor:

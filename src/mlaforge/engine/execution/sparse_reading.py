@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mlaforge.engine.execution.batch import Watched
+from mlaforge.engine.execution.batch import AttentionProbe
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_rows import PagedRows
@@ -47,24 +47,24 @@ class SparseReading:
         )  # fmt: skip
 
     def __call__(
-        self, features_NF: Tensor | None, q_NX: Tensor, turn_N1P: Tensor, rows: PagedRows, view: CacheView,
-        chosen: Chosen, watched: Watched | None = None,
+        self, features_NF: Tensor | None, q_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView,
+        chosen: Chosen, probe: AttentionProbe | None = None,
     ) -> CacheView:  # fmt: skip
         """The view of what this step's tokens read. Features are of layers with an index alone; `chosen` goes from
-        layer to layer. To `watched` is told what the index chooses, though the step may read more."""
+        layer to layer. To `probe` is told what the index chooses, though the step may read more."""
         if self.index is not None:
             assert rows.index is not None and features_NF is not None
-            self.index.write(rows.index, features_NF, turn_N1P, view.slots_N)
+            self.index.write(rows.index, features_NF, rotation_N1P, view.slots_N)
         counts = view.reads(self.topk, self.window)
-        told = None if watched is None else self._told(view, counts, watched.wanted)
+        told = None if probe is None else self._told(view, counts, probe.sequences)
         if self.index is not None:
             assert rows.index is not None
             apart = APART if self.angles else 1
             for asked in {each for each in (counts, told) if each is not None}:
-                chosen[asked] = self.index.choose(rows.index, q_NX, turn_N1P, view, asked, apart)
-        if watched is not None and told is not None:
+                chosen[asked] = self.index.choose(rows.index, q_NX, rotation_N1P, view, asked, apart)
+        if probe is not None and told is not None:
             positions_SK = chosen[told][1]
-            watched.layers.append([positions_SK[s, : told[s]] for s in watched.wanted])
+            probe.layers.append([positions_SK[s, : told[s]] for s in probe.sequences])
         return view if counts is None else narrowed(view, *chosen[counts], counts, self.angles)
 
     def _told(self, view: CacheView, counts: tuple[int, ...] | None, wanted: list[int]) -> tuple[int, ...]:

@@ -1,37 +1,121 @@
-"""A conversation as a prompt, by the model's own chat template."""
+"""A conversation as a prompt, by the model's own chat template, which must leave nothing of it out.
+
+Templates are written per model and ignore what they do not know: a role, a second system message, tools. What is asked
+with a message missing is another question; so a conversation is rendered a second time with marks for its messages and
+tools, and what has left no mark is reported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlaforge.runtime import UserError
+from mlaforge.engine.request.conversation import MessageError, described, plain, with_system_alone
+from mlaforge.runtime import log
+
+# What to do where a template ignores tools.
+IGNORED_TOOLS = ("error", "log")
+_MARK = "mlaforge_mark_"
+Messages = Sequence[Mapping[str, Any]]
+_TOLD: set[str] = set()
 
 
-def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
-) -> list[int]:
-    """Token ids of a conversation that ends where the model's turn begins. Raises UserError as `text` does."""
+def render(tokenizer: Any, messages: Messages, **options: Any) -> list[int]:
+    """Token ids of a conversation that ends where the model's turn begins; `options` is as for `text`. Raises
+    MessageError as `text` does."""
     # Templates write the special tokens themselves.
-    return list(tokenizer(text(tokenizer, messages, variables or {}), add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text(tokenizer, messages, **options), add_special_tokens=False)["input_ids"])
 
 
-def text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def text(
+    tokenizer: Any, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = (),
+    reasoning_effort: str | None = None, variables: Mapping[str, Any] | None = None, ignored_tools: str = "error",
+) -> str:  # fmt: skip
     """A conversation as text; it ends where the model's turn begins, unless `variables` say otherwise.
 
-    variables   what apply_chat_template and the template itself take beside the messages
+    messages           OpenAI's; content as text or text parts, the arguments of calls as JSON text or objects. Those
+                       of role developer are of role system where the template does not know them
+    tools              OpenAI's, of type function
+    reasoning_effort   handed to the template; a line in the log says where it makes no difference
+    variables          what apply_chat_template and the template itself take beside
+    ignored_tools      "error" or "log": what a template that ignores tools leads to
 
-    Raises UserError where the template refuses the messages.
+    Raises MessageError (a UserError) where the template refuses the messages, or leaves out one of them or the tools.
     """
+    turns, template_variables = plain(messages, arguments_as_text=False), dict(variables or {})
+    described(tools)
+    if reasoning_effort is not None:
+        template_variables["reasoning_effort"] = reasoning_effort
+    rendered, missing = _rendered(tokenizer, turns, tools, template_variables)
+    if any(message["role"] == "developer" for message in turns) and (rendered is None or missing):
+        turns = with_system_alone(turns)
+        rendered, missing = _rendered(tokenizer, turns, tools, template_variables)
+    if rendered is None:
+        # Once more, for the template's own words.
+        return _apply(tokenizer, turns, tools, template_variables)
+    for place in missing:
+        if place is not None:
+            why = f"messages.{place}: the model's chat template leaves out this message of role {turns[place]['role']}"
+            raise MessageError(f"{why}; say it in a message of role user", f"messages.{place}")
+        why = "the model's chat template ignores tools"
+        if ignored_tools == "error":
+            accept = "or accept that with --ignored-tools log (LLM: ignored_tools='log')"
+            raise MessageError(f"{why}; describe them in a message, {accept}", "tools")
+        _log_once(why)
+    if reasoning_effort is not None:
+        other = "low" if reasoning_effort == "high" else "high"
+        if _apply(tokenizer, turns, tools, template_variables | {"reasoning_effort": other}) == rendered:
+            _log_once("the model's chat template ignores reasoning_effort")
+    return rendered
+
+
+def _rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> tuple[str | None, list[int | None]]:
+    """The text, None where the template refuses it, and the numbers of messages that it leaves out, None for tools."""
+    try:
+        rendered = _apply(tokenizer, messages, tools, variables)
+    except MessageError:
+        return None, []
+    # Templates may trim and shorten what was said before. What users and models say is in the text as it is, mostly.
+    seen = {
+        i for i, m in enumerate(messages) if m["role"] in ("user", "assistant") and m["content"].strip() in rendered
+    }
+    unseen = [i for i, message in enumerate(messages) if message["content"].strip() and i not in seen]
+    if not unseen and not tools:
+        return rendered, []
+    marked = [{**m, "content": f"{_MARK}{i}_"} if i in unseen else m for i, m in enumerate(messages)]
+    marked_tools = [{"type": "function", "function": {**tool["function"], "name": f"{_MARK}tool"}} for tool in tools]
+    try:
+        shown = _apply(tokenizer, marked, marked_tools, variables)
+    except MessageError:
+        # A template that reads what is said: nothing is known of what it leaves out.
+        return rendered, []
+    missing: list[int | None] = [i for i in unseen if f"{_MARK}{i}_" not in shown]
+    return rendered, missing + ([None] if tools and f"{_MARK}tool" not in shown else [])
+
+
+def _apply(
+    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> str:  # fmt: skip
     import jinja2
 
+    tool_arguments = {"tools": [dict(tool) for tool in tools]} if tools else {}
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(messages), **{"add_generation_prompt": True, **variables, "tokenize": False}
+                list(messages), **{"add_generation_prompt": True, **variables, **tool_arguments, "tokenize": False}
             )
         )
     # A template is the model's code run on the user's data: whatever it stumbles over is in the messages.
-    except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+    except (
+        jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    ) as error:  # fmt: skip
         why = " ".join(str(error).split())[:300]
-        raise UserError(f"the model's chat template refuses these messages: {why}") from error
+        raise MessageError(f"the model's chat template refuses these messages: {why}", "messages") from error
+
+
+def _log_once(line: str) -> None:
+    if line not in _TOLD:
+        _TOLD.add(line)
+        log(line)

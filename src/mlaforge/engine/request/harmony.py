@@ -1,4 +1,4 @@
-"""The harmony format: conversations as tokens with channels, and back again while they are generated.
+"""The harmony format: conversations as tokens with channels. harmony_parser.py reads the answers.
 
 Through oss-harmony, whose vocabulary is inside the package, so that it works offline. It installs the module
 `openai_harmony`, as does the package openai-harmony, which would fetch its vocabulary from the network: never both.
@@ -6,29 +6,20 @@ Through oss-harmony, whose vocabulary is inside the package, so that it works of
 
 from __future__ import annotations
 
-import codecs
 import datetime
 import importlib.metadata
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlaforge.runtime import UserError, log
+from mlaforge.engine.request.conversation import MessageError, described, plain
+from mlaforge.engine.request.harmony_parser import FUNCTIONS, HarmonyParser
+from mlaforge.runtime import UserError, install, log
 
 SPECIAL = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
 # What is read of a message; the names are OpenAI's.
 FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 EFFORTS = ("low", "medium", "high")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_FUNCTIONS = "functions."
-
-
-class MessageError(UserError):
-    """A conversation that cannot be written in harmony. `field` is the path of what is wrong: messages.0.content."""
-
-    def __init__(self, why: str, field: str) -> None:
-        super().__init__(why)
-        self.field = field
 
 
 def speaks_harmony(tokenizer: Any) -> bool:
@@ -69,7 +60,7 @@ def choose(tokenizer: Any, wanted: bool) -> Harmony | None:
     if not wanted or not speaks_harmony(tokenizer):
         return None
     if not installed():
-        raise UserError("this model speaks harmony: pip install 'mlaforge[harmony]', or use --no-harmony")
+        raise UserError(f"this model speaks harmony: {install('harmony')}, or use --no-harmony")
     log("chat: harmony")
     return load(tokenizer)
 
@@ -87,7 +78,8 @@ class Harmony:
     ) -> list[int]:  # fmt: skip
         """The prompt of a conversation whose next turn is the model's, as token ids.
 
-        messages          OpenAI's, with content and the arguments of calls as text; it never becomes a special token
+        messages          OpenAI's, content as text or text parts, the arguments of calls as JSON text or objects; none
+                          of it becomes a special token
         tools             OpenAI's, of type function
         reasoning_effort  low, medium or high; None is harmony's own default
 
@@ -101,15 +93,14 @@ class Harmony:
             raise MessageError(f"reasoning_effort {reasoning_effort!r} must be one of {known}", "reasoning_effort")
         if reasoning_effort is not None:
             system = system.with_reasoning_effort(oh.ReasoningEffort(reasoning_effort.capitalize()))
-        turns = [(f"messages.{i}", _checked(message, f"messages.{i}")) for i, message in enumerate(messages)]
-        instructions = [
-            _text(turn, "content", where) or "" for where, turn in turns if turn["role"] in ("system", "developer")
-        ]
+        fields = plain(messages, arguments_as_text=True)
+        turns = [(f"messages.{i}", _checked(message, f"messages.{i}")) for i, message in enumerate(fields)]
+        instructions = [turn["content"] for _, turn in turns if turn["role"] in ("system", "developer")]
         developer = oh.DeveloperContent.new()
         if instructions:
             developer = developer.with_instructions("\n\n".join(instructions))
         if tools:
-            developer = developer.with_function_tools([oh.ToolDescription.new(*each) for each in _described(tools)])
+            developer = developer.with_function_tools([oh.ToolDescription.new(*each) for each in described(tools)])
         rendered = [oh.Message.from_role_and_content(oh.Role.SYSTEM, system)]
         if instructions or tools:
             rendered.append(oh.Message.from_role_and_content(oh.Role.DEVELOPER, developer))
@@ -123,28 +114,16 @@ class Harmony:
         except oh.HarmonyError as error:
             raise MessageError(f"harmony cannot render this: {str(error)[:300]}", "messages") from error
 
-    def parser(self, tools: bool = True) -> HarmonyParser:
-        """For one answer. `tools` False: whoever reads it can call none, so that a call is raw text."""
-        return HarmonyParser(self.encoding, tools)
+    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> HarmonyParser:
+        """For one answer to a request with these tools, which are the only ones that it can call."""
+        return HarmonyParser(self.encoding, [name for name, _, _ in described(tools)])
 
 
-def _described(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
-    """Name, description and parameters of each tool."""
-    try:
-        functions = [tool["function"] for tool in tools]
-        return [(str(f["name"]), f.get("description") or "", f.get("parameters")) for f in functions]
-    except (TypeError, LookupError, AttributeError) as error:
-        right = '{"type": "function", "function": {"name", "description", "parameters"}}'
-        raise MessageError(f"tools must be a list of {right}", "tools") from error
-
-
-def _checked(message: Any, where: str) -> Mapping[str, Any]:
+def _checked(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """A message of a known role, without fields that would be lost."""
-    if not isinstance(message, Mapping):
-        raise MessageError(f"{where} must be a message of role and content, not a {type(message).__name__}", where)
-    if message.get("role") not in _ROLES:
-        raise MessageError(f"{where}: role {message.get('role')!r} must be one of {', '.join(_ROLES)}", f"{where}.role")
-    if unknown := sorted(str(name) for name, value in message.items() if value is not None and name not in FIELDS):
+    if message["role"] not in _ROLES:
+        raise MessageError(f"{where}: role {message['role']!r} must be one of {', '.join(_ROLES)}", f"{where}.role")
+    if unknown := sorted(str(name) for name in message if name not in FIELDS):
         raise MessageError(
             f"{where} has {unknown[0]!r}; harmony takes {', '.join(sorted(FIELDS))}", f"{where}.{unknown[0]}"
         )
@@ -163,7 +142,7 @@ def _messages(message: Mapping[str, Any], where: str, calls: dict[str, str]) -> 
     """A user's, assistant's or tool's turn as harmony messages; notes and looks up the calls' ids."""
     import openai_harmony as oh
 
-    content = _text(message, "content", where) or ""
+    content = message["content"]
     if message["role"] == "user":
         return [oh.Message.from_role_and_content(oh.Role.USER, content)]
     if message["role"] == "tool":
@@ -171,11 +150,11 @@ def _messages(message: Mapping[str, Any], where: str, calls: dict[str, str]) -> 
         if name is None:
             why = f"{where}: tool_call_id names no call of an earlier message"
             raise MessageError(why, f"{where}.tool_call_id")
-        author = oh.Author.new(oh.Role.TOOL, _FUNCTIONS + name)
+        author = oh.Author.new(oh.Role.TOOL, FUNCTIONS + name)
         result = oh.Message.from_author_and_content(author, content)
         return [result.with_channel("commentary").with_recipient("assistant")]
     turn = []
-    tool_calls = _calls(message, where)
+    tool_calls = _calls(message)
     if reasoning := _text(message, "reasoning_content", where):
         turn.append(oh.Message.from_role_and_content(oh.Role.ASSISTANT, reasoning).with_channel("analysis"))
     if content:
@@ -186,117 +165,12 @@ def _messages(message: Mapping[str, Any], where: str, calls: dict[str, str]) -> 
         if call_id is not None:
             calls[call_id] = name
         call = oh.Message.from_role_and_content(oh.Role.ASSISTANT, arguments)
-        call = call.with_channel("commentary").with_recipient(_FUNCTIONS + name)
+        call = call.with_channel("commentary").with_recipient(FUNCTIONS + name)
         turn.append(call.with_content_type("<|constrain|>json"))
     return turn
 
 
-def _calls(message: Mapping[str, Any], where: str) -> list[tuple[str | None, str, str]]:
+def _calls(message: Mapping[str, Any]) -> list[tuple[str | None, str, str]]:
     """Id, function and arguments of each call in an assistant's message."""
-    read = []
-    try:
-        for call in message.get("tool_calls") or ():
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if not isinstance(name, str) or not isinstance(arguments, str):
-                raise TypeError(name, arguments)
-            read.append((call.get("id"), name, arguments))
-    except (TypeError, LookupError, AttributeError) as error:
-        right = 'must be calls of {"id", "function": {"name", "arguments"}}, the arguments as JSON text'
-        raise MessageError(f"{where}: tool_calls {right}", f"{where}.tool_calls") from error
-    return read
-
-
-class HarmonyParser:
-    """Generated tokens as pieces of a chat message: {"content" | "reasoning_content" | "tool_calls": ...}.
-
-    analysis is reasoning, final and commentary to nobody are content, commentary to functions.x is a call of x (where
-    there are `tools`). From the first message on that is none of these or cannot be read, raw text (its special tokens
-    included) is content and `failed` is set; nothing that was generated is lost but half a character at the very end of
-    a cut answer.
-    """
-
-    def __init__(self, encoding: Any, tools: bool) -> None:
-        import openai_harmony as oh
-
-        self._error = oh.HarmonyError
-        self._encoding = encoding
-        self._tools = tools
-        self._parser = oh.StreamableParser(encoding, oh.Role.ASSISTANT)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._header: list[int] = []  # tokens of a message of which nothing was handed out yet
-        self._open = False
-        self.failed = False
-        self.calls = 0
-
-    def feed(self, token_ids: list[int], finished: bool) -> dict[str, Any]:
-        """What these tokens add; with `finished`, also what was held back."""
-        added: dict[str, Any] = {}
-        for token_id in token_ids:
-            self._process(token_id, added)
-        if finished and not self.failed and self._header:
-            self._fail(added)
-        if finished and self.failed:
-            _add(added, "content", self._decoder.decode(b"", final=True))
-        return added
-
-    def _process(self, token_id: int, added: dict[str, Any]) -> None:
-        if self.failed:
-            _add(added, "content", self._raw(token_id))
-            return
-        # The end of a message belongs to nobody's text.
-        self._header.append(token_id)
-        try:
-            self._parser.process(token_id)
-        except self._error:
-            self._fail(added)
-            return
-        state = self._parser.state.value
-        if state == "Content":
-            if not self._open and not self._begin(added):
-                self._fail(added)
-                return
-            self._open, self._header = True, []
-            if delta := self._parser.last_content_delta:
-                self._hand_out(delta, added)
-        elif state == "ExpectStart":
-            self._open, self._header = False, []
-
-    def _begin(self, added: dict[str, Any]) -> bool:
-        """A message's header was read. False: it is to somebody or on a channel that we do not know."""
-        channel, recipient = self._parser.current_channel, self._parser.current_recipient
-        if recipient is None:
-            return channel in ("analysis", "commentary", "final")
-        if not self._tools or not recipient.startswith(_FUNCTIONS):
-            return False
-        call = {"index": self.calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
-        call["function"] = {"name": recipient.removeprefix(_FUNCTIONS), "arguments": ""}
-        added.setdefault("tool_calls", []).append(call)
-        self.calls += 1
-        return True
-
-    def _hand_out(self, text: str, added: dict[str, Any]) -> None:
-        if self._parser.current_recipient is None:
-            reasoning = self._parser.current_channel == "analysis"
-            _add(added, "reasoning_content" if reasoning else "content", text)
-            return
-        calls = added.setdefault("tool_calls", [])
-        if not calls or calls[-1]["index"] != self.calls - 1:
-            calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
-        calls[-1]["function"]["arguments"] += text
-
-    def _fail(self, added: dict[str, Any]) -> None:
-        self.failed = True
-        _add(added, "content", "".join(self._raw(token_id) for token_id in self._header))
-        self._header = []
-
-    def _raw(self, token_id: int) -> str:
-        try:
-            text = self._encoding.decode([token_id], errors="surrogateescape")
-        except self._error:
-            text = "\ufffd"  # an id that the vocabulary lacks
-        return self._decoder.decode(text.encode("utf-8", "surrogateescape"))
-
-
-def _add(added: dict[str, Any], name: str, text: str) -> None:
-    if text:
-        added[name] = added.get(name, "") + text
+    calls = message.get("tool_calls", ())
+    return [(call.get("id"), call["function"]["name"], call["function"]["arguments"]) for call in calls]

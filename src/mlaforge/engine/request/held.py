@@ -7,8 +7,8 @@ left out of the steps that follow until its mask is there, and computes its newe
 from __future__ import annotations
 
 import time
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Several
 
 from mlaforge.engine.request.sequence import Request, Sequence
 from mlaforge.engine.sampling.grammar import Place, wait_for
@@ -35,7 +35,7 @@ def begin(sequences: Iterable[Sequence]) -> None:
         _places(_drawing(sequence))
 
 
-def hold_late(sequences: Several[Sequence], began: float) -> None:
+def hold_late(sequences: abc.Sequence[Sequence], began: float) -> None:
     """Of sequences that the step could draw for, holds those whose masks are not there soon. It began at that time
     (time.perf_counter())."""
     places = _places(each for sequence in sequences for each in _drawing(sequence))
@@ -45,13 +45,13 @@ def hold_late(sequences: Several[Sequence], began: float) -> None:
             sequence.held = not all(each.state.ready for each in _drawing(sequence))
 
 
-def ready(sequences: Several[Sequence]) -> list[bool]:
+def ready(sequences: abc.Sequence[Sequence]) -> list[bool]:
     """Of sequences that a step has drawn for, whether it can draw once more."""
     wait_for(_places(sequences), LEAST_SECONDS)
     return [sequence.state.ready for sequence in sequences]
 
 
-def release(running: Several[Sequence], seconds: float = 0.0) -> dict[Request, str]:
+def release(running: abc.Sequence[Sequence], seconds: float = 0.0) -> dict[Request, str]:
     """Those whose masks have come are held no longer; waits so long for them. Returns the requests whose grammars can
     be followed no further, and why."""
     held = [sequence for sequence in running if sequence.held]

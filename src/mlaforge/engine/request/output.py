@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from mlaforge.engine.sampling.logprobs import Logprobs
+from mlaforge.runtime import UserError
 
 
 @dataclasses.dataclass
@@ -26,6 +28,23 @@ class Completion:
     # And the tools that it called, as OpenAI's API has calls: of a call in pieces the first has id and name, and each
     # has what its arguments, JSON as text, go on with.
     tool_calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # Something in it, up to here, could not be read as harmony.
+    harmony_parse_error: bool = False
+
+
+class NonFiniteLogits(UserError):
+    """The model's logits had NaN or infinity: no fault of the request's. `outputs`: of `LLM.generate` and `LLM.chat`
+    what all requests came to."""
+
+    outputs: Sequence[RequestOutput] = ()
+
+    @staticmethod
+    def explain(format: str) -> str:
+        """What is wrong with a model whose weights have this format, and what would be right."""
+        right = "its weights may be damaged (mlaforge verify DIR)"
+        if format == "float16":
+            right = "float16 ends at 65504; load it with dtype bfloat16 or float32"
+        return f"the model's logits have NaN or infinity in {format}: {right}"
 
 
 @dataclasses.dataclass
@@ -35,7 +54,8 @@ class RequestOutput:
     `prompt` is the text that LLM was given; None where it was given token ids or a conversation.
     `prompt_logprobs` comes once, with the first output; its first entry is None (nothing precedes it).
     `num_cached_tokens` counts the prompt tokens that prefix reuse saved. Times are seconds of time.perf_counter().
-    `error` is why the request ended before its text did: its grammar became too costly to follow.
+    `error` is why the request ended before its text did: its grammar became too costly to follow, or, where
+    `non_finite`, the model's logits had NaN or infinity.
     """
 
     request_id: str
@@ -48,6 +68,12 @@ class RequestOutput:
     first_token: float | None = None
     prompt: str | None = None
     error: str | None = None
+    non_finite: bool = False
+
+    def raise_for_error(self) -> None:
+        """Raises UserError, and as such NonFiniteLogits, where the request ended with an error."""
+        if self.error is not None:
+            raise (NonFiniteLogits if self.non_finite else UserError)(self.error)
 
 
 def _merge_completions(old: Completion, new: Completion) -> Completion:
@@ -63,6 +89,7 @@ def _merge_completions(old: Completion, new: Completion) -> Completion:
         old.stop_reason if new.stop_reason is None else new.stop_reason,
         old.reasoning_content + new.reasoning_content,
         _merge_calls(old.tool_calls, new.tool_calls),
+        old.harmony_parse_error or new.harmony_parse_error,
     )
 
 

@@ -13,7 +13,25 @@ from mlaforge.runtime import UserError
 
 
 class PromptTooLong(UserError):
-    """The model's context has no room for a prompt and what is to come after it."""
+    """The model's context has no room for a prompt and what is to come after it. The words are those by which clients
+    of OpenAI's and vLLM's servers know it. `field` is what must be smaller: "prompt" or "max_tokens".
+
+    tokens       of the prompt, or `at_least` so many
+    new_tokens   that are to come after it
+    """
+
+    def __init__(self, tokens: int, new_tokens: int, max_model_len: int, at_least: bool = False) -> None:
+        count = f"at least {tokens}" if at_least else str(tokens)
+        # Beside a prompt that leaves no room for one token, how many were asked for does not matter.
+        room = max(0, max_model_len - min(new_tokens, 1))
+        self.field = "prompt" if tokens > room else "max_tokens"
+        why = f"the prompt has {count} tokens, and there is room for {room}; shorten the prompt"
+        if self.field == "max_tokens":
+            most = f"at most {max_model_len - tokens}"
+            why = f"the prompt has {count} tokens and max_tokens is {new_tokens}; set max_tokens to {most}"
+            if not at_least:
+                why += ", or shorten the prompt"
+        super().__init__(f"This model's maximum context length is {max_model_len} tokens, but {why}")
 
 
 def check_prompt(prompt_ids: list[int], vocab_size: int, max_model_len: int, new_tokens: int) -> None:
@@ -26,12 +44,8 @@ def check_prompt(prompt_ids: list[int], vocab_size: int, max_model_len: int, new
             f"the prompt has token {wrong}, but the model's vocabulary has {vocab_size}: it comes from another model's "
             "tokenizer"
         )
-    room = max(0, max_model_len - new_tokens)
-    if len(prompt_ids) > room:
-        beside = f" beside {new_tokens} new ones" if new_tokens > 1 else ""
-        raise PromptTooLong(
-            f"the prompt has {len(prompt_ids)} tokens; this model's context leaves room for {room}{beside}"
-        )
+    if len(prompt_ids) + new_tokens > max_model_len:
+        raise PromptTooLong(len(prompt_ids), new_tokens, max_model_len)
 
 
 @dataclasses.dataclass(eq=False)

@@ -24,7 +24,7 @@ from typing import Any
 from mlaforge.engine.sampling import grammar_process
 from mlaforge.engine.sampling.grammar_process import ASK, DIED, ENDED, FAILED, FORGET, LAST_MASK, pack, receive, unpack
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.runtime import UserError
+from mlaforge.runtime import UserError, install
 
 # Seconds by the clock after which a check is given up, on a machine that is too busy for it.
 PATIENCE = 30.0
@@ -104,7 +104,7 @@ class Grammars:
 
     def _start(self) -> None:
         if importlib.util.find_spec("llguidance") is None:
-            raise UserError("json_schema and regex need llguidance: pip install 'mlaforge[constrained]'")
+            raise UserError(f"json_schema and regex need llguidance: {install('constrained')}")
         backend = copy(self._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()

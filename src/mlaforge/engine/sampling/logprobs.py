@@ -31,7 +31,8 @@ def logprobs_of(
 ) -> list[Logprobs | None]:
     """Natural log probabilities of the raw logits, in fp32, of one token per row and of its counts[n] likeliest.
 
-    None for a row whose count is None. Also right for a prompt: row n are the logits that precede token_ids[n].
+    None for a row whose count is None, NaN where a row's logits are not all finite. Also right for a prompt: row n are
+    the logits that precede token_ids[n].
     """
     logprobs: list[Logprobs | None] = [None] * len(counts)
     rows = [n for n, count in enumerate(counts) if count is not None]
@@ -47,9 +48,12 @@ def logprobs_of(
         logits_chunk_NV = logits_NV.index_select(0, index).float()
         # torch's log_softmax in fp32 is off by 1e-5 per token at 49,152 entries, always upwards: texts add that up.
         logprobs_NV = logits_chunk_NV - logits_chunk_NV.logsumexp(-1, keepdim=True)
-        own_N = ids_N.index_select(0, index)
+        # NO_TOKEN is the token of a row that is not finite.
+        own_N = ids_N.index_select(0, index).clamp_min(0)
         top = logprobs_NV.topk(most, dim=-1)
-        own_logprobs = logprobs_NV.gather(1, own_N[:, None])[:, 0].tolist()
+        own_logprobs_N = logprobs_NV.gather(1, own_N[:, None])[:, 0]
+        finite_N = logits_chunk_NV.sum(-1).abs() < torch.inf
+        own_logprobs = torch.where(finite_N, own_logprobs_N, torch.nan).tolist()
         columns = zip(chunk, own_N.tolist(), own_logprobs, top.indices.tolist(), top.values.tolist(), strict=True)
         for n, token, logprob, ids, values in columns:
             likeliest = list(zip(ids, values, strict=True))[: counts[n]]

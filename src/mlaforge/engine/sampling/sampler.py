@@ -21,13 +21,15 @@ from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
 from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.runtime import on_device
 
+# Stands for the token of a row whose logits are not all finite.
+NO_TOKEN = -1
 # On a CPU top-p looks among so many of the likeliest tokens first: sorting all of them takes ten times as long.
 LIKELIEST = (128, 2048)
 
 
 @dataclasses.dataclass
 class Sampled:
-    """One token per row: int64 [N] on the logits' device. `logprobs` reads the logits when it is called."""
+    """One token per row, or NO_TOKEN: int64 [N] on the logits' device. `logprobs` reads the logits when called."""
 
     token_ids: Tensor
     _logits_NV: Tensor
@@ -149,7 +151,8 @@ def rejection_sampled(
     p_NV: Tensor, states: Sequence[SamplingState], drawn: Sequence[tuple[int, Tensor] | None]
 ) -> Tensor:
     """int64 [N]: a token of each row's distribution p: where `drawn` has a token and the q [V] that it was drawn from,
-    that one with probability min(1, p / q), else one of max(0, p - q) (lossless rejection, Leviathan et al. 2023)."""
+    that one with probability min(1, p / q), else one of max(0, p - q) (lossless rejection, Leviathan et al. 2023).
+    Where q is NaN the token is one of p."""
     kept: dict[int, int] = {}
     p_NV = p_NV.clone()
     for n, (state, draft) in enumerate(zip(states, drawn, strict=True)):
@@ -157,8 +160,11 @@ def rejection_sampled(
             continue
         token, q_V = draft
         uniform = torch.rand((), generator=state.generator, dtype=torch.float64, device=p_NV.device)
-        if bool(uniform * q_V[token] < p_NV[n, token]):
+        # Read together: each reading is a wait for the device.
+        keeps, known = torch.stack((uniform * q_V[token] < p_NV[n, token], q_V[token].isfinite())).tolist()
+        if keeps:
             kept[n] = token
+        if keeps or not known:
             continue
         residual_V = (p_NV[n] - q_V).clamp_min_(0)
         # Nothing is left where the two are equal but for rounding.
@@ -176,8 +182,16 @@ def likeliest(logits_NV: Tensor) -> Tensor:
     return logits_NV.max(-1).indices
 
 
+def checked(token_ids_N: Tensor, logits_NV: Tensor) -> Tensor:
+    """int64 [N]: the tokens that were taken from these raw logits, NO_TOKEN where a row has NaN or infinity: whoever
+    reads the tokens learns it without a second wait for the device."""
+    # One pass: a sum is finite where all that is summed is. NaN is below nothing.
+    return torch.where(logits_NV.sum(-1, dtype=torch.float32).abs() < torch.inf, token_ids_N, NO_TOKEN)
+
+
 class Sampler:
-    """Draws one token per row. Row n belongs to states[n]; nothing is kept from call to call."""
+    """Draws one token per row, NO_TOKEN where the row's logits are not finite. Row n belongs to states[n]; nothing is
+    kept from call to call."""
 
     def __call__(
         self, logits_NV: Tensor, states: Sequence[SamplingState],
@@ -190,20 +204,26 @@ class Sampler:
         """
         counts = [state.params.logprobs for state in states]
         if any(drawn):
-            return Sampled(rejection_sampled(self.probabilities(logits_NV, states), states, drawn), logits_NV, counts)
-        if all(state.plain for state in states):
-            return Sampled(likeliest(logits_NV), logits_NV, counts)
+            token_ids = rejection_sampled(self.probabilities(logits_NV, states), states, drawn)
+        elif all(state.plain for state in states):
+            token_ids = likeliest(logits_NV)
+        else:
+            token_ids = self._drawn(logits_NV, states)
+        return Sampled(checked(token_ids, logits_NV), logits_NV, counts)
+
+    def _drawn(self, logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """int64 [N], without drafts."""
         adjusted_NV = self.adjust(logits_NV, states)
         rows = [n for n, state in enumerate(states) if not state.params.greedy]
         drawing = [states[n] for n in rows]
         if len(rows) == len(states):
-            return Sampled(_draw(_distribution(adjusted_NV, drawing), drawing), logits_NV, counts)
+            return _draw(_distribution(adjusted_NV, drawing), drawing)
         token_ids = likeliest(adjusted_NV)
         if rows:
             index = on_device(rows, torch.int64, logits_NV.device)
             distribution_NV = _distribution(adjusted_NV.index_select(0, index), drawing)
             token_ids.index_copy_(0, index, _draw(distribution_NV, drawing))
-        return Sampled(token_ids, logits_NV, counts)
+        return token_ids
 
     def adjust(self, logits_NV: Tensor, states: Sequence[SamplingState]) -> Tensor:
         """fp32 [N, V], a copy: after bias, penalties, min_tokens and constraint, before temperature."""

@@ -10,59 +10,64 @@ from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.speculation.partial import PartialVerification
 from mlaforge.engine.speculation.policy import DraftPolicy
 
-# A way that has made none of so many tokens is tried for so many; what was so many tokens ago counts half; and what
-# earlier texts have shown counts as so many tokens of a new one.
-PACE_AGAIN, PACE_TRIAL, PACE_HALF, PACE_USUAL = 64, 6, 32, 8
+# A mode that was not used for RETRY_TOKENS is tried for TRIAL_TOKENS; the weight of a measurement halves every
+# HALF_LIFE_TOKENS; what earlier texts have shown counts at most PRIOR_TOKENS for a new one.
+RETRY_TOKENS, TRIAL_TOKENS, HALF_LIFE_TOKENS, PRIOR_TOKENS = 64, 6, 32, 8
 
 
-# How a step drafts: tokens in a row, or none; a tree, or none; tokens that are judged by a part of the cache first, in
-# a row or in trees.
+# How a step drafts: a chain of tokens, or none; a tree, or none; tokens that a part of the cache verifies first, in a
+# chain or in trees.
 CHAIN, TREE, PARTIAL, PARTIAL_TREE = "chain", "tree", "partial", "partial tree"
 
 
 @dataclasses.dataclass
-class _Way:
-    """Tokens and seconds, older ones counting less; tokens left of its trial, and those that others have made since."""
+class _Mode:
+    """Measurements of a mode. `tokens` and `seconds` decay with a half-life; `trial_tokens` are left of its trial;
+    `tokens_since_use` were made by other modes."""
 
     tokens: float = 0.0
     seconds: float = 0.0
-    trial: float = 0.0
-    since: float = PACE_AGAIN
+    trial_tokens: float = 0.0
+    tokens_since_use: float = RETRY_TOKENS
 
 
-class Pace:
-    """Which way makes most tokens a second, by the number of sequences that decode and the magnitude of what is cached
-    of them: each is measured as it is used and tried now and then, and anew for a sequence that runs alone."""
+class ModeSelector:
+    """Selects the mode with the most tokens a second, by the number of decoding sequences and the magnitude of their
+    cached tokens. Each mode is measured while it is used, retried now and then, and measured anew for a sequence that
+    runs alone."""
 
     def __init__(self) -> None:
-        self._ways: dict[tuple[int, int], dict[str, _Way]] = {}
-        self._now: dict[str, _Way] = {}
+        self._modes: dict[tuple[int, int], dict[str, _Mode]] = {}
+        self._current: dict[str, _Mode] = {}
         self._alone: int | None = None
 
-    def choose(self, active: int, ways: abc.Sequence[str], alone: int | None = None, cached: int = 0) -> str:
-        """One of `ways`, of equals the first; `alone` is the number of a sequence that runs alone. What is recorded
-        next is of these."""
-        self._now = self._ways.setdefault((active, cached.bit_length()), {})
-        own = [self._now.setdefault(way, _Way()) for way in ways]
+    def choose(self, active: int, modes: abc.Sequence[str], alone: int | None = None, cached: int = 0) -> str:
+        """One of `modes`, of equals the first; `alone` is the number of a sequence that runs alone. The next call of
+        `record` is of this choice."""
+        self._current = self._modes.setdefault((active, cached.bit_length()), {})
+        candidates = [self._current.setdefault(mode, _Mode()) for mode in modes]
         if alone not in (None, self._alone):
             self._alone = alone
-            for each in self._now.values():
-                # Another text: what the last ones were like is a guess.
-                weight = min(1.0, PACE_USUAL / max(each.tokens, 1.0))
-                each.tokens, each.seconds, each.since = weight * each.tokens, weight * each.seconds, PACE_AGAIN
-        for each in own:
-            if each.since >= PACE_AGAIN:
-                each.trial, each.since = PACE_TRIAL, 0.0
-        tried = [way for way, each in zip(ways, own, strict=True) if each.trial > 0]
-        return tried[0] if tried else max(ways, key=lambda way: self._now[way].tokens / self._now[way].seconds)
+            for mode in self._current.values():
+                # Another text: measurements of the last ones are a guess.
+                weight = min(1.0, PRIOR_TOKENS / max(mode.tokens, 1.0))
+                mode.tokens, mode.seconds = weight * mode.tokens, weight * mode.seconds
+                mode.tokens_since_use = RETRY_TOKENS
+        for mode in candidates:
+            if mode.tokens_since_use >= RETRY_TOKENS:
+                mode.trial_tokens, mode.tokens_since_use = TRIAL_TOKENS, 0.0
+        trials = [name for name, mode in zip(modes, candidates, strict=True) if mode.trial_tokens > 0]
+        if trials:
+            return trials[0]
+        return max(modes, key=lambda name: self._current[name].tokens / self._current[name].seconds)
 
-    def record(self, way: str, tokens: int, seconds: float) -> None:
-        """A step of decoding sequences alone made so many tokens."""
-        for other in self._now.values():
-            other.since += tokens
-        own, left = self._now[way], 0.5 ** (tokens / PACE_HALF)
-        own.tokens, own.seconds = left * own.tokens + tokens, left * own.seconds + seconds
-        own.trial, own.since = own.trial - tokens, 0.0
+    def record(self, mode: str, tokens: int, seconds: float) -> None:
+        """Adds a measurement: a step in which all sequences decoded made so many tokens."""
+        for other in self._current.values():
+            other.tokens_since_use += tokens
+        measured, decay = self._current[mode], 0.5 ** (tokens / HALF_LIFE_TOKENS)
+        measured.tokens, measured.seconds = decay * measured.tokens + tokens, decay * measured.seconds + seconds
+        measured.trial_tokens, measured.tokens_since_use = measured.trial_tokens - tokens, 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +77,8 @@ class Decision:
     `count` deep, for the only sequence there is. `copied` tokens at the most are copied from the text instead, ended
     before a path less likely than `copy_probability`. `partial`: whether drafted tokens are judged by a part of the
     cache first, where `tree` is not 0 that many at a time; None where there was no choice. `policy` decided the number
-    of tokens and is to learn from it; None where nothing is measured. `way` was chosen by the pace, which is to learn
-    from it; None where there was one only. `began` is when the step did (time.perf_counter())."""
+    of tokens and is to learn from it; None where nothing is measured. `mode` was chosen by the mode selector,
+    which is to learn from it; None where there was one only. `began` is when the step did (time.perf_counter())."""
 
     count: int
     min_probability: float = 0.0
@@ -84,7 +89,7 @@ class Decision:
     partial: bool | None = None
     began: float = 0.0
     counts: abc.Mapping[Sequence, int] = dataclasses.field(default_factory=dict)
-    way: str | None = None
+    mode: str | None = None
 
     def depth(self, sequence: Sequence) -> int:
         """How many drafted tokens in a row the sequence has use for."""
@@ -118,7 +123,7 @@ class Controller:
     ):
         self.most, self.tree, self.partial, self.copied = most, tree, partial, copied
         self.policy = DraftPolicy(most) if adaptive else None
-        self.pace = Pace() if adaptive and (partial or tree) else None
+        self.mode_selector = ModeSelector() if adaptive and (partial or tree) else None
         # Of trees acceptance and times are others.
         self.tree_policy = DraftPolicy(most, tree) if adaptive and tree else None
 
@@ -131,30 +136,30 @@ class Controller:
         """For the step that begins now with these sequences; `waiting`: others may join it."""
         began = time.perf_counter()
         active = sum(sequence.decoding for sequence in running)
-        ways = [CHAIN]
+        modes = [CHAIN]
         trees = self.tree and active == len(running) == 1 and not waiting
         if trees:
-            ways.append(TREE)
+            modes.append(TREE)
         if self.partial is not None and any(s.decoding and self.partial.applies(s) for s in running):
-            ways += [PARTIAL, PARTIAL_TREE] if trees else [PARTIAL]
-        way, measured, cached = ways[-1], None, sum(s.computed for s in running if s.decoding)
+            modes += [PARTIAL, PARTIAL_TREE] if trees else [PARTIAL]
+        mode, measured, cached = modes[-1], None, sum(s.computed for s in running if s.decoding)
         alone = next(s.number for s in running if s.decoding) if active == 1 else None
-        if self.pace is not None and len(ways) > 1:
-            way = measured = self.pace.choose(active, ways, alone, cached)
-        partial = way in (PARTIAL, PARTIAL_TREE) if PARTIAL in ways else None
+        if self.mode_selector is not None and len(modes) > 1:
+            mode = measured = self.mode_selector.choose(active, modes, alone, cached)
+        partial = mode in (PARTIAL, PARTIAL_TREE) if PARTIAL in modes else None
         worth = 0.0
         if self.policy is not None and active:
             self.policy.look(cached)
             worth = self.policy.min_probability(active, 1)
         decision = Decision(
-            self.most, copied=self.copied, copy_probability=worth, partial=partial, began=began, way=measured
+            self.most, copied=self.copied, copy_probability=worth, partial=partial, began=began, mode=measured
         )
         if partial:
             assert self.partial is not None
             # No more room than may be used: what is reserved is taken from others.
             counts = {sequence: self.partial.wanted(sequence) for sequence in running if sequence.decoding}
-            return dataclasses.replace(decision, counts=counts, tree=self.tree if way == PARTIAL_TREE else 0)
-        tree, policy = (self.tree, self.tree_policy) if way == TREE else (0, self.policy)
+            return dataclasses.replace(decision, counts=counts, tree=self.tree if mode == PARTIAL_TREE else 0)
+        tree, policy = (self.tree, self.tree_policy) if mode == TREE else (0, self.policy)
         if policy is None or not active:
             return dataclasses.replace(decision, tree=tree, policy=policy)
         count = policy.choose(active, cached, alone)

@@ -2,13 +2,13 @@
 
 A model that has a document before it writes runs of it again, longer ones than a head can guess, and finding one reads
 no weights. Of SmolLM2's summaries of 8,000 tokens 0.64 of the tokens follow four that stood in the text, and 0.89 of
-these are what followed there (LOG.md).
+these are what followed there (docs/notes/speculation.md).
 """
 
 from __future__ import annotations
 
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.drafter import LONGEST_MATCH, Draft, NgramDrafter
+from mlaforge.engine.speculation.drafter import LONGEST_MATCH, Draft, PromptLookupDrafter
 from mlaforge.engine.speculation.policy import Acceptance
 
 
@@ -17,7 +17,7 @@ class Copies:
     pay by how many of them were accepted so far. A copy is surer than what a drafter of few weights proposes, so it
     comes first; `lookup` finds them."""
 
-    def __init__(self, most: int, lookup: NgramDrafter):
+    def __init__(self, most: int, lookup: PromptLookupDrafter):
         self.most, self.lookup = most, lookup
         self.acceptance = Acceptance(most)
 

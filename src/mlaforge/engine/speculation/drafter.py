@@ -109,7 +109,7 @@ class TreeDrafter(Drafter, Protocol):
         ...
 
 
-class NgramDrafter:
+class PromptLookupDrafter:
     """Prompt lookup: what followed the last time that the newest tokens stood in the text, prompt or answer."""
 
     boundaries: tuple[int, ...] = ()

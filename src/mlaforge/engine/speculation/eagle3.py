@@ -13,6 +13,8 @@ Legend: N rows, S sequences, C hidden size of the head, K drafted tokens, V voca
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections import abc
 from collections.abc import Callable
 
@@ -25,7 +27,7 @@ from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.execution.angles import Angles
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk
-from mlaforge.engine.execution.linear import fused, vocabulary_head
+from mlaforge.engine.execution.linear import QUANTIZED, fused, vocabulary_head
 from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
@@ -58,6 +60,16 @@ def head_format(format: str, device: torch.device) -> str:
     return "int8" if format == "bfloat16" and device.type == "cpu" and kernels() is not None else format
 
 
+def _converted(head: Eagle3Head, dtype: torch.dtype, format: str) -> Eagle3Head:
+    """The head in the model's dtype, in place. Matrices that are packed in 8 or 4 bits keep theirs: rounded once, and
+    those of a head that is stored in int8 get its codes back."""
+    for name, parameter in head.named_parameters():
+        packed = format in QUANTIZED and parameter.ndim == 2 and not name.startswith("embed_tokens.")
+        if not packed:
+            parameter.data = parameter.data.to(dtype)
+    return head
+
+
 @dataclasses.dataclass
 class _Tree:
     """Candidates, parents first: tokens of the target, which each follows, and its path's log probability."""
@@ -85,8 +97,49 @@ class _Tree:
         return Draft(tokens, parents=None if parents == list(range(-1, len(parents) - 1)) else parents)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Depth:
+    """The drafted tokens of one depth of some sequences' chains, on the device: int64 [S], the distribution [V] of each
+    that was drawn from one, and how likely the paths up to here are, fp64 [S]."""
+
+    sequences: list[Sequence]
+    token_ids_S: Tensor
+    qs: list[Tensor | None]
+    likely_S: Tensor
+
+
+def _drafts(chains: list[_Depth], min_probability: float) -> dict[Sequence, Draft]:
+    """Each sequence's tokens before the first whose path is less likely than `min_probability`. The host reads all
+    chains at once, in fp64, which holds every token id as it is."""
+    token_ids_n = torch.cat([depth.token_ids_S for depth in chains]).double()
+    token_ids, likelihoods = torch.stack((token_ids_n, torch.cat([depth.likely_S for depth in chains]))).tolist()
+    tokens: dict[Sequence, list[int]] = {sequence: [] for sequence in chains[0].sequences}
+    qs: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in tokens}
+    rows = ((i, *row) for i, depth in enumerate(chains) for row in zip(depth.sequences, depth.qs, strict=True))
+    for (i, sequence, q_V), token, likely in zip(rows, token_ids, likelihoods, strict=True):
+        # Of a chain that was drafted further nothing counts behind an unlikely path: no path gets likelier.
+        # NaN is not likely either.
+        if not likely >= min_probability:
+            continue
+        assert len(tokens[sequence]) == i
+        tokens[sequence].append(int(token))
+        if q_V is not None:
+            qs[sequence].append(q_V)
+    return {s: Draft(ids, torch.stack(qs[s]) if qs[s] else None) for s, ids in tokens.items()}
+
+
+def drawn_from(distribution_V: Tensor, generator: torch.Generator) -> Tensor:
+    """A token of a distribution [V], int64 []. As torch.multinomial draws it, which reads first whether it is a
+    distribution: on a GPU the host would wait."""
+    return (distribution_V / torch.empty_like(distribution_V).exponential_(generator=generator)).argmax()
+
+
 class EagleDrafter:
     """Drafts a chain per sequence: greedily for greedy requests, else by draws from the head's own distribution.
+
+    The host waits for the device once for all chains, and once for each level of a tree. `stops_early`: a chain is
+    drafted no further than its path is likely enough, which takes a look at every depth: on a CPU that costs nothing
+    and saves passes of the head. Elsewhere chains are cut afterwards, to the same drafts.
 
     `rows` is the head's part of the cache; `model` gives dtype, device and, where the head has none, the embedding, and
     its format decides the head's.
@@ -97,18 +150,19 @@ class EagleDrafter:
         check_head(config, model.spec.hidden_size, model.spec.vocab_size)
         self.config, self.boundaries, self.model, self._make_batch = config, config.boundaries, model, make_batch
         self.target_ids = head.target_ids.to(model.device)
-        head = head.to(model.device, model.dtype)
+        self.format = head_format(model.format, model.device)
+        head = _converted(head.to(model.device), model.dtype, self.format)
         layer, norm = head.midlayer, model.rewritten_norm
         self.embedding = head.embed_tokens.weight if config.own_embedding else model.embedding
         self.state_norms = [norm(each) for each in head.fc_norm] if config.fc_norm else None
         self.states_norm = norm(head.input_norm) if config.norm_before_fc else None
-        self.format = head_format(model.format, model.device)
         self.fc = fused([head.fc], self.format)
         self.hidden_norm, self.input_norm = norm(layer.hidden_norm), norm(layer.input_layernorm)
         self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, self.format)
         self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, self.format)
         self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format)
         self.angles = Angles(head.rotary(), self.attention.head_dim, model.dtype)
+        self.stops_early = model.device.type == "cpu"
         # Sequence -> how many of its positions are in the head's cache, and the output of the last of them.
         self._outs: dict[int, tuple[int, Tensor]] = {}
 
@@ -136,32 +190,38 @@ class EagleDrafter:
         drafts: list[Draft | None] = [None] * len(budgets)
         if not known:
             return drafts
-        active = [budgets[i] for i in known]
-        tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in active}
-        qs: dict[Sequence, list[Tensor]] = {sequence: [] for sequence, _ in active}
+        drafted = _drafts(self._chains([budgets[i] for i in known], min_probability), min_probability)
+        for i in known:
+            drafts[i] = drafted[budgets[i][0]]
+        return drafts
+
+    def _chains(self, active: list[tuple[Sequence, int]], min_probability: float) -> list[_Depth]:
+        """The drafted tokens, depth by depth. The host waits for none of them, unless it stops early."""
+        chains: list[_Depth] = []
         out_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in active])
-        likely = dict.fromkeys(tokens, 1.0)
+        likely_S = torch.ones(len(active), dtype=torch.float64, device=self.model.device)
         with span("DRAFT", self.model.device):
             for depth in range(max(count for _, count in active)):
                 if depth:
-                    keep = [i for i, (s, count) in enumerate(active) if count > depth == len(tokens[s])]
+                    keep = [i for i, (_, count) in enumerate(active) if count > depth]
+                    if self.stops_early and min_probability:
+                        likely = likely_S.tolist()
+                        keep = [i for i in keep if likely[i] >= min_probability]
                     if not keep:
                         break
-                    active = [active[i] for i in keep]
-                    out_SC = self._chained(out_SC[keep], [(s, tokens[s]) for s, _ in active])
+                    token_ids_S = chains[-1].token_ids_S
+                    if len(keep) < len(active):
+                        active, keep_S = [active[i] for i in keep], self._ids(keep)
+                        out_SC, likely_S = out_SC.index_select(0, keep_S), likely_S.index_select(0, keep_S)
+                        token_ids_S = token_ids_S.index_select(0, keep_S)
+                    out_SC = self._chained(out_SC, token_ids_S, [sequence for sequence, _ in active], depth)
                 logits_SV = self.head(self.norm(out_SC))
-                p_S = logits_SV.float().softmax(-1).amax(-1).tolist() if min_probability else [1.0] * len(active)
-                for (sequence, _), p, token, q_V in zip(active, p_S, *self._drawn(logits_SV, active), strict=True):
-                    likely[sequence] *= p
-                    if likely[sequence] < min_probability:
-                        continue
-                    tokens[sequence].append(token)
-                    if q_V is not None:
-                        qs[sequence].append(q_V)
-        for i in known:
-            sequence = budgets[i][0]
-            drafts[i] = Draft(tokens[sequence], torch.stack(qs[sequence]) if qs[sequence] else None)
-        return drafts
+                if min_probability:
+                    # NaN where the head's logits are not finite.
+                    likely_S = likely_S * logits_SV.float().softmax(-1).amax(-1)
+                sequences = [sequence for sequence, _ in active]
+                chains.append(_Depth(sequences, *self._drawn(logits_SV, sequences), likely_S))
+        return chains
 
     @torch.inference_mode()
     def propose_tree(self, sequence: Sequence, tokens: int, depth: int) -> Draft | None:
@@ -181,15 +241,21 @@ class EagleDrafter:
             for level in range(depth):
                 logits_SV = self.head(self.norm(out_SC)).float() / (sequence.request.params.temperature or 1.0)
                 top = logits_SV.log_softmax(-1).topk(min(max(width, BRANCHES), logits_SV.shape[-1]))
-                new = tree.grow(nodes, self.target_ids[top.indices].tolist(), top.values.tolist())
+                # Read at once, in fp64, which holds every token id as it is.
+                token_ids, logprobs = torch.stack((self.target_ids[top.indices].double(), top.values.double())).tolist()
+                if any(map(math.isnan, itertools.chain(*logprobs))):
+                    # The head has overflowed: what it thinks is likely means nothing.
+                    break
+                new = tree.grow(nodes, [[int(token) for token in row] for row in token_ids], logprobs)
                 if level + 1 < depth:
                     chosen = sorted(new, key=lambda node: -tree.scores[node])[:width]
                     # Where among the rows just computed each one's parent is.
                     at = [nodes.index(tree.parents[node]) for node in chosen]
                     parents += [rows[i] for i in at]
-                    out_SC = self._branched(sequence, out_SC[at], [tree.token_ids[node] for node in chosen], parents)
+                    out_SC = out_SC.index_select(0, self._ids(at))
+                    out_SC = self._branched(sequence, out_SC, [tree.token_ids[node] for node in chosen], parents)
                     nodes, rows = chosen, list(range(len(parents) - len(chosen), len(parents)))
-        return tree.best(tokens)
+        return tree.best(tokens) if tree.token_ids else None
 
     def _branched(self, sequence: Sequence, out_SC: Tensor, token_ids: list[int], parents: list[int]) -> Tensor:
         """The layer's output after each of these tokens, whose states are `out_SC` of their parents; the head's rows
@@ -200,30 +266,29 @@ class EagleDrafter:
         fed_SC = self.norm(out_SC) if self.config.norm_output else out_SC
         return self._layer(fed_SC, self._ids(token_ids), self._make_batch([chunk]))
 
-    def _chained(self, out_SC: Tensor, drafted: list[tuple[Sequence, list[int]]]) -> Tensor:
-        """The layer's output after the newest drafted token of each sequence."""
+    def _chained(self, out_SC: Tensor, token_ids_S: Tensor, sequences: list[Sequence], depth: int) -> Tensor:
+        """The layer's output after the newest of the `depth` drafted tokens of each sequence."""
         chunks = []
-        for sequence, tokens in drafted:
+        for sequence in sequences:
             # Row i is of token i + 1.
-            position = sequence.computed + len(tokens) - 1
+            position = sequence.computed + depth - 1
             chunks.append(Chunk(sequence.number, range(position + 1), position, position + 1))
         fed_SC = self.norm(out_SC) if self.config.norm_output else out_SC
-        return self._layer(fed_SC, self._ids([tokens[-1] for _, tokens in drafted]), self._make_batch(chunks))
+        return self._layer(fed_SC, token_ids_S, self._make_batch(chunks))
 
-    def _drawn(
-        self, logits_SV: Tensor, budgets: abc.Sequence[tuple[Sequence, int]]
-    ) -> tuple[list[int], list[Tensor | None]]:
-        """A token of the target's vocabulary for each row, and the distribution where it was drawn from one."""
-        tokens = likeliest(logits_SV)
-        qs: list[Tensor | None] = [None] * len(budgets)
-        for i, (sequence, _) in enumerate(budgets):
+    def _drawn(self, logits_SV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, list[Tensor | None]]:
+        """A token of the target's vocabulary for each row, int64 [S], and the distribution [V] where it was drawn from
+        one."""
+        tokens_S = likeliest(logits_SV)
+        qs: list[Tensor | None] = [None] * len(sequences)
+        for i, sequence in enumerate(sequences):
             params = sequence.request.params
             if not params.greedy:
                 distribution_V = (logits_SV[i].float() / params.temperature).softmax(-1)
-                tokens[i] = torch.multinomial(distribution_V, 1, generator=sequence.state.generator)[0]
+                tokens_S[i] = drawn_from(distribution_V, sequence.state.generator)
                 q_V = distribution_V.new_zeros(self.model.spec.vocab_size)
                 qs[i] = q_V.index_copy_(0, self.target_ids, distribution_V)
-        return self.target_ids[tokens].tolist(), qs
+        return self.target_ids[tokens_S], qs
 
     def _fused(self, states_NS: Tensor) -> Tensor:
         if self.states_norm is not None:

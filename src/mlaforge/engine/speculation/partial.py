@@ -5,7 +5,8 @@ A partial view holds a sequence's first tokens, in each layer those that the las
 newest ones. What the target agrees to under it is pending. To the engine pending tokens are a draft like any other: the
 step's own verification, which reads everything, judges them, keeps the longest right prefix, and writes their rows
 anew. So nothing that was made under a partial view is ever published, streamed, or found as a prefix, and the tokens
-that come out are the target's own, whatever the view left out. Where a request draws its tokens, what is pending is
+that come out are the target's own, whatever the view left out (to the token where a row has one result, which
+engine/speculation/verification.py says). Where a request draws its tokens, what is pending is
 drawn from the target's distribution under the partial view, and judged by rejection as a head's drawn drafts are.
 
 Legend: L layers that see everything, S sequences, N rows of a step, K rows that a sequence may see, C hidden size,
@@ -23,23 +24,22 @@ from collections import abc
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.execution.batch import Batch, Chunk, Watched, make_batch
+from mlaforge.engine.execution.batch import AttentionProbe, Batch, Chunk, make_batch
 from mlaforge.engine.execution.model import EngineModel, Layer
 from mlaforge.engine.execution.runner import Runner
-from mlaforge.engine.execution.traffic import Read, Traffic
+from mlaforge.engine.execution.step_bytes import StepBytes, StepBytesModel
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.sampling.sampler import Sampler, likeliest, rejection_sampled
+from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, likeliest, rejection_sampled
 from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.speculation.policy import DraftPolicy
-from mlaforge.ops.attended import heaviest
+from mlaforge.ops.attended import top_tokens
 from mlaforge.ops.native import kernels
 from mlaforge.ops.token_selection import narrowed
-from mlaforge.runtime import UserError
+from mlaforge.runtime import UserError, on_device, uploaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,19 +110,19 @@ FIRST_PENDING, LEAST_PENDING, FRESH = 4, 2, 8
 class PartialVerification:
     """Drafts that the target has judged under a partial view, as the options say; `drafter` proposes their tokens.
 
-    `model` and `runner` make partial steps, which read what `traffic` says. `final`: what these agree to stays, and
+    `model` and `runner` make partial steps, which read what `step_bytes` says. `final`: what these agree to stays, and
     full steps only mend its rows: the paper's rule, which may change the text. Sequences that hardly hold more than a
     view get the drafter's own tokens.
     """
 
     def __init__(
-        self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, traffic: Traffic,
+        self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, step_bytes: StepBytesModel,
         tables: BlockTables, cache: Cache,
     ):  # fmt: skip
-        self.drafter, self.model, self.runner, self.traffic = drafter, model, runner, traffic
+        self.drafter, self.model, self.runner, self.step_bytes = drafter, model, runner, step_bytes
         self.tables, self.cache = tables, cache
         # What the partial steps of the newest proposal have read.
-        self.read = Read()
+        self.read = StepBytes()
         self.sampler = Sampler()
         self.count, self.pattern = config.drafted, PartialView.of(config, model.layers)
         self.final = config.specpv == "lossy"
@@ -133,6 +133,8 @@ class PartialVerification:
         # By a sequence's number what its last full step attended to most, and how many tokens may be pending next.
         self.retrieved: dict[int, Retrieved] = {}
         self.room: dict[int, int] = {}
+        # Numbers of sequences on which partial steps of the newest proposal had logits with NaN or infinity.
+        self.non_finite: set[int] = set()
 
     def applies(self, sequence: Sequence, computed: int | None = None) -> bool:
         """Whether the sequence's tokens are judged under a partial view first, once so many of them are in the cache;
@@ -144,7 +146,7 @@ class PartialVerification:
         long = (sequence.computed if computed is None else computed) >= self.pattern.shortest
         return bool(self.layers) and params.speculate and heeds and long
 
-    def watch(self, ends: abc.Sequence[tuple[Sequence, int]]) -> Watched | None:
+    def watch(self, ends: abc.Sequence[tuple[Sequence, int]]) -> AttentionProbe | None:
         """What a full step is to be asked for that computes so many of each sequence's own tokens; None where nobody
         retrieves. Those do whose tokens it computes to the last, prompts too: what a view holds, and so what is drawn
         under it, depends neither on how a prompt was cut into chunks nor on what was found of it."""
@@ -157,7 +159,7 @@ class PartialVerification:
             if self.pattern.retrieval and stop == len(sequence.token_ids) and self.applies(sequence, stop - 1)
             and self._age(sequence, stop - 1) >= FRESH
         ]  # fmt: skip
-        return Watched(wanted) if wanted else None
+        return AttentionProbe(wanted) if wanted else None
 
     def _age(self, sequence: Sequence, computed: int) -> int:
         """Tokens since the last retrieval."""
@@ -175,29 +177,32 @@ class PartialVerification:
         else as many as were kept: texts have easy stretches and hard ones."""
         self.room[sequence.number] = 2 * pending if kept == pending else max(LEAST_PENDING, kept)
 
-    def saw(self, ends: abc.Sequence[tuple[Sequence, int]], watched: Watched) -> None:
-        """What came of it."""
+    def record(self, ends: abc.Sequence[tuple[Sequence, int]], probe: AttentionProbe) -> None:
+        """Keeps the tokens with the largest attention mass of each recorded sequence, for its next sparse views."""
         sink, window, count = self.pattern.sink, self.pattern.window, self.pattern.retrieval
         first = np.arange(sink)
-        for place, told in zip(watched.wanted, zip(*watched.layers, strict=True), strict=True):
-            sequence, stop = ends[place]
-            # Drafts may be refused: what stands before them counts.
-            tail = max(sink, stop - 1 - window)
-            masses = [mass for mass in told if mass.is_floating_point()]
-            most = iter(heaviest(masses, sink, tail, count).cpu().numpy() if masses else ())
-            places = [
-                np.concatenate((first, next(most))) if own.is_floating_point()
-                else (chosen := own.cpu().numpy())[chosen < tail]
-                for own in told
-            ]  # fmt: skip
-            self.retrieved[sequence.number] = Retrieved(places, tail)
+        # Drafts may be refused: what stands before them counts.
+        tails = [max(sink, ends[place][1] - 1 - window) for place in probe.sequences]
+        retrieved: list[Tensor] = []
+        for layers, tail in zip(zip(*probe.layers, strict=True), tails, strict=True):
+            attention_mass = [mass for mass in layers if mass.is_floating_point()]
+            most = iter(top_tokens(attention_mass, sink, tail, count) if attention_mass else ())
+            retrieved += [next(most) if own.is_floating_point() else own.long() for own in layers]
+        # The host waits once, for all layers of all sequences.
+        read = iter(torch.cat(retrieved).cpu().split([len(own) for own in retrieved]))
+        for place, layers, tail in zip(probe.sequences, zip(*probe.layers, strict=True), tails, strict=True):
+            places = []
+            for own in layers:
+                chosen = next(read).numpy()
+                places.append(np.concatenate((first, chosen)) if own.is_floating_point() else chosen[chosen < tail])
+            self.retrieved[ends[place][0].number] = Retrieved(places, tail)
 
     def propose(
         self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy, tree: int = 0
     ) -> dict[Sequence, Draft | None]:
         """As Drafter.propose. `copy` gives what stood in the text before, which may go on behind what is pending. Where
         `tree` is not 0, which is for one sequence alone, its partial steps judge trees of so many tokens."""
-        self.read = Read()
+        self.read = StepBytes()
         partial = [(s, count) for s, count in budgets if self.applies(s)]
         plain = [(s, min(count, self.count)) for s, count in budgets if not self.applies(s)]
         drafts = dict(zip((s for s, _ in plain), self.drafter.propose(plain, min_probability), strict=True))
@@ -206,7 +211,7 @@ class PartialVerification:
     @torch.inference_mode()
     def _pending(
         self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, copy: Copy, tree: int
-    ) -> dict[Sequence, Draft]:
+    ) -> dict[Sequence, Draft | None]:
         """Tokens that the target agrees to under its partial view; behind them those that are copied from the text, for
         the full step to judge: that is cheaper, and a copy is right as often."""
         # Tokens that may wait, and all that there is room for.
@@ -215,6 +220,7 @@ class PartialVerification:
         texts = [s.ahead() for s, _ in budgets]
         qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         begin = {text.number: len(text.token_ids) for text in texts}
+        self.non_finite.clear()
         active, steps = texts, dict.fromkeys(begin, 0)
         view: View | None = None
         for step in range(self.pattern.full_every + 1):
@@ -250,10 +256,11 @@ class PartialVerification:
                 policy.record_time(len(active) + sum(asked.values()), time.perf_counter() - began)
         for text, tokens in copied.items():
             # All of q is on the token itself.
-            ids = torch.tensor(tokens)
-            qs[text] += F.one_hot(ids, qs[text][0].shape[-1]).to(qs[text][0]) if qs[text] else []
+            if qs[text]:
+                ids_K = on_device(tokens, torch.int64, self.model.device)
+                qs[text] += qs[text][0].new_zeros(len(tokens), len(qs[text][0])).scatter_(1, ids_K[:, None], 1.0)
         return {
-            s: Draft(
+            s: None if s.number in self.non_finite else Draft(
                 text.token_ids[begin[s.number] :] + copied.get(text, []), torch.stack(qs[text]) if qs[text] else None,
                 partial_steps=steps[s.number], final=self.final, copied=len(copied.get(text, [])),
             )
@@ -273,7 +280,7 @@ class PartialVerification:
         batch = self._seen(chunks, view)
         both_NC = self.runner(batch)
         both = zip(chunks, map(max, zip(*view.more, strict=True)), strict=True)
-        self.read += self.traffic((c.stop - c.start, c.stop, c.stop + more) for c, more in both)
+        self.read += self.step_bytes((c.stop - c.start, c.stop, c.stop + more) for c, more in both)
         C = self.model.spec.hidden_size
         starts = [(text, text.computed) for text in texts]
         firsts = dict(zip(texts, itertools.accumulate((c.stop - c.start for c in chunks), initial=0), strict=False))
@@ -285,7 +292,7 @@ class PartialVerification:
         if chunks[0].tree is not None:
             self.cache.move(batch.views, rows)
         if self.drafter.boundaries:
-            self.drafter.observe(starts, both_NC[rows, C:])
+            self.drafter.observe(starts, both_NC[:, C:].index_select(0, self._rows(rows)))
         return {text: len(places) for text, places in agreed.items()}
 
     def _agreed(
@@ -293,11 +300,12 @@ class PartialVerification:
         qs: dict[Sequence, list[Tensor]],
     ) -> dict[Sequence, list[int]]:  # fmt: skip
         """The places in each draft of the tokens that are agreed to, which are appended to its text, and the target's
-        own. The row that follows a text is its first; rows after it follow its draft's tokens."""
+        own. The row that follows a text is its first; rows after it follow its draft's tokens. The host waits once
+        where all texts are plain, else for each token of the longest draft."""
         agreed: dict[Sequence, list[int]] = {text: [] for text in texts}
         newest = dict.fromkeys(texts, -1)
         # Nothing of it depends on the tokens before: all rows at once, and the host waits once.
-        plain = likeliest(logits_NV).tolist() if all(text.state.plain for text in texts) else None
+        plain = checked(likeliest(logits_NV), logits_NV).tolist() if all(t.state.plain for t in texts) else None
         active = texts
         while active:
             rows = [firsts[text] + 1 + newest[text] for text in active]
@@ -305,14 +313,19 @@ class PartialVerification:
                 tokens = [plain[row] for row in rows]
             else:
                 states = [text.state for text in active]
-                p_SV = self.sampler.probabilities(logits_NV[rows], states)
+                logits_SV = logits_NV.index_select(0, self._rows(rows))
+                p_SV = self.sampler.probabilities(logits_SV, states)
                 proposed = [drafts.get(text, NOTHING).drawn(newest[text] + 1) for text in active]
-                tokens = rejection_sampled(p_SV, states, proposed).tolist()
+                tokens = checked(rejection_sampled(p_SV, states, proposed), logits_SV).tolist()
                 for text, p_V in zip(active, p_SV, strict=True):
                     if not text.request.params.greedy:
                         qs[text].append(p_V)
             longer = []
             for text, token in zip(active, tokens, strict=True):
+                if token == NO_TOKEN:
+                    # A partial step may overflow where a full one does not: nothing of this text is to be judged.
+                    self.non_finite.add(text.number)
+                    token = 0
                 text.token_ids.append(token)
                 text.state.append([token])
                 place = drafts.get(text, NOTHING).after(newest[text], token)
@@ -322,6 +335,10 @@ class PartialVerification:
                     longer.append(text)
             active = longer
         return agreed
+
+    def _rows(self, rows: list[int]) -> Tensor:
+        """Numbers of a step's rows, on the device."""
+        return on_device(rows, torch.int64, self.model.device)
 
     def _view(self, texts: list[Sequence], spans: list[tuple[int, int]]) -> View:
         """What these texts see that have room for so many tokens behind the first of them. It does not depend on how
@@ -341,7 +358,7 @@ class PartialVerification:
         for s, (text, layers) in enumerate(zip(texts, places, strict=True)):
             blocks, own = np.asarray(self.tables.table(text.number, group)[1]), np.concatenate(layers)
             both[:, :, s][:, np.arange(K) < counts_SL[s, :, None]] = blocks[own // size] * size + own % size, own
-        slots_LSK, places_LSK = torch.from_numpy(both).to(self.model.device)
+        slots_LSK, places_LSK = uploaded(torch.from_numpy(both), self.model.device)
         ends = [begin + room for begin, room in spans]
         return View(texts, slots_LSK, places_LSK, [tuple(more) for more in (counts_SL.T - ends).tolist()])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mlaforge.engine.execution.traffic import Read
+from mlaforge.engine.execution.step_bytes import StepBytes
 
 DEFINITIONS = {
     "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
@@ -119,7 +119,7 @@ class SpeculationStats:
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < accepted
 
-    def count_read(self, tokens: int, full: Read, partial: Read) -> None:
+    def count_read(self, tokens: int, full: StepBytes, partial: StepBytes) -> None:
         """Decoding sequences alone made so many tokens in a full step and the partial ones before it."""
         self.read_for += tokens
         self.full_weight_bytes += full.weights

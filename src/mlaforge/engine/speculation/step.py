@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections import abc
 
-from mlaforge.engine.execution.traffic import Read
+from mlaforge.engine.execution.step_bytes import StepBytes
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
 from mlaforge.engine.speculation.copies import Copies
@@ -26,7 +26,7 @@ class Proposal:
     drafts: dict[Sequence, Draft] = dataclasses.field(default_factory=dict)
     budgets: dict[Sequence, int] = dataclasses.field(default_factory=dict)
     at: float = 0.0
-    read: Read = dataclasses.field(default_factory=Read)
+    read: StepBytes = dataclasses.field(default_factory=StepBytes)
 
 
 class Speculation:
@@ -57,7 +57,7 @@ class Speculation:
         lengths = {sequence: len(draft.token_ids) for sequence, draft in drafts.items()}
         cut = [(s, min(upto, len(s.token_ids) + lengths.get(s, 0))) for s, upto in chunks]
         judged = any(draft.partial_steps for draft in drafts.values())
-        read = self.partial.read if judged and self.partial is not None else Read()
+        read = self.partial.read if judged and self.partial is not None else StepBytes()
         return Proposal(cut, decision, drafts, budget_of, time.perf_counter(), read)
 
     def _drafts(self, decision: Decision, budgets: list[tuple[Sequence, int]]) -> abc.Mapping[Sequence, Draft | None]:
@@ -82,7 +82,7 @@ class Speculation:
 
     def end(
         self, proposal: Proposal, decoded: abc.Sequence[tuple[Sequence, Verified]], verified_at: float,
-        rows: int | None, read: Read,
+        rows: int | None, read: StepBytes,
     ) -> None:  # fmt: skip
         """The step is over. `decoded` are its decoding sequences, verified at time `verified_at`; `rows` are those that
         were computed, None where anything but decoding sequences was; `read` is what it read, drafts apart."""
@@ -121,7 +121,7 @@ class Speculation:
         self.stats.count_read(new, read, proposal.read)
         # One text's copy is the same in every way; of several texts one copies nearly always.
         copying = speculating == 1 and any(draft.copied for draft in proposal.drafts.values())
-        if decision.way is not None and self.controller.pace is not None and not copying:
-            self.controller.pace.record(decision.way, new, seconds)
+        if decision.mode is not None and self.controller.mode_selector is not None and not copying:
+            self.controller.mode_selector.record(decision.mode, new, seconds)
         if policy is not None and not (decision.tree and copying):
             policy.record_time(rows if decision.tree else len(decoded) + sum(proposal.budgets.values()), seconds)

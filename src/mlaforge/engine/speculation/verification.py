@@ -1,7 +1,8 @@
 """From the logits of a step to tokens: each sequence's next one, after as many drafted ones as the target agrees to.
 
 A drafted token that nobody drew (prompt lookup, the likeliest of a draft head) is kept where the target, drawing as it
-would without a draft, draws the same: its greedy and its seeded tokens are those of plain decoding, one by one. Of a
+would without a draft, draws the same: its greedy and its seeded tokens are those of plain decoding, one by one, where a
+row of logits is the same alone and verified (compiled CPU kernels; elsewhere two logits within rounding may swap). Of a
 tree that path is followed whose tokens the target draws, one after another. Where nobody drew that accepts as often as
 rejection from child to child does (SpecInfer, arXiv:2305.09781), in which each one's q is all on itself.
 A token drawn from q is kept with probability min(1, p / q), else replaced by one drawn from max(0, p - q): the target's
@@ -22,7 +23,7 @@ from mlaforge.engine.request import held
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
-from mlaforge.engine.sampling.sampler import Sampler, likeliest
+from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, likeliest
 from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.runtime import on_device
 
@@ -30,18 +31,20 @@ from mlaforge.runtime import on_device
 @dataclasses.dataclass
 class Verified:
     """What a step made of a sequence: `completion` is what is new of it, `accepted` are the places in its draft of what
-    stays, to `overruled` of which the target did not agree."""
+    stays, to `overruled` of which the target did not agree. `non_finite`: behind that its logits have NaN or infinity.
+    """
 
     completion: Completion
     accepted: list[int] = dataclasses.field(default_factory=list)
     overruled: int = 0
+    non_finite: bool = False
 
 
 def verify(
     sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], drafts: list[Draft | None], first_rows: list[int]
 ) -> list[Verified]:
     """What is new of each sequence, already appended to it: drafted tokens up to the first that the target does not
-    draw, then the target's own; fewer where the text ends before.
+    draw, then the target's own; fewer where the text ends before, or logits are not finite.
 
     Sequence i has the row first_rows[i] after its newest token, and one after each of its drafted tokens.
     """
@@ -53,6 +56,9 @@ def verify(
         next_active = []
         for i, token, logprob in zip(active, tokens, logprobs, strict=True):
             sequence, completion, draft = sequences[i], verified[i].completion, drafts[i]
+            if token == NO_TOKEN:
+                verified[i].non_finite = True
+                continue
             if draft is not None and draft.final and nodes[i] + 1 < len(draft.token_ids):
                 verified[i].overruled += token != draft.token_ids[nodes[i] + 1]
                 token = draft.token_ids[nodes[i] + 1]
@@ -83,7 +89,7 @@ class _Draw:
         self.likeliest: list[int] | None = None
         if all(sequence.state.plain for sequence in sequences):
             # Nothing of it depends on the tokens before: all rows at once, and the host waits once.
-            self.likeliest = likeliest(logits_RV).tolist()
+            self.likeliest = checked(likeliest(logits_RV), logits_RV).tolist()
 
     def __call__(
         self, active: list[int], rows: list[int], nodes: list[int]

@@ -39,7 +39,7 @@ at::Tensor attended(const at::Tensor& q_WHD, const at::Tensor& rows_LW, const st
       for (int64_t h = 0; h < H; ++h) std::copy_n(queries + (w * H + h) * D, D, own.data() + h * width);
       view.slots(w, t, count, slots.data());
       rows.fetch(slots.data(), count, {0, G * D});
-      rows.stage(slots.data(), count, {Part{0, G * D}}, lined(scratch.data()), row.data());
+      rows.stage(slots.data(), count, {Part{0, G * D}}, align64(scratch.data()), row.data());
       std::fill(row.begin() + count, row.begin() + blocks * 16, row[0]);
       for (int64_t g = 0; g < G; ++g) {
         for (int64_t b = 0; b < blocks; ++b) pack_keys(row.data() + b * 16, g * D, D, packed.data() + b * 16 * width);

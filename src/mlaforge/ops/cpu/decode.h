@@ -8,11 +8,9 @@
 template <typename Finish>
 void attend(const Attention& attention, Finish finish) {
 #ifdef __AMX_TILE__
-  // Sixteen rows of a tile lie one after another in a block.
-  if (attention.view.block_size % 16 == 0 && attention.codes())
-    return PagedAttention<TileKernel<Int8Tiles>>(attention).run(finish);
-  if (attention.view.block_size % 16 == 0 && attention.D % 2 == 0)
-    return PagedAttention<TileKernel<Bf16Tiles>>(attention).run(finish);
+  // Whatever its blocks are: rows have one result in all of them.
+  if (attention.codes()) return PagedAttention<TileKernel<Int8Tiles>>(attention).run(finish);
+  if (attention.D % 2 == 0) return PagedAttention<TileKernel<Bf16Tiles>>(attention).run(finish);
 #elif defined(__AVX512BF16__)
   if (pairs_are_fast() && !attention.codes()) return PagedAttention<VectorKernel<bf16, bf16>>(attention).run(finish);
 #endif

@@ -51,13 +51,13 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 }
 
 // Turns queries and keys of rows [q, k, v] in place, rotary pairs being neighbours, and writes [k, v] to its slot.
-void turn_and_store(at::Tensor& qkv_NW, const at::Tensor& turn_N1P, const at::Tensor& rows_LW,
+void rope_and_store(at::Tensor& qkv_NW, const at::Tensor& rotation_N1P, const at::Tensor& rows_LW,
                     const std::optional<at::Tensor>& whole_LW, at::IntArrayRef format, const at::Tensor& slots_N,
                     int64_t heads, int64_t head_dim) {
   const int64_t N = qkv_NW.size(0), W = qkv_NW.size(1), P = head_dim / 2;
   const Rows rows(rows_LW, whole_LW, format);
   bf16* xs = qkv_NW.mutable_data_ptr<bf16>();
-  const auto* turns = turn_N1P.const_data_ptr<c10::complex<float>>();
+  const auto* turns = rotation_N1P.const_data_ptr<c10::complex<float>>();
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   at::parallel_for(0, N, 8, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {

@@ -54,7 +54,7 @@ struct Int4Rows {
       for (int64_t t = from; t < to; ++t) {
         const int64_t i = t * heads + head;
         // A number is one of sixteen.
-        const Levels levels(fma(counted(), everywhere(unit.value_scales + i), everywhere(unit.value_minima + i)));
+        const Levels levels(fma(counted(), broadcast(unit.value_scales + i), broadcast(unit.value_minima + i)));
         for (int64_t d = c; d < end; d += LANES)
           store(rows + (t - from) * W + C + d, levels.of(unit.values + (t * C + d) / 2), std::min(LANES, end - d));
       }
@@ -64,8 +64,8 @@ struct Int4Rows {
   // Has a core's cache read numbers [first, last) of a token's row, and its share of the scales.
   void fetch(const uint8_t* bytes, int64_t t, int64_t first, int64_t last) const {
     const int64_t C = channels(), codes = TOKENS * C, share = (4 * C + 4 * TOKENS * heads) / TOKENS;
-    if (first < C) ahead(bytes + (t * C + first) / 2, (std::min(last, C) - first) / 2), ahead(bytes + codes + t * share, share);
-    if (last > C) ahead(bytes + ((TOKENS + t - 1) * C + std::max(first, C)) / 2, (last - std::max(first, C)) / 2);
+    if (first < C) prefetch_bytes(bytes + (t * C + first) / 2, (std::min(last, C) - first) / 2), prefetch_bytes(bytes + codes + t * share, share);
+    if (last > C) prefetch_bytes(bytes + ((TOKENS + t - 1) * C + std::max(first, C)) / 2, (last - std::max(first, C)) / 2);
   }
 
  private:

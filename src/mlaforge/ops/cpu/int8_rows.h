@@ -53,7 +53,7 @@ struct Int8Rows {
       for (int64_t t = 0; t < count; ++t) {
         const uint8_t* bytes = packed + slots[t] * step;
         const auto* codes = (const int8_t*)bytes;
-        const Floats each = everywhere((const bf16*)(bytes + scale));
+        const Floats each = broadcast((const bf16*)(bytes + scale));
         bf16* row = rows + t * width;
         int64_t i = from;
         for (; i + LANES <= end; i += LANES) narrow(row + i, widened(codes + i) * each, widened(codes + i + 16) * each);

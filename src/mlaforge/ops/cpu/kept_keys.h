@@ -58,7 +58,7 @@ class KeptKeys {
       static thread_local std::vector<bf16> rows, scratch;
       rows.resize(std::max<size_t>(rows.size(), UNIT * width + LINE));
       scratch.resize(std::max<size_t>(scratch.size(), cached.scratch(UNIT)));
-      bf16* own = lined(rows.data());
+      bf16* own = align64(rows.data());
       for (int64_t unit = begin; unit < end; ++unit) {
         const Missing* some = missing.data() + unit * UNIT;
         const int64_t number = std::min(UNIT, count - unit * UNIT);
@@ -86,16 +86,17 @@ class KeptRows : public Source {
   KeptRows(const LatentCache& of, const KeptKeys& kept) : of_(of), kept_(kept) {
     static thread_local std::vector<bf16> scratch;
     scratch.resize(std::max<size_t>(scratch.size(), CHUNK * of.keys.width() + LINE));
-    rows_ = lined(scratch.data());
+    rows_ = align64(scratch.data());
   }
 
   void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
     const int64_t GD = of_.keys.GD, width = of_.keys.width();
+    bf16* rows = rows_ + position % CHUNK * width;
     int32_t positions[CHUNK];
-    for (int64_t t = 0; t < count; ++t) ahead(kept_.key(slots[t]), 2 * GD);
+    for (int64_t t = 0; t < count; ++t) prefetch_bytes(kept_.key(slots[t]), 2 * GD);
     of_.cached.fetch(slots, count, {0, of_.keys.R});
-    of_.bring(position, slots, count, rows_, positions);
-    for (int64_t t = 0; t < count; ++t) row[t] = std::copy_n(kept_.key(slots[t]), GD, rows_ + t * width) - GD;
+    of_.bring(position, slots, count, rows, positions);
+    for (int64_t t = 0; t < count; ++t) row[t] = std::copy_n(kept_.key(slots[t]), GD, rows + t * width) - GD;
   }
 
  private:

@@ -5,7 +5,7 @@
 #include "decode.h"
 #include "elementwise.h"
 #include "kept_keys.h"
-#include "lift.h"
+#include "absorbed_v.h"
 
 // Rows of prompts that are made at a time, unless one sequence has more.
 constexpr int64_t DECOMPRESSED = 4096;
@@ -18,7 +18,7 @@ constexpr int64_t DECOMPRESSED = 4096;
 // Limit: 2 R bytes and 2 R G D FLOPs a cached token, once for all query tokens of a sequence and all sequences of a step
 // that share it, R being whole tiles of 32 there, and 2 H (D + R) FLOPs for every query token that sees it. Of a selection
 // (positions_SK) those keys are made that no step before had made (kept_keys.h).
-at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at::Tensor& sin_LP, const at::Tensor& w_uk,
+at::Tensor latent(const at::Tensor& qkv_NX, const at::Tensor& cos_LP, const at::Tensor& sin_LP, const at::Tensor& w_uk,
                   const at::Tensor& w_uv, const at::Tensor& b_k, const at::Tensor& b_v_GV,
                   const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm, double eps,
                   const std::optional<at::Tensor>& sinks_H, const at::Tensor& rows_LR,
@@ -28,7 +28,7 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
                   const std::optional<at::Tensor>& tree_Tn, const std::optional<at::Tensor>& positions_SK,
                   const std::optional<at::Tensor>& kept_EK, const std::optional<at::Tensor>& places) {
   const Rows rows(rows_LR, whole_LR, format);
-  const at::Tensor both = both_NX.contiguous();
+  const at::Tensor both = qkv_NX.contiguous();
   const int64_t N = both.size(0), X = both.size(1), R = rows.width, D = 2 * cos_LP.size(1), GD = b_k.size(0);
   const int64_t G = GD / D, H = (X - R) / D, J = H / G, V = b_v_GV.size(1);
   const Angles angles{cos_LP.const_data_ptr<float>(), sin_LP.const_data_ptr<float>(), cos_LP.size(0), D / 2,
@@ -59,7 +59,7 @@ at::Tensor latent(const at::Tensor& both_NX, const at::Tensor& cos_LP, const at:
 
   at::Tensor out = at::empty({N, H * V}, both.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
-  const Lift lift{w_uv.const_data_ptr<bf16>(), w_uv.stride(0), b_v_GV.const_data_ptr<float>(),
+  const AbsorbedV lift{w_uv.const_data_ptr<bf16>(), w_uv.stride(0), b_v_GV.const_data_ptr<float>(),
                   sinks_H ? sinks_H->const_data_ptr<float>() : nullptr, G, J, R, V};
   for (int64_t s = 0, end; s < view.sequences(); s = end) {
     std::set<int32_t> made;  // blocks of prompts

@@ -69,7 +69,7 @@ class LatentKeys {
     // A head's weights stay next to the core while the rows pass; heads that are no whole blocks of outputs go together.
     const int64_t heads = D % 16 == 0 ? 1 : G, blocks = (heads * D + 15) / 16, to = (blocks + 1) / 2 * 32;
     Scratch& own = Scratch::own(UNIT * to, 0);
-    float* y = lined(own.y.data());
+    float* y = align64(own.y.data());
     shape_tiles(16, 16);
     for (int64_t g = 0; g < G; g += heads)
       for (int64_t t = 0; t < count; t += UNIT) {

@@ -1,7 +1,7 @@
 // Multi-head latent attention in the layout latent_rope.
 #pragma once
 #include "decode.h"
-#include "lift.h"
+#include "absorbed_v.h"
 #include "linear.h"
 
 // One layer of multi-head latent attention in the layout `latent_rope` (modeling/latent_attention_mla.py, absorbed), from
@@ -10,7 +10,7 @@
 // and what they bring goes through W_uv. Returns [N, H V].
 //
 // Limit: 2 (R + E) bytes and 2 H (2 R + E) FLOPs a cached token.
-at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, const at::Tensor& rope_index_P,
+at::Tensor latent_rope(const at::Tensor& qkv_NX, const at::Tensor& rotation_N1P, const at::Tensor& rope_index_P,
                        const at::Tensor& w_uk, const at::Tensor& w_uv, const at::Tensor& b_k_GD,
                        const at::Tensor& b_v_GV, const std::optional<at::Tensor>& sinks_H, const at::Tensor& rows_LW,
                        const std::optional<at::Tensor>& whole_LW, at::IntArrayRef format, const at::Tensor& slots_N,
@@ -18,12 +18,12 @@ at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, co
                        const at::Tensor& query_start_S1, int64_t block_size, int64_t window, double scale,
                        const std::optional<at::Tensor>& tree_Tn) {
   const Rows rows(rows_LW, whole_LW, format);
-  const at::Tensor both = both_NX.contiguous();
+  const at::Tensor both = qkv_NX.contiguous();
   const int64_t N = both.size(0), X = both.size(1), W = rows.width, E = 2 * rope_index_P.size(0), R = W - E;
   const int64_t G = b_k_GD.size(0), D = b_k_GD.size(1), V = b_v_GV.size(1), H = (X - W) / (D + E), J = H / G;
-  const int64_t angles = turn_N1P.size(2), K = D + E, up = w_uk.stride(0);
+  const int64_t angles = rotation_N1P.size(2), K = D + E, up = w_uk.stride(0);
   const bf16 *xs = both.const_data_ptr<bf16>(), *uk = w_uk.const_data_ptr<bf16>();
-  const auto* turns = turn_N1P.const_data_ptr<c10::complex<float>>();
+  const auto* turns = rotation_N1P.const_data_ptr<c10::complex<float>>();
   const int64_t *pairs = rope_index_P.const_data_ptr<int64_t>(), *slots = slots_N.const_data_ptr<int64_t>();
   const float* b_k = b_k_GD.const_data_ptr<float>();
   const float* sinks = sinks_H ? sinks_H->const_data_ptr<float>() : nullptr;
@@ -60,7 +60,7 @@ at::Tensor latent_rope(const at::Tensor& both_NX, const at::Tensor& turn_N1P, co
 
   at::Tensor out = at::empty({N, H * V}, both.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
-  const Lift lift{w_uv.const_data_ptr<bf16>(), w_uv.stride(0), b_v_GV.const_data_ptr<float>(), sinks, G, J, R, V};
+  const AbsorbedV lift{w_uv.const_data_ptr<bf16>(), w_uv.stride(0), b_v_GV.const_data_ptr<float>(), sinks, G, J, R, V};
   const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
   attend(q.data(), H, 1, W, R, {0, 0, 0}, rows, view, float(scale),
          [&](int64_t n, const float* latents, float* lse) {

@@ -53,7 +53,7 @@ class PromptRows {
     const int64_t together = std::lcm(size, UNIT) / size * std::max<int64_t>(1, CHUNK / std::lcm(size, UNIT));
     const int64_t count = blocks.size(), stretches = (count + together - 1) / together, tokens = together * size;
     held_ = at::empty({stretches * tokens * width + LINE}, table.options().dtype(at::kBFloat16));
-    bf16* rows = lined(held_.mutable_data_ptr<bf16>());
+    bf16* rows = align64(held_.mutable_data_ptr<bf16>());
     at::parallel_for(0, stretches, 1, [&](int64_t begin, int64_t end) {
       std::vector<int32_t> positions(tokens), slots(size);
       for (int64_t i = begin; i < end; ++i) {
@@ -81,7 +81,7 @@ class LatentRows : public Source {
   explicit LatentRows(const LatentCache& of) : of_(of) {
     static thread_local std::vector<bf16> scratch;
     scratch.resize(std::max<size_t>(scratch.size(), CHUNK * of.keys.width() + LINE));
-    rows_ = lined(scratch.data());
+    rows_ = align64(scratch.data());
     std::fill_n(held_, CHUNK, -1);
   }
 

@@ -34,10 +34,10 @@ void linear_by_vectors(const X* x, const bf16* w, int64_t N, int64_t K, int64_t 
 // x [N, K] times weights packed [M / 16, K / 2, 16, 2], a bias and what is added: y [N, M] in bf16, or the sums as they
 // are, in fp32, where `wide`.
 at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M,
-                  const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM, bool wide) {
+                  const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& residual_NM, bool wide) {
   const int64_t N = x_NK.size(0), K = x_NK.size(1), blocks = w_packed.size(0);
   const bf16* w = w_packed.const_data_ptr<bf16>();
-  const Sink sink(x_NK, M, bias_M, plus_NM, wide);
+  const Sink sink(x_NK, M, bias_M, residual_NM, wide);
 #ifdef __AMX_TILE__
   const at::Tensor x = x_NK.contiguous();
   linear_by_tiles(x.const_data_ptr<bf16>(), w, N, K, blocks, sink);

@@ -19,22 +19,22 @@ constexpr int64_t STEP_BYTES = 576;
 // A part of an unpacked line after the other: as much as a register holds.
 inline void unpack_step(const uint8_t* from, uint8_t* to) {
   constexpr int PART = sizeof(Register);
-  const Register lowest = everywhere(0x000f000f), second = everywhere(0x00f000f0), third = everywhere(0x0f000f00),
-                 highest = everywhere(0xf000f000), upper = everywhere(0xff00ff00);
+  const Register lowest = broadcast(0x000f000f), second = broadcast(0x00f000f0), third = broadcast(0x0f000f00),
+                 highest = broadcast(0xf000f000), upper = broadcast(0xff00ff00);
   const Register lanes = in_each_lane(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
-  const Register step_of = sum_of_bytes(lanes, everywhere(0x80008000)), zero_of = sum_of_bytes(lanes, everywhere(0x01010101));
+  const Register step_of = sum_of_bytes(lanes, broadcast(0x80008000)), zero_of = sum_of_bytes(lanes, broadcast(0x01010101));
   for (int group = 0; group < 2; ++group)
     for (int part = 0; part < 64; part += PART) {
       const Register pairs = widened((const uint16_t*)(from + group * 32 + part / 2));
-      const Register step = shuffled(pairs, step_of), zero = shuffled(pairs, zero_of), large = raised<4>(step);
+      const Register step = shuffled(pairs, step_of), zero = shuffled(pairs, zero_of), large = slli<4>(step);
       for (int v = 4 * group; v < 4 * group + 4; ++v) {
         const Register codes = loaded(from + 64 + v * 64 + part);
         // The upper and the lower half of a product are a code's place, so nothing is shifted.
-        const Register a = upper_product(common(codes, highest), step), b = lower_product(common(codes, second), step);
-        const Register c = upper_product(common(codes, third), large), d = lower_product(common(codes, lowest), large);
+        const Register a = upper_product(and_(codes, highest), step), b = lower_product(and_(codes, second), step);
+        const Register c = upper_product(and_(codes, third), large), d = lower_product(and_(codes, lowest), large);
         uint8_t* line = to + v * 128 + part;
-        stored(line, sum_of_bytes(either(common(b, upper), a), zero));
-        stored(line + 64, sum_of_bytes(either(common(d, upper), c), zero));
+        stored(line, sum_of_bytes(or_(and_(b, upper), a), zero));
+        stored(line + 64, sum_of_bytes(or_(and_(d, upper), c), zero));
       }
     }
 }
@@ -59,8 +59,8 @@ struct Nibbles {
 
 // x [N, K] in bf16 times weights packed in codes, else as linear_int8.
 at::Tensor linear_int4(const at::Tensor& x_NK, const at::Tensor& packed, const at::Tensor& scales, int64_t M,
-                       const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM, bool wide) {
+                       const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& residual_NM, bool wide) {
   const int64_t blocks = packed.size(0), steps = packed.size(1);
   const Nibbles weights{packed.const_data_ptr<uint8_t>()};
-  return whole_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, plus_NM, wide));
+  return whole_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, residual_NM, wide));
 }

@@ -21,8 +21,8 @@
 // x [N, K] in bf16 times weights packed in bytes, scales [M] filled up to 16, a bias and what is added: y [N, M] in bf16,
 // or in fp32 where `wide`.
 at::Tensor linear_int8(const at::Tensor& x_NK, const at::Tensor& packed, const at::Tensor& scales, int64_t M,
-                       const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& plus_NM, bool wide) {
+                       const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& residual_NM, bool wide) {
   const int64_t blocks = packed.size(0), steps = packed.size(1) / 16;
   const Bytes weights{packed.const_data_ptr<uint8_t>()};
-  return whole_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, plus_NM, wide));
+  return whole_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, residual_NM, wide));
 }

@@ -69,7 +69,7 @@ inline float total(Sums x) { return sum(Floats{x, _mm256_setzero_ps()}); }
 #endif
 
 inline Register looked_up(__m128i table, Register codes) {
-  return shuffled(in_each_lane(table), common(codes, everywhere(0x0f0f0f0f)));
+  return shuffled(in_each_lane(table), and_(codes, broadcast(0x0f0f0f0f)));
 }
 
 constexpr int64_t MX_REGISTER = sizeof(Register), MX_GROUPS = MX_REGISTER / 16, MX_INPUTS = 32 * MX_GROUPS;
@@ -83,7 +83,7 @@ class WholeRows {
  public:
   WholeRows(int64_t rows, int64_t K)
       : K_(K), length_((K + MX_INPUTS - 1) / MX_INPUTS * MX_INPUTS),
-        numbers_(at::empty({rows * length_ + 32}, at::kShort)), scales_(rows), data_(lined(numbers_.mutable_data_ptr<int16_t>())) {}
+        numbers_(at::empty({rows * length_ + 32}, at::kShort)), scales_(rows), data_(align64(numbers_.mutable_data_ptr<int16_t>())) {}
 
   const int16_t* row(int64_t n) const { return data_ + n * length_; }
   // What a sum is multiplied by: codes are doubled, and times 256.
@@ -140,7 +140,7 @@ __attribute__((noinline)) void mxfp4_product(const Mxfp4& weights, int64_t apart
       const bool whole = count == MX_GROUPS;
       const Register own = whole ? loaded(codes) : codes_of(codes, count);
       const Sums scale = powers(whole ? exponents_of(exponents) : exponents_of(exponents, count));
-      const Register even = looked_up(table, own), odd = looked_up(table, lowered<4>(own));
+      const Register even = looked_up(table, own), odd = looked_up(table, srli<4>(own));
       const Register a = first_wide(even), c = last_wide(even), d = first_wide(odd), e = last_wide(odd);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {

@@ -31,7 +31,7 @@ LIBRARY(FORM, m) {
   m.def("watch_mapped_files(str words) -> ()", watch_mapped_files);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
-  m.def("turn_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor(c!)? whole, int[] format, "
+  m.def("rope_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor(c!)? whole, int[] format, "
         "Tensor slots, int heads, int head_dim) -> ()");
   m.def("pack_blocks(Tensor(a!) rows, Tensor whole, int[] format, Tensor from, Tensor to, int block_size) -> ()");
   m.def(
@@ -69,7 +69,7 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("mixture_mxfp4", mixture_mxfp4);
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
-  m.impl("turn_and_store", turn_and_store);
+  m.impl("rope_and_store", rope_and_store);
   m.impl("pack_blocks", pack_blocks);
   m.impl("decode", decode);
   m.impl("decode_and_watch", decode_and_watch);

@@ -141,14 +141,16 @@ class Reader {
  public:
   const T* row[CHUNK];  // places of the rows that were staged last
 
-  // `kept` rows stay where they are until others are staged.
-  Reader(const Attention& of, int64_t kept)
+  // `kept` rows stay where they are until others are staged. `sixteens`: whoever reads takes sixteen rows from a position
+  // that is a multiple of it as one, and only the first one's place counts.
+  Reader(const Attention& of, int64_t kept, bool sixteens)
       : of_(of), kept_(CODES ? CHUNK : kept), step_(CODES ? of.rows.bytes() : of.rows.width),
-        source_(of.source ? of.source() : nullptr), lie_(CODES || (!of.rows.packed() && !of.source)) {
+        source_(of.source ? of.source() : nullptr), lie_(CODES || (!of.rows.packed() && !of.source)),
+        collected_(sixteens && of.view.block_size % 16) {
     static thread_local std::vector<T> scratch;
-    const int64_t needed = of.view.tree_Tn ? kept_ * step_ : CODES ? 0 : of.rows.scratch(kept_);
+    const int64_t needed = of.view.tree_Tn || collected_ ? kept_ * step_ : CODES ? 0 : of.rows.scratch(kept_);
     scratch.resize(std::max<size_t>(scratch.size(), needed + 64));
-    scratch_ = lined(scratch.data());
+    scratch_ = align64(scratch.data());
   }
 
   void enter(const Stop& now, const Stop& next) {
@@ -161,7 +163,11 @@ class Reader {
     made_ = source_ && !of_.prompt(now.task->sequence);
     if (!made_) return;
     const int64_t position = std::max(now.chunk * CHUNK, of_.view.first(now.task->sequence)), low = position % CHUNK;
-    if constexpr (!CODES) source_->stage(position, here_.slots + low, here_.end - low, row + low);
+    if constexpr (!CODES) {
+      source_->stage(position, here_.slots + low, (collected_ ? here_.to : here_.end) - low, row + low);
+      // A source puts a chunk's rows one after another.
+      for (int64_t i = low / 16 * 16; i < low; ++i) row[i] = row[low] - (low - i) * step_;
+    }
   }
 
   // Has the core's cache read what is next of the next chunk's rows, where they are read as they lie.
@@ -177,12 +183,14 @@ class Reader {
     if (made_) return;
     const HeadSet& set = now_.task->set;
     const Rows& rows = of_.rows_of(now_.task->sequence);
+    // What stands before the first row of its sixteen is not seen, but has a place.
+    for (int64_t i = from / 16 * 16; collected_ && i < from; ++i) row[i] = scratch_ + i % kept_ * step_;
     for (int64_t t = from, end; t < to; t = end) {
       end = std::min(to, t + STRETCH);
       if (!lie_ || !known_) rows.fetch(here_.slots + t, end - t, set.apart(of_.row));
       if (!known_) rows.fetch(here_.slots + end, std::min(STRETCH, here_.to - end), set.keys());
       rows.stage(here_.slots + t, end - t, {set.keys()}, scratch_ + t % kept_ * step_, row + t);
-      // Sixteen rows of which any is of a path are put one after another, as those of a text are.
+      // Sixteen rows that need not be of one block are put one after another.
       const Part copied = CODES ? Part{0, step_} : set.keys();
       for (int64_t i = std::max(t, here_.path); i < end; ++i) {
         T* own = scratch_ + i % kept_ * step_;
@@ -213,8 +221,8 @@ class Reader {
   }
 
  private:
-  // Of a chunk: where its rows lie, to before `end`, which of them are to be seen, and those from which sixteen on a
-  // path's are among.
+  // Of a chunk: where its rows lie, to before `end`, which of them are to be seen, and from which sixteen on rows need not
+  // be of one block: those with a path's rows among them, or all.
   struct Slots {
     int32_t slots[CHUNK];
     int64_t end, from, to, path;
@@ -226,11 +234,12 @@ class Reader {
     // Where a chunk holds nodes of a tree, the task is of one query token.
     const int64_t first = stop.task->token(0), last = stop.task->token(stop.task->count - 1);
     const int64_t high = std::min(base + CHUNK, view.position(s, last) + 1), seen = view.since(view.position(s, first));
-    // The rest of the last sixteen is of the same block, where blocks are sixteens.
-    const int64_t whole = view.block_size % 16 ? high : (high + 15) / 16 * 16;
+    // The rest of the last sixteen is of the same block, where blocks are sixteens; else it is the last row again.
+    const int64_t sixteens = (high + 15) / 16 * 16, whole = view.block_size % 16 ? high : sixteens;
     of_.view_of(s).seen(s, last, low, whole - low, to.slots + low - base);
-    to.end = whole - base, to.from = std::max(low, seen) - base, to.to = high - base;
-    to.path = std::max<int64_t>(0, view.tail(s) - base) / 16 * 16;
+    std::fill(to.slots + whole - base, to.slots + sixteens - base, to.slots[whole - base - 1]);
+    to.end = (collected_ ? sixteens : whole) - base, to.from = std::max(low, seen) - base, to.to = high - base;
+    to.path = collected_ ? 0 : std::max<int64_t>(0, view.tail(s) - base) / 16 * 16;
   }
 
   static constexpr bool CODES = std::is_same_v<T, int8_t>;
@@ -239,6 +248,7 @@ class Reader {
   const int64_t kept_, step_;  // rows of scratch, and how far they are apart
   const std::unique_ptr<Source> source_;
   const bool lie_;  // whether rows are read where they lie
+  const bool collected_;  // whether all are copied, so that sixteen lie one after another
   T* scratch_;
   bool made_ = false;  // whether the chunk's rows are the source's
   Stop now_, next_;
@@ -263,6 +273,7 @@ inline void merge_chunk(float* total, float& top, float& sum, const float* part,
 
 // `Kernel(attention)` is a thread's own: `pack(task)` takes a task's queries, `attend(now, next, out, most, sums)` gives for
 // every column its values' weighted sum [V] over the chunk, not yet divided, its largest score and the sum of its weights.
+// `Kernel::together(attention)`: whether all key heads in one task give each the bits that it has in a task of its own.
 template <typename Kernel>
 class PagedAttention {
  public:
@@ -286,7 +297,7 @@ class PagedAttention {
     }
     // Where others would have nothing to do, and rows are read as they lie, key heads go apart; single tokens are quickly
     // done.
-    const bool scarce = chunks < at::get_num_threads() && N > S && of_.apart > COLUMNS;
+    const bool scarce = chunks < at::get_num_threads() && N > S && of_.apart > COLUMNS, together = Kernel::together(of_);
     for (int64_t s = 0; s < S; ++s) {
       const int64_t T = view_.queries(s), J = of_.J(), own = T * J;
       std::fill_n(sequence_of.begin() + view_.query(s), T, s);
@@ -300,7 +311,7 @@ class PagedAttention {
       // Every chunk is a task; the results are merged afterwards. A tree has more of them: of as many query tokens as one
       // takes, and where nodes are of one.
       std::vector<HeadSet> sets;
-      if (H <= COLUMNS && !scarce && (T * H <= COLUMNS || view_.tree_Tn || of_.apart == COLUMNS)) sets = {every};
+      if (together && H <= COLUMNS && !scarce && (T * H <= COLUMNS || view_.tree_Tn || of_.apart == COLUMNS)) sets = {every};
       else for (int64_t g = 0; g < G; ++g) sets.push_back(one(g));
       const auto [from, to] = view_.chunks(s, 0, T);
       places[s] = {all_places, to - from, sets[0].heads};

@@ -87,7 +87,7 @@ __attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, 
     }
 #pragma GCC unroll 12
     for (int n = 0; n < N; ++n) {
-      const Pairs input = everywhere((const int16_t*)x + n * stride);
+      const Pairs input = broadcast((const int16_t*)x + n * stride);
 #pragma GCC unroll 8
       for (int b = 0; b < B; ++b) sums[b][n] = dot(pair[b], input, sums[b][n]);
     }

@@ -109,9 +109,9 @@ class Rows {
   void fetch(const int32_t* slots, int64_t count, Part part) const {
     for (int64_t t = 0; t < count; ++t) {
       const int64_t slot = slots[t];
-      if (slot >= slots_) ahead(whole_ + (slot - slots_) * width + part.first, 2 * part.numbers);
-      else if (format_ == INT8) ahead(packed_ + slot * bytes_ + part.first, part.numbers);
-      else if (format_ == CODED) ahead(packed_ + slot * bytes_, bytes_);
+      if (slot >= slots_) prefetch_bytes(whole_ + (slot - slots_) * width + part.first, 2 * part.numbers);
+      else if (format_ == INT8) prefetch_bytes(packed_ + slot * bytes_ + part.first, part.numbers);
+      else if (format_ == CODED) prefetch_bytes(packed_ + slot * bytes_, bytes_);
       else int4_.fetch(unit(slot), inside(slot), part.first, part.last());
     }
   }

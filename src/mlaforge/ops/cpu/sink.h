@@ -6,10 +6,10 @@
 class Sink {
  public:
   Sink(const at::Tensor& x_NK, int64_t M, const std::optional<at::Tensor>& bias_M,
-       const std::optional<at::Tensor>& plus_NM, bool wide)
+       const std::optional<at::Tensor>& residual_NM, bool wide)
       : M_(M), out_(at::empty({x_NK.size(0), M}, x_NK.options().dtype(wide ? at::kFloat : at::kBFloat16))) {
     if (bias_M) bias_ = bias_M->const_data_ptr<bf16>();
-    if (plus_NM) plus_held_ = plus_NM->contiguous(), plus_ = plus_held_.const_data_ptr<bf16>();
+    if (residual_NM) plus_held_ = residual_NM->contiguous(), plus_ = plus_held_.const_data_ptr<bf16>();
     if (wide) wide_ = out_.mutable_data_ptr<float>();
     else narrow_ = out_.mutable_data_ptr<bf16>();
   }

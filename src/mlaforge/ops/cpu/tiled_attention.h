@@ -12,9 +12,11 @@ constexpr float POWER[5] = {9.570099669e-3f, 5.591786583e-2f, 2.402474493e-1f, 6
 template <typename NUMBERS>
 class TileKernel {
  public:
-  explicit TileKernel(const Attention& of) : of_(of), view_(of.view), reader_(of, 64), numbers_(of) {}
+  explicit TileKernel(const Attention& of) : of_(of), view_(of.view), reader_(of, 64, true), numbers_(of) {}
   TileKernel(const TileKernel&) = delete;
   ~TileKernel() { release_tiles(); }
+
+  static bool together(const Attention& of) { return NUMBERS::together(of); }
 
   void pack(const Task& task) {
     const int64_t J = of_.J();
@@ -35,29 +37,29 @@ class TileKernel {
     const int64_t s = task.sequence, base = now.chunk * CHUNK, low = std::max(base, view_.first(s)) - base;
     const int64_t high = std::min<int64_t>(base + CHUNK, most_ + 1) - base, from = low / 64 * 64;
     const int64_t groups = (task.count + 15) / 16;
-    float* scores = lined(scores_.data());
-    // The rest of the last sixteen is of the same block.
+    float* scores = align64(scores_.data());
+    // The rest of the last sixteen may be anything.
     const int64_t until = (high + 15) / 16 * 16;
     auto** row = reader_.row;
     reader_.enter(now, next);
     numbers_.shape();
     for (int64_t t = from; t < high; t += 64) {
-      const int64_t begin = std::max(t, low), end = std::min(t + 64, until);
+      const int64_t begin = std::max(t, low), end = std::min(t + 64, until), first = begin / 16 * 16;
       reader_.keys(begin, end);
-      // Other rows stand where none is seen, so that four tiles can always be read.
+      // Another sixteen stands where none is seen, so that four tiles can always be read.
       for (int64_t i = t; i < t + 64; ++i)
-        if (i < begin || i >= end) row[i] = row[begin + i % 16];
+        if (i < first || i >= end) row[i] = row[first + i % 16];
       numbers_.score(task.set, row + t, groups, scores + t * 16, reader_);
     }
-    for (int64_t g = 0; g < groups; ++g) soften(task, g, base, from, high, most, sums);
+    for (int64_t g = 0; g < groups; ++g) softmax_chunk(task, g, base, from, high, most, sums);
     weigh(task, from, low, high, out);
   }
 
  private:
   // Scores of a column group -> weights, not yet divided by their sum.
-  void soften(const Task& task, int64_t g, int64_t base, int64_t from, int64_t high, float* largest, float* sums) {
+  void softmax_chunk(const Task& task, int64_t g, int64_t base, int64_t from, int64_t high, float* largest, float* sums) {
     const int64_t s = task.sequence, columns = std::min<int64_t>(16, task.count - g * 16);
-    float* scores = lined(scores_.data()) + g * CHUNK * 16;
+    float* scores = align64(scores_.data()) + g * CHUNK * 16;
     const auto [first, last] = std::minmax_element(stand_ + g * 16, stand_ + g * 16 + columns);
     const __m512 none = _mm512_set1_ps(-INF), scale = load(scale_ + g * 16, columns).all;
     // Mostly every column sees all of a chunk.

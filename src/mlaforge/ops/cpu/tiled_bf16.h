@@ -73,15 +73,25 @@ class Bf16Tiles {
 
   explicit Bf16Tiles(const Attention& of) : of_(of), own_(Scratch::own(((of.G - 1) * of.row.k_head + of.D + 31) / 32)) {}
 
+  // A product of tiles sums its 32 numbers first and adds that to what is there: a head's keys must fall into tiles as they
+  // do where they begin one.
+  static bool together(const Attention& of) {
+    for (int64_t g = 0; g < of.G; ++g) {
+      const int64_t offset = g * of.row.k_head % 32;
+      if (offset && offset + of.D > 32) return false;
+    }
+    return true;
+  }
+
   // Queries of a task's columns are tiles: [column group, step, 16 pairs of numbers, 16 columns, 2].
   void begin(const Task& task) {
     steps_ = (task.set.D + 31) / 32;
-    std::memset((void*)lined(own_.queries.data()), 0, (task.count + 15) / 16 * steps_ * 1024);
+    std::memset((void*)align64(own_.queries.data()), 0, (task.count + 15) / 16 * steps_ * 1024);
   }
 
   // A column's query, of which `offset` numbers are left out. Its scores are to be multiplied by what is returned.
   float put(int64_t c, const float* q, int64_t offset, int64_t) {
-    bf16* own = lined(own_.queries.data()) + c / 16 * steps_ * 512 + c % 16 * 2;
+    bf16* own = align64(own_.queries.data()) + c / 16 * steps_ * 512 + c % 16 * 2;
     // Pairs of numbers, one below the other: a step's 16 pairs stand as those of the next one do.
     for (int64_t d = 0; d < of_.D; d += 16) {
       const int64_t count = std::min<int64_t>(16, of_.D - d);
@@ -97,7 +107,7 @@ class Bf16Tiles {
   // Scores [64, 16] of 64 tokens and each group of columns, CHUNK * 16 from one to the next.
   void score(const HeadSet& set, const bf16* const* row, int64_t groups, float* scores, Reader<bf16>&) const {
     const int64_t whole = set.D / 32, rest = set.D % 32, bytes = of_.rows.width * 2;
-    const bf16* queries = lined(own_.queries.data());
+    const bf16* queries = align64(own_.queries.data());
     for (int64_t g = 0; g < groups; ++g)
       score_tiles(row, set.k, bytes, queries + g * steps_ * 512, whole, scores + g * CHUNK * 16, false);
     if (!rest) return;
@@ -112,7 +122,7 @@ class Bf16Tiles {
   __m512 weights(int64_t g, int64_t from, int64_t high, Reader<bf16>&, float*, Weight weight) {
     const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                                  6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    bf16* to = lined(own_.weights.data()) + g * SPANS * 512;
+    bf16* to = align64(own_.weights.data()) + g * SPANS * 512;
     __m512 evens = _mm512_setzero_ps(), odds = _mm512_setzero_ps();
     for (int64_t span = from / SPAN; span * SPAN < high; ++span) {
       __m512i pairs[16];
@@ -135,7 +145,7 @@ class Bf16Tiles {
       const int64_t at = offset + half * 32, count = std::max<int64_t>(0, numbers - half * 32);
       // What lies beside the tokens may be anything, and nothing times that need not be nothing.
       auto value = [&](int64_t t) { return t >= begin && t < until ? pairs(reader.row[t] + at, count).all : zero; };
-      bf16* to = lined(own_.values.data()) + span * 2048 + half * 1024;
+      bf16* to = align64(own_.values.data()) + span * 2048 + half * 1024;
       for (int64_t t = span * SPAN; t < span * SPAN + SPAN; t += 2, to += 32) {
         const __m512i even = value(t), odd = value(t + 1);
         _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
@@ -146,13 +156,13 @@ class Bf16Tiles {
 
   // Weights of a group of columns times these values, of spans [first, end).
   void weigh(int64_t g, int64_t first, int64_t end) {
-    const bf16* weights = lined(own_.weights.data()) + (g * SPANS + first) * 512;
-    weigh_tiles(weights, lined(own_.values.data()) + first * 2048, end - first, lined(own_.part.data()));
+    const bf16* weights = align64(own_.weights.data()) + (g * SPANS + first) * 512;
+    weigh_tiles(weights, align64(own_.values.data()) + first * 2048, end - first, align64(own_.part.data()));
   }
 
   // Of a column, 64 numbers.
   void get(int64_t c, float* to) const {
-    const float* own = lined(own_.part.data()) + c % 16 * 64;
+    const float* own = align64(own_.part.data()) + c % 16 * 64;
     for (int64_t half = 0; half < 64; half += 32) store_fours(to + half, load(own + half), load(own + half + 16));
   }
 

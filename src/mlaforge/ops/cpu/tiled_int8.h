@@ -61,12 +61,15 @@ class Int8Tiles {
 
   explicit Int8Tiles(const Attention& of) : of_(of), own_(Scratch::own(of.G * of.D)) {}
 
+  // Sums are exact.
+  static bool together(const Attention&) { return true; }
+
   // Queries of a task's columns are tiles: [column group, step, plane, 16 fours of numbers, 16 columns, 4]. A step is as
   // long as keys have no rest.
   void begin(const Task& task) {
     for (step_ = 64; task.set.D % step_;) step_ -= 4;
     steps_ = task.set.D / step_;
-    std::memset(lined(own_.queries.data()), 0, (task.count + 15) / 16 * steps_ * 2048);
+    std::memset(align64(own_.queries.data()), 0, (task.count + 15) / 16 * steps_ * 2048);
   }
 
   // A column's query, of which `offset` numbers are left out, over key head g. Its scores are to be multiplied by what is
@@ -74,7 +77,7 @@ class Int8Tiles {
   float put(int64_t c, const float* q, int64_t offset, int64_t g) {
     const int64_t rows = step_ / 4;
     int64_t row = offset % step_ / 4;
-    uint8_t* to = lined(own_.queries.data()) + (c / 16 * steps_ + offset / step_) * 2048 + row * 64 + c % 16 * 4;
+    uint8_t* to = align64(own_.queries.data()) + (c / 16 * steps_ + offset / step_) * 2048 + row * 64 + c % 16 * 4;
     const Whole whole(q, of_.D);
     for (int64_t d = 0; d < of_.D; d += 16) {
       uint32_t high[4], low[4];
@@ -97,7 +100,7 @@ class Int8Tiles {
   void score(const HeadSet& set, const int8_t* const* row, int64_t groups, float* scores, Reader<int8_t>& reader) const {
     alignas(64) int32_t high[512], low[512];
     for (int64_t g = 0; g < groups; ++g) {
-      const uint8_t* queries = lined(own_.queries.data()) + g * steps_ * 2048;
+      const uint8_t* queries = align64(own_.queries.data()) + g * steps_ * 2048;
       const Scales scales = this->scales(g, false);
       for (int64_t t = 0; t < 64; t += 32) {
         score_codes(row + t, set.k, of_.rows.bytes(), queries, step_, steps_, high, low);
@@ -133,9 +136,9 @@ class Int8Tiles {
       }
     }
     const __m512 top = _mm512_castsi512_ps(_mm512_max_epu32(tops[0], tops[1])), parts = _mm512_set1_ps(32767.0f);
-    _mm512_store_ps(lined(own_.tops.data()) + g * 16, _mm512_div_ps(top, parts));
+    _mm512_store_ps(align64(own_.tops.data()) + g * 16, _mm512_div_ps(top, parts));
     const __m512 factor = _mm512_min_ps(_mm512_div_ps(parts, top), _mm512_set1_ps(1e38f));
-    uint8_t* to = lined(own_.weights.data()) + g * CHUNK * 32;
+    uint8_t* to = align64(own_.weights.data()) + g * CHUNK * 32;
     for (int64_t t = from; t < end; t += SPAN) {
       __m512i lower[16], upper[16];
       for (int64_t i = 0; i < 16; ++i) {
@@ -163,7 +166,7 @@ class Int8Tiles {
   // on. Where no token is there is no weight.
   void gather(Reader<int8_t>& reader, int64_t span, int64_t /* begin */, int64_t /* until */, int64_t offset, int64_t numbers) {
     const __mmask64 some = numbers >= 64 ? ~__mmask64(0) : (__mmask64(1) << numbers) - 1;
-    int8_t* to = lined(own_.values.data()) + span * 4096;
+    int8_t* to = align64(own_.values.data()) + span * 4096;
     for (int64_t t = span * SPAN; t < span * SPAN + SPAN; t += 4, to += 64) {
       if (t % 8 == 0) reader.further();
       auto value = [&](int64_t n) { return _mm512_maskz_loadu_epi8(some, reader.row[t + n] + offset); };
@@ -180,17 +183,17 @@ class Int8Tiles {
   // Weights of a group of columns times these values, of spans [first, end).
   void weigh(int64_t g, int64_t first, int64_t end) {
     if (step_ != 64) shape_attention(64);
-    const uint8_t* weights = lined(own_.weights.data()) + g * CHUNK * 32 + first * 2048;
-    int32_t* part = lined(own_.part.data());
+    const uint8_t* weights = align64(own_.weights.data()) + g * CHUNK * 32 + first * 2048;
+    int32_t* part = align64(own_.part.data());
     for (int64_t half = 0; half < 2; ++half)
-      weigh_codes(weights, lined(own_.values.data()) + first * 4096 + half * 2048, end - first, part + half * 512,
+      weigh_codes(weights, align64(own_.values.data()) + first * 4096 + half * 2048, end - first, part + half * 512,
                   part + 1024 + half * 512);
   }
 
   // Of a column, 64 numbers.
   void get(int64_t c, float* to) const {
-    const int32_t* own = lined(own_.part.data()) + c % 16 * 16;
-    const __m512 scale = _mm512_set1_ps(lined(own_.tops.data())[c]);
+    const int32_t* own = align64(own_.part.data()) + c % 16 * 16;
+    const __m512 scale = _mm512_set1_ps(align64(own_.tops.data())[c]);
     __m512 x[4], y[4];
     for (int i = 0; i < 4; ++i) x[i] = _mm512_mul_ps(joined(own + i * 256, own + 1024 + i * 256), scale);
     // A tile has every fourth four.

@@ -39,7 +39,7 @@ inline float product(const float* w, const float* x, int64_t count) {
 // Index keys of a step's tokens, from their features, each to its slot. `halves`: of the first features, those of coded
 // rows, which are read as whole numbers from -half to half - 1.
 void write_index(const at::Tensor& features_NF, const std::optional<at::Tensor>& halves_R, const at::Tensor& weight_IF,
-                 const at::Tensor& bias_I, const std::optional<at::Tensor>& turn_N1P, const at::Tensor& frequency,
+                 const at::Tensor& bias_I, const std::optional<at::Tensor>& rotation_N1P, const at::Tensor& frequency,
                  at::Tensor& keys, const at::Tensor& slots_N) {
   const int64_t N = features_NF.size(0), F = features_NF.size(1), I = weight_IF.size(0), stride = features_NF.stride(0);
   TORCH_CHECK(features_NF.stride(1) == 1 && weight_IF.is_contiguous() && keys.is_contiguous(), "numbers lie apart");
@@ -47,8 +47,8 @@ void write_index(const at::Tensor& features_NF, const std::optional<at::Tensor>&
   const float *weight = weight_IF.const_data_ptr<float>(), *bias = bias_I.const_data_ptr<float>();
   const float* halves = halves_R ? halves_R->const_data_ptr<float>() : nullptr;
   const int64_t R = halves_R ? halves_R->size(0) : 0;
-  const IndexPairs pairs{turn_N1P ? turn_N1P->const_data_ptr<c10::complex<float>>() : nullptr,
-                         frequency.const_data_ptr<int64_t>(), turn_N1P ? turn_N1P->size(2) : 0, I};
+  const IndexPairs pairs{rotation_N1P ? rotation_N1P->const_data_ptr<c10::complex<float>>() : nullptr,
+                         frequency.const_data_ptr<int64_t>(), rotation_N1P ? rotation_N1P->size(2) : 0, I};
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   int8_t* to = keys.mutable_data_ptr<int8_t>();
   at::parallel_for(0, N, 8, [&](int64_t begin, int64_t end) {
@@ -115,7 +115,7 @@ inline void largest(const float* scores, int64_t size, int64_t count, int32_t* p
 // `counts` says, all of them where there are no more; K is a multiple of `apart`. The last query token decides for all.
 // Rows [q (H E), ...] in.
 std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t heads, const at::Tensor& weight_GIE,
-                                                 const std::optional<at::Tensor>& turn_N1P, const at::Tensor& frequency,
+                                                 const std::optional<at::Tensor>& rotation_N1P, const at::Tensor& frequency,
                                                  const std::optional<at::Tensor>& sinks_H, const at::Tensor& keys,
                                                  const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
                                                  const at::Tensor& query_start_S1, int64_t block_size, at::IntArrayRef counts,
@@ -131,8 +131,8 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
 
   const bf16* qs = q_NX.const_data_ptr<bf16>();
   const float *weight = weight_GIE.const_data_ptr<float>(), *sinks = sinks_H ? sinks_H->const_data_ptr<float>() : nullptr;
-  const IndexPairs pairs{turn_N1P ? turn_N1P->const_data_ptr<c10::complex<float>>() : nullptr,
-                         frequency.const_data_ptr<int64_t>(), turn_N1P ? turn_N1P->size(2) : 0, I};
+  const IndexPairs pairs{rotation_N1P ? rotation_N1P->const_data_ptr<c10::complex<float>>() : nullptr,
+                         frequency.const_data_ptr<int64_t>(), rotation_N1P ? rotation_N1P->size(2) : 0, I};
   const int8_t* from = keys.const_data_ptr<int8_t>();
   // Sequences that there is something to choose for: index queries [H, I], weights [H, tokens] and scores; and for each
   // task and head its largest logit and the sum of weights, which count from that.

@@ -97,7 +97,7 @@ __attribute__((noinline)) void weigh(const W* weights, const T* const* values, i
       const auto [low, high] = whole ? beside(a, b, LANES) : beside(a, b, numbers);
 #pragma GCC unroll 12
       for (int n = 0; n < N; ++n) {
-        const Pairs weight = everywhere((const int16_t*)weights + n * CHUNK + t);
+        const Pairs weight = broadcast((const int16_t*)weights + n * CHUNK + t);
         first[c][n] = dot(low, weight, first[c][n]);
         second[c][n] = dot(high, weight, second[c][n]);
       }
@@ -119,7 +119,9 @@ template <typename T, typename Number>
 class VectorKernel {
  public:
   explicit VectorKernel(const Attention& of)
-      : of_(of), view_(of.view), reader_(of, CHUNK), width_((of.D + 7) / 8 * 8), own_(Scratch::own(width_, of.G)) {}
+      : of_(of), view_(of.view), reader_(of, CHUNK, false), width_((of.D + 7) / 8 * 8), own_(Scratch::own(width_, of.G)) {}
+
+  static bool together(const Attention&) { return true; }
 
   // Columns are put in order of their key heads; scores come scaled.
   void pack(const Task& task) {
@@ -176,7 +178,7 @@ class VectorKernel {
     }
     if constexpr (CODES) take_scales(from, to);
     for (int64_t i = 0; i < task.count; ++i)
-      std::tie(most[column_[i]], sums[column_[i]]) = soften(i, base, from, to, scores + i * CHUNK);
+      std::tie(most[column_[i]], sums[column_[i]]) = softmax_chunk(i, base, from, to, scores + i * CHUNK);
 
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t v = 0; v < V; v += 2 * LANES) {
@@ -246,7 +248,7 @@ class VectorKernel {
   // Scores [from, to) of a chunk become weights, not yet divided by their sum; the largest score and the sum. Pairs have
   // theirs rounded after that: to bf16, or of codes, after the scales of their values, to whole numbers, the largest 32767
   // times `part_`.
-  std::pair<float, float> soften(int64_t i, int64_t base, int64_t from, int64_t to, float* score) {
+  std::pair<float, float> softmax_chunk(int64_t i, int64_t base, int64_t from, int64_t to, float* score) {
     const Floats none = all(-INF), zero = all(0.0f);
     Floats largest = none, total = zero;
     const float *key = nullptr, *value = nullptr;

@@ -16,13 +16,13 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 // The first number of a whole line of 64 bytes.
 template <typename T>
-T* lined(T* numbers) {
+T* align64(T* numbers) {
   return (T*)(((uintptr_t)numbers + 63) & ~uintptr_t(63));
 }
 
 // Has a core's second cache read what is needed soon. GCC leaves out calls of functions that do nothing but this, unless
 // they say that they do something.
-inline void ahead(const void* from, int64_t bytes) {
+inline void prefetch_bytes(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) asm volatile("prefetcht1 %0" : : "m"(((const char*)from)[at]));
 }
 
@@ -95,7 +95,7 @@ inline void halves(const uint8_t* from, Floats& lower, Floats& upper) {
 }
 
 // bf16 is the upper half of fp32. Two bytes before it are read.
-inline Floats everywhere(const bf16* x) {
+inline Floats broadcast(const bf16* x) {
   int32_t bits;
   std::memcpy(&bits, x - 1, 4);
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_set1_epi32(bits), _mm512_set1_epi32(0xffff0000)))};
@@ -144,7 +144,7 @@ inline bool pairs_are_fast() {
 inline void store(int16_t* to, Floats x) {
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.all)));
 }
-inline Pairs everywhere(const int16_t* pair) {
+inline Pairs broadcast(const int16_t* pair) {
   int32_t bits;
   std::memcpy(&bits, pair, 4);
   return {_mm512_set1_epi32(bits)};
@@ -312,7 +312,7 @@ inline Floats widened(const bf16* from, int64_t count) {
 
 inline Floats counted() { return {_mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set_ps(15, 14, 13, 12, 11, 10, 9, 8)}; }
 
-inline Floats everywhere(const bf16* x) { return all(*x); }
+inline Floats broadcast(const bf16* x) { return all(*x); }
 
 inline Floats widened(const int8_t* from) {
   const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
@@ -347,7 +347,7 @@ inline void store(int16_t* to, Floats x) {
   const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
   _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(both, 0xd8));
 }
-inline Pairs everywhere(const int16_t* pair) {
+inline Pairs broadcast(const int16_t* pair) {
   int32_t bits;
   std::memcpy(&bits, pair, 4);
   return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};

@@ -4,8 +4,8 @@ followed them there, as prompt lookup does.
 A row holds the target's state at a token and the embedding of the next one, which is the newest. So the rows to copy
 from are those whose state is of that token, and their embedding is what followed it; a state also says a little of the
 token before. This takes queries, keys, and coordinates of `fc` that say which token a state is of. Training on the
-target's distributions does not find it in thousands of steps (LOG.md). Taught alone it takes hundreds, of which none
-reads a vocabulary.
+target's distributions does not find it in thousands of steps (docs/notes/training.md). Taught alone it takes
+hundreds, of which none reads a vocabulary.
 
 Legend: B rows, T tokens, N places, S captured states of the target side by side, C hidden size of the head, I identity
 coordinates, H taught heads, K their key-value heads, D head dimension.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mlaforge.data.packing import Rows
-from mlaforge.drafting.training_time_test import visible
+from mlaforge.drafting.unroll import visible
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.runtime import progress

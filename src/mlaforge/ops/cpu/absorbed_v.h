@@ -6,7 +6,7 @@
 // what a learned sink leaves.
 //
 // Limit: 2 H R V FLOPs a query token, over weights that stay in a core's cache.
-struct Lift {
+struct AbsorbedV {
   const bf16* w_uv;
   int64_t step;  // numbers from one key head's weights to the next's
   const float *b_v, *sinks;

@@ -1,5 +1,5 @@
-"""What a step reads at the least, from host numbers: every weight that it needs once, and once every row of the cache
-that attention sees. Drafting, activations, and what retrieval reads a second time are left out."""
+"""The bytes that a step reads at least, computed on the host: every weight that it needs once, and once every cached
+row that attention sees. Drafting, activations, and rows that retrieval reads again are left out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mlaforge.planning.plan import plan_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class StepBytes:
     """Bytes of weights and of the cache."""
 
     weights: float = 0.0
     cache: float = 0.0
 
-    def __add__(self, other: Read) -> Read:
-        return Read(self.weights + other.weights, self.cache + other.cache)
+    def __add__(self, other: StepBytes) -> StepBytes:
+        return StepBytes(self.weights + other.weights, self.cache + other.cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class _Layers:
     index: float
 
 
-class Traffic:
-    """Of steps of a loaded model, whose layers cache so, in groups with these windows."""
+class StepBytesModel:
+    """Computes the bytes that steps of a loaded model read, from its layers' cache layout and their groups' windows."""
 
     def __init__(self, model: EngineModel, layers: Sequence[LayerCache], windows: Sequence[int | None]):
         spec, bits = model.spec, BITS[model.format]
@@ -61,7 +61,7 @@ class Traffic:
             indices[how] += cache.index
         self._layers = [_Layers(*how, row, indices[how]) for how, row in rows.items()]
 
-    def __call__(self, chunks: Iterable[tuple[int, int, int]]) -> Read:
+    def __call__(self, chunks: Iterable[tuple[int, int, int]]) -> StepBytes:
         """Of a step that computes these chunks: rows, tokens of the text up to their end, and how many of these a layer
         without a window sees. How many experts are read is expected, were routing independent and uniform."""
         rows, cache = 0, 0.0
@@ -73,4 +73,4 @@ class Traffic:
                 # Under a partial view nothing is chosen.
                 cache += read * layers.row + (seen * layers.index if read < seen == length else 0)
         experts = ((count, size, experts_touched(moe, rows)) for (moe, size), count in self._experts.items())
-        return Read(self._fixed + sum(count * size * touched for count, size, touched in experts), cache)
+        return StepBytes(self._fixed + sum(count * size * touched for count, size, touched in experts), cache)

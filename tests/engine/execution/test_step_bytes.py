@@ -27,8 +27,8 @@ def test_the_cache_is_read_as_the_plan_says(llm):
     for length in (1, 5, 40, 400):
         layers = zip(spec.layers, plan.layers, strict=True)
         wanted = sum(attention_op(layer, chosen, length, stored="fp32").bytes for layer, chosen in layers)
-        assert llm.engine.traffic([(1, length, length)]).cache == wanted
-        assert llm.engine.traffic([(1, length, length)] * 3).cache == 3 * wanted
+        assert llm.engine.step_bytes([(1, length, length)]).cache == wanted
+        assert llm.engine.step_bytes([(1, length, length)] * 3).cache == 3 * wanted
 
 
 def test_weights_are_all_matrices_once(tiny_models):
@@ -38,11 +38,11 @@ def test_weights_are_all_matrices_once(tiny_models):
         layers = sum(p.numel() for p in oracle.model.layers.parameters() if p.dim() > 1)
         wanted = 4 * (layers + oracle.lm_head.weight.numel())
         for rows in (1, 7):
-            assert engine.traffic([(rows, rows, rows)]).weights == wanted
+            assert engine.step_bytes([(rows, rows, rows)]).weights == wanted
     # Of experts those that so many tokens may choose.
     engine, oracle = watched(tiny_models["gpt_oss"]).engine, load_original(tiny_models["gpt_oss"])
     every = 4 * sum(p.numel() for name, p in oracle.named_parameters() if "experts" in name and p.dim() > 2)
-    few, all_of_them = (engine.traffic([(rows, rows, rows)]).weights for rows in (1, 10_000))
+    few, all_of_them = (engine.step_bytes([(rows, rows, rows)]).weights for rows in (1, 10_000))
     moe = engine.model.spec.layers[0].moe
     assert all_of_them - few == pytest.approx(every * (1 - moe.top_k / moe.num_experts))
 
@@ -54,7 +54,7 @@ def test_packed_experts_are_read_as_they_are_stored(tiny_models, tmp_path):
     one = sum(layer.mlp.experts.gate_up_proj[0].numel() + layer.mlp.experts.down_proj[0].numel()
               for layer in oracle.model.layers)  # fmt: skip
     touched = oracle.config.num_experts_per_tok
-    saved = plain.traffic([(1, 1, 1)]).weights - packed.traffic([(1, 1, 1)]).weights
+    saved = plain.step_bytes([(1, 1, 1)]).weights - packed.step_bytes([(1, 1, 1)]).weights
     assert saved == pytest.approx(touched * one * (4 - 4.25 / 8))
 
 
@@ -75,12 +75,12 @@ def test_partial_steps_read_a_part(tiny_models):
     assert stats.partial_cache_bytes == row * sum(batch.partial[0].counts[0] for batch in ran)
     assert max(batch.partial[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL["specpv_max_pending"] * 3
     assert stats.partial_weight_bytes * BITS["bfloat16"] == pytest.approx(
-        len(ran) * engine.traffic([(1, 1, 1)]).weights * BITS["int8"]
+        len(ran) * engine.step_bytes([(1, 1, 1)]).weights * BITS["int8"]
     )
     # The prompt's own step, and full ones.
     assert (
         now.weight_bytes_read - before.weight_bytes_read
-        == stats.partial_weight_bytes + (now.steps - before.steps) * engine.traffic([(1, 1, 1)]).weights
+        == stats.partial_weight_bytes + (now.steps - before.steps) * engine.step_bytes([(1, 1, 1)]).weights
     )
     assert stats.full_cache_bytes > stats.steps * row * len(prompt) and stats.read_for == 19
     assert stats.block()["mean_pending_length"] == stats.pending / stats.judging_steps

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mlaforge.data.packing import Feed, Phase, place
-from mlaforge.drafting.training_time_test import DECAY, States, Unrolled, Validation, _decoded, columns
+from mlaforge.drafting.unroll import DECAY, States, Unrolled, Validation, _decoded, columns
 from mlaforge.training.optimizer import Hyperparameters, Optimizer
 from support.eagle3_heads import HEADS, make
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from mlaforge.data.packing import Rows, place
 from mlaforge.drafting import initialize
-from mlaforge.drafting.induction import identity_size, places_before, taught_heads
-from mlaforge.drafting.training_time_test import States, Unrolled
+from mlaforge.drafting.lookup_init import identity_size, places_before, taught_heads
+from mlaforge.drafting.unroll import States, Unrolled
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 
 VOCABULARY, WIDTH, PHRASE = 64, 96, 10

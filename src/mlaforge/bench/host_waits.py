@@ -1,0 +1,69 @@
+"""How often the host waits for a GPU, and where: PyTorch's warnings about synchronizing operations, counted.
+
+PyTorch reports .item(), .tolist() and other reads of values, operations whose output shape depends on values, and
+blocking copies between host and device. It does not report torch.cuda.synchronize, copies from pageable memory with
+non_blocking=True, or waits inside libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MESSAGE = "called a synchronizing CUDA operation"
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass
+class HostWaits:
+    """`lines` has one entry per wait: the innermost line of mlaforge that led to it, as path:number, or of other
+    code where none did."""
+
+    lines: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.lines)
+
+
+@contextlib.contextmanager
+def count_host_waits(device: torch.device) -> Iterator[HostWaits]:
+    """Counts the host's waits for a CUDA device while the context is entered. Not for several threads at a time:
+    PyTorch's debug mode and Python's warnings belong to the process."""
+    assert device.type == "cuda", f"the host does not wait for a {device.type}"
+    waits = HostWaits()
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=MESSAGE)
+        show = warnings.showwarning
+
+        def record(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **named: Any
+        ) -> None:  # fmt: skip
+            if MESSAGE in str(message):
+                waits.lines.append(_line() or f"{Path(filename).name}:{lineno}")
+            else:
+                show(message, category, filename, lineno, *more, **named)
+
+        warnings.showwarning = record
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def _line() -> str | None:
+    """The innermost line of mlaforge on the stack."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path != Path(__file__) and path.is_relative_to(PACKAGE):
+            return f"{path.relative_to(PACKAGE)}:{frame.lineno}"
+    return None

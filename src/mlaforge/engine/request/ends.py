@@ -1,0 +1,40 @@
+"""The tokens that end a text: one rule for stopping, `min_tokens`, grammars and all that stands on the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.runtime import log
+
+
+def end_token_ids(source: SourceModel) -> tuple[int, ...]:
+    """generation_config.json's eos_token_id where it names any, else config.json's; and the tokenizer's. Rising.
+
+    One line in the log says where that differs from what transformers ends texts at, which is generation_config.json's
+    alone where there is one, and where nothing ends a text.
+    """
+    generation, config = _ids(source.generation_config), _ids(source.config)
+    tokenizer_end = getattr(source.tokenizer, "eos_token_id", None)
+    ends = tuple(sorted({*(generation or config), *([] if tokenizer_end is None else [tokenizer_end])}))
+    theirs = generation if source.generation_config else config
+    if not ends:
+        log(
+            "no token ends a text of this model: answers run to max_tokens; name eos_token_id in generation_config.json"
+        )
+    elif set(ends) != theirs:
+        without = f"at {_named(source.tokenizer, theirs)}" if theirs else "nowhere"
+        log(f"a text ends at {_named(source.tokenizer, ends)}; transformers ends it {without}")
+    return ends
+
+
+def _ids(config: dict[str, Any]) -> set[int]:
+    value = config.get("eos_token_id")
+    if value is None:
+        return set()
+    return {value} if isinstance(value, int) else set(value)
+
+
+def _named(tokenizer: Any, ids: set[int] | tuple[int, ...]) -> str:
+    """The ids, each with its text."""
+    return ", ".join(f"{token} ({tokenizer.convert_ids_to_tokens(token)})" for token in sorted(ids))

@@ -1,0 +1,186 @@
+"""Answers in the harmony format, read token by token while they are generated.
+
+A message is a header (role, channel, recipient, content type), `<|message|>`, a body, and the token that ends it:
+
+    <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>
+
+The prompt ends with the first `<|start|>assistant`. Source: OpenAI's harmony response format,
+https://cookbook.openai.com/articles/openai-harmony. Structure is read from special tokens only, never from text that
+looks like them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import enum
+import re
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+# Namespace of the tools of a request, among recipients.
+FUNCTIONS = "functions."
+# A header as text has one of these private-use characters for each special token.
+_START, _CHANNEL, _CONSTRAIN, _OTHER = "\ue000\ue001\ue002\ue003"
+_RECIPIENT = r"to=(?P<{}>[^\s\ue000-\ue003]+)"
+_TYPE = r"[\w./+-]+"
+_HEADER = re.compile(
+    rf"(?:{_START}assistant)?\s*(?:{_RECIPIENT.format('before')})?\s*"
+    rf"{_CHANNEL}\s*(?P<channel>analysis|commentary|final)(?:\s+{_RECIPIENT.format('after')})?"
+    rf"(?:\s*{_CONSTRAIN}\s*{_TYPE}|\s+{_TYPE})?\s*"
+)
+# What a header begins with, and channels on which a tool may be called.
+_BEGINNINGS = (_CHANNEL, "to=", f"{_START}assistant")
+_CALLING = ("commentary", "analysis")
+# Tokens of a header at most. Real ones have fewer than 20 and the name of a tool.
+_LONGEST_HEADER = 100
+# Between two messages that are handed out as one text.
+_PARAGRAPH = "\n\n"
+
+
+class _State(enum.Enum):
+    HEADER = "in a header"
+    BODY = "in the body of a message that was understood"
+    BETWEEN = "behind a message"
+    UNREAD = "in what cannot be read, up to the next <|start|>"
+
+
+class HarmonyParser:
+    """Generated tokens as pieces of a chat message: {"content" | "reasoning_content" | "tool_calls": ...}.
+
+    analysis is reasoning; final and commentary to nobody are content, a paragraph each; a message to functions.x is a
+    call of the tool x, where `tools` has that name. A message that is none of these, and text outside of messages, is
+    content as it stands (special tokens included) up to the next `<|start|>`, where reading resumes. A header without
+    a body is handed out nowhere: it was cut or is broken. `failed` is set by either. `calls` counts the calls. Of a
+    cut answer half a character at the end is left out.
+    """
+
+    def __init__(self, encoding: Any, tools: Iterable[str] = ()) -> None:
+        import openai_harmony as oh
+
+        def special(text: str) -> int:
+            return int(encoding.encode(text, allowed_special="all")[0])
+
+        self._error = oh.HarmonyError
+        self._encoding = encoding
+        self._tools = frozenset(tools)
+        self._message, self._start = special("<|message|>"), special("<|start|>")
+        self._ends = frozenset(map(special, ("<|end|>", "<|return|>", "<|call|>", "<|endoftext|>")))
+        self._marks = {
+            self._start: _START, special("<|channel|>"): _CHANNEL, special("<|constrain|>"): _CONSTRAIN,
+        }  # fmt: skip
+        self._state = _State.HEADER
+        self._header: list[int] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # The field that the message at hand goes to, whether anything of it went there, and which fields have text.
+        self._field, self._begun = "content", False
+        self._filled: set[str] = set()
+        self.failed = False
+        self.calls = 0
+
+    def feed(self, token_ids: list[int], finished: bool) -> dict[str, Any]:
+        """What these tokens add. `finished`: they are the last."""
+        added: dict[str, Any] = {}
+        for token_id in token_ids:
+            self._process(token_id, added)
+        if finished and self._header:
+            self.failed, self._header = True, []
+        return added
+
+    def _process(self, token_id: int, added: dict[str, Any]) -> None:
+        if token_id == self._start:
+            # A message that was not ended, or a header without a body.
+            self.failed = self.failed or self._state is _State.BODY or bool(self._header)
+            self._state, self._header = _State.HEADER, [token_id]
+        elif self._state is _State.HEADER:
+            self._read_header(token_id, added)
+        elif self._state is _State.BODY and token_id in self._ends:
+            self._hand_out(self._decoder.decode(b"", final=True), added)
+            self._state = _State.BETWEEN
+        elif self._state is _State.UNREAD or (self._state is _State.BODY and not self._is_special(token_id)):
+            self._hand_out(self._text(token_id), added)
+        else:
+            self._leave_unread([token_id], added)
+
+    def _read_header(self, token_id: int, added: dict[str, Any]) -> None:
+        if token_id in self._ends and self._header:
+            self.failed, self._header = True, []
+            self._state = _State.BETWEEN
+        elif token_id == self._message:
+            if self._open(added):
+                self._state, self._header = _State.BODY, []
+            else:
+                self._leave_unread([*self._header, token_id], added)
+        else:
+            self._header.append(token_id)
+            if len(self._header) > _LONGEST_HEADER or not _begins(self._header_text()):
+                self._leave_unread(self._header, added)
+
+    def _header_text(self) -> str:
+        self._decoder.reset()
+        return "".join(
+            self._marks.get(token_id, _OTHER) if self._is_special(token_id) else self._text(token_id)
+            for token_id in self._header
+        )
+
+    def _open(self, added: dict[str, Any]) -> bool:
+        """Begins the message whose header was read. False: nobody knows whom it is for."""
+        header = _HEADER.fullmatch(self._header_text())
+        if header is None or (header["before"] and header["after"]):
+            return False
+        channel, recipient = header["channel"], header["before"] or header["after"]
+        if recipient is None:
+            self._begin("reasoning_content" if channel == "analysis" else "content")
+            return True
+        name = recipient.removeprefix(FUNCTIONS)
+        if channel not in _CALLING or not recipient.startswith(FUNCTIONS) or name not in self._tools:
+            return False
+        self._begin("tool_calls")
+        call = {"index": self.calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+        call["function"] = {"name": name, "arguments": ""}
+        added.setdefault("tool_calls", []).append(call)
+        self.calls += 1
+        return True
+
+    def _leave_unread(self, token_ids: list[int], added: dict[str, Any]) -> None:
+        """These tokens, and all up to the next `<|start|>`, are content as they stand."""
+        self._state, self._header, self.failed = _State.UNREAD, [], True
+        self._begin("content")
+        for token_id in token_ids:
+            self._hand_out(self._text(token_id), added)
+
+    def _begin(self, field: str) -> None:
+        self._field, self._begun = field, False
+        self._decoder.reset()
+
+    def _hand_out(self, text: str, added: dict[str, Any]) -> None:
+        if not text:
+            return
+        if self._field == "tool_calls":
+            calls = added.setdefault("tool_calls", [])
+            if not calls or calls[-1]["index"] != self.calls - 1:
+                calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += text
+            return
+        if not self._begun and self._field in self._filled:
+            text = _PARAGRAPH + text
+        self._begun = True
+        self._filled.add(self._field)
+        added[self._field] = added.get(self._field, "") + text
+
+    def _is_special(self, token_id: int) -> bool:
+        return bool(self._encoding.is_special_token(token_id))
+
+    def _text(self, token_id: int) -> str:
+        """What a token adds to the text."""
+        try:
+            text = self._encoding.decode([token_id], errors="surrogateescape")
+        except self._error:
+            text = "\ufffd"  # an id that the vocabulary lacks
+        return self._decoder.decode(text.encode("utf-8", "surrogateescape"))
+
+
+def _begins(text: str) -> bool:
+    """Whether this may be the beginning of a header."""
+    text = text.lstrip()
+    return any(text.startswith(beginning) or beginning.startswith(text) for beginning in _BEGINNINGS)

@@ -1,0 +1,90 @@
+"""Stage attention: paged attention against the roof: bytes that must be read at the measured copy speed, or FLOPs at
+the measured product speed, whichever takes longer; and the time of the merge of splits alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import torch
+import triton
+
+from mlaforge.bench import kernels
+from mlaforge.gpu_verification.case import Case, Outcome, Prediction
+from mlaforge.gpu_verification.context import Context
+from mlaforge.ops import paged_attention_triton as attention
+
+# Name -> layout of bench/kernels.py, dtype of rows (None: the queries'), and the share of the roof that is expected:
+# large reads come near to a copy's speed; windows read little, and launches and the merge show.
+FORMS = {
+    "gqa-64": ("gqa 64/8 x 64", None, 0.6),
+    "gqa-64 fp8": ("gqa 64/8 x 64", torch.float8_e4m3fn, 0.5),
+    "gqa-64 window 128": ("gqa 64/8 x 64, window 128", None, 0.15),
+    "mla 512+64": ("mla 64, 512+64", None, 0.55),
+}
+# The most valuable first: a deadline cuts the end of the list.
+BATCHES, CONTEXTS, QUERIES = (1, 8, 64), (8192, 32768, 131072), (1, 4)
+# Microseconds that any call takes: two launches in a graph.
+LEAST = 6.0
+# Bytes of cached rows that are read before any is read again: several times the chip's cache.
+COLD = 256 << 20
+
+
+def cases(context: Context) -> Iterator[Case]:
+    """The stage's cases."""
+    grid: Iterator[tuple[int, int, int]] = itertools.product(CONTEXTS, BATCHES, QUERIES)
+    if context.twin:
+        grid = iter([(96, 2, 1)])
+    for (P, S, T), name in itertools.product(list(grid), FORMS):
+        layout, rows, share = FORMS[name]
+        if context.twin and rows is not None:
+            continue
+        least = kernels.cost(kernels.LAYOUTS[layout], S, P, T, 1 if rows is not None else context.dtype.itemsize)
+        predicted = max(context.roof.seconds(least) / share * 1e6, LEAST)
+        yield Case(
+            f"{name}, {S} x {P}, T={T}", Prediction(predicted, "us", share=share),
+            functools.partial(measure, context, layout, rows, S, P, T),
+        )  # fmt: skip
+
+
+def measure(context: Context, name: str, rows: torch.dtype | None, S: int, P: int, T: int) -> Outcome:
+    """One layout and step: time of a call by replayed graphs, over as many caches as the chip's own cannot hold."""
+    layout, dtype = kernels.LAYOUTS[name], context.dtype
+    itemsize = 1 if rows is not None else dtype.itemsize
+    # Random rows are drawn in the queries' dtype and then cast.
+    context.need(S * (P + kernels.BLOCK) * layout.row * (dtype.itemsize + itemsize) + 3 * COLD)
+    q, k, v, view, scale = kernels.make_inputs(layout, S, P, T, context.device.type, dtype)
+    if rows is not None:
+        k, v = kernels.split(layout, k.as_strided((len(k), layout.row), (layout.row, 1), 0).to(rows))
+    least = kernels.cost(layout, S, P, T, itemsize)
+    inputs = (q, k, v, view, scale)
+    copies = [inputs] if context.twin else kernels.layers(layout, inputs, least.bytes, COLD)
+
+    def every() -> None:
+        for each in copies:
+            attention.attend(*each)
+
+    seconds = context.seconds(every) / len(copies)
+    launch = attention.make_launch(*inputs)
+    splits, merged = launch.grid[2], 0.0
+    if splits > 1:
+        parts, lses = launch.arguments["out"].zero_(), launch.arguments["lse"].zero_()
+        N, H, V = len(q), layout.heads, layout.value
+        out, lse = q.new_empty(N, H, V), lses.new_empty(N, H)
+        size = triton.next_power_of_2(V)
+
+        def merge() -> None:
+            attention.merge_kernel[(N * H,)](parts, lses, out, lse, splits, V=V, SIZE=size, num_warps=4)
+
+        merged = context.seconds(merge)
+    detail = f"{least.bytes / seconds / 1e9:,.0f} GB/s, {splits} splits, merge {merged * 1e6:.1f} us"
+    more = {
+        "gbs": least.bytes / seconds / 1e9, "tflops": least.flops / seconds / 1e12, "splits": splits,
+        "merge_us": merged * 1e6, "limit": context.roof.bound(least), "tile": [launch.arguments[n] for n in TILE],
+    }  # fmt: skip
+    return Outcome(seconds * 1e6, context.share(least, seconds), detail, more)
+
+
+TILE = ("BLOCK_M", "BLOCK_N")

@@ -1,0 +1,95 @@
+"""What the cases of a stage share: the device, the probe's figures, and a folder in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from mlaforge.gpu_verification.case import Unfit
+from mlaforge.planning import machines
+from mlaforge.planning.costs import GPUS, Cost, Gpu
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Context:
+    """`facts` are the probe's figures; `folder` lies in memory and is removed after the run; `twin`: a CPU stands in
+    for the GPU, sizes are tiny, and times mean nothing."""
+
+    device: torch.device
+    twin: bool
+    facts: dict[str, Any]
+    folder: Path
+    _shared: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bf16; fp32 on a twin, because Triton's interpreter multiplies bf16 wrongly."""
+        return torch.float32 if self.twin else torch.bfloat16
+
+    @property
+    def roof(self) -> Gpu:
+        """The machine as the probe measured it; without the probe its datasheet, or an H100's."""
+        facts = self.facts
+        if "bandwidth" in facts and "flops" in facts:
+            memory = facts.get("memory_gib", 0.0)
+            return Gpu("measured", facts["flops"] / 1e12, facts["bandwidth"] / 1e12, memory, "probe", achievable=1.0)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        return machines.of_device(name) or GPUS["h100"]
+
+    def share(self, cost: Cost, seconds: float) -> float:
+        """Of the roof."""
+        return self.roof.seconds(cost) / seconds
+
+    def shared(self, name: str, make: Callable[[], T]) -> T:
+        """What several cases of a stage use, made by the first of them. Only one such thing is held at a time."""
+        if name not in self._shared:
+            self._shared.clear()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._shared[name] = make()
+        value: T = self._shared[name]
+        return value
+
+    def need(self, size: float) -> None:
+        """Raises Unfit unless `size` bytes are free on the device."""
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            if size > 0.95 * free:
+                raise Unfit(f"{size / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free")
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, run: Callable[[], Any], graph: bool = True, repetitions: int = 20) -> float:
+        """Median time of a call: of launches replayed from a CUDA graph, or, without `graph`, as the host issues them.
+        On a twin one call."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        if graph:
+            from triton.testing import do_bench_cudagraph
+
+            return float(do_bench_cudagraph(run, rep=repetitions, return_mode="median")) * 1e-3
+        for _ in range(3):
+            run()
+        times = []
+        for _ in range(repetitions):
+            self.synchronize()
+            start = time.perf_counter()
+            run()
+            self.synchronize()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[len(times) // 2]

@@ -1,0 +1,270 @@
+"""Stage correctness: kernels against fp64 references, by the norm of the difference over that of the reference.
+
+Inputs are drawn anew for every case, memory that no kernel writes holds NaN, and a second run must equal the first to
+the bit. A kernel that is added to ops/ gets a family of cases here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlaforge.bench.kernels import Layout, split
+from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Wrong
+from mlaforge.gpu_verification.context import Context
+from mlaforge.ops import mxfp4_experts_triton, paged_attention_triton, token_selection
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.check import save
+from mlaforge.ops.mxfp4 import BIAS, unpack
+
+UNIT = "relative error"
+# Relative errors that rounding explains, by the dtype of queries: weights of the softmax and outputs are rounded to it.
+TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+BLOCK_SIZE = 16
+# Inputs of a wrong case that are larger are not saved.
+LARGEST_MISMATCH = 14 << 20
+MISMATCH = "mismatch.safetensors"
+
+
+LAYOUTS = {
+    "gqa-64": Layout(64, 8, 64),
+    "gqa-64 window 128": Layout(64, 8, 64, window=128),
+    "gqa-128": Layout(32, 8, 128),
+    "mla 512+64": Layout(64, 1, 512, 64),
+    "mla 256+64": Layout(64, 1, 256, 64),
+    "mla 264+64": Layout(64, 1, 264, 64),
+}
+SMALL = {
+    "gqa-64": Layout(4, 2, 64),
+    "gqa-64 window 128": Layout(4, 2, 64, window=128),
+    "mla 64+16": Layout(4, 1, 64, 16),
+}
+# Query tokens of a sequence, and how many tokens its cache holds with them; 0: a row that fills up a graph's batch.
+LENGTHS: dict[int, Sequence[int]] = {
+    1: (0, 1, 63, 64, 65, 4097),
+    4: (0, 4, 63, 64, 65, 4097),
+    512: (512, 513, 575, 576, 577, 4097),
+}
+SMALL_LENGTHS: dict[int, Sequence[int]] = {1: (0, 1, 63, 65), 4: (4, 64)}
+
+
+def cases(context: Context) -> Iterator[Case]:
+    """The stage's cases."""
+    layouts, lengths = (SMALL, SMALL_LENGTHS) if context.twin else (LAYOUTS, LENGTHS)
+    first_dtype = context.dtype
+    kinds = [(first_dtype, first_dtype), (torch.float16, torch.float16), (first_dtype, torch.float8_e4m3fn)]
+    for (name, layout), (dtype, rows), T in itertools.product(layouts.items(), kinds, lengths):
+        label = f"attention {name}, {_name(rows)}, T={T}"
+        yield _case(context, label, dtype, functools.partial(attention, context, layout, dtype, rows, T, lengths[T]))
+    first = next(iter(layouts.values()))
+    ragged = ((5, 2), (100, 7), (64, 1), (300, 40)) if context.twin else ((5, 2), (4097, 7), (64, 1), (900, 333))
+    queries, held = tuple(T for _, T in ragged), tuple(length for length, _ in ragged)
+    yield _case(
+        context, "attention ragged", kinds[0][0],
+        functools.partial(attention, context, first, *kinds[0], queries, held),
+    )  # fmt: skip
+    for splits in (2, 7):
+        yield _case(context, f"merge of {splits} splits", kinds[0][0], functools.partial(merge, context, first, splits))
+    for length in (200,) if context.twin else (300, 5000):
+        name, bound = f"token selection, {length} tokens", Prediction(0.01, "share of other tokens", AT_MOST)
+        yield Case(name, bound, functools.partial(selection, context, length))
+    for tokens in (1, 5) if context.twin else (1, 5, 64, 513):
+        yield _case(context, f"experts, {tokens} tokens", context.dtype, functools.partial(experts, context, tokens))
+
+
+def _case(context: Context, name: str, dtype: torch.dtype, run: Callable[[], Outcome]) -> Case:
+    return Case(name, Prediction(TOLERANCES[dtype], UNIT, AT_MOST), run)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, so that what a kernel does not write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def inputs(
+    context: Context, layout: Layout, dtype: torch.dtype, rows: torch.dtype, queries: Sequence[int], held: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, CacheView, float]:
+    """Inputs of paged attention: sequences with so many query tokens and cached tokens, blocks in random order, NaN in
+    every row of the cache that belongs to nobody."""
+    device = context.device
+    counts = [-(-length // BLOCK_SIZE) for length in held]
+    order = torch.randperm(sum(counts) + 5)
+    table, at = torch.zeros(len(held), max(1, *counts), dtype=torch.int32), 0
+    for s, count in enumerate(counts):
+        table[s, :count], at = order[at : at + count], at + count
+    starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
+    view = CacheView(
+        table.to(device), torch.tensor(held, dtype=torch.int32).to(device),
+        torch.zeros(len(held), dtype=torch.int32, device=device), starts.to(device),
+        torch.zeros(sum(queries), dtype=torch.int64, device=device), BLOCK_SIZE, max(queries), max(held),
+        window=layout.window, queries=tuple(queries),
+    )  # fmt: skip
+    cache = torch.full((len(order) * BLOCK_SIZE, layout.row), torch.nan, dtype=torch.float32, device=device)
+    for s, length in enumerate(held):
+        slots = _slots(view, s, 0, length)
+        cache[slots] = torch.randn(len(slots), layout.row, device=device)
+    k, v = split(layout, cache.to(rows))
+    q = torch.randn(sum(queries), layout.heads, layout.key, device=device).to(dtype)
+    return q, k, v, view, layout.key**-0.5
+
+
+def _slots(view: CacheView, s: int, first: int, length: int) -> Tensor:
+    at = torch.arange(first, length, device=view.block_table_SB.device)
+    return view.block_table_SB[s, at // view.block_size].long() * view.block_size + at % view.block_size
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+    """Paged attention in fp64, sequence by sequence."""
+    (N, H, _), G = q.shape, k.shape[1]
+    # Not every device indexes float8.
+    k, v = (x.float() if x.dtype == torch.float8_e4m3fn else x for x in (k, v))
+    out = torch.zeros(N, H, v.shape[2], dtype=torch.float64, device=q.device)
+    lse = torch.full((N, H), -torch.inf, dtype=torch.float64, device=q.device)
+    begin = 0
+    for s, (T, length) in enumerate(zip(view.queries, view.seq_lens_S.tolist(), strict=True)):
+        rows, slots = slice(begin, begin + T), _slots(view, s, 0, length)
+        begin += T
+        if not length:
+            continue
+        keys, values = (x[slots].double().repeat_interleave(H // G, dim=1) for x in (k, v))
+        scores = torch.einsum("thd,phd->thp", q[rows].double(), keys) * scale
+        distance = torch.arange(length - T, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+        seen = (distance >= 0) & (distance < (view.window or length))
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        lse[rows] = scores.logsumexp(-1)
+        out[rows] = torch.einsum("thp,phv->thv", scores.softmax(-1), values)
+    return out, lse
+
+
+def difference(
+    context: Context, run: Callable[[], Sequence[Tensor]], references: Sequence[Tensor], saved: Any
+) -> float:
+    """The largest relative error of the outputs of `run`, whose second run must equal the first. `saved`: the inputs,
+    which are kept for replay where NaN or infinities are misplaced or a run is not repeated."""
+    with poisoned():
+        first, second = run(), run()
+    worst = 0.0
+    for number, (got, again, want) in enumerate(zip(first, second, references, strict=True)):
+        if not torch.equal(got, again):
+            _keep(context, saved)
+            raise Wrong(f"output {number}: two runs of the same inputs differ")
+        finite = want.isfinite()
+        if not torch.equal(got.isfinite(), finite) or not torch.equal(got[~finite].double(), want[~finite]):
+            _keep(context, saved)
+            count = int((got.isfinite() != finite).sum())
+            raise Wrong(f"output {number}: {count} numbers are NaN or misplaced infinities")
+        error = (got[finite].double() - want[finite]).norm() / want[finite].norm().clamp_min(1e-30)
+        worst = max(worst, float(error))
+    return worst
+
+
+def _keep(context: Context, saved: Any) -> None:
+    """The inputs of the run's first wrong case, where they are small enough to travel."""
+    path = context.folder / MISMATCH
+    size = sum(x.untyped_storage().nbytes() for x in saved if isinstance(x, Tensor))
+    if size < LARGEST_MISMATCH and not path.exists():
+        save(path, [dataclasses.replace(x, runs=()) if isinstance(x, CacheView) else x for x in saved])
+
+
+def attention(
+    context: Context, layout: Layout, dtype: torch.dtype, rows: torch.dtype, T: int | Sequence[int], held: Sequence[int]
+) -> Outcome:
+    """Paged attention of sequences with T query tokens each, or as many as T says."""
+    queries = [T] * len(held) if isinstance(T, int) else T
+    arguments = inputs(context, layout, dtype, rows, queries, held)
+    reason = paged_attention_triton.supports(*arguments[:3])
+    if reason is not True:
+        raise Wrong(f"the kernel refuses: {reason}")
+    error = difference(context, lambda: paged_attention_triton.attend(*arguments), expected(*arguments), arguments)
+    if error > TOLERANCES[dtype]:
+        _keep(context, arguments)
+    return Outcome(error)
+
+
+def merge(context: Context, layout: Layout, splits: int) -> Outcome:
+    """Positions cut into so many splits, most of them empty for short sequences, and merged."""
+    dtype = context.dtype
+    arguments = inputs(context, layout, dtype, dtype, (1, 1, 3), (5, 400, 130))
+    error = difference(
+        context, lambda: paged_attention_triton.attend(*arguments, splits=splits), expected(*arguments), arguments
+    )  # fmt: skip
+    if error > TOLERANCES[dtype]:
+        _keep(context, arguments)
+    return Outcome(error)
+
+
+def selection(context: Context, length: int) -> Outcome:
+    """Tokens that the kernels choose and the reference does not, as a share: rounding may exchange near ones."""
+    device, S, H, W, topk = context.device, 3, 8, 32, 96
+    generator = torch.Generator().manual_seed(length)
+    index = token_selection.TokenIndex(
+        torch.randn(W, 40, generator=generator).to(device), torch.randn(W, generator=generator).to(device),
+        (torch.randn(2, W, 16, generator=generator) / 800).to(device),
+        torch.randint(-1, 6, (W // 2,), generator=generator).to(device), H, sink=4, window=8, topk=topk,
+    )  # fmt: skip
+    held = (length, length // 2 + 1, 100)
+    view = inputs(context, Layout(H, 2, 16), torch.float32, torch.float32, (1, 1, 1), held)[3]
+    slots = int(view.block_table_SB.max() + 1) * BLOCK_SIZE
+    keys = token_selection.empty_keys(slots, W, device)
+    keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator))
+    q = torch.randn(S, H * 16, generator=generator).to(device)
+    turn = torch.polar(torch.ones(S, 1, 6), torch.randn(S, 1, 6, generator=generator)).to(device)
+    counts = tuple(min(topk, own) for own in held)
+    ours, again = (index._triton(keys, q, turn, view, counts, 1)[1] for _ in range(2))
+    theirs = index._reference(keys, q, turn, view, counts)[1]
+    if not torch.equal(ours, again):
+        raise Wrong("two runs of the same inputs differ")
+    other = sum(len(set(ours[s, :count].tolist()) - set(theirs[s, :count].tolist())) for s, count in enumerate(counts))
+    return Outcome(other / sum(counts))
+
+
+def experts_inputs(context: Context, tokens: int, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
+    """Inputs of mxfp4_experts: E experts, K of a token, C hidden and I intermediate numbers."""
+    (E, K, C, I), device = sizes, context.device  # noqa: E741
+
+    def packed(outputs: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = torch.randint(0, 256, (E, outputs, width // 32, 16), dtype=torch.uint8, device=device)
+        low = BIAS - 2 - width.bit_length() // 2
+        scales = torch.randint(low, low + 2, blocks.shape[:-1], dtype=torch.uint8, device=device)
+        return blocks, scales, torch.randn(E, outputs, device=device).to(context.dtype)
+
+    x = torch.randn(tokens, C, device=device).to(context.dtype)
+    best, chosen = torch.randn(tokens, E, device=device).topk(K)
+    weights = best.softmax(-1).to(context.dtype)
+    return x, chosen, weights, *packed(2 * I, C), *packed(C, I), 1.702, 7.0
+
+
+def experts(context: Context, tokens: int) -> Outcome:
+    """A mixture of 20B's experts."""
+    arguments = experts_inputs(context, tokens, (8, 2, 64, 96) if context.twin else (32, 4, 2880, 2880))
+    x, chosen, weights, *packed, alpha, limit = arguments
+    want = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in chosen.unique().tolist():
+        rows, places = torch.where(chosen == expert)
+        gate_up, down = (unpack(packed[i][expert], packed[i + 1][expert]).double() for i in (0, 3))
+        hidden = x[rows].double() @ gate_up.T + packed[2][expert].double()
+        gate, up = hidden[:, ::2].clamp(max=limit), hidden[:, 1::2].clamp(-limit, limit)
+        out = ((up + 1) * gate * torch.sigmoid(gate * alpha)) @ down.T + packed[5][expert].double()
+        want.index_add_(0, rows, out * weights[rows, places, None].double())
+    reason = mxfp4_experts_triton.supports(x, *packed)
+    if reason is not True:
+        raise Wrong(f"the kernels refuse: {reason}")
+    error = difference(context, lambda: (mxfp4_experts_triton.mixture(*arguments),), (want,), arguments)
+    return Outcome(error)

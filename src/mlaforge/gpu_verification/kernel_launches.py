@@ -1,0 +1,142 @@
+"""Launches of every Triton kernel on real shapes, for compiling without running: name -> GPU -> KernelLaunch.
+
+A kernel that is added to ops/ is added here, with the shapes that models launch it with; a test compares this table
+with the kernels in ops/. No memory of real sizes is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mlaforge.ops import mxfp4_experts_triton as experts
+from mlaforge.ops import paged_attention_triton as attention
+from mlaforge.ops import token_selection_triton as selection
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.gpu_properties import GpuProperties
+
+# Bytes of registers that a thread may spill: a few are harmless. MLA of rank 512 is known to spill more (with fp8 rows
+# 368 in Triton 3.6).
+SPILLED, SPILLED_WIDE = 24, 400
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelLaunch:
+    """A kernel, its arguments by name (tensors of any size, dtypes and strides as launched), compiler options, and the
+    bytes a thread is expected to spill at most. `tile`: of the product, as outputs x rows."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    tile: tuple[int, int] | None = None
+    spilled: int = SPILLED
+
+
+# Name -> query heads, key heads, key width, value width (negative: the value is the key's first part), query tokens.
+ATTENTION = {
+    "gqa-64": (64, 8, 64, 64, 1),
+    "gqa-64-verify": (64, 8, 64, 64, 4),
+    "gqa-64-prefill": (64, 8, 64, 64, 2048),
+    "gqa-64-mixed": (64, 8, 64, 64, 2048),
+    "gqa-96": (32, 32, 96, 96, 1),
+    "gqa-128": (64, 8, 128, 128, 1),
+    "gqa-128-prefill": (64, 8, 128, 128, 2048),
+    "mla-512-64": (64, 1, 576, -512, 1),
+    "mla-512-64-verify": (64, 1, 576, -512, 4),
+    "mla-512-64-prefill": (64, 1, 576, -512, 2048),
+    "mla-256-64": (64, 1, 320, -256, 1),
+    "mla-320-32": (64, 1, 352, -320, 1),
+    "mla-384-64": (64, 1, 448, -384, 1),
+    "mla-small": (9, 1, 224, -192, 1),
+}
+# Experts, experts of a token, hidden size, intermediate size.
+EXPERTS = {"20b": (32, 4, 2880, 2880), "120b": (128, 4, 2880, 2880), "small": (4, 2, 576, 1536)}
+FP8 = ("gqa-64", "gqa-128-prefill", "mla-512-64", "mla-small")
+
+
+def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
+    """The attention kernel on one of ATTENTION, queries in `dtype`, cached rows in `rows`."""
+    H, G, D, V, T = ATTENTION[name]
+    k = torch.empty(32, G, D, dtype=rows)
+    v = k[..., :-V] if V < 0 else torch.empty(32, G, V, dtype=rows)
+    S = 8
+    # Mixed: the prompt of one sequence beside decoding of the others.
+    N = S + T - 1 if name.endswith("mixed") else S * T
+    numbers = torch.zeros(S + 1, dtype=torch.int32)
+    view = CacheView(
+        torch.zeros(S, 512, dtype=torch.int32), numbers[:S], numbers[:S], numbers, numbers.long(), 16, T, 8192
+    )
+    q = torch.empty(N, H, D, dtype=dtype)
+    launch = attention.make_launch(q, k, v, view, 0.1, splits=16 if T < 16 else 1, gpu=gpu)
+    tile = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
+    spilled = SPILLED_WIDE if abs(V) > 256 else SPILLED
+    return KernelLaunch(attention.attend_kernel, launch.arguments, launch.options, tile, spilled)
+
+
+def merge(dtype: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
+    """The merge of splits."""
+    numbers = torch.empty(16)
+    arguments = {
+        "parts": numbers, "lses": numbers, "out": torch.empty(16, dtype=dtype), "lse": numbers, "splits": 16, "V": 320,
+        "SIZE": 512,
+    }  # fmt: skip
+    return KernelLaunch(attention.merge_kernel, arguments, {"num_warps": 4})
+
+
+def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
+    """The kernel `lse` or `score` of an index of 64 numbers and 64 heads."""
+    S, H, W, L = 8, 64, 64, 8192
+    numbers = torch.zeros(S, dtype=torch.int32)
+    view = CacheView(torch.zeros(S, 512, dtype=torch.int32), numbers, numbers, numbers, numbers.long(), 16, 1, L)
+    _, arguments = selection.launches(torch.zeros(512, W, 16, dtype=torch.int8), torch.zeros(S, H, W), view)
+    out = torch.zeros(S, L)
+    if kernel == "lse":
+        return KernelLaunch(selection.lse_kernel, arguments | {"out": out}, {})
+    more = {"lse": torch.zeros(S, H), "out": out, "width": L, "sink": 4, "window": 128, "stride": 0}
+    # Without wgmma the products' three parts take more registers than there are.
+    return KernelLaunch(selection.score_kernel, arguments | more, {}, None, SPILLED if gpu.asynchronous else 600)
+
+
+def mix(shape: str, part: str, dtype: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
+    """The kernel `gate`, `down` or `sum` of one of EXPERTS, with no memory for weights."""
+    (E, K, C, I), N = EXPERTS[shape], 8  # noqa: E741
+    if part == "sum":
+        out = torch.empty(16, dtype=dtype)
+        arguments = {"parts": torch.empty(16), "weights": out, "out": out, "K": K, "C": C, "SUMMED": experts.SUMMED}
+        return KernelLaunch(experts.sum_kernel, arguments, {"num_warps": 4})
+    inputs, outputs, gated = (C, I, True) if part == "gate" else (I, C, False)
+    with torch.device("meta"):
+        blocks = torch.empty(E, outputs * (1 + gated), inputs // 32, 16, dtype=torch.uint8)
+        x = torch.empty(N if gated else N * K, inputs, dtype=dtype)
+        out = torch.empty(N * K, outputs, dtype=dtype if gated else torch.float32)
+        order, offsets = torch.empty(N * K, dtype=torch.int64), torch.empty(E + 1, dtype=torch.int32)
+        bias = torch.empty(E, blocks.shape[1], dtype=dtype)
+    launch = experts.make_launch(x, order, offsets, blocks, blocks[..., 0], bias, out, K, 1.702, 7.0, gated)
+    tile = launch.arguments["BLOCK_O"], launch.arguments["BLOCK_M"]
+    return KernelLaunch(experts.product_kernel, launch.arguments, launch.options, tile)
+
+
+def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
+    bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    table: dict[str, Callable[[GpuProperties], KernelLaunch]] = {}
+    for name in ATTENTION:
+        table[name] = functools.partial(attend, name, bf16, bf16)
+    for name in FP8:
+        table[f"{name} fp8 rows"] = functools.partial(attend, name, bf16, fp8)
+    table["gqa-128 fp16"] = functools.partial(attend, "gqa-128", fp16, fp16)
+    for name in ("gqa-128", "mla-512-64"):
+        table[f"{name} fp32"] = functools.partial(attend, name, fp32, fp32)
+    table["merge"] = functools.partial(merge, bf16)
+    table["selection lse"] = functools.partial(select, "lse")
+    table["selection score"] = functools.partial(select, "score")
+    for shape, part in (("20b", "gate"), ("20b", "down"), ("20b", "sum"), ("120b", "gate"), ("small", "down")):
+        table[f"experts {shape} {part}"] = functools.partial(mix, shape, part, bf16)
+    table["experts small gate fp32"] = functools.partial(mix, "small", "gate", fp32)
+    return table
+
+
+LAUNCHES = _launches()

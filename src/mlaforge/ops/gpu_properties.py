@@ -1,0 +1,57 @@
+"""What Triton kernels and the engine need to know of a GPU to choose tiles and formats."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+KIB = 1024
+# Shared memory that one block may opt in to, by compute capability (CUDA C++ Programming Guide, table of technical
+# specifications), where no GPU can be asked.
+SHARED_MEMORY = {
+    (7, 5): 64 * KIB, (8, 0): 163 * KIB, (8, 6): 99 * KIB, (8, 7): 163 * KIB, (8, 9): 99 * KIB, (9, 0): 227 * KIB,
+    (10, 0): 227 * KIB, (10, 3): 227 * KIB, (12, 0): 99 * KIB, (12, 1): 99 * KIB,
+}  # fmt: skip
+# The first compute capability whose conversions know float8_e4m3fn.
+FP8_CAPABILITY = (8, 9)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuProperties:
+    """`shared_memory`: bytes that one block may opt in to."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int
+
+    @classmethod
+    def of_capability(cls, major: int, minor: int) -> GpuProperties:
+        """A GPU that is not there: few multiprocessors, so that interpreted kernels split their work too."""
+        return cls((major, minor), 4, SHARED_MEMORY[major, minor])
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether Triton's products of 64 rows or more run asynchronously (wgmma, tcgen05), from shared memory."""
+        return self.capability[0] in (9, 10)
+
+    def why_no_fp8(self) -> str | None:
+        """Why kernels cannot read float8_e4m3fn here; None where they can."""
+        if self.capability >= FP8_CAPABILITY:
+            return None
+        needed, present = (".".join(map(str, capability)) for capability in (FP8_CAPABILITY, self.capability))
+        return f"float8_e4m3fn needs compute capability {needed}, this GPU has {present}"
+
+
+@functools.cache
+def gpu_properties(device: torch.device) -> GpuProperties:
+    """Of a CUDA device; of a Hopper GPU for any other device, where kernels are interpreted or compiled ahead."""
+    if device.type != "cuda":
+        return GpuProperties.of_capability(9, 0)
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    # Builds for ROCm and torch's type stubs lack the attribute. Every GPU has 48 KiB.
+    known = SHARED_MEMORY.get(capability, 48 * KIB)
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", known)
+    return GpuProperties(capability, properties.multi_processor_count, shared_memory)

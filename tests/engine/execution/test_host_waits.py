@@ -1,0 +1,47 @@
+"""A decode step waits for the device once, for its tokens, whatever the layers' layout."""
+
+import pytest
+
+from mlaforge.bench.host_waits import count_host_waits
+from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.engine import Engine
+from mlaforge.engine.sampling.params import SamplingParams
+
+SPARSE = ["gqa", "latent", "latent_rope", "coded"]
+PROMPTS = ([*range(3, 12)], [*range(60, 105)])
+
+
+def waits_of_decoding(model, steps=2, **options):
+    """Lines at which a decode step waited, and those where the simulated device would."""
+    config = {"device": "cuda", "dtype": "float32", "cache_bytes": 1 << 22, "block_size": 16, "max_model_len": 128}
+    engine = Engine(model, EngineConfig(**config, **options))
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    while not all(sequence.decoding for sequence in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    # Captures, where the layout has graphs.
+    engine.step()
+    with count_host_waits(engine.device) as waits:
+        for _ in range(steps):
+            engine.step()
+    return waits.lines
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("layout", ["gqa", "latent_rope", "latent", "coded"])
+def test_a_dense_decode_step_waits_once(layout, tiny_models, converted):
+    options = {"bits": 6} if layout == "coded" else {}
+    model = (
+        tiny_models["llama"] if layout == "gqa" else converted("llama", layout if not options else "latent", **options)
+    )
+    lines = waits_of_decoding(model)
+    assert [line.partition(":")[0] for line in lines] == ["engine/speculation/verification.py"] * 2, lines
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_decode_step_waits_once(layout, sparse):
+    lines = waits_of_decoding(sparse("llama", layout))
+    assert [line.partition(":")[0] for line in lines] == ["engine/speculation/verification.py"] * 2, lines

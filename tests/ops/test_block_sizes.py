@@ -1,0 +1,104 @@
+"""A row has one result: what attention makes of it is the same to the bit whatever blocks the cache has, down to single
+rows, which are the blocks of partial views and of selections.
+
+Of the kernels for AMX sixteen rows that lie one after another are a tile, and windows may begin inside of sixteen.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlaforge.engine.speculation.drafter import ancestry
+from mlaforge.ops.kept_keys import EACH, KeptKeys
+from mlaforge.ops.row_format import Int4, Int8, RowFormat
+from support.kernel_forms import EVERY_FORM
+from support.packed_caches import Cache, latent_format, latent_layer, make_cache, regrouped
+
+WINDOWS = [None, 5, 300]
+pytestmark = pytest.mark.parametrize("compiled", EVERY_FORM, indirect=True, scope="module")
+# Decoded and verified tokens and prompts, of less than a chunk of 256 and of some; and the text before a tree.
+CHAINS = [[(1, 1), (70, 1), (700, 9)], [(300, 4), (5, 5), (513, 1)], [(40, 40), (600, 70)], [(600, 3)]]
+BEFORE = [0, 37, 241, 505]
+SIZES = [1, 4, 8, 16]
+
+Attend = Callable[[Cache, Tensor | None], tuple[Tensor, ...]]
+
+
+def steps(format: RowFormat, whole: tuple[int, ...]) -> Iterator[tuple[Cache, Tensor | None]]:
+    """Steps over caches in blocks of 16, or of what is packed together: chains, and then trees of drafted tokens."""
+    chance, size = random.Random(0), max(16, format.tokens)
+    for window in WINDOWS:
+        for sequences in CHAINS:
+            yield make_cache(format, sequences, size, window, whole), None
+        for before in BEFORE:
+            nodes = chance.randint(2, 24)
+            parents = [chance.randint(max(-1, at - 3), at - 1) for at in range(nodes)]
+            cache = make_cache(format, [(before + nodes, nodes)], size, window, whole)
+            yield cache, torch.tensor(ancestry(parents), dtype=torch.int32)
+
+
+def differing(attend: Attend, format: RowFormat, whole: tuple[int, ...] = ()) -> list[str]:
+    """The steps of which `attend` makes other bits where the same rows are in other blocks."""
+    found = []
+    for cache, tree_Tn in steps(format, whole):
+        # It may write rows.
+        others = [regrouped(cache, size) for size in SIZES]
+        wanted = attend(cache, tree_Tn)
+        assert all(bool(x.isfinite().all()) for x in wanted)
+        for other in others:
+            _, lengths, _, starts, size, window = other.view
+            if not all(map(torch.equal, attend(other, tree_Tn), wanted)):
+                tokens = "a tree" if tree_Tn is not None else starts.diff().tolist()
+                found.append(f"blocks of {size}: {tokens} of {lengths.tolist()}, window {window}")
+    return found
+
+
+@pytest.mark.parametrize("stored", ["bf16", "int8", "int8-first-whole", "int4"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (6, 2, 20), (4, 4, 6), (72, 8, 16)])
+def test_grouped_queries(heads, kv_heads, dim, stored, compiled):
+    H, G, D = heads, kv_heads, dim
+    format, whole = Int4(G, D) if stored == "int4" else Int8((D,) * 2 * G), (0,) if "whole" in stored else ()
+    q_NHD = torch.randn(128, H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def attend(cache: Cache, tree_Tn: Tensor | None) -> tuple[Tensor, ...]:
+        table, lengths, _, starts, size, window = cache.view
+        q, rows = q_NHD[: len(cache.slots)], cache.rows(stored == "bf16")
+        inputs = (q, *rows, G, D, G * D, *cache.view, 0.3, tree_Tn)
+        found = compiled.decode(*inputs)
+        if window or tree_Tn is not None:
+            return found
+        # Where attention falls: as it is kept beside it, and by keys alone.
+        *same, kept = compiled.decode_and_watch(*inputs, list(range(len(table))))
+        assert all(map(torch.equal, same, found))
+        return *found, kept, compiled.attended(q[starts[1:].long() - 1], *rows, G, table, lengths, size, 0.3)
+
+    assert not differing(attend, format, whole)
+
+
+@pytest.mark.parametrize("stored", ["bf16", "int8", "coded"])
+@pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (72, 8, 32, 16)])
+@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
+    E = rope if layout == "latent_rope" else 0
+    format, kernel = latent_format("int8" if stored == "bf16" else stored, rank, E), getattr(compiled, layout)
+
+    def attend(cache: Cache, tree_Tn: Tensor | None) -> tuple[Tensor, ...]:
+        layer = latent_layer(heads, kv_heads, rank, E, len(cache.slots))
+        inputs = (*layer, *cache.rows(stored == "bf16"), cache.slots, *cache.view, 0.3, tree_Tn)
+        found = kernel(*inputs)
+        sequences, size = len(cache.view[1]), cache.view[4]
+        # A prompt, more than 64 queries' heads, keeps no keys.
+        chosen = layout == "latent" and size == 1 and sequences == 1 and heads * len(cache.slots) <= 64
+        if chosen and tree_Tn is None:
+            # As a selection of all that there is; the second time by keys that were kept.
+            positions = torch.arange(int(cache.view[1]), dtype=torch.int32)[None]
+            kept = KeptKeys.empty(EACH * len(cache.decoded), layer[5].numel())
+            for _ in range(2):
+                assert torch.equal(kernel(*inputs, positions, kept.keys, kept.places), found)
+            assert bool((kept.places[cache.slots] >= 0).all())
+        return (found,)
+
+    assert not differing(attend, format)

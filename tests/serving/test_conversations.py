@@ -1,0 +1,133 @@
+"""What a conversation is turned into: the same prompt by the server and by `LLM.chat`, with nothing of it left out.
+
+A template that ignores a role, a second system message, tools or an effort would answer another question.
+"""
+
+import types
+
+import pytest
+
+from mlaforge.engine.llm import LLM
+from mlaforge.engine.request import chat_template
+from mlaforge.runtime import UserError
+from mlaforge.serving.chat import Chat
+from mlaforge.serving.prompts import Prompts
+from mlaforge.serving.protocol import ChatRequest
+from mlaforge.serving.wire import ApiError
+from support.scripted_engine import ScriptedEngine, load_tokenizer
+from support.serving import serving
+
+ALL = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}(" \
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}){% endfor %}{% endfor %}"  # fmt: skip
+WITH_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + ALL
+# Of roles system, user, assistant and tool; as in Llama 2 and Mistral a system message is read where it is first.
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% endif %}{% for m in messages %}"
+    "{% if m.role in ('user', 'assistant', 'tool') %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+RAISING = "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no such role') }}{% endif %}" \
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"  # fmt: skip
+USER = {"role": "user", "content": "Hi."}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Köln"}'}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def both(tokenizer, monkeypatch):
+    """both(template, messages, ...) -> the prompt as the server and LLM.chat make it, or what both refuse it with."""
+
+    def ask(template, messages, tools=(), ignored_tools="error", **more):
+        tokenizer.chat_template = template
+        engine = types.SimpleNamespace(tokenizer=tokenizer, model_name="m")
+        monkeypatch.setattr("mlaforge.engine.llm.Engine", lambda *_: engine)
+        chat = Chat(tokenizer, None, Prompts(tokenizer, 4096), ignored_tools)
+        asked = {"messages": messages, **({"tools": list(tools)} if tools else {}), **more}
+        try:
+            served = tokenizer.decode(chat.prompt(ChatRequest.read(asked)))
+        except ApiError as error:
+            assert error.status == 400
+            served = error.message
+        try:
+            own = tokenizer.decode(LLM("m", ignored_tools=ignored_tools).chat_prompt(messages, tools, **more))
+        except UserError as error:
+            own = str(error)
+        assert served == own
+        return own
+
+    return ask
+
+
+@pytest.mark.parametrize(("messages", "expected"), [
+    ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "<user>a\nb"),
+    ([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "<user>Hi.<assistant>f(city=Köln)"),
+    ([USER, {"role": "assistant", "content": "x", "tool_calls": []}], "<user>Hi.<assistant>x"),
+    ([{"role": "developer", "content": "Be brief."}, USER], "<developer>Be brief.<user>Hi."),
+])  # fmt: skip
+def test_one_prompt_for_all(messages, expected, both):
+    assert both(ALL, messages) == expected
+
+
+@pytest.mark.parametrize("template", [FIRST_SYSTEM, RAISING], ids=["ignored", "refused"])
+@pytest.mark.parametrize(("messages", "expected"), [
+    ([{"role": "developer", "content": "Be brief."}, USER], "<system>Be brief.<user>Hi."),
+    (
+        [{"role": "system", "content": "You are a bot."}, {"role": "developer", "content": "Be brief."}, USER],
+        "<system>You are a bot.\n\nBe brief.<user>Hi.",
+    ),
+])  # fmt: skip
+def test_a_developer_is_the_system_where_a_template_knows_none(template, messages, expected, both):
+    assert both(template, messages) == expected
+
+
+@pytest.mark.parametrize(("messages", "options", "why"), [
+    ([USER, {"role": "system", "content": "Be brief."}], {}, "messages.1: the model's chat template leaves out"),
+    ([USER, {"role": "developer", "content": "Be brief."}], {}, "messages.1: the model's chat template leaves out"),
+    ([USER], {"tools": TOOLS}, "the model's chat template ignores tools; describe them in a message"),
+])  # fmt: skip
+def test_what_a_template_leaves_out_is_told(messages, options, why, both):
+    assert both(FIRST_SYSTEM, messages, **options).startswith(why)
+    assert not both(WITH_TOOLS, messages, **options).startswith(why)
+
+
+def test_ignored_tools_and_efforts_are_a_line_where_that_is_wanted(both, capsys, monkeypatch):
+    monkeypatch.setattr(chat_template, "_TOLD", set())
+    assert both(ALL, [USER], TOOLS, "log") == "<user>Hi."
+    assert both(ALL, [USER], reasoning_effort="low") == "<user>Hi."
+    told = capsys.readouterr().err
+    assert told.splitlines() == ["the model's chat template ignores tools",
+                                 "the model's chat template ignores reasoning_effort"]  # fmt: skip
+    assert both(ALL + "{{ reasoning_effort }}", [USER], reasoning_effort="low") == "<user>Hi.low"
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("message", "why"), [
+    ("Hi", "messages.0 must be a message of role and content, not a str"),
+    ({"content": "x"}, "messages.0: role None must be system, user, assistant or tool"),
+    ({"role": "user", "content": 5}, "messages.0.content must be text or a list of text parts, not a int"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content.0 is of type 'image_url'; a part must"),
+    ({"role": "user", "content": ["x"]}, "messages.0.content.0 is of type 'str'; a part must"),
+    ({"role": "assistant", "tool_calls": "f"}, "messages.0: tool_calls must be calls of"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "arguments are not JSON"),
+])  # fmt: skip
+def test_messages_that_are_none(message, why, tokenizer):
+    tokenizer.chat_template = ALL
+    with pytest.raises(UserError) as caught:
+        chat_template.text(tokenizer, [message])
+    assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_served(tokenizer):
+    """A 400 by default, an answer by option; a forced call does without, because its grammar has the tool's schema."""
+    tokenizer.chat_template = ALL
+    body = {"messages": [USER], "tools": TOOLS, "max_tokens": 4}
+    with serving(ScriptedEngine(tokenizer)) as served:
+        assert "--ignored-tools log" in served.refused(served.post("/v1/chat/completions", json=body), 400, "tools")
+        assert served.post("/v1/chat/completions", json={**body, "tool_choice": "required"}).status_code == 200
+        assert served.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).status_code == 200
+    with serving(ScriptedEngine(tokenizer), ignored_tools="log") as served:
+        assert served.post("/v1/chat/completions", json=body).status_code == 200

@@ -1,0 +1,62 @@
+"""A stage of `verify-gpu` with planted faults: a wrong merge, a process that dies, one that hangs, a broken context."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mlaforge.gpu_verification import correctness
+from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Unfit
+from mlaforge.gpu_verification.context import Context
+from mlaforge.ops import paged_attention_triton as attention
+
+
+def cases(context: Context) -> Iterator[Case]:
+    shape = correctness.SMALL["gqa-64"]
+    error = Prediction(1e-5, "relative error", AT_MOST)
+    yield Case("right merge", error, lambda: correctness.merge(context, shape, 3))
+    yield Case("wrong merge", error, lambda: wrong_merge(context, shape))
+    yield Case("crash", error, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    yield Case("after the crash", error, lambda: Outcome(0.0))
+    yield Case("broken context", error, lambda: broken_context(context))
+    yield Case("exception", error, lambda: [][1])
+    yield Case("hang", error, lambda: time.sleep(1000), limit=1.0)
+    yield Case("too large", error, lambda: too_large())
+    yield Case("last", error, lambda: Outcome(0.0))
+
+
+def wrong_merge(context: Context, shape: Any) -> Outcome:
+    """As correctness.merge, with a kernel whose outputs are 1 % too large."""
+
+    class Wrong:
+        kernel = attention.merge_kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(parts: Any, lses: Any, out: Any, *others: Any, **options: Any) -> None:
+                self.kernel[grid](parts, lses, out, *others, **options)
+                out.mul_(1.01)
+
+            return launch
+
+    attention.merge_kernel = Wrong()
+    try:
+        return correctness.merge(context, shape, 3)
+    finally:
+        attention.merge_kernel = Wrong.kernel
+
+
+def broken_context(context: Context) -> Outcome:
+    """As after an illegal memory access: every later CUDA call fails."""
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    context.synchronize = fail
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def too_large() -> Outcome:
+    raise Unfit("99 GiB are needed")
