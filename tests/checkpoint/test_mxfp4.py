@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.checkpoint import mxfp4
+from mlaforge.checkpoint import loading, mxfp4
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.writer import Writer
 from mlaforge.ops import mxfp4 as format
 from mlaforge.ops import native
 from mlaforge.ops.mxfp4 import dequantize, quantize
 from mlaforge.runtime import UserError
+from support.tiny_models import save_packed
 
 
 def random_bytes(*shape, high=256, seed=0):
@@ -173,3 +174,9 @@ def test_transformers_loads_the_same_weights(tmp_path):
             for name in packed:
                 ours = dequantize(*(reader[part] for part in mxfp4.stored_names(name)), dtype)
                 same_bits(loaded.get_parameter(name).data, ours)
+
+
+def test_package_that_transformers_misses_is_named_in_one_line(tiny_models, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.quantizers.quantizer_mxfp4.is_accelerate_available", lambda: False)
+    with pytest.raises(UserError, match="pip install accelerate"):
+        loading.load_model(save_packed(tiny_models["gpt_oss"], tmp_path / "packed"))

@@ -51,15 +51,18 @@ def load_model(
     with source.weights() as reader:
         reader.check_shapes(*expected_tensors(source.config))
         left_out = set(reader.left_out)
-    loaded, info = causal_lm.from_pretrained(
-        source.path,
-        config=config_class.from_dict({**source.config, "model_type": config_class.model_type}),
-        dtype=resolve_dtype(dtype, source.dtype),
-        output_loading_info=True,
-        local_files_only=True,
-        use_safetensors=True,
-        **({"quantization_config": quantization, "device_map": {"": device}} if quantization else {}),
-    )
+    try:
+        loaded, info = causal_lm.from_pretrained(
+            source.path,
+            config=config_class.from_dict({**source.config, "model_type": config_class.model_type}),
+            dtype=resolve_dtype(dtype, source.dtype),
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,
+            **({"quantization_config": quantization, "device_map": {"": device}} if quantization else {}),
+        )
+    except ImportError as error:  # transformers names the package that reads this quantization
+        raise UserError(f"{source}: {error}") from error
     unexpected = set(info["unexpected_keys"]) - left_out
     assert not (info["missing_keys"] or unexpected or info["mismatched_keys"]), info
     check_finite(source, loaded.state_dict())
