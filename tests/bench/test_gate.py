@@ -382,7 +382,7 @@ def test_invariants_hold_on_cuda(tiny_models, cuda, monkeypatch, tmp_path):
 
 def test_broken_invariant_ends_the_run(cli, tiny_models, monkeypatch, tmp_path, evaluation_file):
     monkeypatch.setenv("MLAFORGE_OPS", "reference")
-    monkeypatch.setattr(machines, "measured", lambda: Gpu("cpu", 0.05, 0.01, 8.0, "made up"))
+    monkeypatch.setattr(machines, "cpu_peaks", lambda: Gpu("cpu", 0.05, 0.01, 8.0, "made up"))
     words = ["--context", 32, "--tokens", 4, "--rounds", 1, "--device", "cpu", "--perf", "--text", evaluation_file]
     words += ["--dtype", "float32"]
     done = cli("bench", "single", tiny_models["llama"], *words, "--cache-fraction", 0.001, "--out", tmp_path)

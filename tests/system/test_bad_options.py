@@ -68,7 +68,7 @@ def test_options_that_fit_no_model_or_not_this_one(options, tiny_models, refused
 
 
 def test_full_layers_of_a_model_that_slides_everywhere(tiny_models, refused, short, tmp_path):
-    refused("all layers slide", "convert", tiny_models["mistral"], tmp_path / "out", *short, "--layers", "full")
+    refused("all layers have a sliding window", "convert", tiny_models["mistral"], tmp_path / "out", *short, "--layers", "full")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

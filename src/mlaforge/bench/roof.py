@@ -27,12 +27,12 @@ def roof(name: str, device: torch.device) -> Gpu | None:
     Raise UserError for an unknown name."""
     if name != "auto":
         if name == "cpu":
-            return machines.measured()
+            return machines.cpu_peaks()
         if name not in GPUS:
             raise UserError(f"roof {name!r} must be auto, cpu or one of {', '.join(GPUS)}{nearest(name, GPUS)}")
         return GPUS[name]
     if device.type == "cpu":
-        return machines.measured()
+        return machines.cpu_peaks()
     if gpu := machines.of_device(torch.cuda.get_device_name(device)):
         return gpu
     log(f"the datasheet of {torch.cuda.get_device_name(device)} is unknown: results have no roofline; see --roof")

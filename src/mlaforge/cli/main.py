@@ -267,7 +267,7 @@ def demo(
 
     quiet()
     shown: dict[str, Callable[[Any], str]] = {
-        "plan": lambda plan: f"plan: {plan.chosen.sentence}",
+        "plan": lambda plan: f"plan: {plan.recommendation.sentence}",
         "answer": lambda manifest: answers.continuations(manifest.metrics),
         "conversion": lambda manifest: conversion_table([manifest]),
         "report": lambda page: DEMO_NEXT.format(page=page, out=folder / stage.CONVERTED),
