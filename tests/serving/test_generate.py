@@ -100,7 +100,7 @@ def test_ctrl_c_breaks_an_answer_off_and_the_chat_goes_on(llama, llm, cli, monke
     monkeypatch.undo()
     (hello,) = answers(llm, ["Hello"], temperature=0.0, max_tokens=5)
     (later,) = answers(llm, ["And you?"], temperature=0.0, max_tokens=12)
-    first, _, rest = printed(done).partition(" [broken off]")
+    first, _, rest = printed(done).partition(" [interrupted]")
     # Of a character that is not whole yet nothing was shown.
     assert first.startswith("> ") and hello.rstrip("\ufffd").startswith(first[2:].rstrip("\ufffd")) and len(first) > 2
     assert rest == f"\n> {later}\n> "
