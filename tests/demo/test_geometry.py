@@ -76,7 +76,7 @@ def test_too_small_a_disk_is_said_before_anything_is_written(tiny, cli, tmp_path
     assert not any(tmp_path.iterdir())
 
 
-def test_options_of_rewriting_are_refused(tiny, cli, tmp_path):
+def test_rejects_options_of_rewriting(tiny, cli, tmp_path):
     refused = cli("make-gptoss", tmp_path / "out", "--geometry", "20b", "--windows")
-    assert refused.exit_code and "windows = True is for a model that is rewritten" in refused.stderr
+    assert refused.exit_code and "windows = True applies to a rewritten model" in refused.stderr
     assert not any(tmp_path.iterdir())
