@@ -263,7 +263,10 @@ def test_other_sources_are_refused(make, tiny_models, model):
     config = json.loads((damaged / "config.json").read_text())
     for change, line in (
         ({"hidden_act": "gelu"}, "uses silu, the source 'gelu'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "RoPE is 'linear' already"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "RoPE is 'linear'; --yarn needs unscaled RoPE",
+        ),
         ({"intermediate_size": 40}, "40 inputs does not fit"),
         ({"max_position_embeddings": 100}, "more than 128 positions"),
     ):

@@ -100,7 +100,7 @@ def test_excluded_files(model: Path) -> None:
     assert reasons[".cache"] == reasons["__pycache__"] == "hidden or a cache"
     assert reasons["work.partial"] == "unfinished" and reasons["tokenizer.json"] == "a link"
     assert reasons["notes.md"] == "not part of the artifact"
-    assert reasons["script.py"] == reasons["run.sh"] == "no kind of file that is published"
+    assert reasons["script.py"] == reasons["run.sh"] == "a file type that is not published"
 
 
 def test_rejects_invalid_folders(model: Path, golden: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_rejects_invalid_folders(model: Path, golden: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match="unfinished"):
         publish.pack([Path(golden.rename(tmp_path / ".golden.partial"))], REPO)
     (model / "config.json").unlink()
-    with pytest.raises(UserError, match="is gone"):
+    with pytest.raises(UserError, match="is missing"):
         publish.pack([model], REPO)
 
 
@@ -132,13 +132,13 @@ def test_rejects_weights_of_another_format(model: Path, content: bytes) -> None:
 
 def test_rejects_files_with_a_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / "config.json").write_text(json.dumps({"note": TOKEN}))
-    with pytest.raises(UserError, match="holds a token") as refused:
+    with pytest.raises(UserError, match="contains a hub token") as refused:
         publish.pack([model], REPO)
     assert TOKEN not in str(refused.value)
     # The user's token may have another form.
     monkeypatch.setenv("HF_TOKEN", "another-kind-of-token")
     (model / "config.json").write_text('{"note": "another-kind-of-token"}')
-    with pytest.raises(UserError, match="holds a token"):
+    with pytest.raises(UserError, match="contains a hub token"):
         publish.pack([model], REPO)
 
 
@@ -270,7 +270,7 @@ def test_errors_do_not_contain_the_token(
     done = cli("publish", model, "--repo", REPO, "--push")
     assert done.exit_code == 2 and hub.files == {}
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("mlaforge:")]
-    assert "the hub took nothing" in line and "Traceback" not in done.stderr
+    assert "nothing was uploaded" in line and "Traceback" not in done.stderr
     unseen(tmp_path, done.stdout, done.stderr)
     with pytest.raises(UserError) as refused:
         publish.push(publish.pack([model], REPO))

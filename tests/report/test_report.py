@@ -99,7 +99,7 @@ def test_json_has_the_same_numbers(written: tuple[Path, dict[str, Any]]) -> None
 
 
 def test_window_bounds_the_cache_of_a_sequence(written: tuple[Path, dict[str, Any]]) -> None:
-    # 384 elements of 2 bytes in four layers, of which layer 0 has a window of 128 tokens; the latents are 104, 112, 120.
+    # 384 elements of 2 bytes in four layers, layer 0 with a window of 128 tokens; the latents are 104, 112, 120.
     context = written[1]["conversions"][0]["context_bytes"]["8K"]
     assert context == {"gqa": 2 * 384 * (128 + 3 * 8192), "mla": 2 * (384 * 128 + (104 + 112 + 120) * 8192)}
 
@@ -313,7 +313,7 @@ def test_selections_are_drawn(tmp_path: Path) -> None:
     report = write_report(tmp_path, tmp_path / "report.html")
     assert [s["indexes"] for s in report["selections"]] == [1, 0]
     text = (tmp_path / "report.html").read_text()
-    assert "Sparse attention: tokens read" in text and "Sparse attention: what a layer loses" in text
+    assert "Sparse attention: tokens read" in text and "Sparse attention: loss by layer" in text
     assert text.count("a: tokens that a generated token reads") == 1 and "b: tokens that" not in text
 
 

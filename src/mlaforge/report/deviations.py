@@ -67,7 +67,7 @@ def _of_healings(healings: list[dict[str, Any]]) -> Statements:
     for h in healings:
         best, last = (number(h, "metrics", which, "step") for which in ("best", "last"))
         if best is not None and last is not None and best < last:
-            yield h["name"], f"the validation KL was best at step {best:g} of {last:g}; the weights of it were written"
+            yield h["name"], f"the validation KL was best at step {best:g} of {last:g}; those weights were written"
 
 
 def _of_comparisons(comparisons: list[dict[str, Any]]) -> Statements:
