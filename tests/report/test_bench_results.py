@@ -33,19 +33,19 @@ def test_intervals_are_students(n: int, quantile: float) -> None:
 
 
 def test_perplexity_ratio_has_an_interval(tmp_path: Path) -> None:
-    made = recorded.conversion("latent", 1.05)
-    made.metrics |= {"log_ratio_stderr": 0.01, "windows": 8}
-    recorded.save(made, tmp_path / "a")
-    found = summarise(tmp_path)["conversions"][0]["ratio_interval"]
-    assert found == [pytest.approx(1.05 * 2.718281828 ** (0.01 * sign * 2.3646), rel=1e-4) for sign in (-1, 1)]
+    conversion = recorded.conversion("latent", 1.05)
+    conversion.metrics |= {"log_ratio_stderr": 0.01, "windows": 8}
+    recorded.save(conversion, tmp_path / "a")
+    ends = summarise(tmp_path)["conversions"][0]["ratio_interval"]
+    assert ends == [pytest.approx(1.05 * 2.718281828 ** (0.01 * sign * 2.3646), rel=1e-4) for sign in (-1, 1)]
 
 
 def test_convert_records_the_standard_error_of_the_ratio(converted: Any) -> None:
     """The standard error is that of the windows' differences, smaller than that of the windows."""
     out = converted("llama", "latent")
-    found = summarise(out)["conversions"][0]
-    assert found["metrics"]["windows"] == 4 and 0 < found["metrics"]["log_ratio_stderr"] < 1
-    assert found["ratio_interval"][0] < found["metrics"]["ratio"] < found["ratio_interval"][1]
+    conversion = summarise(out)["conversions"][0]
+    assert conversion["metrics"]["windows"] == 4 and 0 < conversion["metrics"]["log_ratio_stderr"] < 1
+    assert conversion["ratio_interval"][0] < conversion["metrics"]["ratio"] < conversion["ratio_interval"][1]
 
 
 def test_page_shows_all_results(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_only_the_latest_run_of_each_scenario_counts(tmp_path: Path) -> None:
 def test_recommends_the_smallest_cache_within_the_upper_end(tmp_path: Path) -> None:
     # 1.045 with an interval beyond 1.05 is rejected; without an interval the value itself counts.
     for name, ratio, cached, error in (("a", 1.02, 0.6, 0.001), ("b", 1.045, 0.5, 0.01), ("c", 1.2, 0.3, 0.001)):
-        made = recorded.conversion("latent", ratio)
-        made.metrics |= {"log_ratio_stderr": error, "windows": 8}
-        made.metrics["cache"]["fraction"] = cached
-        recorded.save(made, tmp_path / name)
+        conversion = recorded.conversion("latent", ratio)
+        conversion.metrics |= {"log_ratio_stderr": error, "windows": 8}
+        conversion.metrics["cache"]["fraction"] = cached
+        recorded.save(conversion, tmp_path / name)
     assert settings(tmp_path)["cache"] == [("Tiny-135M, latent", "60 %")]
     bare = recorded.conversion("latent", 1.045)
     bare.metrics["cache"]["fraction"] = 0.4
@@ -141,24 +141,24 @@ def test_recommends_the_fewest_drafts_among_overlapping_ones(tmp_path: Path) -> 
 
 def test_oracles_and_imports_are_ignored(tmp_path: Path) -> None:
     elsewhere = {"file": "x.json", "device": "another machine", "commit": "1", "time": "now"}
-    found = settings(
+    recommended = settings(
         tmp_path, case("m", "gqa", 512, 50.0), case("m", "gqa", 512, 150.0, 4, draft="replay"),
         case("m", "gqa", 512, 250.0, 2, imported=elsewhere), case("m", "gqa", 512, 250.0, 3, engine="peer"),
     )  # fmt: skip
-    assert found["drafts"] == []
+    assert recommended["drafts"] == []
     text = deviations(tmp_path)
     assert "an upper bound of any drafter, not a claim" in text and "imported, measured on another machine" in text
 
 
 def test_recommended_layout_by_context(tmp_path: Path) -> None:
-    found = settings(
+    recommended = settings(
         tmp_path,
         case("big", "gqa", 512, 60.0), case("small", "latent", 512, 50.0),
         case("big", "gqa", 8192, 30.0), case("small", "latent", 8192, 40.0),
         # Overlapping repetitions: the smaller cache.
         case("big", "gqa", 2048, 45.5), case("small", "latent", 2048, 45.0),
     )  # fmt: skip
-    assert found["layout"] == [
+    assert recommended["layout"] == [
         ("test machine, 512 tokens × 1", "gqa (big)"), ("test machine, 8,192 tokens × 1", "latent (small)"),
         ("test machine, 2,048 tokens × 1", "latent (small)"),
     ]  # fmt: skip
@@ -166,13 +166,13 @@ def test_recommended_layout_by_context(tmp_path: Path) -> None:
 
 def test_batch_and_context(tmp_path: Path) -> None:
     limit = {"what": "no room", "change": "--cache-fraction 0.9"}
-    found = settings(
+    recommended = settings(
         tmp_path,
         *(case("m", "gqa", 512, speed, batch=batch) for batch, speed in ((1, 50.0), (4, 96.0), (16, 100.0))),
         case("m", "gqa", 4096, 1.0, status="capacity", limit=limit, tokens_per_second=None),
     )  # fmt: skip
-    assert found["batch"] == [("test machine, m, 512 tokens", "4")]
-    assert ("test machine, m, batch 1, cache fraction 0.75", "512 tokens") in found["context"]
+    assert recommended["batch"] == [("test machine, m, 512 tokens", "4")]
+    assert ("test machine, m, batch 1, cache fraction 0.75", "512 tokens") in recommended["context"]
     assert "4096x1 k0: no room; --cache-fraction 0.9" in deviations(tmp_path)
 
 
@@ -214,8 +214,8 @@ def test_files_that_are_not_results_are_unreadable(tmp_path: Path, body: str) ->
     (tmp_path / "results" / "20260830-120000" / "odd.json").write_text(body)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "config.json").write_text("{")
-    made = write_report(tmp_path, tmp_path / "r.html")
-    assert made["unreadable"] == ["results/20260830-120000/odd.json"]
+    report = write_report(tmp_path, tmp_path / "r.html")
+    assert report["unreadable"] == ["results/20260830-120000/odd.json"]
     assert "results/20260830-120000/odd.json: cannot be read" in deviations(tmp_path)
 
 
