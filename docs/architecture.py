@@ -2,7 +2,7 @@
 
 python docs/architecture.py     (or `make architecture`; tests/system/test_architecture.py compares the page)
 
-Lines are the first sentences of docstrings. Those of modules are cut to as many words as keep the page within WORDS.
+Lines are the first sentences of docstrings, cut to as many words as keep the page within WORDS.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def packages(folder: Path, longest: int) -> list[str]:
     """Return the section of a package, those of its folders after it."""
     name = folder.relative_to(PACKAGE)
     level = "#" * (len(name.parts) + 1)
-    lines = ["", f"{level} {name}/", "", f"{shorten(summary(folder / '__init__.py'), LONGEST)}.", ""]
+    lines = ["", f"{level} {name}/", "", f"{shorten(summary(folder / '__init__.py'), min(LONGEST, 2 * longest))}.", ""]
     lines += modules(folder, longest)
     for inner in sorted(path.parent for path in folder.glob("*/__init__.py")):
         lines += packages(inner, longest)
