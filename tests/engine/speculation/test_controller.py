@@ -52,7 +52,7 @@ def test_measures_anew_for_each_sequence_from_the_last_measurements():
         taken = []
         for _ in range(30):
             taken.append(selector.choose(1, (CHAIN, SPARSE_VIEW), alone))
-            # Partial verification pays for every second text.
+            # Sparse-view verification pays for every second text.
             selector.record(taken[-1], 2, 0.5 if (taken[-1] == SPARSE_VIEW) == (alone % 2 == 0) else 1.0)
         assert set(taken[:6]) == {CHAIN, SPARSE_VIEW} and set(taken[10:]) == {SPARSE_VIEW if alone % 2 == 0 else CHAIN}
     # Others that come and go are no other text, and other lengths have a selector of their own.

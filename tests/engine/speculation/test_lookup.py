@@ -47,12 +47,12 @@ def test_confident_drafts_need_the_longest_match():
 def test_draft_ends_where_acceptance_is_too_low():
     """By what became of earlier ones: places that were refused so far are not copied again."""
     lookup, text = PromptLookupDrafter(8), Text([*range(20), *range(4)])
-    assert lookup.propose_confident(text, 8, 0.0).copied == 8
+    assert lookup.propose_confident(text, 8, 0.0).lookup_tokens == 8
     lengths = []
     for accepted in (8, 2):
         for _ in range(60):
             lookup.acceptance.record(8, accepted)
-        lengths.append(lookup.propose_confident(text, 8, 0.3).copied)
+        lengths.append(lookup.propose_confident(text, 8, 0.3).lookup_tokens)
     assert lengths == [8, 2] and lookup.propose_confident(text, 8, 0.999) is None
 
 
@@ -63,7 +63,7 @@ def llm(tiny_models):
 
 @pytest.mark.parametrize("way", ["chain", "lossless", "lossy"])
 def test_lookup_goes_first_and_tokens_do_not_change(way, llm):
-    """Of texts of four tokens, where much was said before; under partial views copies stand behind what is pending,
+    """Of texts of four tokens, where much was said before; under sparse views copies stand behind provisional tokens,
     and are judged by a full step, in the lossy form too."""
     prompts = [[20 + token % 4 for token in prompt] for prompt in random_prompts(150, 140, 160)]
     how = greedy(30, logit_bias=dict.fromkeys(range(20, 24), 100.0), repetition_penalty=1.1, frequency_penalty=0.5)
@@ -79,7 +79,7 @@ def test_lookup_goes_first_and_tokens_do_not_change(way, llm):
     def watching(decision, chunks):
         proposal = propose(decision, chunks)
         behind.extend(d for d in proposal.drafts.values() if d.lookup_tokens and d.sparse_steps)
-        # What an earlier step's partial ones have read is not read again.
+        # What an earlier step's sparse-view ones have read is not read again.
         assert (proposal.sparse_bytes.weights > 0) == any(d.sparse_steps for d in proposal.drafts.values())
         return proposal
 
@@ -110,7 +110,7 @@ def test_sampling_parameters_apply(name, llm):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_sampled_tokens_follow_the_targets_distribution(right, tiny_models):
-    """Draws under partial views with copies behind them, against their exact probabilities; a wrong copy's q shows."""
+    """Draws under sparse views with copies behind them, against their exact probabilities; a wrong copy's q shows."""
     directory, vocabulary = tiny_models["llama"], [20, 21]
     # The first drawn token is new behind the three before it; the second then stood there, whichever it is.
     runs = [[6, 9, *pair, 21, 20, 20, 21, before] for before, pair in enumerate(itertools.product((20, 21), repeat=2))]

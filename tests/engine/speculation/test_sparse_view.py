@@ -1,4 +1,4 @@
-"""Partial verification: whatever a view leaves out, the tokens are plain decoding's."""
+"""Sparse-view verification: whatever a view leaves out, the tokens are plain decoding's."""
 
 import dataclasses
 import itertools
@@ -90,7 +90,7 @@ def test_view_of_all_tokens_confirms_all_provisional_tokens(tiny_models):
 
 
 def test_reads_nothing_outside_the_view(model):
-    """Rows that a partial view leaves out may hold anything."""
+    """Rows that a sparse view leaves out may hold anything."""
     llm = watched(model, dtype="bfloat16", cache_bytes=64 << 20)
     (prompt,) = random_prompts(300)
     engine = llm.engine
@@ -275,7 +275,7 @@ def test_quantized_weights_verify_provisional_tokens(layout, tiny_models, conver
 
 
 def test_lossy_keeps_provisional_tokens(tiny_models):
-    """The text is that of partial views, and what a full step would have said otherwise is counted; its rows are full
+    """The text is that of sparse views, and what a full step would have said otherwise is counted; its rows are full
     ones all the same."""
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     prompts = random_prompts(300, 250)

@@ -1,4 +1,4 @@
-"""Drawn tokens under partial views: the target's distribution, whatever a view leaves out, and greedy ones that heed
+"""Drawn tokens under sparse views: the target's distribution, whatever a view leaves out, and greedy ones that heed
 what their request asked for."""
 
 import dataclasses
@@ -123,7 +123,7 @@ def test_each_random_number_is_used_once(llm):
 
 
 def test_lossy_keeps_sampled_provisional_tokens(llm):
-    """What a full step would have refused is counted, and kept; requests that partial views cannot heed are drafted
+    """What a full step would have refused is counted, and kept; requests that sparse views cannot heed are drafted
     for plainly."""
     prompts = random_prompts(300, 250)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, repetition_penalty=1.2)

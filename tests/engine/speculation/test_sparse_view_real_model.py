@@ -1,4 +1,4 @@
-"""Partial verification on SmolLM2-135M-Instruct: what is retrieved matters, and long texts are plain decoding's."""
+"""Sparse-view verification on SmolLM2-135M-Instruct: what is retrieved matters, and long texts are plain decoding's."""
 
 import heapq
 import inspect
@@ -37,7 +37,7 @@ def test_top_tokens_confirm_more_than_random_ones(smollm2, monkeypatch):
     plain = llm.generate(prompts, greedy(64))
     texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(prompts, plain, strict=True)]
     kept = []
-    for chooses in (partial.top_tokens, anywhere):
+    for chooses in (sparse_view.top_tokens, anywhere):
         monkeypatch.setattr(sparse_view, "top_tokens", chooses)
         stats = partly(llm.engine, Knowing(texts), specpv_dtype="model", **VIEW).stats
         outputs = llm.generate(prompts, greedy(64))

@@ -1,4 +1,4 @@
-"""Partial verification in any schedule: what waits to be judged is nobody's prefix, and what comes out is plain
+"""Sparse-view verification in any schedule: what waits to be judged is nobody's prefix, and what comes out is plain
 decoding's. Every engine here is watched (engine_driver.py)."""
 
 import dataclasses
@@ -74,7 +74,7 @@ def rows_in(engine, block):
 
 
 class Meddled(SparseViewDrafter):
-    """Whose pending tokens are at times others, so that full steps keep any number of them."""
+    """Whose provisional tokens are at times others, so that full steps keep any number of them."""
 
     random, wrong = Random(0), 0.0
 
@@ -117,9 +117,9 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
     loaded, requests, right, wrong, window, full_every, max_pending, block_size, max_step, spare, caching,
     prompt_lookup, tree,
 ):  # fmt: skip
-    """Chunks, preemption, prefixes that others made, continuations, drawn requests beside greedy ones, aborts, any
-    number of pending tokens refused, trees where one runs alone, and what stood in a text before copied behind them. Of
-    a sparse model tokens are not plain decoding's: those that are verified together share a selection."""
+    """Chunks, preemption, shared prefixes, continuations, sampled requests beside greedy ones, aborts, any number of
+    rejected provisional tokens, trees, and prompt lookup. Tokens of a sparse model are not plain decoding's:
+    tokens that are verified together share a selection."""
     engine, plain = loaded
     exact = all(layer.attention.sparse is None for layer in engine.model.layers)
     for left in list(engine._requests):

@@ -1,4 +1,4 @@
-"""Partial verification of sparse models: what the last full step chose serves the partial ones after it."""
+"""Sparse-view verification of sparse models: what the last full step chose serves the sparse-view ones after it."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ class Recorded:
 
 
 def test_provisional_tokens_are_verified_like_any_draft(model, monkeypatch):
-    """The same drafts without partial steps make the same text, to the bit."""
+    """The same drafts without sparse-view steps make the same text, to the bit."""
     llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20)
     (prompt,) = random_prompts(300)
     (text,) = continued(llm, [prompt], speculate=False)

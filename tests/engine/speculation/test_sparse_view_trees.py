@@ -1,4 +1,4 @@
-"""Trees under partial views: a text that runs alone has its pending tokens from trees, a path of each."""
+"""Trees under sparse views: a text that runs alone has its provisional tokens from trees, a path of each."""
 
 import dataclasses
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation import partial
+from mlaforge.engine.speculation import sparse_view
 from support.drafters import Branching
 from support.eagle3_heads import saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_plain_decoding(window, model):
 
 
 def watching(engine):
-    """The rows that stay of each tree under a partial view."""
+    """The rows that stay of each tree under a sparse view."""
     paths, move = [], engine.cache.move
 
     def moving(views, kept):
@@ -66,19 +66,19 @@ def watching(engine):
 @pytest.mark.parametrize("kind", ["plain", "sparse"])
 def test_provisional_tokens_do_not_depend_on_the_draft(kind, tiny_models, sparse, monkeypatch):
     """From one view the target goes on in one way, whether chains or trees are judged, right ones or wrong."""
-    monkeypatch.setattr(partial, "FIRST_PENDING", 16)
+    monkeypatch.setattr(sparse_view, "FIRST_PROVISIONAL", 16)
     llm = watched(sparse("llama", "gqa") if kind == "sparse" else tiny_models["llama"], dtype="bfloat16",
                   cache_bytes=64 << 20)  # fmt: skip
     (prompt,) = random_prompts(300)
     (text,), pending, firsts = grown(llm, [prompt], speculate=False), [], []
     options = {"specpv_full_every": 16, "specpv_max_pending": 16, **TREE}
 
-    def proposing(self, *asked, propose=partial.SparseViewDrafter.propose):
+    def proposing(self, *asked, propose=sparse_view.SparseViewDrafter.propose):
         made = propose(self, *asked)
         pending.extend(draft.token_ids for draft in made.values())
         return made
 
-    monkeypatch.setattr(partial.SparseViewDrafter, "propose", proposing)
+    monkeypatch.setattr(sparse_view.SparseViewDrafter, "propose", proposing)
     for right, tree in ((1.0, 0), (0.0, 0), (0.9, 8)):
         speculation = partly(llm.engine, Branching([text], right), 3, **options | {"speculative_tree_tokens": tree})
         if tree:
@@ -108,8 +108,7 @@ def test_batched_sequences_get_chains(tiny_models):
 
 
 def test_eagle_head_follows_the_accepted_path(tiny_models, tmp_path):
-    """What it has seen of pending tokens are the states of the path: its next trees are those of a head that has seen
-    the text alone."""
+    """It observes the states of the path: its next trees are those of a head that has seen the text alone."""
     folder = saved(tmp_path / "head")
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(folder))
     engine, (prompt,) = llm.engine, random_prompts(300)
@@ -129,7 +128,7 @@ def test_eagle_head_follows_the_accepted_path(tiny_models, tmp_path):
     assert grown(llm, [prompt]) == texts
     assert speculation.stats.provisional == speculation.stats.confirmed > NEW / 2
     ahead, own = own, {}
-    # Without partial steps.
+    # Without sparse-view steps.
     engine.config = dataclasses.replace(engine.config, specpv="off")
     engine.speculate(drafter)
     assert grown(llm, [prompt]) == texts
