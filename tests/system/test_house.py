@@ -181,7 +181,7 @@ def test_files_stay_readable(path):
 
 
 # Pronouns, passives and vague adjectives: the noun that an identifier holds is the better name.
-VAGUE = set("own told made asked each found judged wanted kept held whoever burnt hush given both".split())
+VAGUE = set(re.findall(r"\w+", "own told made asked each found judged wanted kept held whoever burnt hush given both"))
 # Identifiers that may have such a part, each with its reason; at most 40.
 STANDARD = {
     "HELD_OUT": "held-out data is the field's term",
