@@ -94,7 +94,7 @@ class Modes:
             num_speculative_tokens=None if "copies" in mode else self.count,
             speculative_tree_tokens=self.tree if "tree" in mode else 0,
         )  # fmt: skip
-        engine.speculate(drafter, copying="copies" in mode)
+        engine.speculate(drafter, prompt_lookup="copies" in mode)
         its = engine.speculation
         assert its is not None
         if mode in self.stats:

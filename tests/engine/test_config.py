@@ -5,7 +5,7 @@ import torch
 
 from mlaforge.config import described, resolve
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.contradictions import checked
+from mlaforge.engine.config_checks import check_config
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.ops.native import kernels
@@ -16,16 +16,16 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize(("device", "tokens", "fraction"), [(CPU, 512, 0.5), (CUDA, 4096, 0.85)])
 def test_step_and_cache_follow_the_device(device, tokens, fraction):
-    config = checked(resolve(EngineConfig), device)
+    config = check_config(resolve(EngineConfig), device)
     assert (config.max_num_batched_tokens, config.cache_fraction) == (tokens, fraction)
     fields = EngineConfig.__dataclass_fields__
     assert str(tokens) in described(fields["max_num_batched_tokens"])
     assert str(fraction) in described(fields["cache_fraction"])
-    stated = checked(EngineConfig(max_num_batched_tokens=100, cache_fraction=0.25), device)
+    stated = check_config(EngineConfig(max_num_batched_tokens=100, cache_fraction=0.25), device)
     assert (stated.max_num_batched_tokens, stated.cache_fraction) == (100, 0.25)
     message = f"^max_num_batched_tokens = {tokens} must be at least max_num_seqs = {tokens + 1}"
     with pytest.raises(UserError, match=message):
-        checked(EngineConfig(max_num_seqs=tokens + 1), device)
+        check_config(EngineConfig(max_num_seqs=tokens + 1), device)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_several_threads_take_turns(llm):
 
 
 def test_a_token_among_prompts(llm):
-    told = "token 5 stands among whole prompts; a prompt is a text, a list of token ids, .*"
+    told = "token 5 is in a list of prompts; a prompt is a text, a list of token ids, .*"
     refused(told, llm.generate, ["a", 5])
     refused(told, llm.generate, [5, [6, 7]])
 
@@ -175,7 +175,7 @@ def test_a_token_among_prompts(llm):
 def test_a_sequence_ends_with_the_cache(llama, llm, capsys):
     """The context is cut to what the cache holds, which is said; a sequence ends there and other lengths are not
     refused."""
-    said = "context cut to 448 tokens, which is what the cache holds; see --cache-bytes"
+    said = "context limited to 448 tokens, the size of the cache; see --cache-bytes"
     again = watched(llama, cache_bytes=28 * 16 * 768, max_num_seqs=8)
     assert said in capsys.readouterr().err and again.engine.max_model_len == llm.engine.max_model_len == 448
     for wanted in (9, None):

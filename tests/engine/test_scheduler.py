@@ -227,14 +227,18 @@ def test_who_decodes_misses_no_step_unless_blocks_are_short(requests, max_num_se
             if arrives == step:
                 played.add(str(name), *what)
         for sequence in scheduler.running:
-            sequence.held = (sequence.number + step) % 41 in held and step < 100
-        decoding = {sequence for sequence in scheduler.running if sequence.decoding and not sequence.held}
-        prompts = [sequence for sequence in scheduler.running if not (sequence.decoding or sequence.held)]
+            sequence.waiting_for_grammar = (sequence.number + step) % 41 in held and step < 100
+        decoding = {
+            sequence for sequence in scheduler.running if sequence.decoding and not sequence.waiting_for_grammar
+        }
+        prompts = [
+            sequence for sequence in scheduler.running if not (sequence.decoding or sequence.waiting_for_grammar)
+        ]
         preempted = scheduler.preemptions
         plan = scheduler.schedule(lambda sequence: drafts)
         assert sum(upto - sequence.computed for sequence, upto in plan.chunks) <= scheduler.max_num_batched_tokens
         chosen = {sequence for sequence, _ in plan.chunks}
-        assert len(chosen) == len(plan.chunks) and not any(sequence.held for sequence in chosen)
+        assert len(chosen) == len(plan.chunks) and not any(sequence.waiting_for_grammar for sequence in chosen)
         if scheduler.preemptions == preempted:
             assert decoding <= chosen
             # And neither those who decode nor their drafts stop the prompt that began first.
@@ -326,16 +330,17 @@ def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
         budget = need
         groups = size_groups(layers, windows, budget, block_size, **rest)
     sizes = [sum(la.block_bytes(block_size) for la in layers if la.group == g) for g in range(len(groups))]
-    whole = [sum(la.whole_bytes(block_size) for la in layers if la.group == g) for g in range(len(groups))]
+    whole = [sum(la.unquantized_block_bytes(block_size) for la in layers if la.group == g) for g in range(len(groups))]
     used = sum(
-        group.num_blocks * size + group.num_whole * more for group, size, more in zip(groups, sizes, whole, strict=True)
+        group.num_blocks * size + group.num_unquantized * more
+        for group, size, more in zip(groups, sizes, whole, strict=True)
     )
     assert used <= budget
     touched = min(-(-max_model_len // block_size), (max_step - 1) // block_size + 2)
     for group in groups:
-        assert group.whole == kinds
-        assert group.num_whole >= touched * ("newest" in kinds) + ("first" in kinds)
-        assert kinds or not group.num_whole
+        assert group.unquantized == kinds
+        assert group.num_unquantized >= touched * ("newest" in kinds) + ("first" in kinds)
+        assert kinds or not group.num_unquantized
     if not kinds:
         widths = [sum(la.width for la in layers if la.group == g) for g in range(len(groups))]
         assert sizes == [width * block_size * dtype.itemsize for width in widths]

@@ -137,10 +137,10 @@ def vars_of(tables: BlockTables) -> Any:
 
 def renew(
     engine: Engine, spare: int, longest: int, *, block_size: int, caching: bool = True, max_num_seqs: int = 4,
-    max_step: int = 16, num_whole: int = 0,
+    max_step: int = 16, num_unquantized: int = 0,
 ) -> None:  # fmt: skip
     """Gives a loaded engine new, empty tables of other sizes: one sequence of `longest` tokens fits, and `spare` blocks
-    more; where some blocks are whole there are `num_whole`. The cache's memory stays, as NaN."""
+    more; where some blocks are whole there are `num_unquantized`. The cache's memory stays, as NaN."""
     engine.config = dataclasses.replace(
         engine.config, block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_step
     )
@@ -151,14 +151,16 @@ def renew(
     for index, group in enumerate(engine.tables.groups):
         blocks = most_blocks(probe, index, longest, max_step) + spare
         assert blocks * block_size <= slots[index], f"{group.name} has {slots[index]} slots, not {blocks * block_size}"
-        groups.append(dataclasses.replace(group, num_blocks=blocks, num_whole=num_whole if group.whole else 0))
+        groups.append(
+            dataclasses.replace(group, num_blocks=blocks, num_unquantized=num_unquantized if group.unquantized else 0)
+        )
     engine.cache.groups, engine.cache.block_size = groups, block_size
     for index, (layer, rows) in enumerate(zip(cache.layers, cache.rows, strict=True)):
         # Whole blocks follow the others.
         if rows.whole is not None:
             units = groups[layer.group].num_blocks * block_size // rows.format.tokens
             cache.rows[index] = dataclasses.replace(rows, packed=rows.packed[:units])
-            engine.model.layers[index].attention.keep_in(cache.rows[index])
+            engine.model.layers[index].attention.bind_cache(cache.rows[index])
     engine.tables = BlockTables(groups, block_size, caching)
     engine.scheduler = Scheduler(engine.tables, max_num_seqs, max_step, engine.scheduler.replays)
     poison(engine)

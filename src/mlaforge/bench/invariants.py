@@ -105,7 +105,7 @@ class Audit:
                 self.broken_views += check_batch(batch, engine)
             if self.hook.decoding and engine.speculation is not None and (partial := engine.speculation.partial):
                 # A partial step reads what the target agreed to, a full one what each layer attended to most.
-                self.hook.extra += 1 if batch.partial else 0
+                self.hook.extra += 1 if batch.sparse_views else 0
                 self.hook.extra += partial.layers * len(batch.probe.sequences) if batch.probe is not None else 0
             return runner(batch)
 
@@ -121,7 +121,7 @@ class Audit:
 
         def eager(batch: Batch) -> Tensor:
             # Partial verification has no graphs.
-            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.probe is None
+            self.hook.eager_decodes += self.hook.decoding and not batch.sparse_views and batch.probe is None
             return former(batch)
 
         def captured(run: Callable[[], Tensor]) -> Any:

@@ -207,21 +207,21 @@ def test_growing_looks_at_no_other_block():
     assert Watched.seen == 1000 and runs(table) == 1
 
 
-def test_what_only_we_can_break_is_told():
+def test_asserts_on_misuse():
     pool = BlockPool(4, 2)
     (block,) = pool.allocate(1)
-    with pytest.raises(AssertionError, match="counts 1 holders, but 0 hold it"):
+    with pytest.raises(AssertionError, match="has 1 references, but 0 users"):
         pool.check_integrity([])
-    with pytest.raises(AssertionError, match="counts 1 holders, but 2 hold it"):
+    with pytest.raises(AssertionError, match="has 1 references, but 2 users"):
         pool.check_integrity([[block], [block]])
     pool.publish(block, digest(1))
     with pytest.raises(AssertionError, match="second content"):
         pool.publish(block, digest(2))
     pool.release([block])
     for misuse in (lambda: pool.release([block]), lambda: pool.withdraw(block), lambda: pool.publish(block, digest(3))):
-        with pytest.raises(AssertionError, match="nobody holds it"):
+        with pytest.raises(AssertionError, match="but has no references"):
             misuse()
-    with pytest.raises(AssertionError, match="nothing is known"):
+    with pytest.raises(AssertionError, match="its content is unknown"):
         pool.acquire([block + 1])
 
 

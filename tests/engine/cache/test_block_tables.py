@@ -201,7 +201,7 @@ def test_eight_sequences_in_lockstep_stay_contiguous(caching):
         assert max(counted[1]) <= 3
 
 
-def test_misuse_is_told():
+def test_asserts_on_misuse():
     tables = pair()
     tables.start(1, [1, 2, 3])
     with pytest.raises(AssertionError, match="has no block"):

@@ -83,7 +83,7 @@ def test_a_request_has_one_result(family, layout, stored, model):
         speculate(llm.engine, drafter, 5)
         assert results(llm.generate(PROMPTS, ASKED)) == alone
     assert llm.engine.stats().speculation.accepted
-    if not any(group.whole for group in llm.engine.tables.groups):
+    if not any(group.unquantized for group in llm.engine.tables.groups):
         branch(llm.engine, Branching(texts, 0.8), 6, tree=12)
         assert results(llm.generate(PROMPTS[:1], ASKED)) == alone[:1]
         assert llm.engine.stats().speculation.tree_tokens
@@ -91,10 +91,10 @@ def test_a_request_has_one_result(family, layout, stored, model):
 
     llm = watched(directory, **options)
     size = llm.engine.config.block_size
-    renew(llm.engine, 2, 230 + NEW, block_size=size, max_step=64, num_whole=6)
+    renew(llm.engine, 2, 230 + NEW, block_size=size, max_step=64, num_unquantized=6)
     assert results(llm.generate(PROMPTS, ASKED)) == alone
     # Where both are whole, no answer needs more blocks than its prompt.
-    assert llm.engine.stats().preemptions > 0 or len(llm.engine.tables.groups[0].whole) == 2
+    assert llm.engine.stats().preemptions > 0 or len(llm.engine.tables.groups[0].unquantized) == 2
     idle(llm.engine)
 
 
@@ -246,7 +246,7 @@ def on_a_gpu(monkeypatch, *capability):
     """An engine is refused as if this machine had such a GPU."""
     monkeypatch.setattr("mlaforge.engine.engine.resolve_device", lambda name: torch.device("cuda"))
     gpu = GpuProperties.of_capability(*capability)
-    monkeypatch.setattr("mlaforge.engine.contradictions.gpu_properties", lambda device: gpu)
+    monkeypatch.setattr("mlaforge.engine.config_checks.gpu_properties", lambda device: gpu)
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4"])

@@ -29,10 +29,13 @@ MODELS = {
     "full+window": (FULL, CacheGroup("window", 25, 5)),
     "windows": (CacheGroup("narrow", 18, 2), CacheGroup("wide", 25, 7)),
     "everything": (CacheGroup("one", 20, 1), FULL, CacheGroup("whole blocks", 25, 6)),
-    "newest whole": (CacheGroup("newest", 30, whole=frozenset(["newest"]), num_whole=18),),
-    "first whole": (FULL, CacheGroup("first", 25, whole=frozenset(["first"]), num_whole=7)),
-    "both whole": (CacheGroup("both", 25, whole=frozenset(["first", "newest"]), num_whole=20), FULL),
-    "whole and windows": (
+    "newest unquantized": (CacheGroup("newest", 30, unquantized=frozenset(["newest"]), num_unquantized=18),),
+    "first unquantized": (FULL, CacheGroup("first", 25, unquantized=frozenset(["first"]), num_unquantized=7)),
+    "first and newest unquantized": (
+        CacheGroup("both", 25, unquantized=frozenset(["first", "newest"]), num_unquantized=20),
+        FULL,
+    ),
+    "unquantized and windows": (
         FULL,
         CacheGroup("newest", 25, 6, frozenset(["newest"]), 20),
         CacheGroup("both", 25, 3, frozenset(["first", "newest"]), 22),
@@ -101,9 +104,9 @@ class Engine(RuleBasedStateMachine):
         number, block = position // self.bs, blocks[(position - first) // self.bs]
         if number == query // self.bs:
             block = self.tables.written(seq, group).get(number, block)
-        kinds = self.tables.groups[group].whole
+        kinds = self.tables.groups[group].unquantized
         whole = ("first" in kinds and number == 0) or ("newest" in kinds and number == query // self.bs)
-        assert self.tables._pools[group].is_whole(block) == whole
+        assert self.tables._pools[group].is_unquantized(block) == whole
         return block * self.bs + position % self.bs
 
     def seen(self, group, query):
@@ -194,7 +197,10 @@ class Engine(RuleBasedStateMachine):
         run = self.live[seq]
         length = max(0, run.computed - by)
         kept = self.tables.rewind(seq, length)
-        if any("newest" in group.whole for group in self.tables.groups) and length // self.bs < run.computed // self.bs:
+        if (
+            any("newest" in group.unquantized for group in self.tables.groups)
+            and length // self.bs < run.computed // self.bs
+        ):
             length -= length % self.bs
         assert kept in (0, length)
         if length >= run.origin and run.longest - length <= self.lookback:
@@ -263,7 +269,7 @@ class Engine(RuleBasedStateMachine):
             getattr(self, name)(which)
 
     @invariant()
-    def whole(self):
+    def tables_are_consistent(self):
         self.tables.check_integrity()
         assert self.tables.used + self.tables.available == self.tables.num_blocks
         if not self.live:
@@ -282,7 +288,7 @@ class Engine(RuleBasedStateMachine):
             for block in range(pool.num_blocks):
                 if (digest := pool.digest(block)) is not None:
                     first = memory[block * self.bs] and len(memory[block * self.bs]) == 1
-                    assert pool.is_whole(block) == ("first" in group.whole and first)
+                    assert pool.is_unquantized(block) == ("first" in group.unquantized and first)
                     rows = [memory[block * self.bs + row] for row in range(self.bs)]
                     history = rows[-1]
                     assert digest == block_digests(history, self.bs)[-1]
@@ -310,13 +316,13 @@ def test_a_long_life(seed):
     done = Counter()
     for _ in range(300):
         engine.turn(random, done)
-        engine.whole()
+        engine.tables_are_consistent()
         engine.next_query_sees_what_it_should()
         engine.published_blocks_hold_what_their_digest_says()
         engine.tables_are_bounded()
     while engine.live:
         engine.free(0)
-    engine.whole()
+    engine.tables_are_consistent()
     assert done["step"] > 50 and done["fork"] > 5 and done["rewind"] > 20
     assert engine.copied > 3 or engine.bs == 1
     assert engine.hits > 0 or not engine.tables.caching

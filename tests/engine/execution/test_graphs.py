@@ -19,7 +19,7 @@ from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
-from mlaforge.engine.execution.bucket import MOST_QUERIES, Bucket, bucket_of, fill, padded
+from mlaforge.engine.execution.bucket import MAX_QUERIES, Bucket, bucket_of, fill, padded
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
 from support.eagle3_heads import saved
@@ -106,7 +106,7 @@ def batch_of(*parts: tuple[int, int], windows: tuple[int | None, ...] = (None, 6
     return make_batch(chunks, tables, CPU)
 
 
-@pytest.mark.parametrize("parts", [[(5, 1), (9, 2)], [(20, MOST_QUERIES + 1)], [(5, 1)] * 5])
+@pytest.mark.parametrize("parts", [[(5, 1), (9, 2)], [(20, MAX_QUERIES + 1)], [(5, 1)] * 5])
 def test_what_has_no_bucket(parts):
     assert Bucket.of(batch_of(*parts), most=4) is None
 

@@ -15,7 +15,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution import linear
 from mlaforge.engine.execution import model as loading
 from mlaforge.engine.execution.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fused, vocabulary_head
-from mlaforge.engine.execution.mlp import rewritten
+from mlaforge.engine.execution.mlp import make_mlp
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
 from support.engine_driver import greedy, idle, random_prompts, watched
@@ -248,7 +248,7 @@ def test_a_rewritten_mlp_is_the_sources(family, rows, tiny_models):
     with torch.no_grad():
         expected = layer.mlp(x[None])
         before = plus.clone()
-        got = rewritten(layer.mlp, "float32", torch.device("cpu"))(x, plus)
+        got = make_mlp(layer.mlp, "float32", torch.device("cpu"))(x, plus)
     if family == "gpt_oss":
         expected = expected[0]
     torch.testing.assert_close(got, expected[0] + plus, rtol=1e-4, atol=1e-5)
@@ -261,7 +261,7 @@ def test_a_rewritten_mlp_in_bf16(family, tiny_models):
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         expected = layer.mlp.float()(x[None].float())
-        got = rewritten(layer.mlp.bfloat16(), "bfloat16", torch.device("cpu"))(x, torch.zeros_like(x))
+        got = make_mlp(layer.mlp.bfloat16(), "bfloat16", torch.device("cpu"))(x, torch.zeros_like(x))
     expected = (expected[0] if family == "gpt_oss" else expected)[0]
     torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
 

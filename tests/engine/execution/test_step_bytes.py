@@ -72,8 +72,8 @@ def test_partial_steps_read_a_part(tiny_models):
     spec = engine.model.spec
     row = sum(2 * layer.num_kv_heads * layer.head_dim * 2 for layer in spec.layers)
     assert len(ran) == stats.partial_steps > 2
-    assert stats.partial_cache_bytes == row * sum(batch.partial[0].counts[0] for batch in ran)
-    assert max(batch.partial[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL["specpv_max_pending"] * 3
+    assert stats.partial_cache_bytes == row * sum(batch.sparse_views[0].counts[0] for batch in ran)
+    assert max(batch.sparse_views[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL["specpv_max_pending"] * 3
     assert stats.partial_weight_bytes * BITS["bfloat16"] == pytest.approx(
         len(ran) * engine.step_bytes([(1, 1, 1)]).weights * BITS["int8"]
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.request.detokenizer import WINDOW, Detokenizer
-from mlaforge.engine.request.stopping import Stopping, find_stop, held_back
+from mlaforge.engine.request.stopping import Stopping, find_stop, partial_stop_length
 from mlaforge.engine.sampling.params import SamplingParams
 
 PAD, BOS, EOS = 256, 257, 258
@@ -167,20 +167,20 @@ def stopping(tokenizer, prompt=(), room=10_000, **params):
     return Stopping(tokenizer, SamplingParams(**{"max_tokens": None, **params}), list(prompt), [EOS], room)
 
 
-def held(one):
-    """What would come with the end of the text."""
-    return one._held + one._detokenizer.flush()
+def buffered(stop):
+    """The text that would follow at the end."""
+    return stop._buffered + stop._detokenizer.flush()
 
 
 def run(tokenizer, ids, **params):
-    """(text, tokens kept, reason, stop reason) of the tokens given one at a time, and whatever is held at the end."""
-    one, text, kept = stopping(tokenizer, **params), "", 0
+    """(text, tokens up to the end, finish reason, stop reason) of tokens appended one at a time; text with the buffer."""
+    stop, text, count = stopping(tokenizer, **params), "", 0
     for token in ids:
-        delta, took, *reasons = one.append([token])
-        text, kept = text + delta, kept + took
-        if one.finished:
-            return text, kept, *reasons
-    return text + held(one), kept, None, None
+        delta, num_tokens, *reasons = stop.append([token])
+        text, count = text + delta, count + num_tokens
+        if stop.finished:
+            return text, count, *reasons
+    return text + buffered(stop), count, None, None
 
 
 def test_ends(tokenizer):
@@ -244,7 +244,11 @@ def test_of_several_stop_strings_the_first_to_be_complete(tokenizer):
     assert run(tokenizer, ids, stop=["d", "bcd", "cd"]) == ("a", 4, "stop", "bcd")
     assert find_stop("xaab", ["aab", "b"], 0) == (1, 4, "aab")
     assert find_stop("aaa", ["aa"], 2) == (1, 3, "aa") and find_stop("aa", ["aa"], 2) is None
-    assert held_back("xaba", ["abac", "a"]) == 3 and held_back("xa", ["a"]) == 0 and held_back("", ["ab"]) == 0
+    assert (
+        partial_stop_length("xaba", ["abac", "a"]) == 3
+        and partial_stop_length("xa", ["a"]) == 0
+        and partial_stop_length("", ["ab"]) == 0
+    )
 
 
 def test_several_tokens_at_once_end_at_the_right_one(tokenizer):
@@ -304,5 +308,5 @@ def test_stopping_against_decoding_everything_again(tokenizer, text, stops, incl
         shown, kept, ids = shown + delta, kept + took, ids[width:]
         assert expected[0].startswith(shown)
     if not one.finished:
-        shown += held(one)
+        shown += buffered(one)
     assert (shown, kept, *reasons) == expected

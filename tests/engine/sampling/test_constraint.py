@@ -166,7 +166,7 @@ def test_the_state_takes_the_constraint_with_it(tokenizer, constrained):
 def test_a_token_that_was_not_allowed_ends_it(tokenizer, constrained):
     constraint = constrained(SamplingParams(regex="abc"))
     constraint.advance(ids(tokenizer, "ax"))
-    with pytest.raises(UserError, match="is not what it allows"):
+    with pytest.raises(UserError, match="it does not allow token"):
         constraint.mask()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.sampling import grammar
-from mlaforge.engine.sampling.grammar import IDLE, Grammars, wait_for
+from mlaforge.engine.sampling.grammar import MAX_IDLE, Grammars, wait_for
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
@@ -185,14 +185,14 @@ def test_a_process_that_dies_while_it_is_asked_nothing_is_nobodys_fault(tokenize
 def test_processes_end_with_what_they_are_for(tokenizer):
     """Those of grammars that nobody follows any more, but for the newest; and all of them with the engine."""
     grammars = Grammars(tokenizer)
-    for length in range(IDLE + 5):
+    for length in range(MAX_IDLE + 5):
         params = SamplingParams(regex=f"[ab]{{{length + 1}}}")
         grammars.check(params)
         place = grammars.follow(params)
         allowed(place)
         place.close()
     process = grammars._process
-    until(lambda: len(children(process)) == IDLE + 1)
+    until(lambda: len(children(process)) == MAX_IDLE + 1)
     left = children(process)
     del grammars, place
     # Again and again: it does nothing while another thread is collecting.
@@ -243,7 +243,7 @@ def test_a_text_that_fails_leaves_no_clock_running(tokenizer, monkeypatch):
     wrong, right = grammars.follow(params), grammars.follow(params)
     wrong.advance(ids(tokenizer, "x"))
     wait_for([wrong], 60)
-    assert "is not what it allows" in wrong.error
+    assert "it does not allow token" in wrong.error
     (a,) = ids(tokenizer, "a")
     used = children_time(grammars)
     while children_time(grammars) - used < 0.3:

@@ -15,7 +15,7 @@ from transformers import (
 
 from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.sampling.sampler import LIKELIEST, Sampler
+from mlaforge.engine.sampling.sampler import TOP_P_WIDTHS, Sampler
 from mlaforge.engine.sampling.state import SamplingState, derived_seed
 from mlaforge.runtime import UserError
 
@@ -143,7 +143,7 @@ FILTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("vocab_size", [V, 2 * LIKELIEST[-1]])
+@pytest.mark.parametrize("vocab_size", [V, 2 * TOP_P_WIDTHS[-1]])
 def test_filters_against_numpy(vocab_size):
     for seed in range(4):
         logits = logits_of(len(FILTERS), vocab_size, seed)
@@ -156,7 +156,7 @@ def test_filters_against_numpy(vocab_size):
 
 def test_a_flat_row_needs_more_than_the_likeliest_and_a_steep_one_does_not():
     """The shortcut of top-p on a CPU and the full sort agree, also in one batch."""
-    size = 2 * LIKELIEST[-1]
+    size = 2 * TOP_P_WIDTHS[-1]
     logits = torch.stack([logits_of(1, size)[0] / 100, logits_of(1, size)[0] * 3])
     found = SAMPLER.probabilities(logits, [state(vocab_size=size, top_p=0.9) for _ in range(2)])
     for n in range(2):
@@ -299,7 +299,7 @@ def test_the_chosen_one_of_equals_is_among_the_likeliest():
 
 
 def test_prompt_logprobs_in_parts(monkeypatch):
-    monkeypatch.setattr("mlaforge.engine.sampling.logprobs.LOGPROBS_AT_ONCE", 2 * V)
+    monkeypatch.setattr("mlaforge.engine.sampling.logprobs.MAX_LOGPROBS", 2 * V)
     logits, ids = logits_of(9), list(range(9))
     counts = [2, None, 1, 0, 2, 2, None, 3, 1]
     found = logprobs_of(logits, ids, counts)

@@ -96,15 +96,15 @@ class Decision:
         if not sequence.request.params.speculate:
             return 0
         # The target's own token comes on top.
-        return max(0, min(self.counts.get(sequence, self.count), sequence.stopping.room - 1))
+        return max(0, min(self.counts.get(sequence, self.count), sequence.stopping.remaining_tokens - 1))
 
     def tokens(self, sequence: Sequence) -> int:
         """How many drafted tokens the sequence is to have room for."""
         depth = self.depth(sequence)
-        copied = min(self.copied, sequence.stopping.room - 1) if sequence.request.params.speculate else 0
+        copied = min(self.copied, sequence.stopping.remaining_tokens - 1) if sequence.request.params.speculate else 0
         if self.partial:
             # Copies come behind what is pending; so does a tree, of which most is left behind.
-            return min(depth + max(copied, self.tree if depth else 0), sequence.stopping.room - 1)
+            return min(depth + max(copied, self.tree if depth else 0), sequence.stopping.remaining_tokens - 1)
         return max(self.tree if depth else 0, depth, copied)
 
 

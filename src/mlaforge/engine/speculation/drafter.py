@@ -131,7 +131,7 @@ class PromptLookupDrafter:
         """That of all its tokens. Every token of a text is looked at once, whoever runs ahead of it how often."""
         index = self._indices.get(sequence)
         if index is None:
-            index = _Index(None if sequence.judged is None else self._index(sequence.judged))
+            index = _Index(None if sequence.original is None else self._index(sequence.original))
             self._indices[sequence] = index
         index.grow(sequence.token_ids)
         return index

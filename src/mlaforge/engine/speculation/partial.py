@@ -124,7 +124,7 @@ class PartialVerification:
         # What the partial steps of the newest proposal have read.
         self.read = StepBytes()
         self.sampler = Sampler()
-        self.count, self.pattern = config.drafted, PartialView.of(config, model.layers)
+        self.count, self.pattern = config.max_draft_tokens, PartialView.of(config, model.layers)
         self.final = config.specpv == "lossy"
         self.policy = DraftPolicy(self.count) if config.adaptive_speculation else None
         # Of the target: the cache group of the layers that see everything, and how many they are.
@@ -217,7 +217,7 @@ class PartialVerification:
         # Tokens that may wait, and all that there is room for.
         room, whole = {s.number: min(count, self.wanted(s)) for s, count in budgets}, {s.number: c for s, c in budgets}
         copied: dict[Sequence, list[int]] = {}
-        texts = [s.ahead() for s, _ in budgets]
+        texts = [s.provisional_copy() for s, _ in budgets]
         qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         begin = {text.number: len(text.token_ids) for text in texts}
         self.non_finite.clear()
@@ -371,7 +371,7 @@ class PartialVerification:
             narrowed(whole, slots_SK, places_SK, tuple(map(operator.add, stops, more)), True)
             for slots_SK, places_SK, more in zip(view.slots_LSK, view.places_LSK, view.more, strict=True)
         )
-        return dataclasses.replace(batch, partial=views)
+        return dataclasses.replace(batch, sparse_views=views)
 
 
 @dataclasses.dataclass(frozen=True)

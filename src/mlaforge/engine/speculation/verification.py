@@ -19,7 +19,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from mlaforge.engine.request import held
+from mlaforge.engine.request import grammar_wait
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
@@ -76,7 +76,7 @@ def verify(
                 if completion.finish_reason is None:
                     next_active.append(i)
         # Where a grammar takes its time, what follows is left to another step.
-        goes_on = held.ready([sequences[i] for i in next_active])
+        goes_on = grammar_wait.can_draw_again([sequences[i] for i in next_active])
         active = [i for i, goes in zip(next_active, goes_on, strict=True) if goes]
     return verified
 

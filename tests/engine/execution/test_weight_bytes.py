@@ -8,8 +8,8 @@ import torch
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
-from mlaforge.engine.execution.held_weights import held_bytes
 from mlaforge.engine.execution.model import EngineModel
+from mlaforge.engine.execution.weight_bytes import weight_bytes
 from support.tiny_models import save_model, save_packed
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_what_shapes_tell_is_what_is_held(name, format, wide, converted):
     engine = Engine(path, EngineConfig(device="cpu", dtype=format, cache_bytes=1 << 20, max_num_seqs=2))
     cache = {tensor.untyped_storage().data_ptr() for tensor in engine.cache.tensors}
     held = sum(size for at, size in tensors().items() if at not in before and at not in cache)
-    told = EngineModel(SourceModel.open(path), format, CPU).held_bytes(format)
+    told = EngineModel(SourceModel.open(path), format, CPU).weight_bytes(format)
     # Less are the vectors that norms keep several times, more what int4 takes where it is torch's.
     assert 0.96 * held <= told <= 1.12 * held
 
@@ -62,8 +62,8 @@ def test_the_geometry_of_20b():
     loading.keep_packed(model, config)
     experts = 24 * 32 * 3 * 2880 * 2880 * 17 // 32
     for device in (CPU, torch.device("cuda")):
-        told = held_bytes(model, "bfloat16", device)
+        told = weight_bytes(model, "bfloat16", device)
         assert experts + 2 * 2 * 201088 * 2880 < told < 1.01 * 13.8e9
     # Of the rest int8 saves about half, but for the embedding.
     rest = (told - experts - 2 * 201088 * 2880) / 2
-    assert told - held_bytes(model, "int8", CPU) == pytest.approx(rest, rel=0.02)
+    assert told - weight_bytes(model, "int8", CPU) == pytest.approx(rest, rel=0.02)
