@@ -1,4 +1,4 @@
-"""Angles of a step's tokens are those that the model's own rotary module makes, whatever was asked before."""
+"""Rotations of a step's tokens equal those of the model's rotary module, whatever was looked up before."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_po
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e4}, YARN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_looked_up_is_made(rope, dtype):
+def test_table_equals_rotary_module(rope, dtype):
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=4096, rope_parameters=rope)
     rotary = LlamaRotaryEmbedding(config)
     angles = RotaryEmbedding(rotary, 16, dtype)
