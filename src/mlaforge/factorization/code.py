@@ -26,7 +26,7 @@ from mlaforge.planning.plan import Plan
 # Numbers that are given bits together, so that a plane of bits ends with a byte.
 BLOCK = 8
 # What varies little in the calibration's text varies more in any other: deviations fall with this power less than they
-# do there, from the largest twentieth on (measured: docs/conversion.md).
+# do there, from the largest twentieth on (measured: docs/notes/conversion.md).
 ELSEWHERE = 0.17
 # Ranges that are tried, in standard deviations: TRIED of them at every width, the wider the code the further.
 TRIED = 7
