@@ -182,7 +182,7 @@ def main() -> None:
             names = ("plain", "head", COPIES, PACE, ALWAYS, *([LOSSY] if case == LOSSY_CASE else []))
             for row in measured(modes, names, batches):
                 results.add({"case": case, "bars": BARS.get(case), **row})
-        modes.llm.engine.forget()
+        modes.llm.engine.reset_prefix_cache()
     print(table(results.rows))
 
 

@@ -39,7 +39,7 @@ if not Path("/dev/nvidiactl").exists():
 
 # What a stage may say on stderr before it fails; on a slow machine there are progress bars too.
 PROGRESS = re.compile(
-    r"(Original|Partial RoPE|MLA) ppl: |rows are coded: |context cut to |dequantising |dtype auto: |"
+    r"(Original|Partial RoPE|MLA) ppl: |rows are coded: |context limited to |dequantising |dtype auto: |"
     r"compil(ing|ed) CPU kernels|[\w .-]+: +\d+%"
 )
 

@@ -336,14 +336,14 @@ def test_an_engine_forgets(tiny_models):
     before = engine.stats()
     ours(holder, [prompt], 2)
     assert engine.stats().cached_prompt_tokens - before.cached_prompt_tokens == 32
-    engine.forget()
+    engine.reset_prefix_cache()
     before = engine.stats()
     ours(holder, [prompt], 2)
     assert engine.stats().cached_prompt_tokens == before.cached_prompt_tokens
     engine.check_integrity()
     engine.add("held", prompt, scenario_params())
-    with pytest.raises(UserError, match="only be forgotten while no request"):
-        engine.forget()
+    with pytest.raises(UserError, match="only be reset while no request"):
+        engine.reset_prefix_cache()
 
 
 def scenario_params():

@@ -184,7 +184,7 @@ def test_what_cannot_be_read_is_told(text, shown, speaking):
 @pytest.mark.parametrize("field", [{"stop": "x"}, {"regex": "a"}, {"json_schema": {"type": "object"}}], ids=str)
 def test_what_would_bind_the_channels(field, speaking):
     speaking(ANSWER)
-    words = f"{next(iter(field))} would bind harmony's channels too; use harmony=False, or say it in a message"
+    words = f"{next(iter(field))} would apply to harmony's channels too; use harmony=False, or ask in a message"
     with pytest.raises(UserError, match=words):
         LLM("gpt-oss").chat(HI, SamplingParams(**field))
     (output,) = LLM("gpt-oss", harmony=False).chat(HI, SamplingParams(max_tokens=4))

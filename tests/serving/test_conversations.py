@@ -95,7 +95,7 @@ def test_what_a_template_leaves_out_is_told(messages, options, why, both):
 
 
 def test_ignored_tools_and_efforts_are_a_line_where_that_is_wanted(both, capsys, monkeypatch):
-    monkeypatch.setattr(chat_template, "_TOLD", set())
+    monkeypatch.setattr(chat_template, "_LOGGED", set())
     assert both(ALL, [USER], TOOLS, "log") == "<user>Hi."
     assert both(ALL, [USER], reasoning_effort="low") == "<user>Hi."
     told = capsys.readouterr().err

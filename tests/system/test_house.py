@@ -36,7 +36,7 @@ config
 cache sampling
 request execution
 speculation scheduler
-stats step contradictions memory
+stats step config_checks memory
 engine
 llm
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaforge.config import DTYPES, Options, option
-from mlaforge.engine.config import ENGINE_DTYPES, MOST_DRAFTED, SPECPV
+from mlaforge.engine.config import ENGINE_DTYPES, MAX_DRAFT_TOKENS, SPECPV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class BenchConfig(Options):
     context: tuple[int, ...] | None = option(None, "prompt of each request; k is 1024", "tokens", least=2)
     batch: tuple[int, ...] | None = option(None, "requests that decode together", "requests", least=1)
     num_speculative_tokens: tuple[int, ...] | None = option(
-        None, "drafted tokens per step, 0 for plain decoding", "tokens", least=0, most=MOST_DRAFTED
+        None, "drafted tokens per step, 0 for plain decoding", "tokens", least=0, most=MAX_DRAFT_TOKENS
     )
     draft: tuple[str, ...] | None = option(
         None, "who drafts: ngram, replay (what plain decoding gave: the ceiling of any drafter), or the directory of "

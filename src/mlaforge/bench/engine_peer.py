@@ -39,7 +39,7 @@ class EnginePeer:
         device = resolve_device(config.device)
         config = config.for_device(device)
         assert config.max_num_batched_tokens is not None
-        drafted = max(config.drafted, config.specpv_max_pending)
+        drafted = max(config.max_draft_tokens, config.specpv_max_pending)
         config = dataclasses.replace(
             config, max_model_len=longest, max_num_seqs=most, adaptive_speculation=False,
             speculative=str(head) if head else "none",
@@ -123,7 +123,7 @@ class EnginePeer:
             raise UserError("draft replay needs plain decoding beside it; add 0 to --num-speculative-tokens")
         try:
             if not self.keeps:
-                self.engine.forget()
+                self.engine.reset_prefix_cache()
             self.use(variant, answers, prompts)
             before = self.engine.stats().cached_prompt_tokens
             first = self.decode(prompts, 0).first

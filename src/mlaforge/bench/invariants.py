@@ -109,7 +109,7 @@ class Audit:
                 and (sparse_view := engine.speculation.sparse_view)
             ):
                 # A partial step reads what the target agreed to, a full one what each layer attended to most.
-                self.hook.extra += 1 if batch.partial else 0
+                self.hook.extra += 1 if batch.sparse_views else 0
                 self.hook.extra += sparse_view.num_layers * len(batch.probe.sequences) if batch.probe is not None else 0
             return runner(batch)
 
@@ -125,7 +125,7 @@ class Audit:
 
         def eager(batch: Batch) -> Tensor:
             # Partial verification has no graphs.
-            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.probe is None
+            self.hook.eager_decodes += self.hook.decoding and not batch.sparse_views and batch.probe is None
             return former(batch)
 
         def captured(run: Callable[[], Tensor]) -> Any:

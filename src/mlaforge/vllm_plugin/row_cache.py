@@ -167,7 +167,7 @@ class RowCache(AttentionLayerBase):
             keys = index_keys(rows_LW, end, columns.index) if columns.index else None
             own = PagedRows(Plain(numbers, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
             if index in self._layers:
-                self._layers[index].keep_in(own)
+                self._layers[index].bind_cache(own)
             else:
                 self._layers[index] = self.model.on(index, own)
             begin += columns.width(self.dtype)

@@ -287,7 +287,7 @@ def test_lossy_keeps_provisional_tokens(tiny_models):
     assert made != texts and [len(text) for text in made] == [len(text) for text in texts]
     # A lossy text goes on as any text does: what its rows hold is the model's own.
     found = continued(llm, [made[0]], 4, speculate=False)
-    llm.engine.forget()
+    llm.engine.reset_prefix_cache()
     assert continued(llm, [made[0]], 4, speculate=False) == found
     (asked,) = llm.generate(prompts[:1], greedy(NEW, logprobs=1))
     assert prompts[0] + asked.outputs[0].token_ids == texts[0]

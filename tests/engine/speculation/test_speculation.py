@@ -129,8 +129,8 @@ def test_prompt_lookup_finds_loops_and_is_lossless(llama, fast):
 class Text:
     """What of a sequence prompt lookup reads."""
 
-    def __init__(self, token_ids, judged=None):
-        self.token_ids, self.judged = token_ids, judged
+    def __init__(self, token_ids, original=None):
+        self.token_ids, self.original = token_ids, original
 
 
 def looked_up(token_ids, count):

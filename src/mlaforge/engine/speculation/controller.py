@@ -99,15 +99,17 @@ class Decision:
         if not sequence.request.params.speculate:
             return 0
         # One position remains for the target's own token.
-        return max(0, min(self.counts.get(sequence, self.count), sequence.stopping.room - 1))
+        return max(0, min(self.counts.get(sequence, self.count), sequence.stopping.remaining_tokens - 1))
 
     def tokens(self, sequence: Sequence) -> int:
         """Drafted tokens for which the cache reserves room."""
         depth = self.depth(sequence)
-        lookup = min(self.lookup_tokens, sequence.stopping.room - 1) if sequence.request.params.speculate else 0
+        lookup = (
+            min(self.lookup_tokens, sequence.stopping.remaining_tokens - 1) if sequence.request.params.speculate else 0
+        )
         if self.sparse_view:
             # Provisional tokens are followed by a lookup draft, or by a tree of which one path remains.
-            return min(depth + max(lookup, self.tree if depth else 0), sequence.stopping.room - 1)
+            return min(depth + max(lookup, self.tree if depth else 0), sequence.stopping.remaining_tokens - 1)
         return max(self.tree if depth else 0, depth, lookup)
 
 

@@ -24,13 +24,13 @@ from torch.nn import functional as F
 
 from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.cache.kv_cache import LayerCache
-from mlaforge.engine.execution.angles import Angles
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk
 from mlaforge.engine.execution.linear import QUANTIZED, fused, vocabulary_head
 from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
+from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.drafter import Draft, ancestry
@@ -155,7 +155,7 @@ class EagleDrafter:
         self.target_ids = head.target_ids.to(model.device)
         self.format = head_format(model.format, model.device)
         head = _converted(head.to(model.device), model.dtype, self.format)
-        layer, norm = head.midlayer, model.rewritten_norm
+        layer, norm = head.midlayer, model.make_norm
         self.embedding = head.embed_tokens.weight if config.own_embedding else model.embedding
         self.state_norms = [norm(weight) for weight in head.fc_norm] if config.fc_norm else None
         self.states_norm = norm(head.input_norm) if config.norm_before_fc else None
@@ -164,7 +164,7 @@ class EagleDrafter:
         self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, self.format)
         self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, self.format)
         self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format)
-        self.angles = Angles(head.rotary(), self.attention.head_dim, model.dtype)
+        self.angles = RotaryEmbedding(head.rotary(), self.attention.head_dim, model.dtype)
         self.stops_early = model.device.type == "cpu"
         # By sequence number: positions in the head's cache, and the layer's output [C] at the last of them.
         self._outs: dict[int, tuple[int, Tensor]] = {}

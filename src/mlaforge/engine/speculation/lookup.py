@@ -54,7 +54,7 @@ class PromptLookupDrafter:
         """Index of all tokens of the sequence. Amortised O(1) per token, provisional copies of a sequence included."""
         index = self._indices.get(sequence)
         if index is None:
-            index = _NgramIndex(None if sequence.judged is None else self._index(sequence.judged))
+            index = _NgramIndex(None if sequence.original is None else self._index(sequence.original))
             self._indices[sequence] = index
         index.extend(sequence.token_ids)
         return index

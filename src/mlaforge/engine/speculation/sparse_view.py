@@ -126,7 +126,7 @@ class SparseViewDrafter:
         # Bytes that the sparse-view steps of the newest proposal have read.
         self.bytes_read = StepBytes()
         self.sampler = Sampler()
-        self.num_drafted, self.config = config.drafted, SparseViewConfig.from_options(config, model.layers)
+        self.num_drafted, self.config = config.max_draft_tokens, SparseViewConfig.from_options(config, model.layers)
         self.lossy = config.specpv == "lossy"
         self.policy = DraftPolicy(self.num_drafted) if config.adaptive_speculation else None
         # Cache group and number of the target's layers with full attention.
@@ -224,7 +224,7 @@ class SparseViewDrafter:
         rooms = {s.number: count for s, count in budgets}
         limits = {s.number: min(count, self.max_draft_tokens(s)) for s, count in budgets}
         lookups: dict[Sequence, list[int]] = {}
-        texts = [s.ahead() for s, _ in budgets]
+        texts = [s.provisional_copy() for s, _ in budgets]
         qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         starts = {text.number: len(text.token_ids) for text in texts}
         self.non_finite.clear()
@@ -379,7 +379,7 @@ class SparseViewDrafter:
             narrowed(full, slots_SK, positions_SK, tuple(map(operator.add, stops, surplus)), True)
             for slots_SK, positions_SK, surplus in zip(views.slots_LSK, views.positions_LSK, views.surplus, strict=True)
         )
-        return dataclasses.replace(batch, partial=sparse)
+        return dataclasses.replace(batch, sparse_views=sparse)
 
 
 @dataclasses.dataclass(frozen=True)

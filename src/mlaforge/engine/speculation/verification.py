@@ -23,7 +23,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from mlaforge.engine.request import held
+from mlaforge.engine.request import grammar_wait
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
@@ -86,7 +86,7 @@ def verify(
                 if completion.finish_reason is None:
                     next_active.append(i)
         # A sequence whose grammar takes long continues in a later step.
-        ready = held.ready([sequences[i] for i in next_active])
+        ready = grammar_wait.can_draw_again([sequences[i] for i in next_active])
         active = [i for i, is_ready in zip(next_active, ready, strict=True) if is_ready]
     return verified
 
