@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import record_place
+from mlaforge.artifact import record_path
 from mlaforge.bench import machine
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import environment, log
@@ -29,7 +29,7 @@ def parser(doc: str | None, out: str, data: bool = True) -> argparse.ArgumentPar
 
 def command() -> str:
     """This script's command as its results record it."""
-    return machine.command("python", record_place(sys.argv[0]))
+    return machine.command("python", record_path(sys.argv[0]))
 
 
 class Results:

@@ -47,7 +47,7 @@ OPTIONS = {
     "--device gpu": "use auto, cpu or cuda",
     "--device meta": "use auto, cpu or cuda",
     "--device mps": "use auto, cpu or cuda",
-    "--device cpu:9": "'cpu:9' was asked for, but a machine's processors are one device; use cpu",
+    "--device cpu:9": "'cpu:9' was requested, but a machine's processors are one device; use cpu",
     "--collapse 3": "divides head_dim / 2 = 8",
     "--collapse 0": "divides head_dim / 2 = 8",
     "--collapse two": "divides head_dim / 2 = 8",

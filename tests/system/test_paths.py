@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaforge.artifact import ABSOLUTE, Manifest, record_name, record_names, record_place, record_text, writing
+from mlaforge.artifact import ABSOLUTE_PATH, Manifest, record_name, record_names, record_path, record_text, writing
 from mlaforge.calibration.sources import Source, names
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
@@ -37,18 +37,18 @@ HARMLESS = (
 
 @pytest.mark.parametrize("text", PLACES)
 def test_a_place_is_seen(text: str) -> None:
-    assert ABSOLUTE.search(text)
-    assert not ABSOLUTE.search(record_text(text))
+    assert ABSOLUTE_PATH.search(text)
+    assert not ABSOLUTE_PATH.search(record_text(text))
 
 
 @pytest.mark.parametrize("text", DRIVES)
 def test_a_drive_is_seen(text: str) -> None:
-    assert ABSOLUTE.search(text)
+    assert ABSOLUTE_PATH.search(text)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_only_has_slashes_is_none(text: str) -> None:
-    assert not ABSOLUTE.search(text)
+    assert not ABSOLUTE_PATH.search(text)
     assert record_text(text) == text
 
 
@@ -64,7 +64,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert record_names(config, "text", "swa_text") == {"text": ["a.txt", "a.txt", "embedded"], "swa_text": None}
     # What is not here is no place.
     assert record_name("org/name") == "org/name" and record_name("embedded") == "embedded"
-    assert record_place(tmp_path / "models" / "tiny") == "models/tiny" and record_place("../other/x") == "x"
+    assert record_path(tmp_path / "models" / "tiny") == "models/tiny" and record_path("../other/x") == "x"
     both = [Source.of(place) for place in ("a.txt", str(tmp_path / "models" / "a.txt"), f"rfc:{tmp_path}", "embedded")]
     assert list(names(both).values()) == ["a.txt", "a.txt (2)", f"rfc:{tmp_path.name}", "embedded"]
 
@@ -145,7 +145,7 @@ def test_no_file_of_ours_says_where_something_lies() -> None:
     seen = []
     for file in tracked():
         text = file.read_text(encoding="utf-8")
-        for place in ABSOLUTE.finditer(text):
+        for place in ABSOLUTE_PATH.finditer(text):
             # What was measured is recorded by machines, which have no places to speak of.
             if file.suffix == ".json" or OWN.match(place[0]):
                 seen.append(f"{file.relative_to(ROOT)}: {place[0]}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import Manifest, record_place
+from mlaforge.artifact import Manifest, record_path
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import layout_of
@@ -59,7 +59,7 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
         before = body["rows"][0]["ppl"] if body["rows"] else ppl
         asked = manifest.config if manifest and plan.stored != "coded" else {}
         body["rows"].append({
-            "model": name, "path": record_place(source.path), "sha256": source.fingerprint,
+            "model": name, "path": record_path(source.path), "sha256": source.fingerprint,
             "layout": layout_of(plan),
             # Where a rank was asked for, the budget was not.
             "budget": asked.get("budget") if asked.get("kv_lora_rank") is None else None,
