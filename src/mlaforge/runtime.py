@@ -116,7 +116,7 @@ def api_key() -> str | None:
     empty: an empty variable is more likely a failed expansion than a wish to serve without a key."""
     key = os.environ.get("MLAFORGE_API_KEY")
     if key is not None and not key.strip():
-        raise UserError("MLAFORGE_API_KEY is empty; give it a key, or unset it to serve anybody")
+        raise UserError("MLAFORGE_API_KEY is empty; set it to a key, or unset it to serve without a key")
     return key
 
 

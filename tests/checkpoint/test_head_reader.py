@@ -77,7 +77,7 @@ def test_fp16_that_overflows_is_refused(tmp_path):
     head = make()
     head.norm.weight[0] = 1e6
     for dtype in (torch.float16, torch.int8):
-        with pytest.raises(UserError, match=r"'norm.weight' holds numbers that are not finite in torch.float16"):
+        with pytest.raises(UserError, match=r"'norm.weight' holds values that are not finite in torch.float16"):
             write_head(head, tmp_path, dtype)
     assert not list(tmp_path.iterdir())
 

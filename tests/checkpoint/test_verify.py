@@ -34,11 +34,14 @@ def damage_tensor(directory):
 
 
 DAMAGES = {
-    "a bit in the middle of a shard": (lambda d: flip(d / SHARD), [f"{SHARD}: not what was written"]),
-    "a bit at the end of a shard": (lambda d: flip(d / SHARD, 0.9999), [f"{SHARD}: not what was written"]),
+    "a bit in the middle of a shard": (lambda d: flip(d / SHARD), [f"{SHARD}: changed since it was written"]),
+    "a bit at the end of a shard": (lambda d: flip(d / SHARD, 0.9999), [f"{SHARD}: changed since it was written"]),
     "a shard cut short": (lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:-1]), [f"{SHARD}: not what"]),
-    "an edited config": (lambda d: (d / "config.json").write_text("{}"), ["config.json: not what was written"]),
-    "edited code": (lambda d: (d / "modeling_mla.py").write_text("evil"), ["modeling_mla.py: not what was written"]),
+    "an edited config": (lambda d: (d / "config.json").write_text("{}"), ["config.json: changed since it was written"]),
+    "edited code": (
+        lambda d: (d / "modeling_mla.py").write_text("evil"),
+        ["modeling_mla.py: changed since it was written"],
+    ),
     "a missing shard": (lambda d: (d / SHARD).unlink(), [f"{SHARD}: missing"]),
     "a shard that is a folder": (lambda d: ((d / SHARD).unlink(), (d / SHARD).mkdir()), [f"{SHARD}: missing"]),
     "an extra shard": (lambda d: shutil.copy(d / SHARD, d / "x.safetensors"), [f"x.safetensors: not in {MANIFEST}"]),
@@ -65,7 +68,7 @@ def test_what_was_not_touched_is_as_it_should_be(made, cli):
     done = cli("verify", made)
     count = len(list(made.iterdir())) - 2
     assert done.exit_code == 0, done.stdout
-    assert done.stdout == f"{made}: {count} files by their SHA-256 in {MANIFEST}: as it should be\n"
+    assert done.stdout == f"{made}: {count} files by their SHA-256 in {MANIFEST}: correct\n"
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -110,12 +113,12 @@ def test_artifacts_that_are_no_models(cli, tiny_models, evaluation_file, tmp_pat
 def test_where_there_is_nothing_to_compare_with(refused, tmp_path):
     (tmp_path / "folder").mkdir()
     refused(("neither", "nothing to compare it with"), "verify", tmp_path / "folder")
-    refused("is no directory", "verify", tmp_path / "nowhere")
+    refused("is not a directory", "verify", tmp_path / "nowhere")
 
 
 def test_serve_refuses_what_is_damaged(made, refused, tmp_path):
     flip(made / SHARD)
-    refused((SHARD, "not what was written", "mlaforge verify"), "serve", made, "--verify")
+    refused((SHARD, "changed since it was written", "mlaforge verify"), "serve", made, "--verify")
 
 
 def test_serve_refuses_a_damaged_head(made, cli, tmp_path):
@@ -124,5 +127,5 @@ def test_serve_refuses_a_damaged_head(made, cli, tmp_path):
         saved(partial)
     flip(head / "model.safetensors")
     done = cli("serve", made, "--verify", "--speculative", head)
-    assert done.exit_code == 2 and f"{made}: " in done.stderr and "as it should be" in done.stderr, done.stderr
-    assert f"mlaforge: {head}: model.safetensors: not what was written" in done.stderr
+    assert done.exit_code == 2 and f"{made}: " in done.stderr and ": correct" in done.stderr, done.stderr
+    assert f"mlaforge: {head}: model.safetensors: changed since it was written" in done.stderr

@@ -295,7 +295,7 @@ def test_health_fails_where_no_step_ends(tokenizer, monkeypatch):
         engine.hold.clear()
         asked = pool.submit(served.post, "/v1/completions", json=LONG | {"max_tokens": 5})
         until(lambda: health().status_code == 503)
-        assert re.search(r"no step has ended for \d+ s", served.refused(health(), 503))
+        assert re.search(r"no engine step has finished for \d+ s", served.refused(health(), 503))
         engine.hold.set()
         assert asked.result().status_code == 200
         # Having nothing to do for long is no ill.
@@ -346,7 +346,7 @@ def test_impossible_options(options, word):
 
 
 @pytest.mark.parametrize(("option", "words"), [
-    (("--api-key", ""), "--api-key is empty, as an unset variable is; give a key, or leave it out to serve anybody"),
+    (("--api-key", ""), "--api-key is empty, as an unset variable is; give a key, or omit it to serve without a key"),
     (("--api-key", " "), "--api-key is empty"), (("--client-timeout", "nan"), "client_timeout = nan must be above 0"),
     (("--max-n", "100"), "max_n = 100 must be at most max_num_seqs = 64"),
     (("--max-n", "5", "--max-num-seqs", "4"), "max_n = 5 must be at most max_num_seqs = 4"),
@@ -357,12 +357,12 @@ def test_impossible_options_are_refused_before_anything_is_loaded(option, words,
 
 def test_the_key_of_the_environment(monkeypatch, refused, tmp_path):
     monkeypatch.setenv("MLAFORGE_API_KEY", "k")
-    assert server.checked(ServeConfig()).api_key == "k" and server.checked(ServeConfig(api_key="o")).api_key == "o"
+    assert server.validated(ServeConfig()).api_key == "k" and server.validated(ServeConfig(api_key="o")).api_key == "o"
     monkeypatch.delenv("MLAFORGE_API_KEY")
-    assert server.checked(ServeConfig()).api_key is None
+    assert server.validated(ServeConfig()).api_key is None
     # What was to fill it is missing: that is no wish to serve without a key.
     monkeypatch.setenv("MLAFORGE_API_KEY", "")
-    refused("MLAFORGE_API_KEY is empty; give it a key, or unset it", "serve", tmp_path / "no such model")
+    refused("MLAFORGE_API_KEY is empty; set it to a key, or unset it", "serve", tmp_path / "no such model")
 
 
 def test_an_address_that_is_taken():
@@ -370,5 +370,5 @@ def test_an_address_that_is_taken():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"{port} cannot be listened on"):
+        with pytest.raises(UserError, match=f"cannot listen on .*:{port}"):
             server.run(ScriptedEngine(ByteTokenizer()), ServeConfig(port=port))

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from mlaforge.serving.bodies import Bodies, Incoming
+from mlaforge.serving.bodies import Bodies, BodyReceive
 from mlaforge.serving.wire import ApiError
 from support.raw_client import BODY, HEAD, answer, connected, request
 from support.scripted_engine import ByteTokenizer, ScriptedEngine
@@ -135,7 +135,7 @@ class Sender:
     def __init__(self, bodies, announced=100):
         self.parts = asyncio.Queue()
         scope = {"headers": [(b"content-length", str(announced).encode())]}
-        self.read = asyncio.ensure_future(bodies.read(scope, Incoming(self.parts.get)))
+        self.read = asyncio.ensure_future(bodies.read(scope, BodyReceive(self.parts.get)))
 
     async def send(self, size, more=True):
         self.parts.put_nowait({"type": "http.request", "body": b"x" * size, "more_body": more})
@@ -145,7 +145,7 @@ class Sender:
 
 def test_where_room_is_short_the_silent_one_is_given_up():
     async def run():
-        bodies = Bodies(most=100, timeout=60, room=250)
+        bodies = Bodies(max_size=100, timeout=60, max_total=250)
         silent, slow, quick = Sender(bodies), Sender(bodies), Sender(bodies)
         await slow.send(50)
         await silent.send(90)
@@ -173,7 +173,7 @@ def test_where_room_is_short_the_silent_one_is_given_up():
 
 def test_a_body_has_its_time():
     async def run():
-        sender = Sender(Bodies(most=100, timeout=0.05, room=100))
+        sender = Sender(Bodies(max_size=100, timeout=0.05, max_total=100))
         await sender.send(50)
         with pytest.raises(ApiError) as late:
             await sender.read

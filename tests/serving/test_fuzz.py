@@ -302,7 +302,7 @@ def test_what_is_written_in_pieces_is_the_same(value, at_once):
     text = json.dumps([value, {"a": [value] * 7, "b": [[value]] * 4, "\u2028": {}}])
     value = json.loads(text, parse_constant=str)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "AT_ONCE", at_once)
+        patch.setattr(wire, "SLICE", at_once)
         assert wire.dumps_long(value) == wire.dumps(value)
 
 

@@ -254,7 +254,7 @@ def test_a_long_conversation_is_written_by_a_process_as_it_is_here(spoken, proce
 @pytest.mark.parametrize("content", [" " * 2_000_000, "x" * 300_000], ids=["panic", "time"])
 def test_what_harmony_cannot_write_ends_a_process_alone(content, spoken, processes, monkeypatch):
     monkeypatch.setattr(harmony_process, "SECONDS", 0.5)
-    with pytest.raises(harmony.MessageError, match="harmony cannot write these messages"):
+    with pytest.raises(harmony.MessageError, match="harmony cannot render these messages"):
         processes.render([{"role": "user", "content": content}], [], None)
     assert not processes._all
     assert processes.render(LONG, [], None) == spoken.render(LONG)

@@ -269,7 +269,7 @@ def test_a_text_too_short_to_place_on(dense, refused, tmp_path):
         ({"index_topk": None}, "no 'index_topk'"),
         ({"index_kind": None}, "no 'index_kind'"),
         ({"index_kind": "trees"}, "index_kind"),
-        ({"index_topk": 10}, "above the 10 tokens that are read in any case"),
+        ({"index_topk": 10}, "above the 10 tokens that are always selected"),
         ({"indexer_types": ["full", "full"]}, "a list of 3"),
         ({"indexer_types": ["shared", "full", "full"]}, "full before the first shared"),
         ({"indexer_types": ["full", "dense", "full"]}, "does not call for"),

@@ -119,7 +119,7 @@ SOUND = {
 }
 REFUSED = {
     "two sets of weights": (two_sets, "two sets of weights"),
-    "an index of absent shards": (absent_shards, "3 files of which none is there"),
+    "an index of absent shards": (absent_shards, "3 files, all of which are missing"),
     "compiled": (wrapped("_orig_mod."), "torch.compile"),
     "data parallel": (wrapped("module."), "DataParallel"),
     "without a head": (base_model, "AutoModelForCausalLM"),

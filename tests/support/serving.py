@@ -17,7 +17,7 @@ import uvicorn
 from mlaforge.serving.app import create_app
 from mlaforge.serving.async_engine import AsyncEngine
 from mlaforge.serving.config import ServeConfig
-from mlaforge.serving.server import listen, settings
+from mlaforge.serving.server import listen, uvicorn_config
 from support.scripted_engine import ScriptedEngine
 
 
@@ -75,7 +75,7 @@ def serving(engine: Any, **options: Any) -> Iterator[Served]:
     wrapped = AsyncEngine(engine)
     config = ServeConfig(port=0, **options)
     app = create_app(wrapped, config)
-    how = settings(app, config)
+    how = uvicorn_config(app, config)
     how.timeout_graceful_shutdown = 1
     listener = listen(how)
     # Inherited by connections: a slow reader is noticed after kilobytes, not megabytes.
