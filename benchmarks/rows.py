@@ -91,7 +91,7 @@ def judged_texts(
             record = json.loads(line)
             yield "\n".join([*record["turns"], *map(str, record.get("reference") or [])])
 
-    held = {n: t for n, t in corpus.embedded_documents()["code"].items() if corpus.held_out(n)}
+    held = {n: t for n, t in corpus.embedded_documents()["code"].items() if corpus.is_evaluation_document(n)}
     parts = {"maths": prompts("gsm8k"), "chat": prompts("mt_bench"), "code": (held[name] for name in sorted(held))}
     texts = {"wiki": wikitext(data)[1]}
     for name in windows.keys() & parts.keys():

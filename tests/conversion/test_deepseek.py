@@ -187,7 +187,7 @@ def test_the_norm_is_linear_up_to_its_bound(size):
     bias = size * torch.randn(8, generator=generator, dtype=torch.float64)
     top = torch.linalg.svd(weight * gain)[2][0]
     y = weight @ (gain * top * math.sqrt(32)) + bias
-    exponent, eps = deepseek.linearising(weight, bias, gain, 16), deepseek.LATENT_EPS
+    exponent, eps = deepseek.linearizing_exponent(weight, bias, gain, 16), deepseek.LATENT_EPS
     small = torch.nn.functional.pad(y * math.sqrt(eps) * 2.0**-exponent, (0, 8))
     normed = small / (small.square().mean() + eps).sqrt() * 2.0**exponent
     error = float((normed[:8] - y).norm() / y.norm())

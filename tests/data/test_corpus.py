@@ -174,7 +174,7 @@ def test_a_file_of_any_name_is_text(tmp_path):
 def test_what_is_judged_on_is_no_document_of_what_is_tuned_on():
     seen = Counter()
     for kind, documents in corpus.embedded_documents().items():
-        sides = {side: {n for n in documents if corpus.held_out(n) == side} for side in (True, False)}
+        sides = {side: {n for n in documents if corpus.is_evaluation_document(n) == side} for side in (True, False)}
         assert len(sides[True]) > 10 and len(sides[False]) > 2 * len(sides[True]), kind
         assert not {documents[n] for n in sides[True]} & {documents[n] for n in sides[False]}
         seen.update(list(documents))
@@ -182,22 +182,22 @@ def test_what_is_judged_on_is_no_document_of_what_is_tuned_on():
     assert seen.most_common(1)[0][1] == 1
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_the_embedded_text_is_a_mixture_of_its_kinds(judged, words):
-    got = [words.decode(row) for row in corpus.windows(words, EMBEDDED, 9, 256, judged=judged).ids]
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_the_embedded_text_is_a_mixture_of_its_kinds(evaluation, words):
+    got = [words.decode(row) for row in corpus.windows(words, EMBEDDED, 9, 256, evaluation=evaluation).ids]
     for i, (kind, documents) in enumerate(corpus.embedded_documents().items()):
-        side = [text for name, text in sorted(documents.items()) if corpus.held_out(name) == judged]
+        side = [text for name, text in sorted(documents.items()) if corpus.is_evaluation_document(name) == evaluation]
         for text in got[i::3]:
             # A window may begin in one document and end in the next.
             assert any(part in document for document in side for part in (text[:100], text[-100:])), kind
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_seeds_of_the_mixture(judged, words):
-    mixture = {seed: corpus.windows(words, EMBEDDED, 6, 64, judged=judged, seed=seed) for seed in range(4)}
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_seeds_of_the_mixture(evaluation, words):
+    mixture = {seed: corpus.windows(words, EMBEDDED, 6, 64, evaluation=evaluation, seed=seed) for seed in range(4)}
     assert len({text.sha256 for text in mixture.values()}) == 4
     for seed, text in mixture.items():
-        assert text.sha256 == corpus.windows(words, EMBEDDED, 6, 64, judged=judged, seed=seed).sha256
+        assert text.sha256 == corpus.windows(words, EMBEDDED, 6, 64, evaluation=evaluation, seed=seed).sha256
 
 
 def test_fewer_windows_are_part_of_more(words):
@@ -273,7 +273,7 @@ def test_what_the_embedded_text_repeats_is_left_out():
 
 def test_the_default_texts_of_convert_do_not_overlap(words):
     tuned = corpus.windows(words, EMBEDDED, 16, 512, seed=0)
-    judged = corpus.windows(words, EMBEDDED, 8, 512, judged=True)
+    judged = corpus.windows(words, EMBEDDED, 8, 512, evaluation=True)
     kept = overlap.refuse_overlap(judged, overlap.passages(tuned), EMBEDDED)
     assert len(kept.ids) >= 6
     assert not overlap.overlapping(kept, overlap.passages(tuned))

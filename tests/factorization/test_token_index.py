@@ -37,7 +37,7 @@ def exact(keys, queries, cos, sin):
 def observed(keys, queries, cos, sin):
     moments = PairMoments(G, P)
     moments.add(as_complex(keys.view(T, G, -1)), as_complex(queries.transpose(0, 1)), [torch.complex(cos, sin)])
-    return Candidates.turning(moments)
+    return Candidates.rotary(moments)
 
 
 def logits(tensors, features, queries, cos, sin):
@@ -59,14 +59,14 @@ def test_all_pairs_give_the_logits_themselves():
 def test_more_pairs_leave_less():
     keys, queries, cos, sin = text()
     found, expected = observed(keys, queries, cos, sin), exact(keys, queries, cos, sin)
-    assert (found.worth >= 0).all()
+    assert (found.variance >= 0).all()
     lost = [
         float((logits(found.best(width, keys, 1.0, 1.0), keys, queries, cos, sin) - expected).square().mean())
         for width in (4, 8, 12, 16, 20, 24)
     ]
     assert lost == sorted(lost, reverse=True) and lost[-1] < 1e-4 * lost[0]
     # Pairs of the least worth, of as many numbers, leave more.
-    found.worth = -found.worth
+    found.variance = -found.variance
     worst = logits(found.best(8, keys, 1.0, 1.0), keys, queries, cos, sin) - expected
     assert worst.square().mean() > 2 * lost[1]
 
@@ -78,7 +78,7 @@ def test_of_latents():
     latents, w = torch.randn(T, R, generator=generator), torch.randn(G * 2 * P, R, generator=generator)
     b = torch.randn(G * 2 * P, generator=generator)
     keys = latents @ w.T + b
-    found = observed(keys, queries, cos, sin).of_latents(w, b)
+    found = observed(keys, queries, cos, sin).on_latents(w, b)
     got = logits(found.best(2 * P * G, latents, 1.0, 1.0), latents, queries, cos, sin)
     expected = exact(keys, queries, cos, sin)
     assert (got - expected).abs().max() < 1e-3 * expected.abs().max()
@@ -93,11 +93,11 @@ def test_what_does_not_turn():
     moments = PairMoments(1, P)
     moments.add(as_complex(rope[:, None]), as_complex(queries.transpose(0, 1)), [torch.complex(cos, sin)])
     outer = torch.einsum("gjtd,gjte->gde", *[still.unflatten(0, (G, -1))] * 2) / T
-    turning = Candidates.turning(moments)
+    turning = Candidates.rotary(moments)
     turning.query = turning.query.expand(G, -1, -1, -1)
-    found = Candidates.still(torch.cov(latents.T), outer, w_uk).beside(turning)
+    found = Candidates.unrotated(torch.cov(latents.T), outer, w_uk).concatenate(turning)
     features, asked = torch.cat((latents, rope), dim=1), torch.cat((still, queries), dim=-1)
-    got = logits(found.best(2 * len(found.worth), features, 1.0, 1.0), features, asked, cos, sin)
+    got = logits(found.best(2 * len(found.variance), features, 1.0, 1.0), features, asked, cos, sin)
     latent_part = still @ torch.einsum("gdr,tr->gtd", w_uk, latents).repeat_interleave(H // G, dim=0).mT
     expected = latent_part + turned(queries, cos, sin) @ turned(rope, cos, sin).T
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
@@ -105,5 +105,5 @@ def test_what_does_not_turn():
 
 def test_more_numbers_than_there_are():
     keys, queries, cos, sin = text()
-    with pytest.raises(UserError, match="an index key of 32 numbers is more than a layer has: 24"):
+    with pytest.raises(UserError, match="an index key of width 32 exceeds the maximum of this layer, 24"):
         observed(keys, queries, cos, sin).best(32, keys, 1.0, 1.0)

@@ -45,7 +45,7 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
         raise UserError(f"context = {','.join(map(str, config.context or ()))} must be one length for conversion")
     count = config.rounds or WINDOWS
     texts = config.text or (corpus.EMBEDDED,)
-    judged = {Path(text).name: corpus.windows(tokenizer, text, count, seqlen, judged=True) for text in texts}
+    judged = {Path(text).name: corpus.windows(tokenizer, text, count, seqlen, evaluation=True) for text in texts}
     for model, source in sources.items():
         if (remembered := source.path / overlap.PASSAGES).is_file():
             known = overlap.read_passages(remembered)

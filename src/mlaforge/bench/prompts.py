@@ -15,7 +15,7 @@ class Prompts:
 
     def __init__(self, sources: tuple[str, ...], tokenizer: Any):
         self.sources, self.tokenizer = sources, tokenizer
-        texts = (text for source in sources for text in corpus.documents(source, judged=True, tokenizer=tokenizer))
+        texts = (text for source in sources for text in corpus.documents(source, evaluation=True, tokenizer=tokenizer))
         self.text = "\n\n".join(text for text in texts if text.strip())
         # What the tokenizer puts before any text, such as a beginning of text.
         self.prefix: list[int] = list(tokenizer("")["input_ids"])
