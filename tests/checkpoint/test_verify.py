@@ -1,4 +1,4 @@
-"""`verify`: every damage to a file is named, and what has no hashes says what was compared instead."""
+"""`verify`: every damaged file is reported; without hashes tensors are compared with config.json."""
 
 import json
 import shutil
@@ -14,14 +14,14 @@ SHARD = "model-00001-of-00001.safetensors"
 
 
 def flip(path, where=0.5):
-    """One bit of a file."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[int(where * len(content))] ^= 1
     path.write_bytes(content)
 
 
 def older(directory):
-    """Its manifest as mlaforge wrote it before there were hashes."""
+    """Rewrite the manifest in the older format without hashes."""
     body = json.loads((directory / MANIFEST).read_text())
     (directory / MANIFEST).write_text(json.dumps({**body, "files": sorted(body["files"])}))
 
@@ -36,7 +36,7 @@ def damage_tensor(directory):
 DAMAGES = {
     "a bit in the middle of a shard": (lambda d: flip(d / SHARD), [f"{SHARD}: changed since it was written"]),
     "a bit at the end of a shard": (lambda d: flip(d / SHARD, 0.9999), [f"{SHARD}: changed since it was written"]),
-    "a shard cut short": (lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:-1]), [f"{SHARD}: not what"]),
+    "a shard cut short": (lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:-1]), [f"{SHARD}: changed"]),
     "an edited config": (lambda d: (d / "config.json").write_text("{}"), ["config.json: changed since it was written"]),
     "edited code": (
         lambda d: (d / "modeling_mla.py").write_text("evil"),
@@ -47,7 +47,7 @@ DAMAGES = {
     "an extra shard": (lambda d: shutil.copy(d / SHARD, d / "x.safetensors"), [f"x.safetensors: not in {MANIFEST}"]),
     "several": (
         lambda d: ((d / "tokenizer.json").unlink(), flip(d / SHARD), flip(d / "config.json")),
-        ["config.json: not what", f"{SHARD}: not what", "tokenizer.json: missing"],
+        ["config.json: changed", f"{SHARD}: changed", "tokenizer.json: missing"],
     ),
     "no manifest that can be read": (lambda d: (d / MANIFEST).write_text("{"), [f"{MANIFEST}: cannot be read"]),
 }
@@ -63,7 +63,7 @@ def test_the_manifest_holds_the_hash_of_every_file(made):
     assert files == {path.name: sha256(path) for path in made.iterdir() if path.name != MANIFEST}
 
 
-def test_what_was_not_touched_is_as_it_should_be(made, cli):
+def test_an_unchanged_artifact_is_correct(made, cli):
     (made / "README.md").write_text("mine")
     done = cli("verify", made)
     count = len(list(made.iterdir())) - 2
@@ -97,20 +97,20 @@ def test_without_hashes_the_tensors_are_compared_with_the_config(what, made, mod
     assert done.exit_code == 1 and f"{weights} is truncated" in done.stdout.splitlines()[0], done.stdout
 
 
-def test_a_number_that_is_none_is_found_without_hashes(made, cli):
+def test_nan_is_found_without_hashes(made, cli):
     older(made)
     damage_tensor(made)
     done = cli("verify", made)
     assert done.exit_code == 1 and "'model.norm.weight' holds NaN or infinity" in done.stdout
 
 
-def test_artifacts_that_are_no_models(cli, tiny_models, evaluation_file, tmp_path):
+def test_artifacts_without_a_model_are_verified(cli, tiny_models, evaluation_file, tmp_path):
     out = tmp_path / "talk"
     assert cli("generate", tiny_models["llama"], out, "--max-new-tokens", 2, "--dtype", "float32").exit_code == 0
     assert cli("verify", out).exit_code == 0
 
 
-def test_where_there_is_nothing_to_compare_with(refused, tmp_path):
+def test_rejects_directories_without_manifest_and_config(refused, tmp_path):
     (tmp_path / "folder").mkdir()
     refused(("neither", "nothing to compare it with"), "verify", tmp_path / "folder")
     refused("is not a directory", "verify", tmp_path / "nowhere")

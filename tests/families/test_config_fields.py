@@ -98,21 +98,21 @@ IDS = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(0)).t
 
 
 @pytest.mark.parametrize(("family", "values"), cases())
-def test_a_field_that_is_read_means_what_it_means_in_transformers(family, values, tmp_path):
+def test_read_fields_have_transformers_meaning(family, values, tmp_path):
     directory = save_model(tmp_path, family, 0, **values)
     check_logprobs(directory)
     check_spec(directory)
 
 
 @pytest.mark.parametrize(("family", "values"), OLD)
-def test_older_spellings_mean_what_they_mean_in_transformers(family, values, tmp_path):
+def test_older_spellings_have_transformers_meaning(family, values, tmp_path):
     directory = edited(save_model(tmp_path, family, 0), values, {"rope_parameters"} - values.keys())
     check_logprobs(directory)
     check_spec(directory)
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_a_field_that_is_left_out_has_transformers_default(family, tmp_path):
+def test_absent_fields_have_transformers_defaults(family, tmp_path):
     save_model(tmp_path, family, 0)
     whole = json.loads((tmp_path / "config.json").read_text())
     needed = {
@@ -155,7 +155,7 @@ def test_every_spelling_of_a_dtype(values, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_every_declared_field_has_its_use(family):
+def test_every_declared_field_is_in_the_table(family):
     """A field that a new transformers adds must be looked at."""
     assert declared(family) <= FIELDS.keys()
     read = {name for name in declared(family) if FIELDS[name].use is Use.READ}
@@ -163,7 +163,7 @@ def test_every_declared_field_has_its_use(family):
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_a_field_that_is_not_read_changes_no_logits(family, tmp_path):
+def test_irrelevant_fields_do_not_change_the_logits(family, tmp_path):
     directory = save_model(tmp_path, family, 0)
     before = transformers_logprobs(directory, IDS)
     unused = [name for name in declared(family) if FIELDS[name].use is Use.IRRELEVANT]
@@ -184,7 +184,7 @@ def test_a_field_that_is_not_read_changes_no_logits(family, tmp_path):
         ({"model_type": "mistral", "layer_types": [SLIDING, FULL, FULL], "sliding_window": None}, "sliding_window"),
     ],
 )
-def test_what_no_class_here_computes_is_refused_by_name(values, words, tmp_path):
+def test_unsupported_values_are_refused_by_name(values, words, tmp_path):
     directory = edited(save_model(tmp_path, "llama", 0), values)
     with pytest.raises(UserError, match=words):
         _ = SourceModel.open(directory).spec

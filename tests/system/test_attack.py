@@ -62,7 +62,7 @@ def test_requests_and_connections(tiny_models, ledger, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_falls_is_a_failure_and_is_replaced(tiny_models, ledger, tmp_path, monkeypatch):
+def test_a_crashed_server_is_a_failure_and_is_replaced(tiny_models, ledger, tmp_path, monkeypatch):
     from benchmarks.attack import served
 
     monkeypatch.setattr(served, "ALONE", 0.1)

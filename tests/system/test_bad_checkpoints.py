@@ -61,7 +61,7 @@ def assert_same_weights(*directories: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_sharded_model_is_as_good_as_one_file(model, converts, tmp_path):
+def test_a_sharded_model_converts_like_a_single_file(model, converts, tmp_path):
     """The shards that the tests below damage are right before they do."""
     converts(model("llama"), tmp_path / "one")
     converts(shard(tmp_path / "llama"), tmp_path / "three")
@@ -113,7 +113,7 @@ def test_damaged_tensors(how, model, refused, short, tmp_path):
 
 @pytest.mark.parametrize("how", ["missing tensor", "extra tensor", "wrong shape", "NaN"])
 @pytest.mark.parametrize("verb", ["eval", "generate"])
-def test_damaged_tensors_are_not_judged_either(verb, how, model, refused, evaluation_file, tmp_path):
+def test_damaged_tensors_are_not_evaluated(verb, how, model, refused, evaluation_file, tmp_path):
     directory = model("llama")
     edit_weights(directory, TENSORS[how][0])
     name = {"extra tensor": "ghost", "missing tensor": NORM}.get(how, DOWN)
@@ -144,7 +144,7 @@ def test_pickle_is_never_read(model, refused, short, tmp_path):
     assert not opened.exists()
 
 
-def test_a_table_of_rope_in_an_old_checkpoint_is_passed_over(model, converts, tmp_path):
+def test_the_rope_table_of_old_checkpoints_is_ignored(model, converts, tmp_path):
     """Llama 2 has one in every layer; what is converted is the same as without."""
     converts(model("llama"), tmp_path / "without")
     edit_weights(
@@ -212,7 +212,7 @@ def test_layer_types_must_name_every_layer(model, refused, short, tmp_path):
     ],
 )
 @pytest.mark.parametrize("verb", ["convert", "eval", "generate", "plan"])
-def test_config_that_is_none(verb, content, word, model, refused, tmp_path, calibration_file):
+def test_rejects_invalid_config_files(verb, content, word, model, refused, tmp_path, calibration_file):
     directory = model("llama")
     if content in (None, "folder"):
         (directory / "config.json").unlink()
@@ -270,7 +270,7 @@ def test_another_models_tokenizer(model, refused, short, evaluation_file, tmp_pa
 @pytest.mark.parametrize("judged", [2, 0])
 @pytest.mark.parametrize("name", [DOWN, "model.layers.1.self_attn.v_proj.weight", "lm_head.weight"])
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_a_model_that_overflows(layout, name, judged, model, refused, short, tmp_path):
+def test_a_model_that_overflows_is_refused(layout, name, judged, model, refused, short, tmp_path):
     directory = model("llama")
     edit_weights(directory, lambda tensors: tensors[name].fill_(3e38))
     more = ("--eval-windows", judged, "--layout", layout, "--budget", 0.75)
@@ -285,7 +285,7 @@ def test_an_original_whose_loss_is_not_a_number(model, refused, evaluation_file,
 
 
 @pytest.mark.parametrize("judged", [2, 0])
-def test_weights_that_do_not_fit_the_wanted_dtype(judged, model, refused, converts, short, tmp_path):
+def test_weights_that_overflow_in_the_requested_dtype(judged, model, refused, converts, short, tmp_path):
     """A finite fp32 weight of 1e6 is infinity in fp16: no such checkpoint may be written."""
     directory = model("llama")
     edit_weights(directory, put(DOWN, 1e6))
@@ -297,7 +297,7 @@ def test_weights_that_do_not_fit_the_wanted_dtype(judged, model, refused, conver
 
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
-def test_an_attention_that_does_nothing_is_no_error(name, layout, model, converts, tmp_path):
+def test_an_attention_with_zero_o_proj_converts(name, layout, model, converts, tmp_path):
     """Models grown from smaller ones have layers whose o_proj is zero; no gradient reaches their keys and values."""
     directory = model("llama")
     edit_weights(directory, lambda tensors: tensors[f"model.layers.1.self_attn.{name}.weight"].zero_())

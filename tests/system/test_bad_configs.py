@@ -182,7 +182,7 @@ def test_mixtures_of_experts(how, model, reads, short, tmp_path):
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "index"]
 )
-def test_json_of_another_shape(name, content, model, reads, short, tmp_path):
+def test_rejects_json_of_another_type(name, content, model, reads, short, tmp_path):
     directory = model("llama")
     if name == "index":
         name = "model.safetensors.index.json"
@@ -200,7 +200,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("how", TOKENIZERS)
-def test_tokenizers_that_are_none(how, model, reads, short, tmp_path):
+def test_rejects_invalid_tokenizers(how, model, reads, short, tmp_path):
     directory = model("llama")
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     TOKENIZERS[how](tokenizer)
@@ -220,7 +220,7 @@ def test_end_tokens_of_the_generation_config(value, model, reads, short, tmp_pat
 @pytest.mark.parametrize(
     "name", ["config.json", WEIGHTS, "shard", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
 )
-def test_what_is_no_file(name, kind, model, reads, short, tmp_path, monkeypatch):
+def test_rejects_pipes_and_devices(name, kind, model, reads, short, tmp_path, monkeypatch):
     """A pipe that nobody writes into would be waited for, for ever."""
     directory = model("llama")
     path = directory / ("model-00001-of-00001.safetensors" if name == "shard" else name)
@@ -243,7 +243,7 @@ def test_what_is_no_file(name, kind, model, reads, short, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
-def test_tensors_of_another_kind(dtype, model, mla, reads, short, tmp_path):
+def test_rejects_tensors_of_another_dtype(dtype, model, mla, reads, short, tmp_path):
     directory, name = model("llama"), "model.layers.1.mlp.down_proj.weight"
     for folder, file in ((directory, WEIGHTS), (mla, "model-00001-of-00001.safetensors")):
         tensors = load_file(folder / file)

@@ -74,18 +74,18 @@ def test_damaged_experts(verb, how, damaged, refused, short, evaluation_file, tm
     refused(words, verb, damaged(change), tmp_path / "out", *more)
 
 
-def test_another_number_of_experts_in_the_config(damaged, refused, short, tmp_path):
+def test_rejects_another_number_of_experts_in_the_config(damaged, refused, short, tmp_path):
     directory = damaged(lambda tensors: None)
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_local_experts": 8}))
     refused(("experts", "4", "8", "config.json calls for"), "convert", directory, tmp_path / "out", *short)
 
 
-def test_a_scale_that_is_no_number(damaged, refused, short, tmp_path):
+def test_rejects_a_nan_scale(damaged, refused, short, tmp_path):
     refused((SCALES, "the scale 255"), "convert", damaged(put(SCALES, 255)), tmp_path / "out", *short)
 
 
-def test_blocks_are_not_read_to_be_checked(made, monkeypatch):
+def test_checking_does_not_read_the_blocks(made, monkeypatch):
     """They are most of a checkpoint, and hold no NaN whatever they hold."""
     read, get = [], Reader.__getitem__
     monkeypatch.setattr(Reader, "__getitem__", lambda self, name: read.append(name) or get(self, name))
@@ -98,7 +98,7 @@ def test_blocks_are_not_read_to_be_checked(made, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), None])
 @pytest.mark.parametrize("place", [0, 517, 999])
-def test_what_is_finite(dtype, value, place):
+def test_is_finite(dtype, value, place):
     tensor = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
     if value is not None:
         tensor[place] = value

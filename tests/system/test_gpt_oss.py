@@ -45,7 +45,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("gptoss-*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
-def test_recipes_hold_what_their_comments_say(recipe):
+def test_recipes_agree_with_their_comments(recipe):
     """Every key is known, the plan fits the model, and the arithmetic in the comments is that of `plan`."""
     layers, experts = {"gptoss-20b": (24, 32), "gptoss-120b": (36, 128)}[recipe.stem]
     config = resolve(ConvertConfig, recipe)
@@ -101,7 +101,7 @@ def test_packed_experts_are_copied_byte_for_byte_and_the_rest_is_exact(layout, p
         torch.testing.assert_close(found[decided], wanted.logits[decided], rtol=0, atol=0.03)
 
 
-def test_full_layers_are_converted_by_default_and_sliding_ones_kept(tiny_models, run):
+def test_only_full_layers_are_converted_by_default(tiny_models, run):
     out, manifest = run(tiny_models["gpt_oss"], budget=0.5)
     config = json.loads((out / "config.json").read_text())
     assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
@@ -149,7 +149,7 @@ def sink_shares(model, ids) -> torch.Tensor:
 
 @pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_the_sinks_share_is_the_originals(layout, absorb, tiny_models, converted):
+def test_the_share_of_the_sinks_equals_the_originals(layout, absorb, tiny_models, converted):
     """Exactly where nothing is removed, and nearer to it the more is kept."""
     original = load_original(tiny_models["gpt_oss"])
     with torch.no_grad():

@@ -157,7 +157,7 @@ def losses_on_questions(model, tokenizer, *_):
     return np.array(found), False, texts
 
 
-def test_a_judgement(originals, students, evaluation_file, tmp_path, never_unpacked, monkeypatch):
+def test_evaluation_by_criteria(originals, students, evaluation_file, tmp_path, never_unpacked, monkeypatch):
     """Every measure is the unpacked pair's. A packed product is off by 1e-4 of a layer's norm and in no direction, so
     that a mean over tokens is off by less (measured: 4e-6 of a perplexity, 2e-5 of a KL; in bf16 3e-3 of a perplexity).
     Of 189 tokens one may have two next ones as good as each other."""

@@ -36,23 +36,23 @@ HARMLESS = (
 
 
 @pytest.mark.parametrize("text", PLACES)
-def test_a_place_is_seen(text: str) -> None:
+def test_absolute_paths_are_recognised(text: str) -> None:
     assert ABSOLUTE_PATH.search(text)
     assert not ABSOLUTE_PATH.search(record_text(text))
 
 
 @pytest.mark.parametrize("text", DRIVES)
-def test_a_drive_is_seen(text: str) -> None:
+def test_drives_are_recognised(text: str) -> None:
     assert ABSOLUTE_PATH.search(text)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_what_only_has_slashes_is_none(text: str) -> None:
+def test_other_texts_with_slashes_are_not_paths(text: str) -> None:
     assert not ABSOLUTE_PATH.search(text)
     assert record_text(text) == text
 
 
-def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_names_have_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     for name in ("a.txt", "models/a.txt"):
         (tmp_path / name).write_text("a")
@@ -69,7 +69,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(names(both).values()) == ["a.txt", "a.txt (2)", f"rfc:{tmp_path.name}", "embedded"]
 
 
-def test_nothing_is_done_twice_wherever_the_user_stands(
+def test_a_finished_result_is_reused_from_any_working_folder(
     tiny_models: dict[str, Path], evaluation_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same model and text by other words are the same; another model or text of the same name is not."""
@@ -99,7 +99,7 @@ def test_nothing_is_done_twice_wherever_the_user_stands(
 
 @pytest.mark.parametrize("name", ["manifest.json", "plan.json", "README.md", "notes.yaml"])
 @pytest.mark.parametrize("text", PLACES + DRIVES)
-def test_what_says_where_it_lay_is_not_published(name: str, text: str, tmp_path: Path) -> None:
+def test_files_with_absolute_paths_are_not_published(name: str, text: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     metrics = {"note": text} if name == "manifest.json" else {}
     with writing(model, Manifest("convert", {}, {}, metrics, environment=MACHINE)) as partial:
@@ -110,7 +110,7 @@ def test_what_says_where_it_lay_is_not_published(name: str, text: str, tmp_path:
     assert str(model / name) in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_what_only_has_slashes_is_published(tmp_path: Path) -> None:
+def test_other_texts_with_slashes_are_published(tmp_path: Path) -> None:
     """And what is not ours may hold anything: a vocabulary, a licence, the text of a calibration set."""
     model = tmp_path / "model"
     foreign = ("tokenizer.json", "vocab.json", "merges.txt", "LICENSE.txt", "swa.jsonl")
@@ -141,7 +141,7 @@ def tracked() -> list[Path]:
     return [file for file in files if file.is_file() and file.suffix != ".safetensors"]
 
 
-def test_no_file_of_ours_says_where_something_lies() -> None:
+def test_no_tracked_file_contains_an_absolute_path() -> None:
     seen = []
     for file in tracked():
         text = file.read_text(encoding="utf-8")

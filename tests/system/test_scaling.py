@@ -15,7 +15,7 @@ def scaling(monkeypatch):
     return scaling
 
 
-def test_the_tables_are_the_command_s(scaling):
+def test_the_tables_equal_the_commands_output(scaling):
     told = [line for line in (ROOT / "docs" / "scaling.md").read_text().splitlines() if line.startswith("| ")]
     assert [line for line in told if line in set(scaling.lines())] == list(scaling.lines())
 
