@@ -375,7 +375,7 @@ def test_what_knows_no_index_refuses_it(sparse, tiny_models, refused, tmp_path):
     refused("shares selections of tokens", *heals, "--gradient-checkpointing")
     original = ("heal", "--teacher", tiny_models["llama"], "--student", sparse("llama", "gqa"), "--out", out)
     refused("has no converted layer, so only all of it can learn: give --subset all", *original)
-    refused("export the model that it was made of", "export", "deepseek", model, out)
+    refused("export the dense converted model", "export", "deepseek", model, out)
 
 
 def test_a_model_that_overflows_gets_no_index(tiny_models, calibration_file, tmp_path):

@@ -1,4 +1,4 @@
-"""docs/architecture.md is what the docstrings say today."""
+"""docs/architecture.md equals the page generated from the docstrings."""
 
 import importlib.util
 from pathlib import Path

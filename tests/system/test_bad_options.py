@@ -1,4 +1,4 @@
-"""Options that no model or not this one can have, and an OUT that is not free: one line, and nothing is touched."""
+"""Illegal options and occupied output directories: one line of error, and no file is changed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_rejects_cuda_without_a_gpu(verb, device, tiny_models, refused, tmp_path
 
 @pytest.mark.parametrize("wrong", [["--budget", "half"], ["--rank", "8"], ["--nsamples", "2.5"]])
 def test_parser_errors_name_the_option(wrong, tiny_models, cli, tree, tmp_path):
-    """Its messages have its own form, but name the option, exit with 2 and leave nothing either."""
+    """They have another form, but exit with 2, name the option and leave no files."""
     done = cli("convert", tiny_models["llama"], tmp_path / "out", *wrong)
     assert done.exit_code == 2
     assert wrong[0] in done.stderr and "Traceback" not in done.stderr
@@ -141,7 +141,7 @@ def test_rejects_the_source_as_out(overwrite, model, refused, short):
 
 
 def test_rejects_an_out_inside_an_input(model, converts, refused, short, evaluation_file, tmp_path):
-    """Of every stage, also where the way there is a detour or the input a folder of text."""
+    """For every stage, also through relative paths and for folders of text."""
     words, directory, texts = "read and never written to", model("llama"), tmp_path / "texts"
     texts.mkdir()
     (texts / "text.txt").write_text(evaluation_file.read_text())
@@ -207,7 +207,7 @@ def test_a_result_with_a_missing_file_is_not_finished(tiny_models, converts, ref
     out, source = tmp_path / "out", tiny_models["llama"]
     converts(source, out)
     (out / "tokenizer.json").unlink()
-    refused("files are gone", "convert", source, out, *short)
+    refused("files are missing", "convert", source, out, *short)
     converts(source, out, "--overwrite")
     assert (out / "tokenizer.json").is_file()
 

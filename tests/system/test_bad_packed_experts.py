@@ -1,4 +1,4 @@
-"""Checkpoints whose MXFP4 experts are damaged: one line each that names the tensor, and nothing is left behind."""
+"""Damaged MXFP4 experts: one line of error that names the tensor, and no files are left behind."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def made(tiny_models, tmp_path_factory):
 
 @pytest.fixture
 def damaged(made, tmp_path):
-    """damaged(change) -> a copy whose tensors `change` has been at."""
+    """damaged(change) -> a copy with tensors modified by `change`."""
 
     def copy(change):
         directory = shutil.copytree(made, tmp_path / "damaged")
@@ -50,7 +50,7 @@ def put(name, value):
 
 
 def cut(name, *places):
-    """Leaves a part of a tensor."""
+    """Return a damage that truncates a tensor."""
     return lambda tensors: tensors.update({name: tensors[name][places].contiguous()})
 
 
@@ -86,7 +86,7 @@ def test_rejects_a_nan_scale(damaged, refused, short, tmp_path):
 
 
 def test_checking_does_not_read_the_blocks(made, monkeypatch):
-    """They are most of a checkpoint, and hold no NaN whatever they hold."""
+    """They are most of a checkpoint, and have no encoding of NaN."""
     read, get = [], Reader.__getitem__
     monkeypatch.setattr(Reader, "__getitem__", lambda self, name: read.append(name) or get(self, name))
     with Reader(made) as reader:

@@ -1,4 +1,4 @@
-"""MODEL that is not there, a hub that gives nothing, and GGUF files: one line that names the local alternatives."""
+"""Missing models, an unreachable hub and damaged GGUF files: one line of error that names the alternatives."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_hub_id_without_a_network(verb, refused, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path_factory, monkeypatch) -> Callable[[str], None]:
-    """hub(address) lets this process believe that it is online, with the hub at that address."""
+    """hub(address) sets the hub's address and disables offline mode in this process."""
     from huggingface_hub import constants
 
     def at(address: str) -> None:
@@ -101,7 +101,7 @@ def test_hub_errors_are_reported(status, code, hub, refused, tmp_path):
 
 
 class Repository(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's interface as a download needs, of the directory `files`; `served` are the files fetched."""
+    """Minimal hub server of the directory `files`; `served` records the downloaded files."""
 
     files: Path
     served: list[str]
@@ -139,7 +139,7 @@ class Repository(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def repository(hub, model) -> Iterator[type[Repository]]:
-    """A hub with a model in three shards, and beside them what other runtimes read."""
+    """A hub with a model in three shards, and files for other runtimes."""
     directory = shard(model("llama"))
     for name in ("original/params.json", "original/model.safetensors", "openvino/config.json",
                  "checkpoint-5/model.jinja", "consolidated.safetensors", "pytorch_model.bin"):  # fmt: skip
@@ -208,7 +208,7 @@ def test_a_gguf_file_is_dequantised_once(gguf_file, converts, tree, tmp_path):
 
 
 def test_libraries_draw_no_progress_bars_without_a_terminal(gguf_file, evaluation_file):
-    """transformers has one for every tensor of a GGUF file, which asks nobody."""
+    """transformers draws one while it reads the tensors of a GGUF file."""
     words = [sys.executable, "-m", "mlaforge", "eval", str(gguf_file), "--text", str(evaluation_file), "--windows", "2"]
     done = subprocess.run([*words, "--seqlen", "64", "--device", "cpu"], capture_output=True, text=True)
     assert done.returncode == 0 and "dequantising" in done.stderr, done.stderr
@@ -216,7 +216,7 @@ def test_libraries_draw_no_progress_bars_without_a_terminal(gguf_file, evaluatio
 
 
 def test_concurrent_users_dequantise_a_gguf_file_once(gguf_file, tree, tmp_path, capsys):
-    """One dequantises, the other waits for it."""
+    """One dequantises, the other waits."""
     with ThreadPoolExecutor(2) as pool:
         directories = list(pool.map(resolve.from_gguf, [gguf_file] * 2))
     assert len(set(directories)) == 1 and (directories[0] / "config.json").is_file()

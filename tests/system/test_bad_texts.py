@@ -1,4 +1,4 @@
-"""Texts that cannot be used, and texts on which nothing may be judged."""
+"""Unusable texts, and evaluation on text that the model was tuned on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rejects_a_folder_without_text(tiny_models, refused, short, tmp_path):
 
 @pytest.mark.parametrize("seqlen", [48, 64, 200])
 def test_evaluation_on_the_calibration_text_is_refused(seqlen, tiny_models, refused, short, tmp_path, calibration_file):
-    """The same file twice, most of its windows on either side."""
+    """The same file for both, with most of its windows."""
     more = ("--evaluation", calibration_file, "--seqlen", seqlen, "--nsamples", 40, "--eval-windows", 40)
     words = ("evaluation windows", "calibration text", calibration_file.name)
     refused(words, "convert", tiny_models["llama"], tmp_path / "out", *short, *more)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, real weights: the fast facts here, the measured bars in the slow tests below."""
+"""SmolLM2-135M-Instruct with real weights: fast checks first, then slow tests of quality."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def calibrated(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["latent", "latent_rope"])
 def full_rank(request, smollm2, calibrated):
-    """Converted, with nothing removed."""
+    """Converted at full rank."""
     out = calibrated / request.param
     converted(smollm2, out, layout=request.param, budget=1.0, nsamples=1, seqlen=128, eval_windows=0)
     return out

@@ -1,4 +1,4 @@
-"""The simulated CUDA device (tests/support/simulated_cuda.py): values, devices, and what counts as a wait."""
+"""The simulated CUDA device (tests/support/simulated_cuda.py): values, devices, and host synchronisations."""
 
 import warnings
 
