@@ -70,7 +70,7 @@ class Modes:
             return
         specpv = "off" if name in ("head", COPIES) else "lossy" if name == LOSSY else "lossless"
         engine.config = dataclasses.replace(self.config, **{"specpv": specpv, **options})
-        engine.speculate(self.drafter, copying=name in (COPIES, PACE))
+        engine.speculate(self.drafter, prompt_lookup=name in (COPIES, PACE))
         engine.speculation = self.kept.setdefault(name, engine.speculation)
         if name in (ALWAYS, LOSSY):
             # Without looking at the pace.

@@ -203,7 +203,7 @@ def test_weights_are_read_as_often_as_documented(
         str(source), tmp_path / "out",
         ConvertConfig(layout=layout, **texts, seqlen=64, nsamples=12, eval_windows=4, device="cpu"),
     )  # fmt: skip
-    # As docs/checkpoint.md counts them; the fingerprint reads whole files, and so each tensor once more.
+    # As docs/notes/project.md counts them; the fingerprint reads whole files, and so each tensor once more.
     assert set(files.values()) == {1}
     assert {tensors[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(3)} == {k_proj}
     assert {tensors[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(3)} == {o_proj}

@@ -171,7 +171,7 @@ def test_drafts_share_a_selection(sparse, monkeypatch):
 def test_copies_are_no_longer_than_drafts(dense, sparse):
     """Where what is verified together shares a selection; read densely, they may be."""
     speculation = engine(sparse("llama", "latent"), speculative="ngram", dense=dense).engine.speculation
-    assert speculation.copies.most == (8 if dense else 3)
+    assert speculation.lookup.max_tokens == (8 if dense else 3)
 
 
 @pytest.mark.parametrize("layout", ["gqa", "latent"])

@@ -15,8 +15,9 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import Drafter, PromptLookupDrafter
-from mlaforge.engine.speculation.partial import PartialView, judging_format
+from mlaforge.engine.speculation.drafter import Drafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig, sparse_view_format
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError, resolve_device
 
@@ -49,9 +50,9 @@ class EnginePeer:
         self.llm = LLM(directory, config)
         self.engine: Engine = self.llm.engine
         self.dtype = self.engine.model.format
-        # What partial steps read, and their weights.
-        self.view = PartialView.of(config, self.engine.model.layers)
-        self.judged = judging_format(config, self.engine.model)
+        # View of sparse-view steps, and their weight format.
+        self.view = SparseViewConfig.from_options(config, self.engine.model.layers)
+        self.judged = sparse_view_format(config, self.engine.model)
         cache_bytes = self.engine.cache.bytes if self.engine.device.type == "cuda" else 0
         self.weight_bytes: int | None = max(0, self.memory.now() - before - cache_bytes)
         self.head: Drafter | None = self.engine.speculation.drafter if self.engine.speculation else None
@@ -84,8 +85,8 @@ class EnginePeer:
         model, groups = self.engine.model, self.engine.tables.groups
         if all(groups[layer.attention.group].window is not None for layer in model.layers):
             return "all layers have a window"
-        if context < self.view.shortest:
-            return f"a view takes texts of {self.view.shortest:,} tokens or more"
+        if context < self.view.min_length:
+            return f"a view takes texts of {self.view.min_length:,} tokens or more"
         if model.device.type == "cpu" and (model.dtype != torch.bfloat16 or kernels() is None):
             return f"in {self.dtype} no kernel of this machine reads a part"
         return None

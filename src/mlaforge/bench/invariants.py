@@ -30,7 +30,7 @@ from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.speculation.controller import Decision
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
-from mlaforge.engine.speculation.partial import LEAST_PENDING
+from mlaforge.engine.speculation.sparse_view import LEAST_PROVISIONAL
 from mlaforge.engine.speculation.step import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
@@ -96,17 +96,21 @@ class Audit:
             peer_use(variant, answers, prompts)
             if engine.speculation is not None:
                 engine.speculation.propose = self._proposing(engine.speculation.propose)  # type: ignore[method-assign]
-                if (partial := engine.speculation.partial) is not None:
-                    partial.runner = functools.partial(run, runner=partial.runner)  # type: ignore[assignment]
+                if (sparse_view := engine.speculation.sparse_view) is not None:
+                    sparse_view.runner = functools.partial(run, runner=sparse_view.runner)  # type: ignore[assignment]
 
         def run(batch: Batch, runner: Runner = runner) -> Tensor:
             self.views += 1
             with self.hook.paused():
                 self.broken_views += check_batch(batch, engine)
-            if self.hook.decoding and engine.speculation is not None and (partial := engine.speculation.partial):
+            if (
+                self.hook.decoding
+                and engine.speculation is not None
+                and (sparse_view := engine.speculation.sparse_view)
+            ):
                 # A partial step reads what the target agreed to, a full one what each layer attended to most.
                 self.hook.extra += 1 if batch.partial else 0
-                self.hook.extra += partial.layers * len(batch.probe.sequences) if batch.probe is not None else 0
+                self.hook.extra += sparse_view.num_layers * len(batch.probe.sequences) if batch.probe is not None else 0
             return runner(batch)
 
         def counted() -> Any:
@@ -167,13 +171,13 @@ class Audit:
                     params.max_tokens - sequence.state.generated - 1,
                     self.engine.max_model_len - len(sequence.token_ids) - 1,
                 )
-                # How many may be pending is learned.
-                most = speculation.controller.most
-                wanted = max(0, min(min(most, LEAST_PENDING) if decision.partial else most, left))
+                # The limit of provisional tokens adapts.
+                most = speculation.controller.max_tokens
+                wanted = max(0, min(min(most, LEAST_PROVISIONAL) if decision.sparse_view else most, left))
                 self.drafts["asked"] += wanted > 0
                 self.drafts["disabled"] += room < wanted
                 draft = proposal.drafts.get(sequence)
-                least = min(room, LEAST_PENDING) if decision.partial else room
+                least = min(room, LEAST_PROVISIONAL) if decision.sparse_view else room
                 self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < least)
             return proposal
 

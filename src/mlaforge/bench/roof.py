@@ -14,7 +14,7 @@ import torch
 
 from mlaforge.config import nearest
 from mlaforge.engine.execution.linear import BITS
-from mlaforge.engine.speculation.partial import PartialView
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 from mlaforge.planning import machines
 from mlaforge.planning.costs import GPUS, Gpu
 from mlaforge.planning.plan import Plan
@@ -92,7 +92,7 @@ def limit(
 
 
 def partial_limit(
-    plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, drafts: int, view: PartialView, judged: str,
+    plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, drafts: int, view: SparseViewConfig, judged: str,
     block: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """As `limit`, for partial verification that made the steps which `block` (eagle_speculation) counts: a full step
@@ -104,7 +104,7 @@ def partial_limit(
         """Seconds of a full step that judges so many tokens and of the partial ones before it. Time rises with the
         tokens of a step at the least as the straight line does, so their mean, rounded down, is no slower."""
         whole = step_limits(plan, gpu, dtype, context, batch, 1 + int(pending))
-        part = step_limits(plan, gpu, judged, min(context, view.seen), batch, max(1, int(pending / steps)))
+        part = step_limits(plan, gpu, judged, min(context, view.num_tokens), batch, max(1, int(pending / steps)))
         return {name: whole.get(name, 0.0) + steps * part.get(name, 0.0) for name in {**whole, **part}}
 
     def seconds(queries: int) -> float:
@@ -113,7 +113,7 @@ def partial_limit(
     steps, pending = (block[key] / block["steps"] for key in ("partial_steps", "pending_tokens"))
     limits = turn(steps, pending)
     own = sum(limits.values())
-    most = min(view.max_pending, view.full_every * (1 + drafts))
+    most = min(view.max_provisional, view.full_every * (1 + drafts))
     best = sum(turn(math.ceil(most / (1 + drafts)), most).values())
     return {
         "tokens_per_second": batch * block["mean_acceptance_length"] / own,

@@ -1,6 +1,6 @@
 """`export deepseek`: a converted checkpoint as a stock DeepseekV3ForCausalLM that computes the same function.
 
-docs/export.md derives every step. Legend: H query heads, G KV heads, D head_dim (of the unrotated query and key, and
+docs/export.md has every step. Legend: H query heads, G KV heads, D head_dim (of the unrotated query and key, and
 of the value), R latent rank, E rotary key dimensions, C hidden size.
 """
 

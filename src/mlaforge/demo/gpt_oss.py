@@ -256,7 +256,7 @@ class Upcycled:
 
     def attention(self, i: int, draw: torch.Generator) -> dict[str, Tensor]:
         """Projections, biases and sinks of layer i, fp32. Half of what YaRN scales logits by, in logarithms, is taken
-        from q_proj: docs/gpt-oss.md has the measurement that says why."""
+        from q_proj: docs/notes/gpt-oss.md has the measurement."""
         prefix, tensors = f"model.layers.{i}.self_attn.", dict[str, Tensor]()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight = self.reader[f"{prefix}{name}.weight"].float()

@@ -30,7 +30,7 @@ from mlaforge.tensor_store import TensorStore
 # Tokens whose mean loss counts as one draw: those of a window are not independent, those so far apart nearly are.
 BLOCK = 128
 # How far the loss may be from the divergence before anything is measured, as a share of it; and how far a size may be
-# from what all sizes say of that (measured: docs/diagnose.md).
+# from what all sizes say of that (measured: docs/notes/conversion.md).
 PRIOR, DOUBT = 0.5, 0.15
 # What no measurement tells from nothing, nats per token.
 NOTHING = 1e-7

@@ -39,10 +39,10 @@ from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.scheduler import Plan, Scheduler
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
-from mlaforge.engine.speculation.copies import Copies
-from mlaforge.engine.speculation.drafter import Drafter, PromptLookupDrafter
+from mlaforge.engine.speculation.drafter import Drafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
-from mlaforge.engine.speculation.partial import PartialVerification, judging_format
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewDrafter, sparse_view_format
 from mlaforge.engine.speculation.step import Proposal, Speculation
 from mlaforge.engine.speculation.verification import Verified, verify
 from mlaforge.engine.stats import EngineStats
@@ -116,16 +116,16 @@ class Engine:
             self.speculate(EagleDrafter(
                 head, self.model, self.cache.rows[-1],
                 lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
-            ), copying=config.adaptive_speculation)  # fmt: skip
+            ), prompt_lookup=config.adaptive_speculation)  # fmt: skip
         elif config.speculative == "ngram":
-            self.speculate(PromptLookupDrafter(), copying=config.adaptive_speculation)
+            self.speculate(self._lookup_drafter(), prompt_lookup=config.adaptive_speculation)
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
 
     def _judge(self) -> tuple[EngineModel, Runner]:
-        """What runs partial steps: the model, or the same with rounded weights, on the same cache."""
-        format = judging_format(self.config, self.model)
+        """Model and runner of sparse-view steps: the model, or a copy with rounded weights, on the same cache."""
+        format = sparse_view_format(self.config, self.model)
         if format not in self._judges:
             judge = EngineModel(self._source, format, self.device)
             self._load(judge)
@@ -160,27 +160,33 @@ class Engine:
         check_head(head.config, spec.hidden_size, spec.vocab_size)
         return head
 
-    def speculate(self, drafter: Drafter, copying: bool = False) -> None:
-        """Lets `drafter` propose tokens. One that reads captured states must be there before the first request: what
-        was computed without it is unknown to it. `copying`: what stood in a text before comes first (copies.py)."""
+    def _lookup_drafter(self) -> PromptLookupDrafter:
+        # Tokens that are verified together share one selection of a sparse model.
+        sparse = is_sparse(self._source.config)
+        return PromptLookupDrafter(self.config.drafted if sparse else self.config.copied)
+
+    def speculate(self, drafter: Drafter, prompt_lookup: bool = False) -> None:
+        """Use `drafter` from the next step on; `prompt_lookup`: drafts by prompt lookup go first.
+
+        A drafter that reads captured states must be set before the first request: it lacks the states of tokens that
+        were computed earlier."""
         config = self.config
         self.model.boundaries = drafter.boundaries
-        partial = None
+        sparse_view = None
         if config.specpv != "off":
             judge, runner = self._judge()
             judge.boundaries = drafter.boundaries
-            partial = PartialVerification(
+            sparse_view = SparseViewDrafter(
                 config, drafter, judge, runner, self._step_bytes(judge), self.tables, self.cache
             )
-        lookup = drafter if isinstance(drafter, PromptLookupDrafter) else PromptLookupDrafter()
-        # What is verified together shares one selection of a sparse model.
-        most = config.drafted if is_sparse(self._source.config) else config.copied
-        copies = Copies(most, lookup) if copying else None
+        lookup = None
+        if prompt_lookup:
+            lookup = drafter if isinstance(drafter, PromptLookupDrafter) else self._lookup_drafter()
         controller = Controller(
-            config.drafted, config.adaptive_speculation, config.speculative_tree_tokens, partial,
-            copies.most if copies else 0,
+            config.drafted, config.adaptive_speculation, config.speculative_tree_tokens, sparse_view,
+            lookup.max_tokens if lookup else 0,
         )  # fmt: skip
-        self.speculation = Speculation(drafter, controller, copies)
+        self.speculation = Speculation(drafter, controller, lookup)
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError where it can never run; nothing is kept of it then.
@@ -284,18 +290,19 @@ class Engine:
         """The model on every sequence's chunk, its draft included."""
         laid_out = parts(proposal)
         batch = make_batch([part.chunk for part in laid_out], self.tables, self.device)
-        # Where there was no choice yet, a prompt may end whose tokens are judged so later.
-        partial = self.speculation.partial if self.speculation and proposal.decision.partial is not False else None
+        # Undecided steps included: a prompt may end whose drafts are verified in sparse-view steps later.
+        speculation = self.speculation
+        sparse_view = speculation.sparse_view if speculation and proposal.decision.sparse_view is not False else None
         ends = [(part.sequence, min(part.chunk.stop, len(part.sequence.token_ids))) for part in laid_out]
-        if partial is not None:
-            batch = dataclasses.replace(batch, probe=partial.watch(ends))
+        if sparse_view is not None:
+            batch = dataclasses.replace(batch, probe=sparse_view.probe(ends))
         both_NC = self.runner(batch)
-        if partial is not None and batch.probe is not None:
-            partial.record(ends, batch.probe)
+        if sparse_view is not None and batch.probe is not None:
+            sparse_view.record_attention(ends, batch.probe)
         self._stats.steps += 1
         self._stats.computed_tokens += len(both_NC)
         read = self.step_bytes((len(part.rows), part.chunk.stop, part.chunk.stop) for part in laid_out)
-        whole = proposal.read + read
+        whole = proposal.sparse_bytes + read
         self._stats.weight_bytes_read += whole.weights
         self._stats.cache_bytes_read += whole.cache
         C = self.model.spec.hidden_size
@@ -370,7 +377,7 @@ class Engine:
                 if part.decoding and not part.sequence.held
             ]  # fmt: skip
             rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
-            speculation.end(computed.proposal, decoded, drawn.at, rows, computed.read)
+            speculation.record(computed.proposal, decoded, drawn.at, rows, computed.read)
         ended = drawn.non_finite
         return Settled(
             [sequence for sequence in sequences if sequence.request not in ended],

@@ -21,7 +21,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.held_weights import held_bytes
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.speculation.eagle3 import head_cache, head_format
-from mlaforge.engine.speculation.partial import judging_format
+from mlaforge.engine.speculation.sparse_view import sparse_view_format
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.native import kernels
 
@@ -63,11 +63,11 @@ def cache_layout(
 
 
 def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, format: str) -> int:
-    """Bytes of all weights in a format: the model's, a draft head's, and those of partial steps."""
+    """Bytes of all weights in a format: the model's, a draft head's, and those of sparse-view steps."""
     total = model.held_bytes(format)
     if head is not None:
         total += held_bytes(head, head_format(format, model.device), model.device)
-    if config.specpv != "off" and format == model.format and (judge := judging_format(config, model)) != format:
+    if config.specpv != "off" and format == model.format and (judge := sparse_view_format(config, model)) != format:
         # It has no embedding of its own.
         total += model.held_bytes(judge) - model.spec.vocab_size * model.spec.hidden_size * model.dtype.itemsize
     return total

@@ -26,7 +26,7 @@ from mlaforge.planning.plan import Plan
 # Coordinates with a common width, so that a bit plane ends with a byte.
 BLOCK = 8
 # Coordinates with a small deviation on the calibration text vary more on other texts: deviations below the 95th
-# percentile are raised by this power of their quotient (measured: docs/conversion.md).
+# percentile are multiplied by this power of the percentile over the deviation (measured: docs/notes/conversion.md).
 SHRINKAGE = 0.17
 # Candidate ranges in standard deviations: NUM_RANGES of them at every width, larger ones for wider codes.
 NUM_RANGES = 7

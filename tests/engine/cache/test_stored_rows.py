@@ -12,7 +12,7 @@ from mlaforge.checkpoint import loading
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import PromptLookupDrafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows

@@ -20,7 +20,7 @@ from mlaforge.engine.cache.block_pool import BlockPool
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
-from mlaforge.engine.speculation.partial import PartialView
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 from mlaforge.ops.native import kernels
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import plan_of
@@ -107,7 +107,7 @@ def test_stress_holds_every_number_of_drafts_and_both_caches():
         for scope in recipe.SCOPES:
             short = recipe.read(name, scope, BenchConfig())
             # Twice a view as it is shipped, or there would be nothing to see.
-            assert min(short.contexts) >= PartialView.of(EngineConfig()).shortest
+            assert min(short.contexts) >= SparseViewConfig.from_options(EngineConfig()).min_length
     assert recipe.read("single", "full", BenchConfig()).specpvs == ("off",)
 
 
@@ -167,7 +167,7 @@ def test_memory_that_ends_is_capacity_wherever_it_ends(bench, tiny_models, monke
     step, run = Engine.step, Audit.run
 
     def full(self):
-        if self.speculation is not None and self.speculation.stats.partial_steps:
+        if self.speculation is not None and self.speculation.stats.sparse_steps:
             raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
         return step(self)
 
@@ -218,10 +218,10 @@ def test_it_is_audited(peer, monkeypatch):
     peer.run(prompts, 12, Variant())
     findings = Audit(peer).run(prompts, 12, Variant(3, "replay", "lossless"))
     assert [finding.name for finding in findings if not finding.passed] == []
-    assert peer.engine.speculation.stats.partial_steps > 0
+    assert peer.engine.speculation.stats.sparse_steps > 0
     # Both take turns on one engine.
     peer.use(Variant(3, "replay"), [[], []], prompts)
-    assert peer.engine.speculation.partial is None
+    assert peer.engine.speculation.sparse_view is None
     propose = peer.engine.speculation.__class__.propose
 
     def shorter(self, decision, chunks):
@@ -236,7 +236,7 @@ def test_it_is_audited(peer, monkeypatch):
     assert [finding.name for finding in findings if not finding.passed] == ["drafting_goes_on"]
 
 
-VIEWED = PartialView(sink=16, retrieval=32, window=32, full_every=8, max_pending=8)
+VIEWED = SparseViewConfig(sink=16, retrieval=32, window=32, full_every=8, max_provisional=8)
 
 
 def blocked(steps, partial, pending, length):
@@ -250,7 +250,7 @@ def test_the_ceiling_is_bytes_and_flops_of_partial_steps_and_full_ones(tiny_mode
     tensors = load_file(tiny_models["llama"] / "model.safetensors")
     weights = sum(4 * t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
     row, context = 192 * 4, 20_000
-    partial, full = weights + VIEWED.seen * row, weights + context * row
+    partial, full = weights + VIEWED.num_tokens * row, weights + context * row
     # 10 full steps, 25 partial ones that agreed to 60 tokens, 30 of which were kept.
     top = roof.partial_limit(plan, slow, "float32", context, 1, 3, VIEWED, "float32", blocked(10, 25, 60, 4.0))
     seconds = (full + 2.5 * partial) / slow.bandwidth
@@ -277,7 +277,7 @@ def test_no_turn_is_faster_than_its_ceiling(tiny_models):
 
         for turns in ([(6, 2)], [(4, 4), (1, 1, 1)], [(1,) * 8, (4, 4), (6, 2)]):
             partial, pending = sum(map(len, turns)), sum(map(sum, turns))
-            took = sum(seconds(VIEWED.seen, rows) for turn in turns for rows in turn)
+            took = sum(seconds(VIEWED.num_tokens, rows) for turn in turns for rows in turn)
             took += sum(seconds(4000, 1 + sum(turn)) for turn in turns)
             block = blocked(len(turns), partial, pending, 1 + pending / len(turns))
             top = roof.partial_limit(plan, gpu, "float32", 4000, 1, 5, VIEWED, "float32", block)
