@@ -1,4 +1,4 @@
-"""Artifacts: directories with a `manifest.json`, through which alone stages exchange data.
+"""Artifacts: directories with a `manifest.json`, the only objects that stages exchange.
 
 An artifact is written atomically: in a hidden sibling directory, by one process at a time, and renamed when complete.
 Its fingerprint hashes the stage, the resolved config and the hashes of its inputs; an artifact that already exists with

@@ -1,4 +1,4 @@
-"""The process: user errors, interrupts, device and dtype, progress, and every environment variable.
+"""The process: errors, interrupts, device, dtype, progress and environment variables.
 
 Imports nothing else of this package, so that every module may import it.
 """

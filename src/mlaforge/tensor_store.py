@@ -1,4 +1,4 @@
-"""On-disk store for the tensors that a stage has finished and those that it passes from layer to layer.
+"""On-disk store for the tensors of an unfinished stage: its results, and those passed from layer to layer.
 
 Files are written atomically, so that a stage killed at any moment resumes from all that it had finished. Memory use
 does not grow with the number of layers.

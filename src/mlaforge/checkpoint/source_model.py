@@ -1,4 +1,4 @@
-"""SourceModel: a model directory, opened once per command, with its config, spec, tokenizer and fingerprint."""
+"""SourceModel: a model directory, opened once per command."""
 
 from __future__ import annotations
 

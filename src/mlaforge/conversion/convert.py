@@ -1,4 +1,4 @@
-"""`convert`: conversion of grouped-query attention to multi-head latent attention without training.
+"""`convert`: grouped-query attention to multi-head latent attention, without training.
 
 Calibration moments (factorization/moments.py) -> latent projections per layer (solve.py, with factorization/latent.py
 and the closed-form refit of o_proj) -> a Hugging Face directory (writer.py), which is read again and evaluated. All of

@@ -1,4 +1,6 @@
-"""Token windows from text sources, with a fixed split of the embedded text into calibration and evaluation.
+"""Token windows from text sources.
+
+The embedded text has a fixed split into calibration and evaluation documents.
 
 A source is a file (.txt and similar; .jsonl or .parquet with `text` or `messages` in each record), a folder of such
 files, the output of `calibrate`, or `embedded`: English and Python from the Python installation, available offline.

@@ -1,4 +1,4 @@
-"""Latent projections of a layer from its weights and moments, in fp64.
+"""Latent projections of a layer, computed from its weights and moments in fp64.
 
 docs/conversion.md has the derivations. A rotary pair (i, i + P) is treated as one complex number, x_i + i·x_{i+P}; RoPE
 multiplies it by e^{iωt}, so that it commutes with every complex mixing across KV heads.

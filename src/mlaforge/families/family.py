@@ -1,4 +1,4 @@
-"""The Family class, and the functions that the readers of all families share."""
+"""The Family class, and shared functions of all families' readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specification of a source model, independent of its family, as used by planning and conversion."""
+"""Specification of a source model, independent of its family."""
 
 from __future__ import annotations
 
