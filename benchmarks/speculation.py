@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from rows import Results, command, parser
 
-from mlaforge.artifact import record_place, sha256
+from mlaforge.artifact import record_path, sha256
 from mlaforge.bench.replay import Replay
 from mlaforge.bench.summary import spread
 from mlaforge.checkpoint import resolve
@@ -227,12 +227,12 @@ def begin(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
     head that was trained on text which these prompts were not kept out of."""
     torch.set_num_threads(options.threads)
     path = options.data / "prompts" / "mt_bench.jsonl"
-    judged = {"path": record_place(path), "sha256": sha256(path)}
+    judged = {"path": record_path(path), "sha256": sha256(path)}
     unknown = dataset.check_unseen(options.draft, [judged]) if options.draft else ""
     model = resolve.locate(options.model) if options.model else demo_model.fetch()
     return model, path, {
         "command": command(), "model": model.name, "model_sha256": fingerprint(model), "threads": options.threads,
-        "head": {"path": record_place(options.draft), "sha256": fingerprint(options.draft)} if options.draft else None,
+        "head": {"path": record_path(options.draft), "sha256": fingerprint(options.draft)} if options.draft else None,
         "unknown": unknown, "judged": judged, "tokens": options.tokens,
     }  # fmt: skip
 

@@ -191,7 +191,7 @@ def test_what_evaluation_sees_is_not_among_the_embedded_documents():
     kinds = corpus.embedded_documents()
     # Some modules are empty.
     everything = {f"{kind}/{name}" for kind, own in kinds.items() for name in own if own[name].strip()}
-    assert {name for name in everything if not corpus.held_out(name.partition("/")[2])} == set(found)
+    assert {name for name in everything if not corpus.is_evaluation_document(name.partition("/")[2])} == set(found)
     assert 0.6 < len(found) / len(everything) < 0.9
 
 

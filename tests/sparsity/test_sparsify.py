@@ -240,7 +240,7 @@ def test_what_it_was_tuned_on_is_remembered(sparse, dense):
     [
         ("latent", ("--topk", "100"), "above the 132 tokens that are read in any case (sink 4, window 128)"),
         ("latent", ("--width", "20"), "width = 20 must be a multiple of 8"),
-        ("latent", ("--width", "64"), "64 numbers is more than a layer has: 32"),
+        ("latent", ("--width", "64"), "width 64 exceeds the maximum of this layer, 32"),
         ("sparse", (), "is sparse already; sparsify the model that it was made of"),
         ("mistral", (), "no layer without a sliding window"),
         ("latent", ("--placement", "measured", "--topk", "1024"), "8192 tokens, and the model's context is"),
@@ -269,7 +269,7 @@ def test_a_text_too_short_to_place_on(dense, refused, tmp_path):
         ({"index_topk": None}, "no 'index_topk'"),
         ({"index_kind": None}, "no 'index_kind'"),
         ({"index_kind": "trees"}, "index_kind"),
-        ({"index_topk": 10}, "above the 10 tokens that are read in any case"),
+        ({"index_topk": 10}, "above the 10 tokens that are always selected"),
         ({"indexer_types": ["full", "full"]}, "a list of 3"),
         ({"indexer_types": ["shared", "full", "full"]}, "full before the first shared"),
         ({"indexer_types": ["full", "dense", "full"]}, "does not call for"),
@@ -308,7 +308,7 @@ def test_eval_reads_as_generated_tokens_do(options, sparse, dense, evaluation_fi
     assert untested not in capsys.readouterr().err
     # The model as a whole, one layer after another on each window.
     source = SourceModel.open(directory)
-    ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, judged=True).ids
+    ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, evaluation=True).ids
     model = loading.load_model(source, "float32")
     losses = []
     for model.model.sparsity.prompts in (True, False):
@@ -360,7 +360,7 @@ def test_a_refit_reads_each_texts_own_selection(sparse, tiny_models, monkeypatch
     windows = tokens(3, 64)
     with LayerStream(student, torch.float32, "cpu") as ours, LayerStream(teacher, torch.float32, "cpu") as theirs:
         for chosen in (windows, *windows.split(1)):
-            refit.steer(ours, theirs, chosen)
+            refit.refit_student(ours, theirs, chosen)
     layers = ours.num_layers
     for n in range(3):
         for layer in range(layers):
@@ -375,7 +375,7 @@ def test_what_knows_no_index_refuses_it(sparse, tiny_models, refused, tmp_path):
     refused("shares selections of tokens", *heals, "--gradient-checkpointing")
     original = ("heal", "--teacher", tiny_models["llama"], "--student", sparse("llama", "gqa"), "--out", out)
     refused("has no converted layer, so only all of it can learn: give --subset all", *original)
-    refused("export the model that it was made of", "export", "deepseek", model, out)
+    refused("export the dense converted model", "export", "deepseek", model, out)
 
 
 def test_a_model_that_overflows_gets_no_index(tiny_models, calibration_file, tmp_path):

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import record_place
+from mlaforge.artifact import record_path
 from mlaforge.bench import machine
 from mlaforge.bench.summary import spread
 from mlaforge.config import nearest, read_recipe, whole_number
@@ -337,7 +337,7 @@ def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
     body = {
         "kind": "gates", "schema": machine.SCHEMA, "time": one["time"], "scope": one["scope"], "commit": one["commit"],
         "dirty": dirty, "device": one["device"], "forced": any(b["forced"] for b in results.values()), "passed": passed,
-        "ledger": {"file": record_place(ledger), "in_a_row": row, "needed": NEEDED}, "gates": verdicts,
+        "ledger": {"file": record_path(ledger), "in_a_row": row, "needed": NEEDED}, "gates": verdicts,
     }  # fmt: skip
     machine.write(folder / VERDICTS, body)
     return body

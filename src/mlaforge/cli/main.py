@@ -234,7 +234,7 @@ def serve(model: Model, config: ServeConfig) -> None:
 
     quiet()
     # Before anything is loaded.
-    config = server.checked(config)
+    config = server.validated(config)
     if config.verify:
         from mlaforge.checkpoint import verify as files
         from mlaforge.checkpoint.source_model import SourceModel

@@ -25,7 +25,7 @@ from mlaforge.demo import first_token, geometry, upcycle
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.demo.geometry import NOT_PACKED, WINDOW, YARN
-from mlaforge.factorization.refit import steer
+from mlaforge.factorization.refit import refit_student
 from mlaforge.families.family import read_rope
 from mlaforge.healing.distillation import Distillation, Loss
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -193,7 +193,7 @@ def heal(folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int) -> tu
     source = draft.source
     device = torch.device("cpu")
     with LayerStream(folder, torch.float32, device) as ours, LayerStream(source, torch.float32, device) as theirs:
-        solved = steer(ours, theirs, fitted(tuned))
+        solved = refit_student(ours, theirs, fitted(tuned))
     student, teacher = loading.load_model(folder, "float32"), loading.load_model(source, "float32")
     for model in (student, teacher):
         model.requires_grad_(False)

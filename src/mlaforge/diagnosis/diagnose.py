@@ -172,7 +172,7 @@ def windows(tokenizer: Any, config: DiagnoseConfig) -> tuple[corpus.Windows, cor
     looked = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
     wanted = math.ceil(config.windows * HELD_OUT)
     if config.text == corpus.EMBEDDED:
-        others = corpus.windows(tokenizer, config.text, wanted, config.seqlen, judged=True)
+        others = corpus.windows(tokenizer, config.text, wanted, config.seqlen, evaluation=True)
     else:
         every = corpus.windows(tokenizer, config.text, sys.maxsize // config.seqlen, config.seqlen)
         seen = {row.numpy().tobytes() for row in looked.ids}

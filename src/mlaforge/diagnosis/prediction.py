@@ -41,7 +41,7 @@ class Prediction:
         latent = tuple(LATENT if i in plan.converted else LayerPlan("gqa") for i in self.layers)
         errors = {i: self.layers[i]["errors"] for i in plan.converted}
         self.coded = Plan(plan.spec, latent)
-        self.widths = {bits: code.allocate_bits(errors, code.room(self.coded, bits)) for bits in BITS}
+        self.widths = {bits: code.allocate_bits(errors, code.bit_budget(self.coded, bits)) for bits in BITS}
 
     def _other(self) -> float:
         """The second budget to be measured: half of the first, where it holds a rank."""
@@ -76,7 +76,7 @@ class Prediction:
         def part(chosen: LayerPlan) -> Spectrum | RopeSplit:
             key = _kind(chosen)
             if key not in parts:
-                parts[key] = ranks.at_every_rank(own, m, spec, index, chosen)
+                parts[key] = ranks.decompose(own, m, spec, index, chosen)
                 found[f"values.{key}"] = ranks.spectrum(parts[key]).values.clone()
                 lost = ranks.loss(parts[key], len(found[f"values.{key}"]))
                 found[f"lost.{key}"] = torch.tensor(lost, dtype=torch.float64)
@@ -90,7 +90,7 @@ class Prediction:
                     chosen = make_plan(spec, budget, layout, str(index)).layers[index]
                     table[row, column] = ranks.loss(part(chosen), chosen.kv_lora_rank)
         for chosen in self._kinds(index):
-            full = ranks.at_rank(part(chosen), layer, rank_limit(spec, layer, chosen.layout))
+            full = ranks.latent_at_rank(part(chosen), layer, rank_limit(spec, layer, chosen.layout))
             latents |= {f"{_kind(chosen)}.{n}": tensor for n, tensor in full.tensors().items()}
             if chosen == LATENT:
                 rates = code.Rates.of_layer(full, m)
@@ -121,7 +121,7 @@ class Prediction:
 
     def bits_lost(self, index: int, bits: int) -> float:
         """The loss of one layer with coded rows, to first order."""
-        return code.lost(self.layers[index]["errors"], self.widths[bits][index])
+        return code.predicted_loss(self.layers[index]["errors"], self.widths[bits][index])
 
     def curves(self, held: Tensor, tuned: Tensor) -> tuple[Curve, Curve]:
         """Losses of plain and of coded rows as measured on `held` [N, T]; `tuned` is what the moments are of."""
@@ -149,7 +149,7 @@ class Prediction:
         def latent(index: int) -> Latent:
             tensors = self.work.part(f"latents-{index:03d}", "rates.")
             rates = code.Rates(**{n.removeprefix("rates."): t.to(self.stream.device) for n, t in tensors.items()})
-            return code.coded(self._latent(index, LATENT), rates, self.widths[bits][index])
+            return code.encode(self._latent(index, LATENT), rates, self.widths[bits][index])
 
         return latent
 

@@ -96,7 +96,7 @@ def read_texts(config: DraftTrainConfig, answers: list[Answer]) -> Texts:
     random.Random(config.seed).shuffle(learnt)
     rows = []
     for some in (learnt, held):
-        rows.append(packing.place([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in some], config.seqlen))
+        rows.append(packing.first_fit([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in some], config.seqlen))
         if not int(columns(rows[-1])[1].sum()):
             raise UserError(f"no answer has two tokens within seqlen = {config.seqlen}; give a longer one")
     count = config.batch_tokens // config.seqlen

@@ -26,7 +26,7 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     source = SourceModel.open(model)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.dtype)
-    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, judged=True)
+    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, evaluation=True)
     remembered = source.path / overlap.PASSAGES
     if remembered.is_file():
         text = overlap.refuse_overlap(text, overlap.read_passages(remembered), f"of {model}")

@@ -43,7 +43,7 @@ def pieces(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list[Piece
     """The windows that a criterion judges on, each within one document; a text that is one document is cut into
     windows of which each counts as a document. Raises UserError where they share passages with `tuned`."""
     source, length = criterion.text, criterion.seqlen
-    documents = corpus.documents(source, judged=True, tokenizer=tokenizer)
+    documents = corpus.documents(source, evaluation=True, tokenizer=tokenizer)
     if source == corpus.EMBEDDED:
         random.Random(0).shuffle(documents)  # of all its kinds
     if len(documents) == 1:

@@ -28,7 +28,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.writer import rewriting
 from mlaforge.config import by_keywords
 from mlaforge.data import overlap, packing
-from mlaforge.factorization.refit import TOKENS, steer
+from mlaforge.factorization.refit import TOKENS, refit_student
 from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, Loss, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -238,7 +238,7 @@ def _refit(
     dtype = torch.float32 if device.type == "cpu" else next(iter(before.values())).dtype
     with LayerStream(converted, dtype, device) as ours, LayerStream(original, dtype, device) as theirs:
         for name, up in (("o_proj", False), ("up_and_o_proj", True)):
-            solved = steer(ours, theirs, few, up)
+            solved = refit_student(ours, theirs, few, up)
             _put(student, solved)
             kl[name] = validation.measure(model)["kl"]
             refits[name] = {key: tensor.clone() for key, tensor in solved.items()}

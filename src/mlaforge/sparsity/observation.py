@@ -84,7 +84,7 @@ class Observation:
         features, latent = torch.cat(self.features).cpu().double(), self.latent
         if not (features.isfinite().all() and self.moments.power.isfinite().all()):
             raise UserError(f"the model's keys or queries are NaN or infinity: it overflows in {self.stream.dtype}")
-        found = Candidates.turning(self.moments)
+        found = Candidates.rotary(self.moments)
         if latent is not None and not latent.qk_norm:
             w_uk, _, b_k, _ = (t.cpu() for t in latent.up_projections())
             if self.rotary:
@@ -92,9 +92,9 @@ class Observation:
                 assert isinstance(self.queries, Tensor)
                 found.frequency = latent.rope_index.cpu()[found.frequency]
                 found.query = found.query.expand(len(w_uk), -1, -1, -1)
-                rest = Candidates.still(torch.cov(still.T), self.queries.cpu() / self.moments.tokens, w_uk)
-                found = rest.beside(found)
+                rest = Candidates.unrotated(torch.cov(still.T), self.queries.cpu() / self.moments.tokens, w_uk)
+                found = rest.concatenate(found)
             else:
-                found = found.of_latents(w_uk.flatten(0, 1), b_k.flatten())
+                found = found.on_latents(w_uk.flatten(0, 1), b_k.flatten())
         scaling = self.stream.spec.rope.attention_scaling
         return found.best(width, features, self.stream.spec.softmax_scale, scaling)
