@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.speculation.drafter import ancestry
-from mlaforge.ops.kept_keys import EACH, KeptKeys
+from mlaforge.ops.decompressed_keys import TOKENS_PER_KEY, DecompressedKeys
 from mlaforge.ops.row_format import Int4, Int8, RowFormat
 from support.kernel_forms import EVERY_FORM
 from support.packed_caches import Cache, latent_format, latent_layer, make_cache, regrouped
@@ -71,9 +71,9 @@ def test_grouped_queries(heads, kv_heads, dim, stored, compiled):
         if window or tree_Tn is not None:
             return found
         # Where attention falls: as it is kept beside it, and by keys alone.
-        *same, kept = compiled.decode_and_watch(*inputs, list(range(len(table))))
+        *same, mass = compiled.decode_with_mass(*inputs, list(range(len(table))))
         assert all(map(torch.equal, same, found))
-        return *found, kept, compiled.attended(q[starts[1:].long() - 1], *rows, G, table, lengths, size, 0.3)
+        return *found, mass, compiled.attention_mass(q[starts[1:].long() - 1], *rows, G, table, lengths, size, 0.3)
 
     assert not differing(attend, format, whole)
 
@@ -95,10 +95,10 @@ def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
         if chosen and tree_Tn is None:
             # As a selection of all that there is; the second time by keys that were kept.
             positions = torch.arange(int(cache.view[1]), dtype=torch.int32)[None]
-            kept = KeptKeys.empty(EACH * len(cache.decoded), layer[5].numel())
+            retained = DecompressedKeys.empty(TOKENS_PER_KEY * len(cache.decoded), layer[5].numel())
             for _ in range(2):
-                assert torch.equal(kernel(*inputs, positions, kept.keys, kept.places), found)
-            assert bool((kept.places[cache.slots] >= 0).all())
+                assert torch.equal(kernel(*inputs, positions, retained.keys, retained.metadata), found)
+            assert bool((retained.metadata[cache.slots] >= 0).all())
         return (found,)
 
     assert not differing(attend, format)

@@ -41,7 +41,7 @@ def test_the_first_that_supports_the_inputs_is_chosen_and_passing_over_is_said_o
         assert op.choose(ODD)[0] == "wrong"
         assert op.choose(LONG)[0] == "reference"
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["paged_attention: not fast: an odd number", "paged_attention: not wrong: too long"]
+    assert lines == ["paged_attention: fast is not used: an odd number", "paged_attention: wrong is not used: too long"]
 
 
 def test_argument_before_environment_before_support(op, monkeypatch):
@@ -60,7 +60,7 @@ def test_argument_before_environment_before_support(op, monkeypatch):
     [
         ("far", "paged_attention: far cannot run here: it is far away"),
         ("fsat", "paged_attention has no implementation 'fsat'; it has fast, wrong, far, reference"),
-        ("attention=fast", "MLAFORGE_OPS names 'attention', which is no op; this one is paged_attention"),
+        ("attention=fast", "MLAFORGE_OPS names 'attention', which is not an op; this op is paged_attention"),
     ],
 )
 def test_what_cannot_be_is_refused(op, monkeypatch, wanted, words):
@@ -78,7 +78,7 @@ def test_check_compares_and_keeps_the_inputs(op, monkeypatch, tmp_path):
     assert op(EVEN)[0].tolist() == [0, 2, 4, 6]
     assert not list(tmp_path.iterdir())
     with pytest.raises(
-        AssertionError, match=r"wrong, output 0: 1 of 5 numbers differ, worst \(3,\): 7 instead"
+        AssertionError, match=r"wrong, output 0: 1 of 5 elements differ, worst \(3,\): 7 instead"
     ) as error:
         op(ODD)
     path = Path(str(error.value).split("saved as ")[1])
@@ -104,9 +104,9 @@ def test_differences_finds_exactly_what_differs(a, b):
 @pytest.mark.parametrize(
     ("actual", "words"),
     [
-        ([0.0, torch.nan, 2.0], "1 places differ in nan, first (1,): nan instead of 1"),
-        ([0.0, torch.inf, 2.0], "1 places differ in +inf, first (1,)"),
-        ([0.0, 1.1, 2.5], "2 of 3 numbers differ, worst (2,): 2.5 instead of 2"),
+        ([0.0, torch.nan, 2.0], "1 elements differ in nan, first (1,): nan instead of 1"),
+        ([0.0, torch.inf, 2.0], "1 elements differ in +inf, first (1,)"),
+        ([0.0, 1.1, 2.5], "2 of 3 elements differ, worst (2,): 2.5 instead of 2"),
         ([0.0, 1.0], "[2] torch.float32 instead of [3]"),
     ],
 )

@@ -104,7 +104,7 @@ def test_every_code_under_every_scale():
 def test_the_kernels_say_what_they_cannot_do():
     made, (hidden, *rest) = experts("small"), tokens("small", 3)
     wide = torch.zeros(3, 128, device=DEVICE)[:, ::2]
-    for x, words in ((hidden.double(), "float64"), (wide, "one after another")):
+    for x, words in ((hidden.double(), "float64"), (wide, "contiguous")):
         with pytest.raises(runtime.UserError, match=words):
             OP(x, *rest, *made.packed, implementation="triton")
     assert OP.choose(hidden.cpu(), *rest, *made.packed)[0] != "triton"

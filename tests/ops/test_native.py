@@ -167,7 +167,7 @@ def test_kernels_for_cpus_name_the_device_of_other_tensors(monkeypatch):
     assert {module.OP.name for module in modules} == set(cases) == {n for n, op in OPS.items() if "native" in op.names}
     monkeypatch.setenv("MLAFORGE_OPS", "native")
     for name, inputs in cases.items():
-        message = f"^{name}: native cannot run here: it reads host memory, these are on meta$"
+        message = f"^{name}: native cannot run here: it needs CPU tensors, the inputs are on meta$"
         with pytest.raises(runtime.UserError, match=message):
             OPS[name].choose(*inputs, implementation="native")
         with pytest.raises(runtime.UserError, match=message):

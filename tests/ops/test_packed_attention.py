@@ -37,15 +37,15 @@ class Tables:
 def problem(form, dtype):
     """Queries, rows that are all written, a view of two sequences, and the rows in numbers."""
     generator = torch.Generator().manual_seed(0)
-    whole = bool(form.whole)
+    whole = bool(form.unquantized_blocks)
     row = torch.randn(BLOCKS * SIZE, form.width, generator=generator)
     packed = (BLOCKS - 2 * whole) * SIZE
     rows = PagedRows.empty(form, packed, dtype, CPU, 2 * SIZE * whole)
     form.write(rows.packed, torch.arange(len(rows.packed)), row[:packed])
     numbers = form.read(rows.packed, torch.arange(len(rows.packed)))
-    if rows.whole is not None:
+    if rows.unquantized is not None:
         rows.write(torch.arange(packed, len(row)), row[packed:])
-        numbers = torch.cat((numbers, rows.whole))
+        numbers = torch.cat((numbers, rows.unquantized))
     (view,) = make_views([(0, 97, 101), (1, 40, 41)], Tables(whole), CPU)
     q = torch.randn(5, H, D, generator=generator).to(dtype)
     return q, rows, view, numbers.to(dtype)

@@ -206,7 +206,7 @@ def test_coded_rows(compiled):
         wanted = rows.clone()
         format.write(wanted, slots, x.bfloat16())
         turn = torch.ones(N, 1, 1, dtype=torch.complex64)
-        compiled.rope_and_store(x.bfloat16(), turn, rows, None, format.numbers, slots, 0, 2)
+        compiled.rope_and_store(x.bfloat16(), turn, rows, None, format.descriptor, slots, 0, 2)
         torch.testing.assert_close(format.read(rows, slots), format.read(wanted, slots), rtol=0, atol=0, equal_nan=True)
         # A scale that is no number may be any of them.
         rows[slots[2]] = wanted[slots[2]]
@@ -215,7 +215,7 @@ def test_coded_rows(compiled):
         table, ones = (slots // 16).int()[:, None], torch.ones(N, dtype=torch.int32)
         view = (table, ones, 0 * ones, torch.arange(N + 1, dtype=torch.int32), 16, 0)
         q = torch.zeros(N, 1, format.width).bfloat16()
-        found, _ = compiled.decode(q, rows, None, format.numbers, 1, format.width, 0, *view, 1.0, None)
+        found, _ = compiled.decode(q, rows, None, format.descriptor, 1, format.width, 0, *view, 1.0, None)
         finite = x.isfinite().all(1)
         assert torch.equal(found[finite, 0], format.read(rows, slots[finite])), format
 
@@ -230,7 +230,7 @@ def test_rope_and_store(G, D, size, compiled):
     turn, slots = torch.complex(angles.cos(), angles.sin()), torch.randperm(60, generator=generator)[:N]
     rows, whole = format.empty(30, CPU).fill_(255), torch.full((30, format.width), torch.nan).bfloat16()
     wanted, wanted_whole, packed = rows.clone(), whole.clone(), slots < 30
-    compiled.rope_and_store(x, turn, rows, whole, format.numbers, slots, 2 + G, D)
+    compiled.rope_and_store(x, turn, rows, whole, format.descriptor, slots, 2 + G, D)
     row = x[:, 2 * D :]
     format.write(wanted, slots[packed], row[packed])
     wanted_whole[slots[~packed] - 30] = row[~packed]
@@ -249,7 +249,7 @@ def test_blocks_are_packed(block_size, size, G, D, compiled):
     rows = format.empty(4 * units, CPU).fill_(255)
     wanted = rows.clone()
     source, target = torch.tensor([4, 8, 5]), torch.tensor([3, 0, 2])
-    compiled.pack_blocks(rows, whole, format.numbers, source, target, block_size)
+    compiled.pack_blocks(rows, whole, format.descriptor, source, target, block_size)
     at = (target[:, None] * units + torch.arange(units)).flatten()
     format.write(wanted, at, whole.view(5, -1)[source - 4].view(-1, format.width))
     assert torch.equal(rows, wanted)
@@ -263,10 +263,10 @@ def test_what_is_no_number_stays_none(format, bad, compiled):
     rows = format.empty(32 // format.tokens, CPU)
     wanted = rows.clone()
     if format.tokens == 1:
-        compiled.rope_and_store(x.clone(), torch.ones(32, 1, 32, dtype=torch.complex64), rows, None, format.numbers,
+        compiled.rope_and_store(x.clone(), torch.ones(32, 1, 32, dtype=torch.complex64), rows, None, format.descriptor,
                                 torch.arange(32), 0, 64)  # fmt: skip
     else:
-        compiled.pack_blocks(rows, x, format.numbers, torch.tensor([1]), torch.tensor([0]), 32)
+        compiled.pack_blocks(rows, x, format.descriptor, torch.tensor([1]), torch.tensor([0]), 32)
     units = torch.arange(len(rows))
     format.write(wanted, units, x)
     torch.testing.assert_close(format.read(rows, units), format.read(wanted, units), rtol=0, atol=0, equal_nan=True)
@@ -276,5 +276,5 @@ def test_rows_of_another_size_are_refused(compiled):
     x, turn, slots = torch.zeros(1, 384).bfloat16(), torch.ones(1, 1, 32, dtype=torch.complex64), torch.zeros(1).long()
     rows = torch.zeros(4, 300, dtype=torch.uint8)
     for format in ([1, *(64,) * 6], [2, 3, 64], [2, 3], [9]):
-        with pytest.raises(RuntimeError, match=r"int8 has 396 bytes|int4 have 7296 bytes|are not known"):
+        with pytest.raises(RuntimeError, match=r"int8 has 396 bytes|int4 have 7296 bytes|are not supported"):
             compiled.rope_and_store(x, turn, rows, None, format, slots, 3, 64)

@@ -86,8 +86,8 @@ def test_pieces_cover_a_row(value, more, in_key):
     [
         ({"dtype": torch.float64}, "float64"),
         ({"k": torch.float16}, "differ in dtype"),
-        ({"v": 700}, "values of 700 numbers do not fit into registers"),
-        ({"strided": True}, "one after another"),
+        ({"v": 700}, "values of 700 elements do not fit into registers"),
+        ({"strided": True}, "contiguous"),
     ],
 )
 def test_the_kernel_says_what_it_cannot_do(change, words):

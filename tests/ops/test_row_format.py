@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.ops.row_format import INT4_TOKENS, Int4, Int8, Plain, numbered
+from mlaforge.ops.row_format import INT4_TOKENS, Int4, Int8, Plain, format_from_descriptor
 
 FP8 = Plain(12, torch.float8_e4m3fn)
 FORMATS = [Int8((8, 8)), Int8((5,)), Int8((24, 7)), Int8((16,) * 6), Int4(1, 2), Int4(2, 16), Int4(3, 20), FP8]
@@ -62,7 +62,7 @@ def test_read_rows_are_bf16_and_have_no_neighbours(format):
     x = bf16(4 * format.tokens, format.width)
     rows, units = filled(format, x)
     assert format.read(rows, units).dtype == torch.bfloat16
-    assert numbered(format.numbers, rows) == format
+    assert format_from_descriptor(format.descriptor, rows) == format
     assert len(rows[0].view(torch.uint8)) == format.unit_bytes
     one = format.empty(len(rows), CPU)
     for at in (2, 0, 3, 1):
@@ -150,7 +150,7 @@ def test_bytes_of_int8(parts):
             want.append(code * scale)
         place += width
     assert torch.equal(format.read(rows, units[:1])[0], torch.tensor(np.array(want)).bfloat16())
-    assert format.numbers == [1, *parts]
+    assert format.descriptor == [1, *parts]
 
 
 def test_bytes_of_int4():
@@ -177,4 +177,4 @@ def test_bytes_of_int4():
                 want[t, which * C + c] = np.float32(nibbles[which]) * scales[which] + least[which]
             assert least[0] == x[:, c].min() and least[1] == x[t, C + c // D * D :][:D].min()
     assert torch.equal(format.read(rows, units[:1]), torch.tensor(want).bfloat16())
-    assert format.numbers == [2, G, D]
+    assert format.descriptor == [2, G, D]

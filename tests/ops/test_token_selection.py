@@ -172,12 +172,12 @@ def test_triton_attends_to_a_selection(shape):
     assert not torch.allclose(ours[0], whole[0], atol=1e-2)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("pre_rotated", [False, True])
 @pytest.mark.parametrize("coded", [False, True])
-def test_kernels_write_as_the_reference(compiled, turned, coded):
+def test_kernels_write_as_the_reference(compiled, pre_rotated, coded):
     view, slots = made([40, 70], [40, 5])
     halves = torch.full((12,), 4.0) if coded else None
-    own = index(4, 16, 12, 20, turned=turned, halves=halves)
+    own = index(4, 16, 12, 20, pre_rotated=pre_rotated, halves=halves)
     both = (3 * torch.randn(45, 50)).bfloat16()
     both[3, 35] = torch.nan
     planes = []
@@ -222,9 +222,9 @@ def test_the_reference_is_the_models():
 
 def test_a_view_is_narrowed():
     view, _ = made([50, 20, 90], [1, 1, 2])
-    assert view.reads(100, 8) is None and view.reads(30, 8) == (30, 20, 30)
+    assert view.selected_counts(100, 8) is None and view.selected_counts(30, 8) == (30, 20, 30)
     # More query tokens than are read in any case: none of them could be left out.
-    assert view.reads(30, 1) == (30, 20, 90)
+    assert view.selected_counts(30, 1) == (30, 20, 90)
     slots = torch.arange(96, dtype=torch.int32).view(3, 32)
     some = narrowed(view, slots, slots, (30, 20, 30), True)
     assert some.first_S.tolist() == [0, 32, 64] and some.seq_lens_S.tolist() == [30, 52, 94]

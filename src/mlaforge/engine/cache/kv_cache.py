@@ -19,7 +19,7 @@ from torch import Tensor
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.kept_keys import kept_bytes
+from mlaforge.ops.decompressed_keys import decompressed_keys_bytes
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Coded, Plain, RowFormat, row_format
 from mlaforge.runtime import UserError, on_device
@@ -47,7 +47,7 @@ class LayerCache:
         return self.format.width
 
     def block_bytes(self, block_size: int) -> int:
-        kept = kept_bytes(block_size, self.keys) if self.keys else 0
+        kept = decompressed_keys_bytes(block_size, self.keys) if self.keys else 0
         return self.format.unit_bytes * block_size // self.format.tokens + self.index * block_size + kept
 
     def whole_bytes(self, block_size: int) -> int:
@@ -82,7 +82,7 @@ def layer_caches(
         if codes[index] and stored != "bf16":
             format = Coded(tuple(codes[index]), sum(parts[1:]))
         own = config.index_head_dim if sparse and config.indexer_types[index] == "full" else 0
-        if own and format.whole:
+        if own and format.unquantized_blocks:
             raise UserError(
                 f"kv_cache_dtype {stored} keeps whole blocks, of which no selection is read; use int8 or bf16"
             )
@@ -109,7 +109,7 @@ class MinimumCache:
         max_step: int,
     ) -> MinimumCache:  # fmt: skip
         held = [[layer for layer in layers if layer.group == group] for group in range(len(windows))]
-        kinds = [frozenset[str]().union(*(layer.format.whole for layer in own)) for own in held]
+        kinds = [frozenset[str]().union(*(layer.format.unquantized_blocks for layer in own)) for own in held]
         longest = -(-max_model_len // block_size)
         # What one sequence holds while a step is computed.
         blocks = [min(longest, 2 if window is None else (window + max_step) // block_size + 2) for window in windows]

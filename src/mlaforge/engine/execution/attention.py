@@ -25,7 +25,7 @@ from mlaforge.engine.execution.sparse_reading import Chosen, reading
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
-from mlaforge.ops.attended import attended, attention_and_attended, newest
+from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels, pack
 from mlaforge.ops.packed_attention import packed_attention
@@ -142,11 +142,11 @@ class PagedGroupedQueryAttention:
         """As ops.paged_attention."""
         if probe is not None:
             asked = q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
-            if (both := attention_and_attended(*asked)) is not None:
+            if (both := attention_with_mass(*asked)) is not None:
                 out_NHD, lse_NH, attention_mass = both
                 probe.layers.append(attention_mass)
                 return out_NHD, lse_NH
-            probe.layers.append(attended(*asked))
+            probe.layers.append(probe_attention_mass(*asked))
         if self.k_LGD is not None and self.v_LGD is not None:
             return paged_attention(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
         return packed_attention(q_NHD, self.rows, view, self.scaling)
@@ -232,15 +232,15 @@ class PagedLatentAttention:
         return q_NHD
 
     def _attended(self, q_NX: Tensor, step: Step, view: CacheView, wanted: list[int]) -> list[Tensor]:
-        """As ops.attended. To decompress every key would cost as much as the step: `latent` has the shares of one key
-        of each block, that of its mean latent in its middle, and nothing of a last block that is not full."""
+        """As probe_attention_mass. To decompress every key would cost as much as the step: `latent` has the shares of
+        one key of each block, that of its mean latent in its middle, and nothing of a last block that is not full."""
         latent, size = self.latent, view.block_size
         wide = latent.kv_b_proj.weight.dtype
         q_NHD = self._queries(q_NX.to(wide), step)
         if latent.rope_dim:
             q_NHW = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])[0][0].transpose(0, 1)
-            return attended(q_NHW, self.rows, 1, view, latent.scaling, wanted)
-        rows_LW, seen = self.rows.numbers(view)
+            return probe_attention_mass(q_NHW, self.rows, 1, view, latent.scaling, wanted)
+        rows_LW, seen = self.rows.decode(view)
         w_uk, _, b_k, _ = latent.up_projections()
         attention_mass = []
         for s in wanted:
@@ -248,7 +248,7 @@ class PagedLatentAttention:
             L, G = len(row_LW), latent.num_kv_heads
             mean_BR = row_LW[: L // size * size].view(-1, size, row_LW.shape[1]).mean(1, dtype=wide)
             at_B = torch.arange(len(mean_BR), device=rows_LW.device) * size + size // 2
-            q_1H1D = q_NHD[newest(view, s)][None, :, None]
+            q_1H1D = q_NHD[last_query_row(view, s)][None, :, None]
             cos, sin = (table[:, L - 1 :][:, :1] for table in latent.table(L, q_1H1D))
             k_1GBD = latent.rotated_keys(((mean_BR @ w_uk.mT) + b_k[:, None])[None], at_B)
             q_GJD = rotate(q_1H1D, cos, sin)[0, :, 0].view(G, -1, k_1GBD.shape[-1])
@@ -278,23 +278,23 @@ class PagedLatentAttention:
         """latent_rope: one cached row is key and value of all heads."""
         latent = self.latent
         q_row, shift = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])
-        rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.numbers(view)
+        rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.decode(view)
         rows_L1W = rows_LW[:, None]
         q_NHW = q_row[0].transpose(0, 1).to(self.rows.dtype)
         out_NHR, lse_NH = paged_attention(q_NHW, rows_L1W, rows_L1W[..., : latent.rank], view, latent.scaling)
-        lifted = latent.lift(out_NHR.transpose(0, 1)[None].to(q_NHD.dtype), lse_NH.T[None] + shift)
-        return lifted[0].transpose(0, 1)
+        values = latent.up_project(out_NHR.transpose(0, 1)[None].to(q_NHD.dtype), lse_NH.T[None] + shift)
+        return values[0].transpose(0, 1)
 
     def _by_sequence(self, q_NHD: Tensor, view: CacheView) -> Tensor:
         """Keys are decompressed, one sequence after another; positions count from the first row that is read."""
         latent = self.latent
-        rows_LW, view = self.rows.numbers(view)
+        rows_LW, view = self.rows.decode(view)
         outs = []
         for index, T in enumerate(view.queries):
             rows_1LW, mask = view.sequence(index, rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
-            at_L = view.places(index, L)
+            at_L = view.positions(index, L)
             if not latent.rope_dim:
                 cos, sin = latent.table(view.max_seq_len, q_1HTD)
                 last = slice(L - T, L) if at_L is None else at_L[L - T :]
@@ -343,8 +343,9 @@ class NativeLatent:
             out: Tensor = self.kernel(qkv_NX, rotation_N1P, self.rope_index, *weights, *step)
         else:
             cos, sin = (table[0] for table in self.table(view.max_seq_len, rotation_N1P.real))
-            kept = () if rows.kept is None else (rows.kept.keys, rows.kept.places)
-            out = self.kernel(qkv_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *kept)
+            retained = rows.decompressed_keys
+            keys = () if retained is None else (retained.keys, retained.metadata)
+            out = self.kernel(qkv_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *keys)
         return out
 
 

@@ -44,8 +44,8 @@ class AttentionProbe:
     """Records the attention of the last query token of some sequences of a step.
 
     `sequences` are their numbers in the step. `layers` gets one list per layer with full attention, one tensor per
-    sequence: the attention mass of each token, [tokens] (ops/attended.py), or, of a sparse layer, the positions that it
-    selects, int32."""
+    sequence: the attention mass of each token, [tokens] (ops/attention_mass.py), or, of a sparse layer, the positions
+    that it selects, int32."""
 
     sequences: list[int]
     layers: list[list[Tensor]] = dataclasses.field(default_factory=list)

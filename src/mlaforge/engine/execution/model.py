@@ -109,7 +109,7 @@ class EngineModel:
         """Loads layer after layer; `paged_attention(index, self_attn)` gives what replaces a layer's attention."""
         if self.device.type == "cpu" and (native := kernels()) is not None:
             # Packed experts, and what is stored in the dtype that it is used in, are mapped from the files.
-            native.watch_mapped_files(SHRUNK)
+            native.install_sigbus_handler(SHRUNK)
         with self._stream as stream:
             stream.check()
             for index in progress(range(stream.num_layers), "load layers"):

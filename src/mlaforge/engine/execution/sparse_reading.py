@@ -55,7 +55,7 @@ class SparseReading:
         if self.index is not None:
             assert rows.index is not None and features_NF is not None
             self.index.write(rows.index, features_NF, rotation_N1P, view.slots_N)
-        counts = view.reads(self.topk, self.window)
+        counts = view.selected_counts(self.topk, self.window)
         told = None if probe is None else self._told(view, counts, probe.sequences)
         if self.index is not None:
             assert rows.index is not None

@@ -6,7 +6,7 @@ import torch
 
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.view import make_views
-from mlaforge.ops.attended import attended, attention_and_attended
+from mlaforge.ops.attention_mass import attention_with_mass, probe_attention_mass
 from mlaforge.ops.native import kernels
 from mlaforge.ops.packed_attention import packed_attention
 from mlaforge.ops.paged_attention import paged_attention
@@ -47,7 +47,7 @@ def test_what_attention_keeps_is_where_it_falls(form, wanted, monkeypatch):
     rows.write(torch.arange(slots), numbers.bfloat16())
     (view,) = make_views([(s, length - T, length) for s, (length, T) in enumerate(SEQUENCES)], tables, CPU)
     q = (2 * torch.randn(sum(T for _, T in SEQUENCES), H, D, generator=generator)).bfloat16()
-    out, lse, masses = attention_and_attended(q, rows, G, view, 0.3, wanted)
+    out, lse, masses = attention_with_mass(q, rows, G, view, 0.3, wanted)
     if rows.direct:
         same = paged_attention(q, *rows.packed.view(-1, 2, G, D).unbind(1), view, 0.3)
     else:
@@ -55,7 +55,7 @@ def test_what_attention_keeps_is_where_it_falls(form, wanted, monkeypatch):
     assert torch.equal(out, same[0]) and torch.equal(lse, same[1])
     k_LGD = form.read(rows.packed, torch.arange(slots)).float().view(-1, 2, G, D)[:, 0]
     ends = torch.tensor([T for _, T in SEQUENCES]).cumsum(0)
-    for s, mass, other in zip(wanted, masses, attended(q, rows, G, view, 0.3, wanted), strict=True):
+    for s, mass, other in zip(wanted, masses, probe_attention_mass(q, rows, G, view, 0.3, wanted), strict=True):
         length = SEQUENCES[s][0]
         at = (tables.order[s][:, None] * SIZE + torch.arange(SIZE)).flatten()[:length]
         logits = torch.einsum("gjd,lgd->gjl", q[ends[s] - 1].float().view(G, -1, D), k_LGD[at]) * 0.3
@@ -63,4 +63,4 @@ def test_what_attention_keeps_is_where_it_falls(form, wanted, monkeypatch):
         torch.testing.assert_close(mass, other, rtol=0.02, atol=1e-3)
     # Where attention is to be another's, nothing is kept.
     monkeypatch.setenv("MLAFORGE_OPS", "reference")
-    assert attention_and_attended(q, rows, G, view, 0.3, wanted) is None
+    assert attention_with_mass(q, rows, G, view, 0.3, wanted) is None
