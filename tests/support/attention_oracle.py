@@ -4,7 +4,7 @@ import torch
 
 
 def qkv(model, spec, layer, tokens):
-    """Inputs, and q, k, v [heads, T, D] as projected, of one window at one layer."""
+    """Layer input, and projected q, k, v [heads, T, D], of one window at one layer."""
     seen = {}
     attention = model.model.layers[layer].self_attn
     hooks = [
@@ -20,7 +20,7 @@ def qkv(model, spec, layer, tokens):
 
 
 def rotated(x, rotary, by):
-    """R_by x for x [..., D] and one position offset `by`, with what YaRN scales cos and sin by, for q and for k."""
+    """Rotate x [..., D] by one position offset `by`, including YaRN's scaling of cos and sin, for q and for k."""
     half = x.shape[-1] // 2
     turn = rotary.attention_scaling**2 * torch.exp(1j * rotary.inv_freq.double() * by)
     z = torch.complex(x[..., :half], x[..., half:]) * turn
@@ -28,7 +28,7 @@ def rotated(x, rotary, by):
 
 
 def norm_of(attention, name):
-    """What a layer does to projected queries or keys before RoPE, in fp64."""
+    """Apply a layer's norms to projected queries or keys before RoPE, in fp64."""
     if not hasattr(attention, name):
         return lambda x: x
     module = getattr(attention, name)

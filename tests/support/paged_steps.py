@@ -1,7 +1,5 @@
-"""Steps of paged attention over random caches, and what they must give: dense attention on gathered rows.
-
-Unused slots of a cache are NaN, so a row that nobody may see shows wherever it leaks.
-"""
+"""Steps of paged attention over random caches, and the expected results of dense attention on gathered rows. Unused
+slots are NaN, to detect reads of invisible rows."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def need_interpreter() -> None:
-    """Skips a test that runs Triton's kernels on tensors of the CPU."""
+    """Skip tests that run Triton kernels on CPU tensors."""
     pytest.importorskip("triton")
     if not triton_interpreted():
         pytest.skip("it runs in Triton's interpreter, which a machine with a GPU does not use")
@@ -33,7 +31,7 @@ def need_interpreter() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """value None: the values are the keys' own first columns (an MLA row)."""
+    """value None: the values are the first columns of the keys (an MLA row)."""
 
     heads: int
     key_heads: int
@@ -85,13 +83,13 @@ def make_step(
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     firsts = [0] * len(sequences)
     if window is not None:
-        # Some blocks that lie before every window are gone, perhaps all of them.
+        # Some blocks before every window are freed, perhaps all of them.
         gone = [max(0, length - T - window + 1) // block_size for length, T in sequences]
         firsts = [chance.randint(most // 2, most) * block_size for most in gone]
     columns = [-(-(length - first) // block_size) for (length, _), first in zip(sequences, firsts, strict=True)]
     num_blocks = sum(columns) + 3
     free = chance.sample(range(num_blocks), num_blocks)
-    # Neighbours in the cache now and then, so that runs are longer than a block.
+    # Sometimes adjacent blocks, so that runs exceed a block.
     if chance.random() < 0.5:
         free.sort(reverse=True)
     table = torch.zeros(len(sequences), max(columns, default=0) + 1, dtype=torch.int32)
@@ -102,7 +100,7 @@ def make_step(
         slots.append([blocks[i // block_size] * block_size + i % block_size for i in range(length - first)])
 
     def cache(width: int) -> Tensor:
-        # Heads before slots in memory: strides that are not the shape's own.
+        # Heads before slots in memory: strides other than the shape's.
         rows = torch.full((shape.key_heads, num_blocks * block_size, width), torch.nan)
         used = list(itertools.chain(*slots))
         rows[:, used] = torch.randn(shape.key_heads, len(used), width, generator=generator)
@@ -132,14 +130,14 @@ def make_step(
 
 
 def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
-    """(start, length) of the stretches of consecutive slots."""
+    """Runs (start, length) of consecutive slots."""
     for _, group in itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0]):
         stretch = [slot for _, slot in group]
         yield stretch[0], len(stretch)
 
 
 def expected(step: Step) -> tuple[Tensor, Tensor]:
-    """Dense attention on what is gathered by the test's own list of slots, with the mask written out by position."""
+    """Dense attention on rows gathered by an independent slot list, with an explicit mask by position."""
     outs, lses = [], []
     begin = 0
     for s, slots in enumerate(step.slots):
