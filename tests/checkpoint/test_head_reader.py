@@ -49,7 +49,7 @@ def test_every_matrix_is_int8_with_a_scale_per_row(kind, tmp_path):
 
 
 def test_rounding_again_gives_the_same_codes_and_scales(tmp_path):
-    _, tensors = stored(tmp_path / "head", own_embedding=True)
+    _, tensors = stored(tmp_path / "head", has_embed_tokens=True)
     (tmp_path / "again").mkdir()
     write_head(read_head(tmp_path / "head", 3), tmp_path / "again", torch.int8)
     again = load_file(tmp_path / "again" / "model.safetensors")

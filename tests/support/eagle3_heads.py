@@ -54,7 +54,7 @@ def draft_logits(head, oracle, token_ids, drafted):
     ids, window = torch.tensor([token_ids]), head.config.sliding_window
     hidden_states = oracle.model(ids, output_hidden_states=True).hidden_states
     states = torch.cat([hidden_states[boundary] for boundary in head.config.boundaries], dim=-1)[:, :-1]
-    embedding = head.embed_tokens if head.config.own_embedding else oracle.model.get_input_embeddings()
+    embedding = head.embed_tokens if head.config.has_embed_tokens else oracle.model.get_input_embeddings()
     hidden, rest, logits = head.fuse(states.float()), ids[:, 1:], []
     for token in [*drafted, None]:
         distance = torch.arange(hidden.shape[1])[:, None] - torch.arange(hidden.shape[1])

@@ -31,7 +31,7 @@ class Cache:
 
     def rows(self, decoded: bool) -> tuple:
         whole = self.whole if self.mixed else None
-        return (self.decoded, None, [0]) if decoded else (self.packed, whole, self.format.numbers)
+        return (self.decoded, None, [0]) if decoded else (self.packed, whole, self.format.descriptor)
 
     def read(self) -> Tensor:
         """Return all rows, decoded by the reference."""

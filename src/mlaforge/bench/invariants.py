@@ -139,7 +139,7 @@ class Audit:
                 capture, graphs.capture = graphs.capture, captured
                 restored.callback(setattr, graphs, "capture", capture)
             for op in OPS.values():
-                op.watch = self._watching(op)
+                op.hook = self._watching(op)
                 restored.callback(setattr, op, "watch", None)
             engine.runner = run  # type: ignore[assignment]
             restored.callback(setattr, engine, "runner", runner)

@@ -99,7 +99,7 @@ def head_config(
         config = Eagle3Config(
             layer, int(config_dict.get("target_hidden_size") or layer.hidden_size),
             int(config_dict.get("draft_vocab_size") or layer.vocab_size), boundaries,
-            config_dict.get("sliding_window"), own_embedding=has_embedding,
+            config_dict.get("sliding_window"), has_embed_tokens=has_embedding,
             **{name: bool(eagle.get(name, False)) for name in SWITCHES},
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
@@ -133,7 +133,7 @@ def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
     ):
         if size != target_size:
             raise UserError(f"the head's {name} is {size}, the model's {target_size}: it was trained for another model")
-    if not config.own_embedding and config.layer.hidden_size != hidden_size:
+    if not config.has_embed_tokens and config.layer.hidden_size != hidden_size:
         raise UserError(f"a head of hidden size {config.layer.hidden_size} needs embed_tokens of its own")
 
 

@@ -60,7 +60,7 @@ def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any
     choices = shifted(head.config.boundaries, spec.num_layers)
     with LayerStream(model, dtype, device) as stream:
         captured, said = target_states(stream, texts, {b for boundaries in choices.values() for b in boundaries})
-        embedded = [(head.embed_tokens(ids.to(device)) if head.config.own_embedding else stream.embed(ids[None])[0])
+        embedded = [(head.embed_tokens(ids.to(device)) if head.config.has_embed_tokens else stream.embed(ids[None])[0])
                     for ids in texts]  # fmt: skip
     rows = []
     for name, boundaries in choices.items():

@@ -118,7 +118,7 @@ def plain_stages(head: Eagle3Head, states_TS: Tensor, embedded_RC: Tensor, ids: 
     layer, kept = head.midlayer, {}
     for name, module in (("fc_out", head.fc), ("attn_out", layer.self_attn), ("ffn_out", layer.mlp)):
         module.register_forward_hook(lambda _, inputs, out, name=name: kept.update({name: out[0]}))
-    if head.config.own_embedding:
+    if head.config.has_embed_tokens:
         embedded_RC = head.embed_tokens(ids[1:].to(embedded_RC.device))
     kept["pre_head_hidden"] = head.norm(whole_pass(head, states_TS, embedded_RC))[0]
     kept["logits"] = head.lm_head(kept["pre_head_hidden"])

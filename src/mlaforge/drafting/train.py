@@ -167,7 +167,7 @@ def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -
         check_head(head, spec.hidden_size, spec.vocab_size)
     except UserError as error:
         raise UserError(f"{config.init}: {error}") from error
-    if head.own_embedding:
+    if head.has_embed_tokens:
         raise UserError(f"{config.init} has embed_tokens of its own, which is not trained here; give another head")
 
 

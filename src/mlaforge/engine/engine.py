@@ -49,7 +49,7 @@ from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts, read_prompt_logprobs
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.ops.token_selection import TOGETHER
+from mlaforge.ops.token_selection import KEY_TILE
 from mlaforge.runtime import UserError, log, on_device, resolve_device
 
 
@@ -69,8 +69,8 @@ class Engine:
         source = SourceModel.open(model)
         if config.dense:
             source = source.dense()
-        if is_sparse(source.config) and block_size % TOGETHER:
-            raise UserError(f"block_size = {block_size} must be a multiple of {TOGETHER} for a sparse model")
+        if is_sparse(source.config) and block_size % KEY_TILE:
+            raise UserError(f"block_size = {block_size} must be a multiple of {KEY_TILE} for a sparse model")
         self.config, self.model_name = config, source.path.name
         self.tokenizer = source.tokenizer
         spec = source.spec

@@ -19,7 +19,7 @@ VIEW = {"specpv_sink": 4, "specpv_retrieval": 256, "specpv_window": 16, "specpv_
 
 
 def anywhere(masses, sink, tail, count):
-    """As many tokens as ops/attended.top_tokens finds, whichever."""
+    """As many tokens as ops/attention_mass.top_tokens finds, whichever."""
     generator = torch.Generator().manual_seed(0)
     return torch.stack([sink + torch.randperm(tail - sink, generator=generator)[:count].sort().values for _ in masses])
 

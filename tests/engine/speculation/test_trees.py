@@ -97,7 +97,7 @@ def test_reference_attention_sees_path_and_prefix(parents, before, window, block
     if n == T:
         L = min(before + n - first, (window or 10**6) - 1 + n)
         positions = [*range(before), *(before + level for level in levels)][-L:]
-        assert view.places(0, L).tolist() == [p - (before + n - L) for p in positions]
+        assert view.positions(0, L).tolist() == [p - (before + n - L) for p in positions]
 
 
 @settings(max_examples=30)

@@ -156,7 +156,7 @@ class EagleDrafter:
         self.format = head_format(model.format, model.device)
         head = _converted(head.to(model.device), model.dtype, self.format)
         layer, norm = head.midlayer, model.make_norm
-        self.embedding = head.embed_tokens.weight if config.own_embedding else model.embedding
+        self.embedding = head.embed_tokens.weight if config.has_embed_tokens else model.embedding
         self.state_norms = [norm(weight) for weight in head.fc_norm] if config.fc_norm else None
         self.states_norm = norm(head.input_norm) if config.norm_before_fc else None
         self.fc = fused([head.fc], self.format)

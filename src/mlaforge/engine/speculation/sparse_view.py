@@ -36,7 +36,7 @@ from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, likeliest, rejection_sampled
 from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.speculation.policy import DraftPolicy
-from mlaforge.ops.attended import top_tokens
+from mlaforge.ops.attention_mass import top_tokens
 from mlaforge.ops.native import kernels
 from mlaforge.ops.token_selection import narrowed
 from mlaforge.runtime import UserError, on_device, uploaded
