@@ -233,9 +233,9 @@ class PagedLatentAttention:
         return q_NHD
 
     def _attention_mass(self, q_NX: Tensor, step: Step, view: CacheView, sequences: list[int]) -> list[Tensor]:
-        """As probe_attention_mass. Decompressing every key would cost as much as the step, so for the layout `latent` the
-        key of a block's mean latent, at its middle position, stands for the block's tokens. A partly filled last block
-        gets no mass."""
+        """As probe_attention_mass. Decompressing every key would cost as much as the step, so for the layout `latent`
+        the key of a block's mean latent, at its middle position, stands for the block's tokens. A partly filled last
+        block gets no mass."""
         latent, size = self.latent, view.block_size
         wide = latent.kv_b_proj.weight.dtype
         q_NHD = self._queries(q_NX.to(wide), step)
