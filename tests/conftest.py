@@ -307,7 +307,7 @@ def known_roof() -> Iterator[Any]:
 
     gpu = Gpu("cpu", 0.05, 0.01, 8.0, "made up", achievable=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machines, "measured", lambda: gpu)
+        patch.setattr(machines, "cpu_peaks", lambda: gpu)
         yield gpu
 
 

@@ -100,8 +100,8 @@ def test_ctrl_c_interrupts_an_answer_but_not_the_chat(llama, llm, cli, monkeypat
     monkeypatch.undo()
     (hello,) = answers(llm, ["Hello"], temperature=0.0, max_tokens=5)
     (later,) = answers(llm, ["And you?"], temperature=0.0, max_tokens=12)
-    first, _, rest = printed(done).partition(" [broken off]")
-    # Incomplete characters are not printed.
+    first, _, rest = printed(done).partition(" [interrupted]")
+    # Of a character that is not whole yet nothing was shown.
     assert first.startswith("> ") and hello.rstrip("\ufffd").startswith(first[2:].rstrip("\ufffd")) and len(first) > 2
     assert rest == f"\n> {later}\n> "
 

@@ -67,8 +67,16 @@ def test_rejects_options_that_do_not_fit_the_model(options, tiny_models, refused
     refused(OPTIONS[options], "convert", tiny_models["llama"], tmp_path / "out", *short, *options.split())
 
 
-def test_rejects_layers_full_for_a_model_without_full_layers(tiny_models, refused, short, tmp_path):
-    refused("all layers slide", "convert", tiny_models["mistral"], tmp_path / "out", *short, "--layers", "full")
+def test_full_layers_of_a_model_that_slides_everywhere(tiny_models, refused, short, tmp_path):
+    refused(
+        "all layers have a sliding window",
+        "convert",
+        tiny_models["mistral"],
+        tmp_path / "out",
+        *short,
+        "--layers",
+        "full",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -33,9 +33,9 @@ from mlaforge.planning.plan import (
     CONTEXTS,
     Plan,
     coded_shape,
-    left_open,
     make_plan,
     plain,
+    resolve_bits_or_budget,
     unconverted,
     window_choices,
 )
@@ -66,7 +66,7 @@ def completed(config: ConvertConfig) -> ConvertConfig:
         return config
     layout = layout_of(config)
     ranked = config.kv_lora_rank is not None or config.ranks != ConvertConfig.ranks
-    bits, budget = left_open(layout, config.bits, config.budget, ranked)
+    bits, budget = resolve_bits_or_budget(layout, config.bits, config.budget, ranked)
     return dataclasses.replace(config, layout=layout, bits=bits, budget=budget)
 
 
