@@ -253,9 +253,11 @@ def test_ceiling_counts_bytes_and_flops_of_partial_and_full_steps(tiny_models):
     tensors = load_file(tiny_models["llama"] / "model.safetensors")
     weights = sum(4 * t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
     row, context = 192 * 4, 20_000
-    partial, full = weights + SMALL_VIEW.seen * row, weights + context * row
+    partial, full = weights + SMALL_VIEW.num_tokens * row, weights + context * row
     # 10 full steps, and 25 partial ones that accepted 60 tokens, 30 of which were retained.
-    top = roof.sparse_view_limit(plan, slow, "float32", context, 1, 3, SMALL_VIEW, "float32", step_counts(10, 25, 60, 4.0))
+    top = roof.sparse_view_limit(
+        plan, slow, "float32", context, 1, 3, SMALL_VIEW, "float32", step_counts(10, 25, 60, 4.0)
+    )
     seconds = (full + 2.5 * partial) / slow.bandwidth
     assert top["tokens_per_second"] == pytest.approx(4 / seconds, rel=1e-2)
     assert top["limit"] == "cache bandwidth"
@@ -264,7 +266,9 @@ def test_ceiling_counts_bytes_and_flops_of_partial_and_full_steps(tiny_models):
     # Every draft accepted: two partial steps accept eight tokens.
     assert top["speedup_ceiling"] == pytest.approx(9 * full / (full + 2 * partial), rel=1e-2)
     # Nothing to gain where a step reads little of the cache.
-    short = roof.sparse_view_limit(plan, slow, "float32", 160, 1, 3, SMALL_VIEW, "float32", step_counts(10, 20, 80, 9.0))
+    short = roof.sparse_view_limit(
+        plan, slow, "float32", 160, 1, 3, SMALL_VIEW, "float32", step_counts(10, 20, 80, 9.0)
+    )
     assert short["specpv_ceiling"] < 1 < roof.limit(plan, slow, "float32", 160, 1, 3, 4.0)["speedup_ceiling"]
 
 
@@ -280,7 +284,7 @@ def test_no_cycle_exceeds_its_ceiling(tiny_models):
 
         for cycles in ([(6, 2)], [(4, 4), (1, 1, 1)], [(1,) * 8, (4, 4), (6, 2)]):
             partial, pending = sum(map(len, cycles)), sum(map(sum, cycles))
-            took = sum(seconds(SMALL_VIEW.seen, rows) for cycle in cycles for rows in cycle)
+            took = sum(seconds(SMALL_VIEW.num_tokens, rows) for cycle in cycles for rows in cycle)
             took += sum(seconds(4000, 1 + sum(cycle)) for cycle in cycles)
             block = step_counts(len(cycles), partial, pending, 1 + pending / len(cycles))
             top = roof.sparse_view_limit(plan, gpu, "float32", 4000, 1, 5, SMALL_VIEW, "float32", block)
