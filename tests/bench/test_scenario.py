@@ -24,7 +24,7 @@ from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.ops.paged_attention import OP
 from mlaforge.runtime import UserError
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 STUB = Path(__file__).parents[1] / "support" / "endpoint_stub.py"
 # A dtype that does not depend on the machine.
@@ -153,7 +153,7 @@ def test_prompts_are_text_of_the_wanted_length_and_always_the_same(tiny_models, 
     assert all(tokenizer.decode(ids) in text + "\n\n" + text for ids in flat)
     with pytest.raises(UserError, match=r"tokens, prompts of \d+ are wanted"):
         prompts(20 * len(text), 1, 1)
-    assert distinct_share([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+    assert distinct_ngram_ratio([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
 
 
 def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):

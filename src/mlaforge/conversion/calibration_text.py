@@ -13,7 +13,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import log
-from mlaforge.synthesis.own_text import CannotWrite, own_text
+from mlaforge.synthesis.self_generated_text import SelfGenerationError, self_generated_text
 
 # What a model is calibrated on that nothing is said of, and where it writes no text itself.
 DEFAULT, WITHOUT_SELF = (corpus.SELF, corpus.EMBEDDED), (corpus.EMBEDDED,)
@@ -35,7 +35,7 @@ def calibration_windows(
         return _windows(source, converted, config, config.calibration, judged)
     try:
         return _windows(source, converted, config, DEFAULT, judged)
-    except CannotWrite as error:
+    except SelfGenerationError as error:
         log(f"{error}; calibrating on the embedded English and Python (--calibration takes other text)")
         return _windows(source, converted, config, WITHOUT_SELF, judged)
 
@@ -68,7 +68,7 @@ def _mixed(
             break
         if text == corpus.SELF:
             known = overlap.passages(judged) if judged else []
-            own = own_text(source, count * config.seqlen, config.seed, config.device, known)
+            own = self_generated_text(source, count * config.seqlen, config.seed, config.device, known)
             parts.append(own.windows(count, config.seqlen))
         else:
             parts.append(corpus.windows(source.tokenizer, text, count, config.seqlen, seed=config.seed))
