@@ -65,8 +65,10 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is not here is no place.
     assert record_name("org/name") == "org/name" and record_name("embedded") == "embedded"
     assert record_place(tmp_path / "models" / "tiny") == "models/tiny" and record_place("../other/x") == "x"
-    both = [Source.of(place) for place in ("a.txt", str(tmp_path / "models" / "a.txt"), f"rfc:{tmp_path}", "embedded")]
-    assert list(names(both).values()) == ["a.txt", "a.txt (2)", f"rfc:{tmp_path.name}", "embedded"]
+    sources = [
+        Source.parse(place) for place in ("a.txt", str(tmp_path / "models" / "a.txt"), f"rfc:{tmp_path}", "embedded")
+    ]
+    assert list(names(sources).values()) == ["a.txt", "a.txt (2)", f"rfc:{tmp_path.name}", "embedded"]
 
 
 def test_nothing_is_done_twice_wherever_the_user_stands(
