@@ -372,9 +372,9 @@ def test_what_knows_no_index_refuses_it(sparse, tiny_models, refused, tmp_path):
     model, out = sparse("llama", "latent"), tmp_path / "out"
     shared = sparse("llama", "latent", share=2)
     heals = ("heal", "--teacher", tiny_models["llama"], "--student", shared, "--out", out)
-    refused("shares selections of tokens", *heals, "--gradient-checkpointing")
+    refused("shares token selections", *heals, "--gradient-checkpointing")
     original = ("heal", "--teacher", tiny_models["llama"], "--student", sparse("llama", "gqa"), "--out", out)
-    refused("has no converted layer, so only all of it can learn: give --subset all", *original)
+    refused("has no converted layer, so only all of it can be trained: give --subset all", *original)
     refused("export the model that it was made of", "export", "deepseek", model, out)
 
 

@@ -70,7 +70,7 @@ def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: 
     try:
         metrics = stage.run(model, out, config, overwrite).metrics
     finally:
-        distributed.leave()
+        distributed.destroy_process_group()
     first, best = metrics["curve"][0], metrics["best"]
     print(
         f"tokens a step of 3 drafted, on answers kept back: {first['acceptance_length']:.3f} -> "
