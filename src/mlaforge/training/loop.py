@@ -138,7 +138,7 @@ class Trainer:
                     self.writer.add_scalar(f"{prefix}/{name}", value, self.optimizer.step)
 
     def _evaluate(self, speed: float = 0.0) -> None:
-        """Evaluate on validation text; store the best weights so far, unfreeze the next subset when patience is spent."""
+        """Evaluate on validation text; store the best weights so far; unfreeze the next subset if patience is spent."""
         history, step = self.history, self.optimizer.step
         metrics = self.evaluator.measure(self.optimizer.objective)
         tokens = sum(self.tokens_in_step(n) for n in range(step))
