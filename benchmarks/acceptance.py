@@ -24,7 +24,7 @@ from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 DRAFTED, KEY_TILE = 3, 16
 
@@ -54,7 +54,7 @@ def count(options: argparse.Namespace, model: Path, path: Path, drafter: str) ->
     assert speculation is not None
     return {
         "prompts": len(answers),
-        "distinct_4_grams": statistics.mean(distinct_share(ids) or 0.0 for ids in answers),
+        "distinct_4_grams": statistics.mean(distinct_ngram_ratio(ids) or 0.0 for ids in answers),
         "eagle_speculation": speculation.block(),
     }  # fmt: skip
 

@@ -45,7 +45,7 @@ from mlaforge.engine.speculation.drafter import Drafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError, log
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 # What the engine does by default.
 ALL = "head copies adaptive"
@@ -173,12 +173,12 @@ def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, di
             modes.use(name, Replay({"0": prompt + known}) if name == "perfect" else drafters[name])
             token_ids, took = modes.run(prompt, len(plain))
             seconds[name].append(took)
-            shares[name].append(distinct_share(token_ids) or 0.0)
+            shares[name].append(distinct_ngram_ratio(token_ids) or 0.0)
             if token_ids != plain:
                 margins[name].append(modes.margin(prompt, token_ids, plain))
         modes.use("plain", None)
         seconds["plain"].append((first + modes.run(prompt, len(plain))[1]) / 2)
-        shares["plain"].append(distinct_share(plain) or 0.0)
+        shares["plain"].append(distinct_ngram_ratio(plain) or 0.0)
         log(f"prompt {number + 1} of {len(prompts)}")
     rows = {}
     for name in names:

@@ -11,7 +11,7 @@ from mlaforge.conversion.calibration_text import calibration_windows
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import UserError
-from mlaforge.synthesis import own_text
+from mlaforge.synthesis import self_generated_text
 
 SMALL = {"seqlen": 64, "nsamples": 7, "device": "cpu"}
 
@@ -24,9 +24,9 @@ def source(tiny_models):
 @pytest.fixture
 def writes(tmp_path, monkeypatch):
     """A tiny random model writes noise; accept it as text."""
-    monkeypatch.setattr(own_text, "cache_home", lambda: tmp_path / "home")
-    for name, value in (("LONGEST", 48), ("SHORTEST", 4), ("NOISE", math.inf)):
-        monkeypatch.setattr(own_text, name, value)
+    monkeypatch.setattr(self_generated_text, "cache_home", lambda: tmp_path / "home")
+    for name, value in (("MAX_NEW_TOKENS", 48), ("MIN_NEW_TOKENS", 4), ("NOISE_THRESHOLD", math.inf)):
+        monkeypatch.setattr(self_generated_text, name, value)
 
 
 def chosen(source, eval_windows=None, **options):
@@ -49,15 +49,15 @@ def test_texts_have_equal_shares_in_turn(source, calibration_file, evaluation_fi
 def test_the_default_is_half_generated_and_half_embedded_text(source, writes):
     windows = chosen(source)
     assert windows.source == "self, embedded" and windows.ids.shape == (7, 64)
-    generated = own_text.own_text(source, 4 * 64, 0, "cpu").windows(4, 64)
+    generated = self_generated_text.self_generated_text(source, 4 * 64, 0, "cpu").windows(4, 64)
     assert torch.equal(windows.ids[::2], generated.ids)
     assert torch.equal(windows.ids[1::2], corpus.windows(source.tokenizer, corpus.EMBEDDED, 3, 64, seed=0).ids)
     assert torch.equal(chosen(source, calibration=corpus.SELF).ids[:4], generated.ids)
 
 
 def test_embedded_text_makes_up_for_short_generated_text(source, writes, monkeypatch):
-    short = own_text.own_text(source, 3 * 64, 0, "cpu")
-    monkeypatch.setattr(calibration_text, "own_text", lambda *_: short)
+    short = self_generated_text.self_generated_text(source, 3 * 64, 0, "cpu")
+    monkeypatch.setattr(calibration_text, "self_generated_text", lambda *_: short)
     generated = short.windows(7, 64).ids
     assert 3 <= len(generated) < 7
     windows = chosen(source, nsamples=20)
@@ -66,7 +66,7 @@ def test_embedded_text_makes_up_for_short_generated_text(source, writes, monkeyp
 
 
 def test_generated_text_excludes_the_evaluation_windows(source, writes):
-    generated = own_text.own_text(source, 900, 0, "cpu").windows(8, 64)
+    generated = self_generated_text.self_generated_text(source, 900, 0, "cpu").windows(8, 64)
     eval_windows = corpus.Windows(generated.ids[2:3], "eval.txt")
     windows = chosen(source, eval_windows, calibration=corpus.SELF, nsamples=8)
     assert not overlap.overlapping(eval_windows, overlap.passages(windows))
@@ -74,7 +74,7 @@ def test_generated_text_excludes_the_evaluation_windows(source, writes):
 
 def test_a_model_that_generates_no_text(tiny_models, tmp_path, monkeypatch, capsys):
     """The default falls back to embedded text with a log line; an explicit request is refused."""
-    monkeypatch.setattr(own_text, "cache_home", lambda: tmp_path / "home")
+    monkeypatch.setattr(self_generated_text, "cache_home", lambda: tmp_path / "home")
     options = {**SMALL, "nsamples": 2, "eval_windows": 2}
     manifest = convert.run(str(tiny_models["llama"]), tmp_path / "out", ConvertConfig(**options))
     lines = [line for line in capsys.readouterr().err.splitlines() if "calibrat" in line and ":" in line]
@@ -97,7 +97,7 @@ def test_a_conversion_on_generated_text(tiny_models, tmp_path, writes, evaluatio
 
 
 def test_invalid_paths_are_refused_before_text_is_generated(tiny_models, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration_text, "own_text", None)
+    monkeypatch.setattr(calibration_text, "self_generated_text", None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="was not made by mlaforge"):

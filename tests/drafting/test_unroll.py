@@ -169,7 +169,7 @@ def test_a_step_does_not_depend_on_its_parts():
             model, Feed((Phase(rows, 3),), 80, 0), Hyperparameters(micro_tokens=micro, warm_up=0), names,
             targets=targets,
         )  # fmt: skip
-        results.append([list(optimizer.advance().values()) for _ in range(3)])
+        results.append([list(optimizer.training_step().values()) for _ in range(3)])
     torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]), rtol=1e-4, atol=1e-5)
 
 

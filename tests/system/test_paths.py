@@ -66,7 +66,7 @@ def test_recorded_names_have_no_folders(tmp_path: Path, monkeypatch: pytest.Monk
     assert record_name("org/name") == "org/name" and record_name("embedded") == "embedded"
     assert record_path(tmp_path / "models" / "tiny") == "models/tiny" and record_path("../other/x") == "x"
     sources = [
-        Source.of(place) for place in ("a.txt", str(tmp_path / "models" / "a.txt"), f"rfc:{tmp_path}", "embedded")
+        Source.parse(place) for place in ("a.txt", str(tmp_path / "models" / "a.txt"), f"rfc:{tmp_path}", "embedded")
     ]
     assert list(names(sources).values()) == ["a.txt", "a.txt (2)", f"rfc:{tmp_path.name}", "embedded"]
 

@@ -106,8 +106,8 @@ def sparse_view_limit(
     """
 
     def cycle(steps: float, provisional: float) -> dict[str, float]:
-        """Seconds of a full step that verifies `provisional` tokens and of the `steps` partial steps before it. Time grows
-        at least linearly with the tokens of a step, so the mean, rounded down, is a lower bound."""
+        """Seconds of a full step that verifies `provisional` tokens and of the `steps` sparse-view steps before
+        it. Time grows at least linearly with the tokens of a step, so the mean, rounded down, is a lower bound."""
         full = step_limits(plan, gpu, dtype, context, batch, 1 + int(provisional))
         part = step_limits(
             plan, gpu, view_dtype, min(context, view.num_tokens), batch, max(1, int(provisional / steps))

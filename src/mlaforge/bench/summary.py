@@ -16,7 +16,7 @@ from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
 from mlaforge.rendering.table import text_table
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 if TYPE_CHECKING:
     from mlaforge.bench.recipe import Recipe
@@ -62,7 +62,7 @@ def case(
     transformers = fastest if peer.name != "transformers" else None
     baselines = {"speedup": plain, "over_transformers": transformers, "over_full_verification": full_row}
     answers = [ids for repetition in row.repetitions for ids in repetition.token_ids]
-    distinct = [share for ids in answers if (share := distinct_share(ids)) is not None]
+    distinct = [share for ids in answers if (share := distinct_ngram_ratio(ids)) is not None]
     block = _block(row.repetitions)
     entry |= {
         "repetitions": len(runs), "tokens_per_second": spread(runs), "ms_per_token": _percentiles(token_seconds),

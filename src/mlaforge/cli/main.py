@@ -126,7 +126,7 @@ def heal(
     try:
         metrics = stage.run(teacher, student, out, config, overwrite).metrics
     finally:
-        distributed.leave()
+        distributed.destroy_process_group()
     first, best = metrics["curve"][0], metrics["best"]
     print(
         f"validation KL {first['kl']:.5f} -> {best['kl']:.5f}, perplexity {first['ppl']:.4f} -> {best['ppl']:.4f} "

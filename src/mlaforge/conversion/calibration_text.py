@@ -13,7 +13,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import log
-from mlaforge.synthesis.own_text import CannotWrite, own_text
+from mlaforge.synthesis.self_generated_text import SelfGenerationError, self_generated_text
 
 # Default calibration texts, and those for a model that generates no text.
 DEFAULT, WITHOUT_SELF = (corpus.SELF, corpus.EMBEDDED), (corpus.EMBEDDED,)
@@ -35,7 +35,7 @@ def calibration_windows(
         return _windows(source, converted, config, config.calibration, eval_windows)
     try:
         return _windows(source, converted, config, DEFAULT, eval_windows)
-    except CannotWrite as error:
+    except SelfGenerationError as error:
         log(f"{error}; calibrating on the embedded English and Python (--calibration takes other text)")
         return _windows(source, converted, config, WITHOUT_SELF, eval_windows)
 
@@ -69,7 +69,7 @@ def _mixed(
             break
         if text == corpus.SELF:
             excluded = overlap.passages(eval_windows) if eval_windows else []
-            generated = own_text(source, count * config.seqlen, config.seed, config.device, excluded)
+            generated = self_generated_text(source, count * config.seqlen, config.seed, config.device, excluded)
             parts.append(generated.windows(count, config.seqlen))
         else:
             parts.append(corpus.windows(source.tokenizer, text, count, config.seqlen, seed=config.seed))
