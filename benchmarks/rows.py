@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import record_place
+from mlaforge.artifact import record_path
 from mlaforge.bench import machine
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import environment, log
@@ -29,7 +29,7 @@ def parser(doc: str | None, out: str, data: bool = True) -> argparse.ArgumentPar
 
 def command() -> str:
     """Command of this script as recorded in its results."""
-    return machine.command("python", record_place(sys.argv[0]))
+    return machine.command("python", record_path(sys.argv[0]))
 
 
 class Results:
@@ -89,7 +89,7 @@ def evaluation_texts(
             record = json.loads(line)
             yield "\n".join([*record["turns"], *map(str, record.get("reference") or [])])
 
-    held_out = {n: t for n, t in corpus.embedded_documents()["code"].items() if corpus.held_out(n)}
+    held_out = {n: t for n, t in corpus.embedded_documents()["code"].items() if corpus.is_evaluation_document(n)}
     parts = {
         "maths": prompts("gsm8k"),
         "chat": prompts("mt_bench"),

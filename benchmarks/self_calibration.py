@@ -33,7 +33,7 @@ from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.rendering.table import markdown_table
-from mlaforge.synthesis.own_text import own_text
+from mlaforge.synthesis.self_generated_text import self_generated_text
 
 SEQLEN = 2048
 WAYS = ("self", "self, embedded", "embedded", "wiki", "golden")
@@ -95,11 +95,12 @@ def main() -> None:
     tokens = options.windows * SEQLEN
     tuned_windows = [corpus.windows(source.tokenizer, wikitext(options.data)[0], 10**6, SEQLEN)]
     tuned_windows += [
-        own_text(source, tokens, seed, "cpu").windows(options.windows, SEQLEN) for seed in range(options.seeds)
+        self_generated_text(source, tokens, seed, "cpu").windows(options.windows, SEQLEN)
+        for seed in range(options.seeds)
     ]
     tuned_passages = [passage for windows in tuned_windows for passage in overlap.passages(windows)]
     for documents in corpus.embedded_documents().values():
-        text = "\n\n".join(text for name, text in sorted(documents.items()) if not corpus.held_out(name))
+        text = "\n\n".join(text for name, text in sorted(documents.items()) if not corpus.is_evaluation_document(name))
         tuned_passages += overlap.passages(corpus.Windows(corpus.tokens(source.tokenizer, text)[None], corpus.EMBEDDED))
     texts = load_eval_texts(source.tokenizer, options, tuned_passages)
     results.body["tokens"] = {name: w.ids.numel() for name, w in texts.items()}

@@ -24,7 +24,7 @@ from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.ops.paged_attention import OP
 from mlaforge.runtime import UserError
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 STUB = Path(__file__).parents[1] / "support" / "endpoint_stub.py"
 # float32, as the dtype must not depend on the machine.
@@ -153,7 +153,7 @@ def test_prompts_are_deterministic_text_of_the_requested_length(tiny_models, eva
     assert all(tokenizer.decode(ids) in text + "\n\n" + text for ids in flat)
     with pytest.raises(UserError, match=r"tokens, prompts need \d+"):
         prompts(20 * len(text), 1, 1)
-    assert distinct_share([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+    assert distinct_ngram_ratio([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
 
 
 def test_draft_head_is_compared_with_plain_decoding(bench, tiny_models, tmp_path):
@@ -339,14 +339,14 @@ def test_forget_clears_the_prefix_cache(tiny_models):
     before = engine.stats()
     decode(holder, [prompt], 2)
     assert engine.stats().cached_prompt_tokens - before.cached_prompt_tokens == 32
-    engine.forget()
+    engine.reset_prefix_cache()
     before = engine.stats()
     decode(holder, [prompt], 2)
     assert engine.stats().cached_prompt_tokens == before.cached_prompt_tokens
     engine.check_integrity()
     engine.add("active", prompt, scenario_params())
-    with pytest.raises(UserError, match="only be forgotten while no request"):
-        engine.forget()
+    with pytest.raises(UserError, match="only be reset while no request"):
+        engine.reset_prefix_cache()
 
 
 def scenario_params():

@@ -1,4 +1,4 @@
-"""A stage of `verify-gpu` with planted faults: a wrong merge, a process that dies, one that hangs, a broken context."""
+"""A stage of `verify-gpu` with injected faults: a wrong merge, a crash, a hang, a broken context."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wrong_merge(context: Context, shape: Any) -> Outcome:
 
 
 def broken_context(context: Context) -> Outcome:
-    """As after an illegal memory access: every later CUDA call fails."""
+    """Like an illegal memory access: every later CUDA call fails."""
 
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaforge.config import DTYPES, Options, option
-from mlaforge.engine.config import ENGINE_DTYPES, MOST_DRAFTED, SPECPV
+from mlaforge.engine.config import ENGINE_DTYPES, MAX_DRAFT_TOKENS, SPECPV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class BenchConfig(Options):
     )
     batch: tuple[int, ...] | None = option(None, "requests that decode together", "requests", least=1)
     num_speculative_tokens: tuple[int, ...] | None = option(
-        None, "drafted tokens per step; 0: plain decoding", "tokens", least=0, most=MOST_DRAFTED
+        None, "drafted tokens per step; 0: plain decoding", "tokens", least=0, most=MAX_DRAFT_TOKENS
     )
     draft: tuple[str, ...] | None = option(
         None, "drafter: ngram, replay (the output of plain decoding: the upper bound of any drafter), or the directory "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import Manifest, record_place
+from mlaforge.artifact import Manifest, record_path
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.roof import layout_of
@@ -51,7 +51,7 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
         raise UserError(f"context = {','.join(map(str, config.context or ()))} must be one length for conversion")
     count = config.rounds or WINDOWS
     texts = config.text or (corpus.EMBEDDED,)
-    eval_windows = {Path(text).name: corpus.windows(tokenizer, text, count, seqlen, judged=True) for text in texts}
+    eval_windows = {Path(text).name: corpus.windows(tokenizer, text, count, seqlen, evaluation=True) for text in texts}
     for model, source in sources.items():
         if (passages_file := source.path / overlap.PASSAGES).is_file():
             tuned_passages = overlap.read_passages(passages_file)
@@ -68,7 +68,7 @@ def run(models: list[str], config: BenchConfig, folder: Path) -> dict[str, Any]:
         original_ppl = body["rows"][0]["ppl"] if body["rows"] else ppl
         options = manifest.config if manifest and plan.stored != "coded" else {}
         body["rows"].append({
-            "model": name, "path": record_place(source.path), "sha256": source.fingerprint,
+            "model": name, "path": record_path(source.path), "sha256": source.fingerprint,
             "layout": layout_of(plan),
             # A requested rank replaces the budget.
             "budget": options.get("budget") if options.get("kv_lora_rank") is None else None,

@@ -15,8 +15,9 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import Drafter, PromptLookupDrafter
-from mlaforge.engine.speculation.partial import PartialView, judging_format
+from mlaforge.engine.speculation.drafter import Drafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig, sparse_view_format
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError, resolve_device
 
@@ -38,7 +39,7 @@ class EnginePeer:
         device = resolve_device(config.device)
         config = config.for_device(device)
         assert config.max_num_batched_tokens is not None
-        drafted = max(config.drafted, config.specpv_max_pending)
+        drafted = max(config.max_draft_tokens, config.specpv_max_pending)
         config = dataclasses.replace(
             config, max_model_len=max_length, max_num_seqs=max_batch, adaptive_speculation=False,
             speculative=str(head) if head else "none",
@@ -50,8 +51,8 @@ class EnginePeer:
         self.engine: Engine = self.llm.engine
         self.dtype = self.engine.model.format
         # View and weight format of partial verification steps.
-        self.view = PartialView.of(config, self.engine.model.layers)
-        self.partial_format = judging_format(config, self.engine.model)
+        self.view = SparseViewConfig.from_options(config, self.engine.model.layers)
+        self.sparse_view_format_name = sparse_view_format(config, self.engine.model)
         cache_bytes = self.engine.cache.bytes if self.engine.device.type == "cuda" else 0
         self.weight_bytes: int | None = max(0, self.memory.now() - before - cache_bytes)
         self.head: Drafter | None = self.engine.speculation.drafter if self.engine.speculation else None
@@ -84,8 +85,8 @@ class EnginePeer:
         model, groups = self.engine.model, self.engine.tables.groups
         if all(groups[layer.attention.group].window is not None for layer in model.layers):
             return "all layers have a window"
-        if context < self.view.shortest:
-            return f"a view needs at least {self.view.shortest:,} tokens"
+        if context < self.view.min_length:
+            return f"a view needs at least {self.view.min_length:,} tokens"
         if model.device.type == "cpu" and (model.dtype != torch.bfloat16 or kernels() is None):
             return f"this machine has no kernel that reads a part of the cache in {self.dtype}"
         return None
@@ -123,7 +124,7 @@ class EnginePeer:
             raise UserError("draft replay needs the output of plain decoding; add 0 to --num-speculative-tokens")
         try:
             if not self.keep_prefixes:
-                self.engine.forget()
+                self.engine.reset_prefix_cache()
             self.set_variant(variant, answers, prompts)
             before = self.engine.stats().cached_prompt_tokens
             ttft = self.decode(prompts, 0).ttft

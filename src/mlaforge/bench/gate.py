@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import record_place
+from mlaforge.artifact import record_path
 from mlaforge.bench import machine
 from mlaforge.bench.summary import spread
 from mlaforge.config import nearest, read_recipe, whole_number
@@ -340,7 +340,7 @@ def run(folder: Path, gates: Path | None = None) -> dict[str, Any]:
     body = {
         "kind": "gates", "schema": machine.SCHEMA, "time": header["time"], "scope": scope, "commit": header["commit"],
         "dirty": dirty, "device": header["device"], "forced": any(b["forced"] for b in results.values()),
-        "passed": passed, "ledger": {"file": record_place(ledger), "in_a_row": green_runs, "needed": NEEDED},
+        "passed": passed, "ledger": {"file": record_path(ledger), "in_a_row": green_runs, "needed": NEEDED},
         "gates": verdicts,
     }  # fmt: skip
     machine.write(folder / VERDICTS, body)

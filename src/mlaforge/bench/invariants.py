@@ -30,7 +30,7 @@ from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.speculation.controller import Decision
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
-from mlaforge.engine.speculation.partial import LEAST_PENDING
+from mlaforge.engine.speculation.sparse_view import LEAST_PROVISIONAL
 from mlaforge.engine.speculation.step import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
@@ -98,17 +98,23 @@ class Audit:
             peer_set_variant(variant, answers, prompts)
             if engine.speculation is not None:
                 engine.speculation.propose = self._count_drafts(engine.speculation.propose)  # type: ignore[method-assign]
-                if (partial := engine.speculation.partial) is not None:
-                    partial.runner = functools.partial(run, runner=partial.runner)  # type: ignore[assignment]
+                if (sparse_view := engine.speculation.sparse_view) is not None:
+                    sparse_view.runner = functools.partial(run, runner=sparse_view.runner)  # type: ignore[assignment]
 
         def run(batch: Batch, runner: Runner = runner) -> Tensor:
             self.views += 1
             with self.hook.paused():
                 self.broken_views += check_batch(batch, engine)
-            if self.hook.decoding and engine.speculation is not None and (partial := engine.speculation.partial):
+            if (
+                self.hook.decoding
+                and engine.speculation is not None
+                and (sparse_view := engine.speculation.sparse_view)
+            ):
                 # A partial step reads the accepted tokens, a full one the top tokens of each layer's attention.
-                self.hook.extra_reads += 1 if batch.partial else 0
-                self.hook.extra_reads += partial.layers * len(batch.probe.sequences) if batch.probe is not None else 0
+                self.hook.extra_reads += 1 if batch.sparse_views else 0
+                self.hook.extra_reads += (
+                    sparse_view.num_layers * len(batch.probe.sequences) if batch.probe is not None else 0
+                )
             return runner(batch)
 
         def counted_step() -> Any:
@@ -123,7 +129,7 @@ class Audit:
 
         def eager(batch: Batch) -> Tensor:
             # Partial verification has no graphs.
-            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.probe is None
+            self.hook.eager_decodes += self.hook.decoding and not batch.sparse_views and batch.probe is None
             return runner_eager(batch)
 
         def uncounted_capture(run: Callable[[], Tensor]) -> Any:
@@ -137,8 +143,8 @@ class Audit:
                 capture, graphs.capture = graphs.capture, uncounted_capture
                 cleanup.callback(setattr, graphs, "capture", capture)
             for op in OPS.values():
-                op.watch = self._count_calls(op)
-                cleanup.callback(setattr, op, "watch", None)
+                op.hook = self._count_calls(op)
+                cleanup.callback(setattr, op, "hook", None)
             engine.runner = run  # type: ignore[assignment]
             cleanup.callback(setattr, engine, "runner", runner)
             replacements = (
@@ -173,12 +179,12 @@ class Audit:
                     self.engine.max_model_len - len(sequence.token_ids) - 1,
                 )
                 # Under partial verification the controller adapts the number of pending tokens.
-                limit = speculation.controller.most
-                expected = max(0, min(min(limit, LEAST_PENDING) if decision.partial else limit, remaining))
+                limit = speculation.controller.max_tokens
+                expected = max(0, min(min(limit, LEAST_PROVISIONAL) if decision.sparse_view else limit, remaining))
                 self.drafts["expected"] += expected > 0
                 self.drafts["disabled"] += room < expected
                 draft = proposal.drafts.get(sequence)
-                required = min(room, LEAST_PENDING) if decision.partial else room
+                required = min(room, LEAST_PROVISIONAL) if decision.sparse_view else room
                 self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < required)
             return proposal
 

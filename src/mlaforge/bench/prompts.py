@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import record_place, sha256
+from mlaforge.artifact import record_path, sha256
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError
 
@@ -15,7 +15,7 @@ class Prompts:
 
     def __init__(self, sources: tuple[str, ...], tokenizer: Any):
         self.sources, self.tokenizer = sources, tokenizer
-        texts = (text for source in sources for text in corpus.documents(source, judged=True, tokenizer=tokenizer))
+        texts = (text for source in sources for text in corpus.documents(source, evaluation=True, tokenizer=tokenizer))
         self.text = "\n\n".join(text for text in texts if text.strip())
         # Special tokens that the tokenizer puts before any text, such as BOS.
         self.prefix: list[int] = list(tokenizer("")["input_ids"])
@@ -43,7 +43,7 @@ class Prompts:
     def describe(self) -> list[dict[str, str]]:
         """Files and their hashes, as results record them."""
         files = [p for source in self.sources if source != corpus.EMBEDDED for p in _files(Path(source).expanduser())]
-        records = [{"path": record_place(path), "sha256": sha256(path)} for path in files]
+        records = [{"path": record_path(path), "sha256": sha256(path)} for path in files]
         return [*records, *({"path": s, "sha256": ""} for s in self.sources if s == corpus.EMBEDDED)]
 
 

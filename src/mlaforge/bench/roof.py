@@ -14,7 +14,7 @@ import torch
 
 from mlaforge.config import nearest
 from mlaforge.engine.execution.linear import BITS
-from mlaforge.engine.speculation.partial import PartialView
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 from mlaforge.planning import machines
 from mlaforge.planning.costs import GPUS, Gpu
 from mlaforge.planning.plan import Plan
@@ -94,35 +94,37 @@ def limit(
     }  # fmt: skip
 
 
-def partial_limit(
-    plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, drafts: int, view: PartialView, partial_format: str,
-    block: dict[str, Any],
+def sparse_view_limit(
+    plan: Plan, gpu: Gpu, dtype: str, context: int, batch: int, drafts: int, view: SparseViewConfig,
+    view_dtype: str, block: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """`limit` for partial verification with the step counts of `block` (eagle_speculation): a full step reads the
-    weights and the full cache, a partial step the weights in `partial_format` and a view.
+    """`limit` for sparse-view verification with the step counts of `block` (eagle_speculation): a full step reads the
+    weights and the full cache, a sparse-view step the weights in `view_dtype` and a view.
 
     specpv_ceiling: speed-up over verifying the same drafts with the full cache, if the same number of tokens were
-    pending after the same number of partial steps, all were retained, and acceptance were equal.
+    provisional after the same number of sparse-view steps, all were retained, and acceptance were equal.
     """
 
-    def cycle(steps: float, pending: float) -> dict[str, float]:
-        """Seconds of a full step that verifies `pending` tokens and of the `steps` partial steps before it. Time grows
-        at least linearly with the tokens of a step, so the mean, rounded down, is a lower bound."""
-        full = step_limits(plan, gpu, dtype, context, batch, 1 + int(pending))
-        part = step_limits(plan, gpu, partial_format, min(context, view.seen), batch, max(1, int(pending / steps)))
+    def cycle(steps: float, provisional: float) -> dict[str, float]:
+        """Seconds of a full step that verifies `provisional` tokens and of the `steps` sparse-view steps before
+        it. Time grows at least linearly with the tokens of a step, so the mean, rounded down, is a lower bound."""
+        full = step_limits(plan, gpu, dtype, context, batch, 1 + int(provisional))
+        part = step_limits(
+            plan, gpu, view_dtype, min(context, view.num_tokens), batch, max(1, int(provisional / steps))
+        )
         return {name: full.get(name, 0.0) + steps * part.get(name, 0.0) for name in {**full, **part}}
 
     def seconds(queries: int) -> float:
         return sum(step_limits(plan, gpu, dtype, context, batch, queries).values())
 
-    steps, pending = (block[key] / block["steps"] for key in ("partial_steps", "pending_tokens"))
-    limits = cycle(steps, pending)
+    steps, provisional = (block[key] / block["steps"] for key in ("partial_steps", "pending_tokens"))
+    limits = cycle(steps, provisional)
     cycle_seconds = sum(limits.values())
-    max_pending = min(view.max_pending, view.full_every * (1 + drafts))
-    best_seconds = sum(cycle(math.ceil(max_pending / (1 + drafts)), max_pending).values())
+    max_provisional = min(view.max_provisional, view.full_every * (1 + drafts))
+    best_seconds = sum(cycle(math.ceil(max_provisional / (1 + drafts)), max_provisional).values())
     return {
         "tokens_per_second": batch * block["mean_acceptance_length"] / cycle_seconds,
         "limit": max(limits, key=lambda name: limits[name]),
-        "speedup_ceiling": (1 + max_pending) * seconds(1) / best_seconds,
-        "specpv_ceiling": (1 + pending) / cycle_seconds * seconds(1 + drafts) / (pending / steps),
+        "speedup_ceiling": (1 + max_provisional) * seconds(1) / best_seconds,
+        "specpv_ceiling": (1 + provisional) / cycle_seconds * seconds(1 + drafts) / (provisional / steps),
     }  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import Manifest, record_place
+from mlaforge.artifact import Manifest, record_path
 from mlaforge.bench import machine, summary
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
@@ -130,7 +130,7 @@ def run(
         "scenario": scenario, "scope": recipe.scope, "told": recipe.description, "forced": forced, "seconds": 0.0,
         "config": _recorded(recipe), "prompts": text_files, "unknown": unknown, "roof": describe(gpu),
         "models": [
-            {"name": m.name, "path": record_place(m.source.path), "sha256": m.source.fingerprint,
+            {"name": m.name, "path": record_path(m.source.path), "sha256": m.source.fingerprint,
              "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token, **_quality(m.source.path)}
             for m in resolved
         ],
@@ -321,7 +321,7 @@ def _recorded(recipe: Recipe) -> dict[str, Any]:
              "specpvs": "specpv", "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
     excluded = ("scenario", "scope", "description")
     recorded = {names.get(key, key): value for key, value in fields.items() if key not in excluded}
-    return recorded | {"head": recipe.head and record_place(recipe.head), "text": [*map(record_place, recipe.text)]}
+    return recorded | {"head": recipe.head and record_path(recipe.head), "text": [*map(record_path, recipe.text)]}
 
 
 def _cases(
@@ -340,7 +340,7 @@ def _imported(file: Path, scenario: str) -> list[dict[str, Any]]:
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
         kind, name, cases = body["kind"], body["scenario"], body["cases"]
-        origin = {"file": record_place(file), **{key: body[key] for key in ("device", "commit", "time")}}
+        origin = {"file": record_path(file), **{key: body[key] for key in ("device", "commit", "time")}}
         marked = [{**case, "id": f"{case['id']} @ {body['device']}", "imported": origin} for case in cases]
     except OSError as error:
         raise UserError(f"results {file} cannot be read: {error.strerror}") from error

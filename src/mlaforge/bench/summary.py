@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.peer import PLAIN, Repetition
-from mlaforge.bench.roof import layout_of, limit, partial_limit, stored_in
+from mlaforge.bench.roof import layout_of, limit, sparse_view_limit, stored_in
 from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
 from mlaforge.rendering.table import text_table
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 if TYPE_CHECKING:
     from mlaforge.bench.recipe import Recipe
@@ -62,7 +62,7 @@ def case(
     transformers = fastest if peer.name != "transformers" else None
     baselines = {"speedup": plain, "over_transformers": transformers, "over_full_verification": full_row}
     answers = [ids for repetition in row.repetitions for ids in repetition.token_ids]
-    distinct = [share for ids in answers if (share := distinct_share(ids)) is not None]
+    distinct = [share for ids in answers if (share := distinct_ngram_ratio(ids)) is not None]
     block = _block(row.repetitions)
     entry |= {
         "repetitions": len(runs), "tokens_per_second": spread(runs), "ms_per_token": _percentiles(token_seconds),
@@ -79,7 +79,7 @@ def case(
         step = (plan, gpu, peer.dtype, context + recipe.tokens // 2, batch, variant.count)
         if block and block["partial_steps"]:
             assert isinstance(peer, EnginePeer)
-            roofline = partial_limit(*step, peer.view, peer.partial_format, block)
+            roofline = sparse_view_limit(*step, peer.view, peer.sparse_view_format_name, block)
         else:
             roofline = limit(*step, block["mean_acceptance_length"] if block else None)
         entry["roofline"] = {**roofline, "fraction": statistics.median(runs) / roofline["tokens_per_second"]}

@@ -72,7 +72,7 @@ def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: 
     try:
         metrics = stage.run(model, out, config, overwrite).metrics
     finally:
-        distributed.leave()
+        distributed.destroy_process_group()
     first, best = metrics["curve"][0], metrics["best"]
     print(
         f"tokens per step with 3 drafted, on held-out answers: {first['acceptance_length']:.3f} -> "

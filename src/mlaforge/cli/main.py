@@ -124,7 +124,7 @@ def heal(
     try:
         metrics = stage.run(teacher, student, out, config, overwrite).metrics
     finally:
-        distributed.leave()
+        distributed.destroy_process_group()
     first, best = metrics["curve"][0], metrics["best"]
     print(
         f"validation KL {first['kl']:.5f} -> {best['kl']:.5f}, perplexity {first['ppl']:.4f} -> {best['ppl']:.4f} "
@@ -233,7 +233,7 @@ def serve(model: Model, config: ServeConfig) -> None:
 
     quiet()
     # Checked before anything is loaded.
-    config = server.checked(config)
+    config = server.validated(config)
     if config.verify:
         from mlaforge.checkpoint import verify as files
         from mlaforge.checkpoint.source_model import SourceModel

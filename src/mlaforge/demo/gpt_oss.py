@@ -25,13 +25,13 @@ from mlaforge.demo import first_token, geometry, upcycle
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.demo.geometry import NOT_PACKED, WINDOW, YARN
-from mlaforge.factorization.refit import steer
+from mlaforge.factorization.refit import refit_student
 from mlaforge.families.family import read_rope
-from mlaforge.healing.distillation import Distillation, Loss
+from mlaforge.healing.distillation import Distillation, LossConfig
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.ops.mxfp4 import quantize
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
-from mlaforge.training.optimizer import Hyperparameters, NotFinite, Optimizer
+from mlaforge.training.optimizer import Hyperparameters, NonFiniteLoss, Optimizer
 
 # GPT-OSS clamps gate and up at 7; no activation reaches this limit.
 LIMIT = 1e4
@@ -196,7 +196,7 @@ def heal(folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int) -> tu
         LayerStream(folder, torch.float32, device) as draft_stream,
         LayerStream(source, torch.float32, device) as source_stream,
     ):
-        solved = steer(draft_stream, source_stream, fitted(tuned))
+        solved = refit_student(draft_stream, source_stream, fitted(tuned))
     student, teacher = loading.load_model(folder, "float32"), loading.load_model(source, "float32")
     for model in (student, teacher):
         model.requires_grad_(False)
@@ -208,10 +208,10 @@ def heal(folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int) -> tu
     names = [name for name, _ in student.named_parameters() if ".self_attn." in name]
     halves = tuned.ids.reshape(-1, TOKENS // 2) if tuned.ids.shape[1] == TOKENS else tuned.ids
     feed = Feed((Phase(pack(list(halves), halves.shape[1]), steps),), halves.shape[1], seed=0)
-    optimizer = Optimizer(Distillation(student, teacher, Loss(temperature=1.0)), feed, Hyperparameters(), names)
+    optimizer = Optimizer(Distillation(student, teacher, LossConfig(temperature=1.0)), feed, Hyperparameters(), names)
     try:
-        losses = [optimizer.advance()["kl"] for _ in progress(range(steps), "heal", steps)]
-    except NotFinite as error:
+        losses = [optimizer.training_step()["kl"] for _ in progress(range(steps), "heal", steps)]
+    except NonFiniteLoss as error:
         raise UserError(
             f"healing diverged at step {error.step + 1} of {steps}; heal for fewer steps, or give other text"
         ) from error

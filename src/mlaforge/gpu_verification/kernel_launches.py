@@ -103,7 +103,14 @@ def mix(shape: str, part: str, dtype: torch.dtype, gpu: GpuProperties) -> Kernel
     (E, K, C, I), N = EXPERTS[shape], 8  # noqa: E741
     if part == "sum":
         out = torch.empty(16, dtype=dtype)
-        arguments = {"parts": torch.empty(16), "weights": out, "out": out, "K": K, "C": C, "SUMMED": experts.SUMMED}
+        arguments = {
+            "parts": torch.empty(16),
+            "weights": out,
+            "out": out,
+            "K": K,
+            "C": C,
+            "SUM_BLOCK": experts.SUM_BLOCK,
+        }
         return KernelLaunch(experts.sum_kernel, arguments, {"num_warps": 4})
     inputs, outputs, gated = (C, I, True) if part == "gate" else (I, C, False)
     with torch.device("meta"):

@@ -105,7 +105,7 @@ def write_drawn_head(context: Context, directory: Path) -> Path:
     )  # fmt: skip
     drafted = min(32000, vocabulary // 2)
     boundaries = tuple(capture_boundaries(config["num_hidden_layers"]))
-    head_config = Eagle3Config(layer, hidden, drafted, boundaries, own_embedding=False)
+    head_config = Eagle3Config(layer, hidden, drafted, boundaries, has_embed_tokens=False)
     with torch.device("meta"):
         head = Eagle3Head(head_config)
     state: dict[str, Tensor] = {}

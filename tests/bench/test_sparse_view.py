@@ -20,7 +20,7 @@ from mlaforge.engine.cache.block_pool import BlockPool
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
-from mlaforge.engine.speculation.partial import PartialView
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 from mlaforge.ops.native import kernels
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import plan_of
@@ -110,7 +110,7 @@ def test_stress_covers_all_draft_counts_and_cache_sizes():
         for scope in recipe.SCOPES:
             short = recipe.read(name, scope, BenchConfig())
             # Contexts must be long enough for the default view.
-            assert min(short.contexts) >= PartialView.of(EngineConfig()).shortest
+            assert min(short.contexts) >= SparseViewConfig.from_options(EngineConfig()).min_length
     assert recipe.read("single", "full", BenchConfig()).specpvs == ("off",)
 
 
@@ -170,7 +170,7 @@ def test_out_of_memory_anywhere_reports_capacity(bench, tiny_models, monkeypatch
     step, run = Engine.step, Audit.run
 
     def full(self):
-        if self.speculation is not None and self.speculation.stats.partial_steps:
+        if self.speculation is not None and self.speculation.stats.sparse_steps:
             raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
         return step(self)
 
@@ -221,10 +221,10 @@ def test_audit_covers_partial_verification(peer, monkeypatch):
     peer.run(prompts, 12, Variant())
     findings = Audit(peer).run(prompts, 12, Variant(3, "replay", "lossless"))
     assert [finding.name for finding in findings if not finding.passed] == []
-    assert peer.engine.speculation.stats.partial_steps > 0
+    assert peer.engine.speculation.stats.sparse_steps > 0
     # The engine switches between both kinds of verification.
     peer.set_variant(Variant(3, "replay"), [[], []], prompts)
-    assert peer.engine.speculation.partial is None
+    assert peer.engine.speculation.sparse_view is None
     propose = peer.engine.speculation.__class__.propose
 
     def shorter(self, decision, chunks):
@@ -239,7 +239,7 @@ def test_audit_covers_partial_verification(peer, monkeypatch):
     assert [finding.name for finding in findings if not finding.passed] == ["drafting_goes_on"]
 
 
-SMALL_VIEW = PartialView(sink=16, retrieval=32, window=32, full_every=8, max_pending=8)
+SMALL_VIEW = SparseViewConfig(sink=16, retrieval=32, window=32, full_every=8, max_provisional=8)
 
 
 def step_counts(steps, partial, pending, length):
@@ -253,9 +253,11 @@ def test_ceiling_counts_bytes_and_flops_of_partial_and_full_steps(tiny_models):
     tensors = load_file(tiny_models["llama"] / "model.safetensors")
     weights = sum(4 * t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
     row, context = 192 * 4, 20_000
-    partial, full = weights + SMALL_VIEW.seen * row, weights + context * row
+    partial, full = weights + SMALL_VIEW.num_tokens * row, weights + context * row
     # 10 full steps, and 25 partial ones that accepted 60 tokens, 30 of which were retained.
-    top = roof.partial_limit(plan, slow, "float32", context, 1, 3, SMALL_VIEW, "float32", step_counts(10, 25, 60, 4.0))
+    top = roof.sparse_view_limit(
+        plan, slow, "float32", context, 1, 3, SMALL_VIEW, "float32", step_counts(10, 25, 60, 4.0)
+    )
     seconds = (full + 2.5 * partial) / slow.bandwidth
     assert top["tokens_per_second"] == pytest.approx(4 / seconds, rel=1e-2)
     assert top["limit"] == "cache bandwidth"
@@ -264,7 +266,9 @@ def test_ceiling_counts_bytes_and_flops_of_partial_and_full_steps(tiny_models):
     # Every draft accepted: two partial steps accept eight tokens.
     assert top["speedup_ceiling"] == pytest.approx(9 * full / (full + 2 * partial), rel=1e-2)
     # Nothing to gain where a step reads little of the cache.
-    short = roof.partial_limit(plan, slow, "float32", 160, 1, 3, SMALL_VIEW, "float32", step_counts(10, 20, 80, 9.0))
+    short = roof.sparse_view_limit(
+        plan, slow, "float32", 160, 1, 3, SMALL_VIEW, "float32", step_counts(10, 20, 80, 9.0)
+    )
     assert short["specpv_ceiling"] < 1 < roof.limit(plan, slow, "float32", 160, 1, 3, 4.0)["speedup_ceiling"]
 
 
@@ -280,10 +284,10 @@ def test_no_cycle_exceeds_its_ceiling(tiny_models):
 
         for cycles in ([(6, 2)], [(4, 4), (1, 1, 1)], [(1,) * 8, (4, 4), (6, 2)]):
             partial, pending = sum(map(len, cycles)), sum(map(sum, cycles))
-            took = sum(seconds(SMALL_VIEW.seen, rows) for cycle in cycles for rows in cycle)
+            took = sum(seconds(SMALL_VIEW.num_tokens, rows) for cycle in cycles for rows in cycle)
             took += sum(seconds(4000, 1 + sum(cycle)) for cycle in cycles)
             block = step_counts(len(cycles), partial, pending, 1 + pending / len(cycles))
-            top = roof.partial_limit(plan, gpu, "float32", 4000, 1, 5, SMALL_VIEW, "float32", block)
+            top = roof.sparse_view_limit(plan, gpu, "float32", 4000, 1, 5, SMALL_VIEW, "float32", block)
             assert top["tokens_per_second"] * (1 + 1e-9) >= (len(cycles) + pending) / took
 
 
