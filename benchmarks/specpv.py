@@ -34,7 +34,7 @@ from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import log
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 HEAD = Path(mlaforge.__file__).parent / "demo" / "heads" / "smollm2-135m-instruct-original"
 ASK = "Summarize this text in your own words:\n\n"
@@ -135,7 +135,7 @@ def measured(
             if name == LOSSY:
                 pairs = zip(batch, answers, wanted, strict=True)
                 worse += [modes.nats(prompt, own) - modes.nats(prompt, plain) for prompt, own, plain in pairs]
-        distinct += [distinct_share(answer) or 0.0 for answer in wanted]
+        distinct += [distinct_ngram_ratio(answer) or 0.0 for answer in wanted]
         log(f"{number + 1} of {len(batches)}: " + ", ".join(f"{n} {1e3 * s[-1]:.1f} ms" for n, s in seconds.items()))
     rows = []
     for name, own in seconds.items():

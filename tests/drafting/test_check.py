@@ -33,7 +33,7 @@ def fitted(directory, text, boundaries, stored, folder, **fields):
     at = {**dict(enumerate(out.hidden_states[:-1])), 3: caught["last"], AFTER_NORM: out.hidden_states[-1]}
     head = make(boundaries=stored, tokens=range(256), **fields)
     hidden = head.fuse(torch.cat([at[b] for b in boundaries], dim=-1)[:, :-1])
-    embedded = (head.embed_tokens if head.config.own_embedding else model.get_input_embeddings())(ids[:, 1:])
+    embedded = (head.embed_tokens if head.config.has_embed_tokens else model.get_input_embeddings())(ids[:, 1:])
     T = SEQLEN - 1
     distance = torch.arange(T)[:, None] - torch.arange(T)
     mask = (distance >= 0) & (distance < (head.config.sliding_window or T))

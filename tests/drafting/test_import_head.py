@@ -107,9 +107,9 @@ def test_what_is_the_targets_is_the_targets(imports, tiny_models, tmp_path):
     found, done = imports()
     assert torch.equal(found.lm_head.weight, its["lm_head.weight"][TOKENS])
     assert torch.equal(found.fc.weight, head.fc.weight)
-    assert not found.config.own_embedding and "embed_tokens the target's" in done.stdout
+    assert not found.config.has_embed_tokens and "embed_tokens the target's" in done.stdout
     (tmp_path / "second").mkdir()
-    other = wild(tmp_path / "second" / "wild", own_embedding=True)
+    other = wild(tmp_path / "second" / "wild", has_embed_tokens=True)
     (tmp_path / "wild").rename(tmp_path / "first")
     (tmp_path / "second" / "wild").rename(tmp_path / "wild")
     found, _ = imports("--overwrite")

@@ -17,7 +17,7 @@ from mlaforge.engine.request.output import NonFiniteLogits
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, rejection_sampled
 from mlaforge.engine.sampling.state import SamplingState
-from mlaforge.engine.speculation.drafter import PromptLookupDrafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, watch
 from support.serving import serving

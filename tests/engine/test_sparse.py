@@ -6,7 +6,7 @@ import torch
 from mlaforge import LLM, SamplingParams
 from mlaforge.checkpoint import loading
 from mlaforge.engine import memory as kept_by
-from mlaforge.ops import kept_keys, native, token_selection
+from mlaforge.ops import decompressed_keys, native, token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
@@ -171,7 +171,7 @@ def test_drafts_share_a_selection(sparse, monkeypatch):
 def test_lookup_drafts_of_sparse_models_are_no_longer_than_others(dense, sparse):
     """Where what is verified together shares a selection; read densely, they may be."""
     speculation = engine(sparse("llama", "latent"), speculative="ngram", dense=dense).engine.speculation
-    assert speculation.copies.most == (8 if dense else 3)
+    assert speculation.lookup.max_tokens == (8 if dense else 3)
 
 
 @pytest.mark.parametrize("layout", ["gqa", "latent"])
@@ -203,7 +203,7 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
     if (compiled := native.kernels()) is None:
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     # What is short reads much of what there is.
-    monkeypatch.setattr(kept_keys, "EACH", 1)
+    monkeypatch.setattr(decompressed_keys, "TOKENS_PER_KEY", 1)
     directory = sparse("llama", layout)
     texts = tokens(engine(directory, dtype="bfloat16", kv_cache_dtype=stored).generate(PROMPTS, greedy(30)))
 
@@ -215,7 +215,7 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
             llm = engine(directory, **options, cache_bytes=blocks * block)
             assert llm.engine.stats().cache_blocks == blocks
         rows = llm.engine.cache.rows
-        assert all((row.kept is not None) == keep for row in rows)
+        assert all((row.decompressed_keys is not None) == keep for row in rows)
         if drafter == "tree":
             branch(llm.engine, Branching([p + t for p, t in zip(PROMPTS, texts, strict=True)], 0.7), 4, 12)
         elif drafter == "chain":
@@ -228,7 +228,10 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
                 found += [(x.token_id, x.top) for completion in output.outputs for x in completion.logprobs]
         llm.engine.check_integrity()
         if keep:
-            places, steps = rows[0].kept.places[: rows[0].slots], int(rows[0].kept.places[-1])
+            places, steps = (
+                rows[0].decompressed_keys.metadata[: rows[0].slots],
+                int(rows[0].decompressed_keys.metadata[-1]),
+            )
             assert (places >= 0).any() and steps > 20, (places, steps)
         return found, llm.engine.stats()
 
@@ -264,7 +267,7 @@ def test_index_and_key_bytes_are_counted(sparse):
     assert layer.block_bytes(16) == bare.block_bytes(16) + 16 * 16
     if native.kernels() is not None:
         both.append(engine(sparse("llama", "latent"), dtype="bfloat16"))
-        kept = both[-1].engine.cache.rows[0].kept
+        kept = both[-1].engine.cache.rows[0].decompressed_keys
         size = both[-1].engine.cache.layers[0].block_bytes(16) - layer.block_bytes(16) + 16 * layer.width * 2
         assert size == 2 * 2 * kept.keys.shape[1] + 16 * 4 + 2 * 8
     for llm in both:

@@ -95,7 +95,9 @@ def watched(model: Path, **options: Any) -> LLM:
 
 def poison(engine: Engine) -> None:
     """Fill the cache with NaN, in every format."""
-    numbers = {rows.kept.places.data_ptr() for rows in engine.cache.rows if rows.kept is not None}
+    numbers = {
+        rows.decompressed_keys.metadata.data_ptr() for rows in engine.cache.rows if rows.decompressed_keys is not None
+    }
     for tensor in engine.cache.tensors:
         if tensor.data_ptr() not in numbers:
             tensor.view(torch.uint8).fill_(255)
@@ -160,7 +162,7 @@ def renew(
     engine.cache.groups, engine.cache.block_size = groups, block_size
     for index, (layer, rows) in enumerate(zip(cache.layers, cache.rows, strict=True)):
         # Unquantized blocks follow the others.
-        if rows.whole is not None:
+        if rows.unquantized is not None:
             units = groups[layer.group].num_blocks * block_size // rows.format.tokens
             cache.rows[index] = dataclasses.replace(rows, packed=rows.packed[:units])
             engine.model.layers[index].attention.bind_cache(cache.rows[index])

@@ -39,17 +39,17 @@ from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.sampling.state import SamplingState
 from mlaforge.engine.scheduler import Plan, Scheduler
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
-from mlaforge.engine.speculation.copies import Copies
-from mlaforge.engine.speculation.drafter import Drafter, PromptLookupDrafter
+from mlaforge.engine.speculation.drafter import Drafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
-from mlaforge.engine.speculation.partial import PartialVerification, judging_format
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewDrafter, sparse_view_format
 from mlaforge.engine.speculation.step import Proposal, Speculation
 from mlaforge.engine.speculation.verification import Verified, verify
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts, read_prompt_logprobs
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.ops.token_selection import TOGETHER
+from mlaforge.ops.token_selection import KEY_TILE
 from mlaforge.runtime import UserError, log, on_device, resolve_device
 
 
@@ -69,8 +69,8 @@ class Engine:
         source = SourceModel.open(model)
         if config.dense:
             source = source.dense()
-        if is_sparse(source.config) and block_size % TOGETHER:
-            raise UserError(f"block_size = {block_size} must be a multiple of {TOGETHER} for a sparse model")
+        if is_sparse(source.config) and block_size % KEY_TILE:
+            raise UserError(f"block_size = {block_size} must be a multiple of {KEY_TILE} for a sparse model")
         self.config, self.model_name = config, source.path.name
         self.tokenizer = source.tokenizer
         spec = source.spec
@@ -118,7 +118,7 @@ class Engine:
                 lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
             ), prompt_lookup=config.adaptive_speculation)  # fmt: skip
         elif config.speculative == "ngram":
-            self.speculate(PromptLookupDrafter(), prompt_lookup=config.adaptive_speculation)
+            self.speculate(self._lookup_drafter(), prompt_lookup=config.adaptive_speculation)
         self._sequence_numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
@@ -126,7 +126,7 @@ class Engine:
     def _sparse_view_runner(self) -> tuple[EngineModel, Runner]:
         """The model of sparse-view steps and its runner, on the same cache: this model, or a copy with quantized
         weights."""
-        format = judging_format(self.config, self.model)
+        format = sparse_view_format(self.config, self.model)
         if format not in self._runners:
             model = EngineModel(self._source, format, self.device)
             self._load(model)
@@ -161,28 +161,33 @@ class Engine:
         check_head(head.config, spec.hidden_size, spec.vocab_size)
         return head
 
+    def _lookup_drafter(self) -> PromptLookupDrafter:
+        # Tokens that are verified together share one selection of a sparse model.
+        sparse = is_sparse(self._source.config)
+        return PromptLookupDrafter(self.config.max_draft_tokens if sparse else self.config.max_lookup_tokens)
+
     def speculate(self, drafter: Drafter, prompt_lookup: bool = False) -> None:
-        """Let `drafter` propose tokens. A drafter that reads captured states must be set before the first request,
-        because it has no states of earlier steps. `prompt_lookup`: drafts by prompt lookup take precedence
-        (copies.py)."""
+        """Use `drafter` from the next step on; `prompt_lookup`: drafts by prompt lookup go first.
+
+        A drafter that reads captured states must be set before the first request: it lacks the states of tokens that
+        were computed earlier."""
         config = self.config
         self.model.boundaries = drafter.boundaries
-        partial = None
+        sparse_view = None
         if config.specpv != "off":
             model, runner = self._sparse_view_runner()
             model.boundaries = drafter.boundaries
-            partial = PartialVerification(
+            sparse_view = SparseViewDrafter(
                 config, drafter, model, runner, self._step_bytes(model), self.tables, self.cache
             )
-        lookup = drafter if isinstance(drafter, PromptLookupDrafter) else PromptLookupDrafter()
-        # In a sparse model the tokens that a step verifies share one selection, so that drafts stay short.
-        max_tokens = config.max_draft_tokens if is_sparse(self._source.config) else config.max_lookup_tokens
-        copies = Copies(max_tokens, lookup) if prompt_lookup else None
+        lookup = None
+        if prompt_lookup:
+            lookup = drafter if isinstance(drafter, PromptLookupDrafter) else self._lookup_drafter()
         controller = Controller(
-            config.max_draft_tokens, config.adaptive_speculation, config.speculative_tree_tokens, partial,
-            copies.most if copies else 0,
+            config.max_draft_tokens, config.adaptive_speculation, config.speculative_tree_tokens, sparse_view,
+            lookup.max_tokens if lookup else 0,
         )  # fmt: skip
-        self.speculation = Speculation(drafter, controller, copies)
+        self.speculation = Speculation(drafter, controller, lookup)
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError, without any effect, where the request can never run.
@@ -287,19 +292,20 @@ class Engine:
         """Run the model on every sequence's chunk, with its draft."""
         step_parts = parts(proposal)
         batch = make_batch([part.chunk for part in step_parts], self.tables, self.device)
-        # Without a decision so far, a prompt may end here whose tokens a sparse view verifies later.
-        partial = self.speculation.partial if self.speculation and proposal.decision.partial is not False else None
+        # Undecided steps included: a prompt may end whose drafts are verified in sparse-view steps later.
+        speculation = self.speculation
+        sparse_view = speculation.sparse_view if speculation and proposal.decision.sparse_view is not False else None
         ends = [(part.sequence, min(part.chunk.stop, len(part.sequence.token_ids))) for part in step_parts]
-        if partial is not None:
-            batch = dataclasses.replace(batch, probe=partial.watch(ends))
+        if sparse_view is not None:
+            batch = dataclasses.replace(batch, probe=sparse_view.probe(ends))
         # Hidden states, then the captured states.
         hidden_and_states_NX = self.runner(batch)
-        if partial is not None and batch.probe is not None:
-            partial.record(ends, batch.probe)
+        if sparse_view is not None and batch.probe is not None:
+            sparse_view.record_attention(ends, batch.probe)
         self._stats.steps += 1
         self._stats.computed_tokens += len(hidden_and_states_NX)
         read = self.step_bytes((len(part.rows), part.chunk.stop, part.chunk.stop) for part in step_parts)
-        total = proposal.read + read
+        total = proposal.sparse_bytes + read
         self._stats.weight_bytes_read += total.weights
         self._stats.cache_bytes_read += total.cache
         C = self.model.spec.hidden_size
@@ -375,7 +381,7 @@ class Engine:
                 if part.decoding and not part.sequence.waiting_for_grammar
             ]  # fmt: skip
             rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
-            speculation.end(computed.proposal, decoded, drawn.at, rows, computed.read)
+            speculation.record(computed.proposal, decoded, drawn.at, rows, computed.read)
         ended = drawn.non_finite
         return Settled(
             [sequence for sequence in sequences if sequence.request not in ended],

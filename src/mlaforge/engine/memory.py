@@ -21,7 +21,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.weight_bytes import weight_bytes
 from mlaforge.engine.speculation.eagle3 import head_cache, head_format
-from mlaforge.engine.speculation.partial import judging_format
+from mlaforge.engine.speculation.sparse_view import sparse_view_format
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.native import kernels
 
@@ -65,11 +65,11 @@ def cache_layout(
 
 
 def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, format: str) -> int:
-    """Bytes of all weights in a format: the model's, a draft head's, and those of partial steps."""
+    """Bytes of all weights in a format: the model's, a draft head's, and those of sparse-view steps."""
     total = model.weight_bytes(format)
     if head is not None:
         total += weight_bytes(head, head_format(format, model.device), model.device)
-    if config.specpv != "off" and format == model.format and (judge := judging_format(config, model)) != format:
+    if config.specpv != "off" and format == model.format and (judge := sparse_view_format(config, model)) != format:
         # It shares the embedding.
         total += model.weight_bytes(judge) - model.spec.vocab_size * model.spec.hidden_size * model.dtype.itemsize
     return total

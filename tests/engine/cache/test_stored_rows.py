@@ -12,7 +12,7 @@ from mlaforge.checkpoint import loading
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import PromptLookupDrafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows
@@ -104,7 +104,7 @@ def test_result_does_not_depend_on_schedule(family, layout, stored, model):
 )
 def test_first_blocks_can_be_unquantized(form, layout, model, monkeypatch):
     """Beside the newest ones of int4, and alone; they are found again too."""
-    monkeypatch.setattr(form, "whole", form.whole | {"first"})
+    monkeypatch.setattr(form, "unquantized_blocks", form.unquantized_blocks | {"first"})
     test_result_does_not_depend_on_schedule(
         "llama" if layout is None else "mistral", layout, form.__name__.lower(), model
     )

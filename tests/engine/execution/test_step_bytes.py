@@ -62,7 +62,7 @@ def test_sparse_view_steps_read_a_part(tiny_models):
     """What is counted of them, from what ran."""
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative="ngram")
     engine, (prompt,) = llm.engine, random_prompts(300)
-    partial = partly(engine, engine.speculation.drafter, specpv_dtype="int8").partial
+    partial = partly(engine, engine.speculation.drafter, specpv_dtype="int8").sparse_view
     ran = []
     runner = partial.runner
     partial.runner = lambda batch: ran.append(batch) or runner(batch)
@@ -71,22 +71,22 @@ def test_sparse_view_steps_read_a_part(tiny_models):
     stats, now = engine.stats().speculation, engine.stats()
     spec = engine.model.spec
     row = sum(2 * layer.num_kv_heads * layer.head_dim * 2 for layer in spec.layers)
-    assert len(ran) == stats.partial_steps > 2
-    assert stats.partial_cache_bytes == row * sum(batch.sparse_views[0].counts[0] for batch in ran)
+    assert len(ran) == stats.sparse_steps > 2
+    assert stats.sparse_cache_bytes == row * sum(batch.sparse_views[0].counts[0] for batch in ran)
     assert max(batch.sparse_views[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL["specpv_max_pending"] * 3
-    assert stats.partial_weight_bytes * BITS["bfloat16"] == pytest.approx(
+    assert stats.sparse_weight_bytes * BITS["bfloat16"] == pytest.approx(
         len(ran) * engine.step_bytes([(1, 1, 1)]).weights * BITS["int8"]
     )
     # The prompt's own step, and full ones.
     assert (
         now.weight_bytes_read - before.weight_bytes_read
-        == stats.partial_weight_bytes + (now.steps - before.steps) * engine.step_bytes([(1, 1, 1)]).weights
+        == stats.sparse_weight_bytes + (now.steps - before.steps) * engine.step_bytes([(1, 1, 1)]).weights
     )
-    assert stats.full_cache_bytes > stats.steps * row * len(prompt) and stats.read_for == 19
-    assert stats.block()["mean_pending_length"] == stats.pending / stats.judging_steps
+    assert stats.full_cache_bytes > stats.steps * row * len(prompt) and stats.bytes_tokens == 19
+    assert stats.block()["mean_pending_length"] == stats.provisional / stats.full_steps
     per_token = stats.block()["bytes_per_token"]
     assert per_token["partial"] == {
-        "weights": stats.partial_weight_bytes / 19,
-        "cache": stats.partial_cache_bytes / 19,
+        "weights": stats.sparse_weight_bytes / 19,
+        "cache": stats.sparse_cache_bytes / 19,
     }
     assert per_token["full"]["cache"] == stats.full_cache_bytes / 19 and math.isfinite(per_token["full"]["weights"])

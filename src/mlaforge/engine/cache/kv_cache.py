@@ -19,7 +19,7 @@ from torch import Tensor
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.kept_keys import kept_bytes
+from mlaforge.ops.decompressed_keys import decompressed_keys_bytes
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Coded, Plain, RowFormat, row_format
 from mlaforge.runtime import UserError, on_device
@@ -52,7 +52,7 @@ class LayerCache:
         return self.format.width
 
     def block_bytes(self, block_size: int) -> int:
-        key_bytes = kept_bytes(block_size, self.key_width) if self.key_width else 0
+        key_bytes = decompressed_keys_bytes(block_size, self.key_width) if self.key_width else 0
         return self.format.unit_bytes * block_size // self.format.tokens + self.index_bytes * block_size + key_bytes
 
     def unquantized_block_bytes(self, block_size: int) -> int:
@@ -93,7 +93,7 @@ def layer_caches(
         if codes[index] and kv_cache_dtype != "bf16":
             format = Coded(tuple(codes[index]), sum(parts[1:]))
         index_bytes = config.index_head_dim if sparse and config.indexer_types[index] == "full" else 0
-        if index_bytes and format.whole:
+        if index_bytes and format.unquantized_blocks:
             raise UserError(
                 f"kv_cache_dtype {kv_cache_dtype} keeps unquantized blocks, which sparse attention cannot select from; "
                 "use int8 or bf16"
@@ -121,7 +121,9 @@ class MinimumCache:
         max_step: int,
     ) -> MinimumCache:  # fmt: skip
         by_group = [[layer for layer in layers if layer.group == group] for group in range(len(windows))]
-        kinds = [frozenset[str]().union(*(layer.format.whole for layer in members)) for members in by_group]
+        kinds = [
+            frozenset[str]().union(*(layer.format.unquantized_blocks for layer in members)) for members in by_group
+        ]
         longest = -(-max_model_len // block_size)
         # Blocks of one sequence during a step.
         blocks = [min(longest, 2 if window is None else (window + max_step) // block_size + 2) for window in windows]

@@ -25,7 +25,7 @@ from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
-from mlaforge.ops.attended import attended, attention_and_attended, newest
+from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels, pack
 from mlaforge.ops.packed_attention import packed_attention
@@ -142,11 +142,11 @@ class PagedGroupedQueryAttention:
         """As ops.paged_attention; records to `probe`."""
         if probe is not None:
             probe_args = q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
-            if (fused_result := attention_and_attended(*probe_args)) is not None:
+            if (fused_result := attention_with_mass(*probe_args)) is not None:
                 out_NHD, lse_NH, attention_mass = fused_result
                 probe.layers.append(attention_mass)
                 return out_NHD, lse_NH
-            probe.layers.append(attended(*probe_args))
+            probe.layers.append(probe_attention_mass(*probe_args))
         if self.k_LGD is not None and self.v_LGD is not None:
             return paged_attention(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
         return packed_attention(q_NHD, self.rows, view, self.scaling)
@@ -203,7 +203,7 @@ class PagedLatentAttention:
                 q_kv_NX = torch.cat((q, row_NW), dim=1)
             out = self.native(q_kv_NX, step.rotation_N1P, self.rows, view)
             if probe is not None:
-                probe.layers.append(self._attended(q, step, view, probe.sequences))
+                probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
             return self.o_proj(out, residual_NC)
         q_NHD = self._queries(q, step)
         if latent.rope_dim:
@@ -212,7 +212,7 @@ class PagedLatentAttention:
             row_NW = torch.cat((c, _rotate(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
         self.rows.write(view.slots_N, row_NW)
         if probe is not None:
-            probe.layers.append(self._attended(q, step, view, probe.sequences))
+            probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
         if self._absorbs(view):
             out_NHV = self._absorbed(q_NHD, view)
@@ -232,17 +232,17 @@ class PagedLatentAttention:
             q_NHD = latent.q_norm(q_NHD)
         return q_NHD
 
-    def _attended(self, q_NX: Tensor, step: Step, view: CacheView, sequences: list[int]) -> list[Tensor]:
-        """As ops.attended. Decompressing every key would cost as much as the step. So for the layout `latent` one key
-        per block stands for its tokens: that of the block's mean latent, at the position in its middle. A partly filled
-        last block gets no mass."""
+    def _attention_mass(self, q_NX: Tensor, step: Step, view: CacheView, sequences: list[int]) -> list[Tensor]:
+        """As probe_attention_mass. Decompressing every key would cost as much as the step, so for the layout `latent`
+        the key of a block's mean latent, at its middle position, stands for the block's tokens. A partly filled last
+        block gets no mass."""
         latent, size = self.latent, view.block_size
         wide = latent.kv_b_proj.weight.dtype
         q_NHD = self._queries(q_NX.to(wide), step)
         if latent.rope_dim:
             q_NHW = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])[0][0].transpose(0, 1)
-            return attended(q_NHW, self.rows, 1, view, latent.scaling, sequences)
-        rows_LW, rows_view = self.rows.numbers(view)
+            return probe_attention_mass(q_NHW, self.rows, 1, view, latent.scaling, sequences)
+        rows_LW, rows_view = self.rows.decode(view)
         w_uk, _, b_k, _ = latent.up_projections()
         attention_mass = []
         for s in sequences:
@@ -250,7 +250,7 @@ class PagedLatentAttention:
             L, G = len(row_LW), latent.num_kv_heads
             mean_BR = row_LW[: L // size * size].view(-1, size, row_LW.shape[1]).mean(1, dtype=wide)
             at_B = torch.arange(len(mean_BR), device=rows_LW.device) * size + size // 2
-            q_1H1D = q_NHD[newest(view, s)][None, :, None]
+            q_1H1D = q_NHD[last_query_row(view, s)][None, :, None]
             cos, sin = (table[:, L - 1 :][:, :1] for table in latent.table(L, q_1H1D))
             k_1GBD = latent.rotated_keys(((mean_BR @ w_uk.mT) + b_k[:, None])[None], at_B)
             q_GJD = rotate(q_1H1D, cos, sin)[0, :, 0].view(G, -1, k_1GBD.shape[-1])
@@ -280,24 +280,24 @@ class PagedLatentAttention:
         """Absorbed form, for `latent_rope`: a cached row is the key and the value of all heads."""
         latent = self.latent
         q_row, shift = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])
-        rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.numbers(view)
+        rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.decode(view)
         rows_L1W = rows_LW[:, None]
         q_NHW = q_row[0].transpose(0, 1).to(self.rows.dtype)
         out_NHR, lse_NH = paged_attention(q_NHW, rows_L1W, rows_L1W[..., : latent.rank], view, latent.scaling)
-        lifted = latent.lift(out_NHR.transpose(0, 1)[None].to(q_NHD.dtype), lse_NH.T[None] + shift)
+        lifted = latent.up_project(out_NHR.transpose(0, 1)[None].to(q_NHD.dtype), lse_NH.T[None] + shift)
         return lifted[0].transpose(0, 1)
 
     def _by_sequence(self, q_NHD: Tensor, view: CacheView) -> Tensor:
         """Expanded form: decompress keys, one sequence after another. Positions count from the first row that is
         read."""
         latent = self.latent
-        rows_LW, view = self.rows.numbers(view)
+        rows_LW, view = self.rows.decode(view)
         outs = []
         for index, T in enumerate(view.queries):
             rows_1LW, mask = view.sequence(index, rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
-            positions_L = view.places(index, L)
+            positions_L = view.positions(index, L)
             if not latent.rope_dim:
                 cos, sin = latent.table(view.max_seq_len, q_1HTD)
                 last = slice(L - T, L) if positions_L is None else positions_L[L - T :]
@@ -346,7 +346,9 @@ class NativeLatent:
             out: Tensor = self.kernel(qkv_NX, rotation_N1P, self.rope_index, *weights, *step)
         else:
             cos, sin = (table[0] for table in self.table(view.max_seq_len, rotation_N1P.real))
-            cached_keys = () if rows.kept is None else (rows.kept.keys, rows.kept.places)
+            cached_keys = (
+                () if rows.decompressed_keys is None else (rows.decompressed_keys.keys, rows.decompressed_keys.metadata)
+            )
             out = self.kernel(qkv_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *cached_keys)
         return out
 

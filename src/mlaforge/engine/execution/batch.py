@@ -46,7 +46,7 @@ class AttentionProbe:
 
     sequences  their numbers in the step
     layers     a list per layer with full attention, a tensor per sequence: the attention mass of each token, [tokens]
-               (ops/attended.py), or, of a sparse layer, the positions that it selects, int32
+               (ops/attention_mass.py), or, of a sparse layer, the positions that it selects, int32
     """
 
     sequences: list[int]

@@ -63,7 +63,7 @@ class Indexer:
         if self.index is not None:
             assert rows.index is not None and features_NF is not None
             self.index.write(rows.index, features_NF, rotation_N1P, view.slots_N)
-        counts = view.reads(self.topk, self.window)
+        counts = view.selected_counts(self.topk, self.window)
         probe_counts = None if probe is None else self._probe_counts(view, counts, probe.sequences)
         if self.index is not None:
             assert rows.index is not None

@@ -112,7 +112,7 @@ class EngineModel:
         attention."""
         if self.device.type == "cpu" and (native := kernels()) is not None:
             # Packed experts and weights that are stored in the dtype of their use stay mapped from the files.
-            native.watch_mapped_files(SHRUNK)
+            native.install_sigbus_handler(SHRUNK)
         with self._stream as stream:
             stream.check()
             for index in progress(range(stream.num_layers), "load layers"):
