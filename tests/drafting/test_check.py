@@ -51,7 +51,7 @@ def fitted(directory, text, boundaries, stored, folder, **fields):
 CASES = [
     ((0, 1, 2), (0, 1, 2), "as stored", None, {}),
     ((1, 2, 3), (0, 1, 2), "+1", "latent_rope", {"sliding_window": 9, "norm_before_fc": True}),
-    ((0, 1, 2), (1, 2, 3), "-1", None, {"own_embedding": True}),
+    ((0, 1, 2), (1, 2, 3), "-1", None, {"has_embed_tokens": True}),
     ((0, 2, AFTER_NORM), (0, 2, 3), "after the final norm", None, {}),
 ]
 

@@ -15,7 +15,7 @@ from support.eagle3_heads import HEADS, make
 
 # Token ids and how many of them are the prompt; packed into two rows of 40, the second with room left.
 DOCUMENTS = [(17, 6), (20, 11), (14, 2), (3, 1), (12, 9)]
-SHAPES = {name: fields for name, fields in HEADS.items() if not fields.get("own_embedding")}
+SHAPES = {name: fields for name, fields in HEADS.items() if not fields.get("has_embed_tokens")}
 
 
 def documents(seed=0, vocabulary=260):
