@@ -136,7 +136,7 @@ class Audit:
                 restored.callback(setattr, graphs, "capture", capture)
             for op in OPS.values():
                 op.hook = self._watching(op)
-                restored.callback(setattr, op, "watch", None)
+                restored.callback(setattr, op, "hook", None)
             engine.runner = run  # type: ignore[assignment]
             restored.callback(setattr, engine, "runner", runner)
             for owner, name, value in ((self.peer, "use", use), (engine, "step", counted), (runner, "eager", eager)):
