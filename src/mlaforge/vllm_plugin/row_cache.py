@@ -109,12 +109,12 @@ class Model(Protocol):
 class Columns:
     """A layer's part of a row: `elements`, and an index key of `index` bytes."""
 
-    numbers: int
+    elements: int
     index: int = 0
 
     def width(self, dtype: torch.dtype) -> int:
         """Return the width in elements of the cache's dtype."""
-        return self.numbers + -(-self.index // dtype.itemsize)
+        return self.elements + -(-self.index // dtype.itemsize)
 
 
 class RowCache(AttentionLayerBase):
@@ -163,9 +163,9 @@ class RowCache(AttentionLayerBase):
         self.kv_cache = kv_cache
         rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
         for index, columns in self.columns.items():
-            numbers, end = columns.numbers, begin + columns.numbers
+            elements, end = columns.elements, begin + columns.elements
             keys = index_keys(rows_LW, end, columns.index) if columns.index else None
-            rows = PagedRows(Plain(numbers, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
+            rows = PagedRows(Plain(elements, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
             if index in self._layers:
                 self._layers[index].keep_in(rows)
             else:
