@@ -80,7 +80,7 @@ def main() -> None:
     results = Results(options.out, [], resume=True, settings=settings)
     results.body["calibration_tokens"] = options.windows * options.seqlen
     (scratch := options.folder).mkdir(parents=True, exist_ok=True)
-    documents = [d for s in pool(options.data) for d in Source.of(s).documents(Notes())]
+    documents = [d for s in pool(options.data) for d in Source.parse(s).documents(Notes())]
     (scratch / "pool.txt").write_text("\n\n".join("\n".join(d.parts) for d in documents), encoding="utf-8")
     # Nothing is judged that any of the ways could be tuned on.
     everything = overlap.passages(corpus.windows(tokenizer, str(scratch / "pool.txt"), 10**6, options.seqlen))

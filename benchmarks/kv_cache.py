@@ -90,7 +90,7 @@ def cache_bytes(llm: LLM) -> int:
         tables.commit(-1, ids, length)
     used = llm.engine.stats().cache_bytes_used
     tables.free(-1)
-    tables.forget()
+    tables.reset_prefix_cache()
     return used
 
 

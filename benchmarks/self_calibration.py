@@ -33,7 +33,7 @@ from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.rendering.table import markdown_table
-from mlaforge.synthesis.own_text import own_text
+from mlaforge.synthesis.self_generated_text import self_generated_text
 
 SEQLEN = 2048
 WAYS = ("self", "self, embedded", "embedded", "wiki", "golden")
@@ -92,10 +92,13 @@ def main() -> None:
     results = Results(options.out, [], resume=True, settings=settings)
     tokens = options.windows * SEQLEN
     known = [corpus.windows(source.tokenizer, wikitext(options.data)[0], 10**6, SEQLEN)]
-    known += [own_text(source, tokens, seed, "cpu").windows(options.windows, SEQLEN) for seed in range(options.seeds)]
+    known += [
+        self_generated_text(source, tokens, seed, "cpu").windows(options.windows, SEQLEN)
+        for seed in range(options.seeds)
+    ]
     everything = [passage for windows in known for passage in overlap.passages(windows)]
     for documents in corpus.embedded_documents().values():
-        text = "\n\n".join(text for name, text in sorted(documents.items()) if not corpus.held_out(name))
+        text = "\n\n".join(text for name, text in sorted(documents.items()) if not corpus.is_evaluation_document(name))
         everything += overlap.passages(corpus.Windows(corpus.tokens(source.tokenizer, text)[None], corpus.EMBEDDED))
     texts = judged(source.tokenizer, options, everything)
     results.body["tokens"] = {name: w.ids.numel() for name, w in texts.items()}

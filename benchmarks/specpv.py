@@ -34,7 +34,7 @@ from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import log
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 HEAD = Path(mlaforge.__file__).parent / "demo" / "heads" / "smollm2-135m-instruct-original"
 ASK = "Summarize this text in your own words:\n\n"
@@ -70,7 +70,7 @@ class Modes:
             return
         specpv = "off" if name in ("head", COPIES) else "lossy" if name == LOSSY else "lossless"
         engine.config = dataclasses.replace(self.config, **{"specpv": specpv, **options})
-        engine.speculate(self.drafter, copying=name in (COPIES, PACE))
+        engine.speculate(self.drafter, prompt_lookup=name in (COPIES, PACE))
         engine.speculation = self.kept.setdefault(name, engine.speculation)
         if name in (ALWAYS, LOSSY):
             # Without looking at the pace.
@@ -135,7 +135,7 @@ def measured(
             if name == LOSSY:
                 pairs = zip(batch, answers, wanted, strict=True)
                 worse += [modes.nats(prompt, own) - modes.nats(prompt, plain) for prompt, own, plain in pairs]
-        distinct += [distinct_share(answer) or 0.0 for answer in wanted]
+        distinct += [distinct_ngram_ratio(answer) or 0.0 for answer in wanted]
         log(f"{number + 1} of {len(batches)}: " + ", ".join(f"{n} {1e3 * s[-1]:.1f} ms" for n, s in seconds.items()))
     rows = []
     for name, own in seconds.items():
@@ -182,7 +182,7 @@ def main() -> None:
             names = ("plain", "head", COPIES, PACE, ALWAYS, *([LOSSY] if case == LOSSY_CASE else []))
             for row in measured(modes, names, batches):
                 results.add({"case": case, "bars": BARS.get(case), **row})
-        modes.llm.engine.forget()
+        modes.llm.engine.reset_prefix_cache()
     print(table(results.rows))
 
 

@@ -1,4 +1,4 @@
-"""Documents out of every kind of source; what is no text is counted and named, and never the end of a run by itself."""
+"""Documents from every kind of source; unusable input is counted and logged instead of ending the run."""
 
 import json
 import sys
@@ -17,9 +17,9 @@ from mlaforge.runtime import UserError
 PROSE = "Some prose that is long enough to be text. "
 
 
-def read(given):
+def read(argument):
     notes = Notes()
-    return {d.name: d.parts for d in Source.of(str(given)).documents(notes)}, notes.describe()
+    return {d.name: d.parts for d in Source.parse(str(argument)).documents(notes)}, notes.describe()
 
 
 # RFCs
@@ -28,7 +28,7 @@ WORDS = st.lists(st.text("abcdefghij", min_size=2, max_size=9), min_size=30, max
 
 
 def paged(sections, lines, number=9999):
-    """An RFC as it was published: 72 columns, pages of so many lines, a footer and a header at every break."""
+    """Format an RFC as published: 72 columns, pages of `lines` lines, a footer and a header at every page break."""
     body = []
     for title, text in sections:
         body += [title, "", *textwrap.wrap(f"X {text}.", 69, initial_indent="   ", subsequent_indent="   "), ""]
@@ -42,34 +42,36 @@ def paged(sections, lines, number=9999):
 
 
 @given(st.lists(WORDS, min_size=1, max_size=6), st.integers(5, 50))
-def test_pages_of_an_rfc_are_taken_away_and_sections_kept(texts, lines):
+def test_rfc_sections_without_page_breaks(texts, lines):
     titles = [f"{i + 1}.{'2.' * (i % 2)}  Title of {i}" for i in range(len(texts))]
-    wanted = [(title, f"{text} {PROSE * 4}".strip(" .")) for title, text in zip(titles, texts, strict=True)]
-    found = rfc.sections(paged(wanted, lines))
-    # The same words, in the same sections.
-    assert [part.split() for part in found] == [[*title.split(), "X", *f"{text}.".split()] for title, text in wanted]
-    # A paragraph that a page broke is one again, unless the break came where a sentence ended.
-    assert not any(line == "" for part in found for line in part.split("\n")[2:-1] if "." not in part[:-1])
+    expected = [(title, f"{text} {PROSE * 4}".strip(" .")) for title, text in zip(titles, texts, strict=True)]
+    documents = rfc.sections(paged(expected, lines))
+    # The sections contain the same words.
+    assert [part.split() for part in documents] == [
+        [*title.split(), "X", *f"{text}.".split()] for title, text in expected
+    ]
+    # A paragraph divided by a page break is rejoined, unless a sentence ended at the break.
+    assert not any(line == "" for part in documents for line in part.split("\n")[2:-1] if "." not in part[:-1])
 
 
-def test_the_table_of_contents_is_no_heading():
+def test_a_table_of_contents_is_not_a_heading():
     contents = "\n".join(f"{i}.  Title {'. ' * 20} {i}" for i in range(1, 9))
     assert len(rfc.sections(f"{contents}\n\n1.  Title\n\n{PROSE * 9}\n\nAppendix A.  More\n\n{PROSE * 9}")) == 3
 
 
-def test_a_folder_of_rfcs(tmp_path):
+def test_reads_a_folder_of_rfcs(tmp_path):
     (tmp_path / "rfc1.txt").write_text(paged([("1.  One", PROSE * 9), ("2.  Two", PROSE * 9)], 10))
     (tmp_path / "index.html").write_text("<p>")
-    found, _ = read(f"rfc:{tmp_path}")
-    assert list(found) == ["rfc1.txt"] and [part[:3] for part in found["rfc1.txt"]] == ["1. ", "2. "]
+    documents, _ = read(f"rfc:{tmp_path}")
+    assert list(documents) == ["rfc1.txt"] and [part[:3] for part in documents["rfc1.txt"]] == ["1. ", "2. "]
     with pytest.raises(UserError, match="rfc:FOLDER"):
-        Source.of(f"rfc:{tmp_path / 'rfc1.txt'}")
+        Source.parse(f"rfc:{tmp_path / 'rfc1.txt'}")
 
 
 # Files
 
 
-def test_files_of_a_folder_in_order(tmp_path):
+def test_reads_the_files_of_a_folder_in_order(tmp_path):
     (tmp_path / "b.md").write_text("B")
     (tmp_path / "a.py").write_text("A = 1")
     (tmp_path / "deep").mkdir()
@@ -77,20 +79,20 @@ def test_files_of_a_folder_in_order(tmp_path):
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "photo.png").write_bytes(b"\x89PNG")
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "D\n1"}) + "\n\n" + '{"text": "a\u2028b"}\n')
-    found, notes = read(tmp_path)
+    documents, notes = read(tmp_path)
     names = {"a.py": "A = 1", "b.md": "B", "d.jsonl:1": "D\n1", "d.jsonl:3": "a\u2028b", "deep/c.rs": "fn c() {}"}
-    assert found == {name: (text,) for name, text in names.items()} and notes == {}
+    assert documents == {name: (text,) for name, text in names.items()} and notes == {}
 
 
 @settings(max_examples=50)
 @given(text=st.text(st.characters(codec="utf-8"), min_size=1), piece=st.integers(1, 40))
-def test_a_large_file_comes_in_pieces(tmp_path_factory, text, piece):
+def test_large_files_are_read_in_pieces(tmp_path_factory, text, piece):
     path = tmp_path_factory.mktemp("large") / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE", piece)
+        patch.setattr(sources, "DOCUMENT_CHARACTERS", piece)
         try:
-            parts = [d.parts[0] for d in Source.of(str(path))._documents(Notes())]
+            parts = [d.parts[0] for d in Source.parse(str(path))._documents(Notes())]
         except UserError:
             assert any(ord(c) < 32 for c in text)
             return
@@ -99,29 +101,29 @@ def test_a_large_file_comes_in_pieces(tmp_path_factory, text, piece):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "noted"),
+    ("encoding", "issue"),
     [
         ("utf-8", None), ("utf-8-sig", None), ("latin-1", "not UTF-8, decoded as cp1252"),
         ("utf-16", "UTF-16, decoded as such"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_encodings(suffix, encoding, noted, tmp_path, capsys):
+def test_detects_encodings(suffix, encoding, issue, tmp_path, capsys):
     text = "Grüße, naïve café. " * 50
     path = tmp_path / f"a.{suffix}"
     path.write_bytes((json.dumps({"text": text}, ensure_ascii=False) if suffix == "jsonl" else text).encode(encoding))
-    found, notes = read(path)
-    assert list(found.values()) == [(text,)]
-    assert notes == ({noted: {"count": 1, "examples": [path.name]}} if noted else {})
-    assert (f"warning: {path.name}: {noted}" in capsys.readouterr().err) == bool(noted)
+    documents, notes = read(path)
+    assert list(documents.values()) == [(text,)]
+    assert notes == ({issue: {"count": 1, "examples": [path.name]}} if issue else {})
+    assert (f"warning: {path.name}: {issue}" in capsys.readouterr().err) == bool(issue)
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", bytes(range(256)) * 9, b"\x01\x02text" * 40])
-def test_a_binary_file(content, tmp_path):
+def test_binary_files_are_skipped_or_rejected(content, tmp_path):
     (tmp_path / "a.txt").write_bytes(content)
     (tmp_path / "b.txt").write_text(PROSE)
-    found, notes = read(tmp_path)
-    assert list(found) == ["b.txt"] and notes == {"binary, left out": {"count": 1, "examples": ["a.txt"]}}
+    documents, notes = read(tmp_path)
+    assert list(documents) == ["b.txt"] and notes == {"binary, left out": {"count": 1, "examples": ["a.txt"]}}
     with pytest.raises(UserError, match="is a binary file"):
         read(tmp_path / "a.txt")
 
@@ -129,115 +131,115 @@ def test_a_binary_file(content, tmp_path):
 BAD = ['{"text": "a"', "[1]", '"text"', '{"txt": "b"}', '{"text": null}', '{"text": "\\ud83d"}']
 
 
-def test_lines_that_are_no_json(tmp_path, capsys):
+def test_invalid_json_lines_are_counted_up_to_a_limit(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     good = '{"text": "good"}'
     path.write_text("\n".join([*BAD, good]))
-    found, notes = read(path)
-    assert found == {"a.jsonl:7": ("good",)}
-    (noted,) = notes.values()
-    assert noted == {"count": len(BAD), "examples": ["a.jsonl line 1", "a.jsonl line 2", "a.jsonl line 3"]}
+    documents, notes = read(path)
+    assert documents == {"a.jsonl:7": ("good",)}
+    (issue,) = notes.values()
+    assert issue == {"count": len(BAD), "examples": ["a.jsonl line 1", "a.jsonl line 2", "a.jsonl line 3"]}
     assert capsys.readouterr().err.count("warning: a.jsonl line") == 3
     path.write_text("\n".join([good, *BAD * 17]))
     with pytest.raises(UserError, match="more than 100 lines up to line 102"):
         read(path)
 
 
-def test_parquet(tmp_path):
+def test_reads_parquet_and_rejects_damaged_files(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="the extra mlaforge[calibrate] is not installed")
     from pyarrow import parquet
 
     texts = [f"Text {i}. {PROSE}" for i in range(600)]
     parquet.write_table(pyarrow.table({"id": range(601), "text": [*texts, None]}), tmp_path / "a.parquet")
-    found, _ = read(tmp_path / "a.parquet")
-    assert list(found.items()) == [(f"a.parquet:{i + 1}", (text,)) for i, text in enumerate(texts)]
+    documents, _ = read(tmp_path / "a.parquet")
+    assert list(documents.items()) == [(f"a.parquet:{i + 1}", (text,)) for i, text in enumerate(texts)]
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(UserError, match=r"no column 'text' \(but body\)"):
         read(tmp_path / "b.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
-    # The end, which says where what is, is whole.
+    # The footer with the file metadata is intact.
     zeroed = b"PAR1" + bytes(len(whole) - 2004) + whole[-2000:]
     for damaged in (b"", b"PAR1", whole[: len(whole) // 2], zeroed):
         (tmp_path / "c.parquet").write_bytes(damaged)
-        with pytest.raises(UserError, match=r"c.parquet cannot be read as parquet|holds no text"):
+        with pytest.raises(UserError, match=r"c.parquet cannot be read as parquet|contains no text"):
             read(tmp_path / "c.parquet")
 
 
-@pytest.mark.parametrize(("module", "given"), [("pyarrow", "a.parquet"), ("datasets", "hf:owner/name")])
-def test_a_missing_extra_is_named(module, given, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("module", "argument"), [("pyarrow", "a.parquet"), ("datasets", "hf:owner/name")])
+def test_a_missing_extra_is_a_user_error(module, argument, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match=rf"{module}: pip install '\.\["):
-        read(given if given.startswith("hf:") else tmp_path / given)
+        read(argument if argument.startswith("hf:") else tmp_path / argument)
 
 
-def test_nothing_there(tmp_path):
+def test_rejects_sources_without_text(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "none").mkdir()
     for name, words in (
-        ("empty.txt", "holds no text"), ("none", "holds no text file"), ("absent", "does not exist"),
+        ("empty.txt", "contains no text"), ("none", "contains no text file"), ("absent", "does not exist"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             read(tmp_path / name)
     with pytest.raises(UserError, match="hf:owner/name for the data set"):
-        Source.of("owner/name")
+        Source.parse("owner/name")
 
 
 # The embedded text and the hub
 
 
-def test_what_evaluation_sees_is_not_among_the_embedded_documents():
-    found, _ = read(corpus.EMBEDDED)
+def test_held_out_documents_are_not_a_source():
+    documents, _ = read(corpus.EMBEDDED)
     kinds = corpus.embedded_documents()
     # Some modules are empty.
-    everything = {f"{kind}/{name}" for kind, own in kinds.items() for name in own if own[name].strip()}
-    assert {name for name in everything if not corpus.held_out(name.partition("/")[2])} == set(found)
-    assert 0.6 < len(found) / len(everything) < 0.9
+    everything = {f"{kind}/{name}" for kind, modules in kinds.items() for name in modules if modules[name].strip()}
+    assert {name for name in everything if not corpus.is_evaluation_document(name.partition("/")[2])} == set(documents)
+    assert 0.6 < len(documents) / len(everything) < 0.9
 
 
-def test_a_data_set_of_the_hub(monkeypatch):
-    """What is asked of the hub's libraries; the hub itself cannot be reached here."""
-    asked = []
+def test_streams_a_hub_data_set(monkeypatch):
+    """The calls of the hub's libraries, which are replaced: tests have no network."""
+    calls = []
 
     def load_dataset(*names, **how):
-        asked.append((names, how))
+        calls.append((names, how))
         return iter([{"text": "one"}, {"text": "two"}])
 
     stand_in = SimpleNamespace(load_dataset=load_dataset, exceptions=SimpleNamespace(DatasetsError=RuntimeError))
     monkeypatch.setitem(sys.modules, "datasets", stand_in)
     info = SimpleNamespace(sha="abc", card_data={"license": ["cc-by-4.0", "mit"]})
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name, timeout: info)
-    source = Source.of("hf:owner/name:sub:test")
+    source = Source.parse("hf:owner/name:sub:test")
     assert source.describe(None) == {"revision": "abc", "licence": "cc-by-4.0, mit"}
     assert [d.parts for d in source.documents(Notes())] == [("one",), ("two",)]
-    assert asked == [(("owner/name", "sub"), {"split": "test", "streaming": True, "revision": "abc"})]
+    assert calls == [(("owner/name", "sub"), {"split": "test", "streaming": True, "revision": "abc"})]
 
 
-def test_a_hub_that_cannot_be_reached():
+def test_an_unreachable_hub_is_a_user_error():
     with pytest.raises(UserError, match="the hub cannot be reached for 'hf:owner/name'"):
-        Source.of("hf:owner/name").describe(None)
+        Source.parse("hf:owner/name").describe(None)
 
 
 # Hash and licence
 
 
-def test_hash_and_licence(tmp_path):
+def test_describes_hash_and_licence(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text(PROSE)
-    source = Source.of(str(folder))
+    source = Source.parse(str(folder))
     first = source.describe(None)
     assert first["licence"] == "unknown" and source.describe("MIT") == {**first, "licence": "MIT"}
     (folder / "LICENSE").write_text("\n  Apache License\n  Version 2.0\n")
     assert source.describe(None) == {**first, "licence": "Apache License (LICENSE)"}
-    assert Source.of(str(folder / "a.txt")).describe(None)["licence"] == "Apache License (LICENSE)"
+    assert Source.parse(str(folder / "a.txt")).describe(None)["licence"] == "Apache License (LICENSE)"
     (folder / "a.txt").rename(folder / "b.txt")
     assert source.describe(None)["sha256"] != first["sha256"]
 
 
-def test_licences_name_their_source():
-    given = [Source("a=b.txt", "local", ""), Source("c.txt", "local", "")]
-    assert licences(("a=b.txt=MIT", "c.txt=CC-BY-4.0"), given) == {"a=b.txt": "MIT", "c.txt": "CC-BY-4.0"}
+def test_licences_are_matched_to_sources():
+    given_sources = [Source("a=b.txt", "local", ""), Source("c.txt", "local", "")]
+    assert licences(("a=b.txt=MIT", "c.txt=CC-BY-4.0"), given_sources) == {"a=b.txt": "MIT", "c.txt": "CC-BY-4.0"}
     for wrong, words in (("MIT", "SOURCE=LICENCE"), ("c.tx=MIT", "did you mean 'c.txt'"), ("c.txt=", "SOURCE=")):
         with pytest.raises(UserError, match=words):
-            licences((wrong,), given)
+            licences((wrong,), given_sources)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from mlaforge.data.packing import Rows, place
+from mlaforge.data.packing import Rows, first_fit
 from mlaforge.drafting import initialize
 from mlaforge.drafting.lookup_init import identity_size, places_before, taught_heads
 from mlaforge.drafting.unroll import States, Unrolled
@@ -28,7 +28,7 @@ def shape(kv_heads):
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=4))
 def test_places_before_are_those_where_the_newest_tokens_stood(texts):
     """By going through every text: the last two tokens where they stood, else the last one."""
-    rows = place([(text, 0) for text in texts], 16)
+    rows = first_fit([(text, 0) for text in texts], 16)
     found = places_before(rows)
     for row, last in enumerate(rows.last):
         begin = 0

@@ -84,22 +84,22 @@ def test_only_runs_of_thirteen_words_are_overlap():
 
 
 def test_a_broken_off_run_loses_nothing(asked, written, tiny_models, tmp_path, monkeypatch):
-    answered, kept = regenerate.Regeneration._answered, []
+    answered, kept = regenerate.Regeneration._handle_output, []
 
-    def stops(self, number, ask, token_ids):
+    def stops(self, number, request, token_ids):
         if len(kept) == 20:
             raise KeyboardInterrupt
         kept.append(number)
-        return answered(self, number, ask, token_ids)
+        return answered(self, number, request, token_ids)
 
-    monkeypatch.setattr(regenerate.Regeneration, "_answered", stops)
+    monkeypatch.setattr(regenerate.Regeneration, "_handle_output", stops)
     out, work = tmp_path / "text", tmp_path / ".text.partial" / "work" / "text.jsonl"
     with pytest.raises(Interrupted):
         regenerate.run(str(tiny_models["llama"]), out, config(asked))
     # A kill may come in the middle of a line.
     work.write_text(work.read_text() + '{"number": 58, "said": "Te')
     monkeypatch.setattr(
-        regenerate.Regeneration, "_answered", lambda *given: (kept.append(given[1]), answered(*given))[1]
+        regenerate.Regeneration, "_handle_output", lambda *given: (kept.append(given[1]), answered(*given))[1]
     )
     again = regenerate.run(str(tiny_models["llama"]), out, config(asked))
     # The last two repeat others and are not asked.
@@ -115,8 +115,8 @@ def test_questions_of_its_own(openings, tiny_models, tmp_path, monkeypatch):
     """A tiny model draws no text: a bias has it end its turns."""
     tokenizer = load_tokenizer(tiny_models["llama"])
     (end,) = tokenizer("\n")["input_ids"]
-    monkeypatch.setattr(user_turn, "FEWEST_WORDS", 1)
-    monkeypatch.setattr(user_turn, "MOST_TOKENS", 30)
+    monkeypatch.setattr(user_turn, "MIN_WORDS", 1)
+    monkeypatch.setattr(user_turn, "MAX_QUESTION_TOKENS", 30)
     biased = {"logit_bias": {end: 3.5}}
     for module in (regenerate, user_turn):
         monkeypatch.setattr(module, "SamplingParams", lambda **told: SamplingParams(**told, **biased))

@@ -286,7 +286,7 @@ from mlaforge.training import distributed as sharding
 from mlaforge.drafting.config import DraftTrainConfig
 model, out, options = sys.argv[1:]
 draft_train.run(model, Path(out), DraftTrainConfig(**json.loads(options)))
-sharding.leave()
+sharding.destroy_process_group()
 """
 
 

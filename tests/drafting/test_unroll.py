@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from mlaforge.data.packing import Feed, Phase, place
+from mlaforge.data.packing import Feed, Phase, first_fit
 from mlaforge.drafting.unroll import DECAY, States, Unrolled, Validation, _decoded, columns
 from mlaforge.training.optimizer import Hyperparameters, Optimizer
 from support.eagle3_heads import HEADS, make
@@ -25,7 +25,7 @@ def documents(seed=0, vocabulary=260):
 
 def objective(fields=None, unrolls=4, seed=0):
     """An Unrolled of a random head, its rows, and states of no model at all."""
-    head, rows = make(seed=seed, **(fields or {})), place(documents(), 40)
+    head, rows = make(seed=seed, **(fields or {})), first_fit(documents(), 40)
     draw = torch.Generator().manual_seed(seed + 1)
     states = States(
         torch.randn(rows.ids.numel(), 192, generator=draw), torch.randn(rows.ids.numel(), 64, generator=draw)
@@ -77,7 +77,7 @@ def test_every_unroll_is_what_drafting_gives(name):
 
 def test_columns_are_where_the_engine_drafts():
     """From the prompt's last token on, as long as two tokens follow; nothing in what fills up a row."""
-    rows = place(documents(), 40)
+    rows = first_fit(documents(), 40)
     at, left = columns(rows)
     assert int((left > 0).sum()) == sum(n - asked - 1 for n, asked in DOCUMENTS)
     assert rows.ids.shape == (2, 40)
@@ -169,7 +169,7 @@ def test_a_step_does_not_depend_on_its_parts():
             model, Feed((Phase(rows, 3),), 80, 0), Hyperparameters(micro_tokens=micro, warm_up=0), names,
             targets=targets,
         )  # fmt: skip
-        results.append([list(optimizer.advance().values()) for _ in range(3)])
+        results.append([list(optimizer.training_step().values()) for _ in range(3)])
     torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]), rtol=1e-4, atol=1e-5)
 
 

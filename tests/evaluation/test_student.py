@@ -1,4 +1,4 @@
-"""`eval --criteria` and `list`: measured right, judged right, nothing judged on what it was tuned on."""
+"""`eval --criteria` and `list`: measures, verdicts, and the rejection of text that the student was tuned on."""
 
 import json
 import shutil
@@ -18,23 +18,23 @@ from mlaforge.data import corpus
 from mlaforge.evaluation import criteria, needle
 from mlaforge.evaluation import student as acceptance
 from mlaforge.evaluation.config import EvalConfig
-from mlaforge.evaluation.criteria import Criterion, Measured
+from mlaforge.evaluation.criteria import Criterion, Measurement
 from mlaforge.ops.mxfp4_experts import Mxfp4Experts
 from mlaforge.runtime import UserError
 from support.tiny_models import save_packed
 
 
 @pytest.fixture
-def judge(cli, tiny_models, converted, tmp_path):
-    """judge(criteria, student) -> what `eval` said, about a copy of a converted model."""
+def run_eval(cli, tiny_models, converted, tmp_path):
+    """run_eval(criteria, student) -> result of `eval` on a copy of a converted model."""
 
-    def run(*given, student=None, teacher=None, seed=0):
+    def run(*criteria_entries, student=None, teacher=None, seed=0):
         if student is None:
             student = tmp_path / "student"
             if not student.exists():
                 shutil.copytree(converted("llama", "latent", budget=0.5), student)
         path = tmp_path / "criteria.yaml"
-        path.write_text(yaml.safe_dump({"seed": seed, "criteria": list(given)}))
+        path.write_text(yaml.safe_dump({"seed": seed, "criteria": list(criteria_entries)}))
         return cli(
             "eval",
             "--teacher",
@@ -50,9 +50,9 @@ def judge(cli, tiny_models, converted, tmp_path):
     return run
 
 
-def test_what_is_measured_is_what_the_models_compute(judge, tiny_models, converted, evaluation_file, tmp_path):
+def test_measures_match_the_full_models(run_eval, tiny_models, converted, evaluation_file, tmp_path):
     text = {"text": str(evaluation_file), "windows": 3, "seqlen": 64}
-    done = judge(
+    done = run_eval(
         {"measure": "perplexity", "relative": 5, **text}, {"measure": "kl", "delta": 9, **text},
         {"measure": "top1", "delta": 1, **text},
     )  # fmt: skip
@@ -62,23 +62,23 @@ def test_what_is_measured_is_what_the_models_compute(judge, tiny_models, convert
     for path in (tmp_path / "student", tiny_models["llama"]):
         with torch.no_grad():
             logs.append(loading.load_model(path, "float32")(ids).logits[:, :-1].double().log_softmax(-1))
-    ours, theirs = logs
+    student, teacher = logs
     loss = [torch.exp(-x.gather(-1, ids[:, 1:, None]).mean()).item() for x in logs]
-    kl = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
-    same = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
-    found = Manifest.load(tmp_path / "student").acceptance["criteria"]
-    assert [(f["student"], f["teacher"]) for f in found] == [
-        pytest.approx(loss, rel=1e-4), pytest.approx((kl, 0), rel=1e-3), pytest.approx((same, 1))
+    kl = (teacher.exp() * (teacher - student)).sum(-1).mean().item()
+    agreements = (student.argmax(-1) == teacher.argmax(-1)).double().mean().item()
+    verdicts = Manifest.load(tmp_path / "student").acceptance["criteria"]
+    assert [(f["student"], f["teacher"]) for f in verdicts] == [
+        pytest.approx(loss, rel=1e-4), pytest.approx((kl, 0), rel=1e-3), pytest.approx((agreements, 1))
     ]  # fmt: skip
-    assert [f["worse"] for f in found] == pytest.approx([loss[0] / loss[1] - 1, kl, 1 - same], rel=1e-3)
-    assert all(f["interval"][0] <= f["worse"] <= f["interval"][1] and f["documents"] == 3 for f in found)
+    assert [f["worse"] for f in verdicts] == pytest.approx([loss[0] / loss[1] - 1, kl, 1 - agreements], rel=1e-3)
+    assert all(f["interval"][0] <= f["worse"] <= f["interval"][1] and f["documents"] == 3 for f in verdicts)
 
 
-def test_all_pass_is_canonical_and_one_fails_is_not(judge, cli, evaluation_file, tmp_path):
+def test_canonical_requires_all_criteria(run_eval, cli, evaluation_file, tmp_path):
     text = {"text": str(evaluation_file), "windows": 2, "seqlen": 64}
     good, bad = {"measure": "top1", "delta": 1, **text}, {"measure": "kl", "delta": 0, **text}
-    for asked, code in (((good,), 0), ((good, bad), 1), ((good,), 0)):
-        done = judge(*asked)
+    for calls, code in (((good,), 0), ((good, bad), 1), ((good,), 0)):
+        done = run_eval(*calls)
         assert done.exit_code == code and "Traceback" not in done.stderr
         assert Manifest.load(tmp_path / "student").canonical is (code == 0)
         listed = cli("list", tmp_path)
@@ -88,83 +88,85 @@ def test_all_pass_is_canonical_and_one_fails_is_not(judge, cli, evaluation_file,
     assert {path.name for path in tmp_path.iterdir()} == {"student", "criteria.yaml"}
 
 
-def test_a_mark_does_not_change_what_the_artifact_is(judge, evaluation_file, tmp_path, converted):
+def test_marking_keeps_the_artifacts_identity(run_eval, evaluation_file, tmp_path, converted):
     before = Manifest.load(converted("llama", "latent", budget=0.5))
-    judge({"measure": "top1", "delta": 1, "text": str(evaluation_file), "windows": 2, "seqlen": 64})
+    run_eval({"measure": "top1", "delta": 1, "text": str(evaluation_file), "windows": 2, "seqlen": 64})
     after = Manifest.load(tmp_path / "student")
     assert after.fingerprint == before.fingerprint and after.metrics == before.metrics and after.files == before.files
 
 
-def test_nothing_is_judged_on_what_it_was_tuned_on(judge, calibration_file, tmp_path):
-    done = judge({"measure": "kl", "delta": 1, "text": str(calibration_file), "windows": 300, "seqlen": 64})
+def test_rejects_text_that_the_student_was_tuned_on(run_eval, calibration_file, tmp_path):
+    done = run_eval({"measure": "kl", "delta": 1, "text": str(calibration_file), "windows": 300, "seqlen": 64})
     assert done.exit_code == 2 and "share text" in done.stderr
     assert Manifest.load(tmp_path / "student").canonical is False
 
 
-def test_the_resampled_interval_covers_the_truth():
-    """95 intervals of 100 hold the mean that the documents were drawn from, give or take."""
-    draw, hits = np.random.default_rng(0), 0
+def test_bootstrap_interval_covers_the_mean():
+    """About 95 of 100 intervals contain the true mean."""
+    rng, hits = np.random.default_rng(0), 0
     for seed in range(100):
-        values = draw.normal(1.0, 1.0, 60)
-        measured = Measured(values, np.zeros(60), np.ones(60), higher=False)
-        low, high = measured.judge(Criterion("kl", delta=1.0), seed)["interval"]
+        values = rng.normal(1.0, 1.0, 60)
+        measured = Measurement(values, np.zeros(60), np.ones(60), higher=False)
+        low, high = measured.evaluate(Criterion("kl", delta=1.0), seed)["interval"]
         hits += low <= 1.0 <= high
     assert 85 <= hits <= 100
 
 
 @given(st.integers(1, 6), st.booleans(), st.integers(0, 100))
-def test_documents_count_by_their_length(n, higher, seed):
-    draw = np.random.default_rng(seed)
-    counts = draw.integers(1, 9, n).astype(float)
-    ours, theirs = draw.random(n) * counts, draw.random(n) * counts
-    found = Measured(ours, theirs, counts, higher, exp=True).judge(Criterion("perplexity", relative=0.1), 0)
-    a, b = np.exp(ours.sum() / counts.sum()), np.exp(theirs.sum() / counts.sum())
-    assert found["worse"] == pytest.approx((b - a if higher else a - b) / b)
-    assert found["passed"] == (found["worse"] <= 0.1)
-    assert (found["interval"] is None) == (n == 1)
+def test_documents_are_weighted_by_length(n, higher, seed):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 9, n).astype(float)
+    student, teacher = rng.random(n) * counts, rng.random(n) * counts
+    verdicts = Measurement(student, teacher, counts, higher, exp=True).evaluate(
+        Criterion("perplexity", relative=0.1), 0
+    )
+    a, b = np.exp(student.sum() / counts.sum()), np.exp(teacher.sum() / counts.sum())
+    assert verdicts["worse"] == pytest.approx((b - a if higher else a - b) / b)
+    assert verdicts["passed"] == (verdicts["worse"] <= 0.1)
+    assert (verdicts["interval"] is None) == (n == 1)
 
 
-def test_a_number_that_is_none_fails():
-    measured = Measured(np.array([np.nan]), np.array([1.0]), np.ones(1), higher=False)
-    assert measured.judge(Criterion("kl", delta=9.0), 0)["passed"] is False
+def test_nan_fails():
+    measured = Measurement(np.array([np.nan]), np.array([1.0]), np.ones(1), higher=False)
+    assert measured.evaluate(Criterion("kl", delta=9.0), 0)["passed"] is False
 
 
-def test_documents_stay_apart(tiny_models, tmp_path):
-    """No window spans two documents, and each says whose it is."""
+def test_windows_do_not_span_documents(tiny_models, tmp_path):
+    """No window spans two documents, and each has the number of its document."""
     tokenizer = source_model.load_tokenizer(tiny_models["llama"])
     path = tmp_path / "a.jsonl"
     texts = ["x" * 150, "y" * 30, "z" * 64]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    found = acceptance.pieces(tokenizer, Criterion("kl", delta=1.0, text=str(path), seqlen=64, windows=9), [])
-    assert [(p.document, len(p.ids)) for p in found] == [(0, 64), (0, 64), (2, 64)]
+    verdicts = acceptance.eval_windows(tokenizer, Criterion("kl", delta=1.0, text=str(path), seqlen=64, windows=9), [])
+    assert [(p.document, len(p.ids)) for p in verdicts] == [(0, 64), (0, 64), (2, 64)]
 
 
-def test_needles(tiny_models):
+def test_needle_cases_and_retrieval(tiny_models):
     tokenizer = source_model.load_tokenizer(tiny_models["llama"])
-    made = needle.cases(tokenizer, ["hay " * 400], [300, 400], [0.0, 0.5, 1.0], 2, seed=0)
-    assert [(c.length, c.depth) for c in made] == [(n, d) for n in (300, 400) for d in (0.0, 0.5, 1.0) for _ in "ab"]
-    for case in made:
+    cases = needle.cases(tokenizer, ["hay " * 400], [300, 400], [0.0, 0.5, 1.0], 2, seed=0)
+    assert [(c.length, c.depth) for c in cases] == [(n, d) for n in (300, 400) for d in (0.0, 0.5, 1.0) for _ in "ab"]
+    for case in cases:
         text, answer = tokenizer.decode(case.ids), tokenizer.decode(case.ids[-case.answer :])
         assert len(case.ids) == case.length and text.count(answer.strip()) == 2
         at = text.index("The special magic")
         assert at < 10 if case.depth == 0 else at > 50
-        # A model that knows the answer, one that knows all of it but the last token.
+        # A model that predicts the whole answer, and one that misses the last token.
         right = torch.nn.functional.one_hot(case.ids.roll(-1), 260).float()
-        assert needle.is_found(right, torch.eye(260), case)
+        assert needle.is_retrieved(right, torch.eye(260), case)
         right[-2] = 0
-        assert not needle.is_found(right, torch.eye(260), case)
+        assert not needle.is_retrieved(right, torch.eye(260), case)
     with pytest.raises(UserError, match="needs between 1 and"):
         needle.cases(tokenizer, ["hay " * 10], [400], [0.0], 1, seed=0)
 
 
-def test_needles_are_judged(judge, tmp_path):
-    done = judge({"measure": "needle", "delta": 1, "lengths": [256], "depths": [0, 1], "repeats": 1, "seqlen": 64})
+def test_needle_criterion(run_eval, tmp_path):
+    done = run_eval({"measure": "needle", "delta": 1, "lengths": [256], "depths": [0, 1], "repeats": 1, "seqlen": 64})
     assert done.exit_code == 0, done.stderr
     assert Manifest.load(tmp_path / "student").acceptance["criteria"][0]["documents"] == 2
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("criterion", "words"),
     [
         ({"measure": "kl"}, "one of delta and relative"),
         ({"measure": "kl", "relative": 0.1}, "kl needs delta"),
@@ -176,17 +178,17 @@ def test_needles_are_judged(judge, tmp_path):
         ({"measure": "kl", "delta": 1, "seqlen": 8}, "seqlen = 8 must be at least 48"),
     ],
 )
-def test_criteria_that_cannot_be_judged(judge, given, words):
-    done = judge(given)
-    # What the dtype is may be said before.
+def test_rejects_invalid_criteria(run_eval, criterion, words):
+    done = run_eval(criterion)
+    # A line on the dtype may precede the error.
     lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("dtype auto: ")]
     assert done.exit_code == 2 and len(lines) == 1 and words in lines[0], done.stderr
 
 
-def test_what_does_not_belong_together(judge, cli, tiny_models, tmp_path):
+def test_rejects_mismatched_arguments(run_eval, cli, tiny_models, tmp_path):
     good = {"measure": "kl", "delta": 1}
-    done = judge(good, student=tiny_models["llama"])
-    assert done.exit_code == 2 and "only what mlaforge made" in done.stderr
+    done = run_eval(good, student=tiny_models["llama"])
+    assert done.exit_code == 2 and "only a model made by mlaforge" in done.stderr
     for arguments in (("--criteria", tmp_path / "criteria.yaml"), ("--teacher", tiny_models["llama"]), ()):
         assert cli("eval", *arguments).exit_code == 2
     (tmp_path / "criteria.yaml").write_text("criteria: 5\n")
@@ -195,8 +197,8 @@ def test_what_does_not_belong_together(judge, cli, tiny_models, tmp_path):
     assert cli("list", tmp_path / "nowhere").exit_code == 2
 
 
-def test_the_verdict_is_an_artifact(judge, cli, tiny_models, evaluation_file, tmp_path):
-    judge({"measure": "top1", "delta": 1, "text": str(evaluation_file), "windows": 2, "seqlen": 64})
+def test_the_evaluation_is_an_artifact(run_eval, cli, tiny_models, evaluation_file, tmp_path):
+    run_eval({"measure": "top1", "delta": 1, "text": str(evaluation_file), "windows": 2, "seqlen": 64})
     config = EvalConfig(
         teacher=str(tiny_models["llama"]), student=str(tmp_path / "student"), criteria=str(tmp_path / "criteria.yaml"),
         device="cpu",
@@ -223,8 +225,8 @@ def yes_or_no(tmp_path):
 
 
 @pytest.fixture
-def packed(tiny_models, calibration_file, evaluation_file, tmp_path):
-    """A model whose experts are MXFP4, and what was converted from it."""
+def packed_teacher(tiny_models, calibration_file, evaluation_file, tmp_path):
+    """A model with MXFP4 experts, and its conversion."""
     teacher = save_packed(tiny_models["gpt_oss"], tmp_path / "packed")
     config = ConvertConfig(
         calibration=str(calibration_file), evaluation=str(evaluation_file), seqlen=64, nsamples=12, eval_windows=4,
@@ -234,42 +236,42 @@ def packed(tiny_models, calibration_file, evaluation_file, tmp_path):
     return teacher
 
 
-def test_a_local_task(judge, yes_or_no, tmp_path):
-    """Through lm-eval, which is no part of the development environment."""
+def test_local_task(run_eval, yes_or_no, tmp_path):
+    """Needs lm-eval, which is not a development dependency."""
     pytest.importorskip("lm_eval.models")
-    done = judge({"measure": "task", "delta": 1, "task": yes_or_no})
+    done = run_eval({"measure": "task", "delta": 1, "task": yes_or_no})
     assert done.exit_code == 0, done.stderr
-    (found,) = Manifest.load(tmp_path / "student").acceptance["criteria"]
-    assert found["documents"] == 6 and 0 <= found["student"] <= 1
-    done = judge({"measure": "task", "delta": 1, "task": yes_or_no, "metric": "f1"})
+    (verdicts,) = Manifest.load(tmp_path / "student").acceptance["criteria"]
+    assert verdicts["documents"] == 6 and 0 <= verdicts["student"] <= 1
+    done = run_eval({"measure": "task", "delta": 1, "task": yes_or_no, "metric": "f1"})
     assert done.exit_code == 2 and "has no metric 'f1'" in done.stderr
 
 
-def test_a_local_task_on_packed_experts(judge, packed, yes_or_no, tmp_path):
+def test_local_task_on_packed_experts(run_eval, packed_teacher, yes_or_no, tmp_path):
     pytest.importorskip("lm_eval.models")
-    done = judge({"measure": "task", "delta": 1, "task": yes_or_no}, teacher=packed)
+    done = run_eval({"measure": "task", "delta": 1, "task": yes_or_no}, teacher=packed_teacher)
     assert done.exit_code == 0, done.stderr
-    (found,) = Manifest.load(tmp_path / "student").acceptance["criteria"]
-    assert found["documents"] == 6 and 0 <= found["student"] <= 1
+    (verdicts,) = Manifest.load(tmp_path / "student").acceptance["criteria"]
+    assert verdicts["documents"] == 6 and 0 <= verdicts["student"] <= 1
 
 
-def test_a_task_reads_experts_as_they_are_stored(judge, packed, tmp_path, monkeypatch):
-    """What the task is asked through holds them packed, and says what the unpacked model says."""
-    asked = []
+def test_tasks_run_on_packed_experts(run_eval, packed_teacher, tmp_path, monkeypatch):
+    """The model in lm-eval has packed experts, and its logits match the unpacked model's."""
+    calls = []
 
     def scores(model, tokenizer, *_):
         ids = torch.tensor([tokenizer.encode("How old is the oldest oak?")])
         with torch.no_grad():
-            asked.append((model, model(ids).logits))
+            calls.append((model, model(ids).logits))
         return np.zeros(1), True, ["How old is the oldest oak?"]
 
     monkeypatch.setattr("mlaforge.evaluation.lm_eval_tasks.scores", scores)
-    done = judge({"measure": "task", "delta": 1, "task": "oaks"}, teacher=packed)
+    done = run_eval({"measure": "task", "delta": 1, "task": "oaks"}, teacher=packed_teacher)
     assert done.exit_code == 0, done.stderr
-    for (model, logits), directory in zip(asked, (tmp_path / "student", packed), strict=True):
+    for (model, logits), directory in zip(calls, (tmp_path / "student", packed_teacher), strict=True):
         assert any(isinstance(module, Mxfp4Experts) for module in model.modules())
         ids = torch.tensor([source_model.load_tokenizer(directory).encode("How old is the oldest oak?")])
         with torch.no_grad():
             unpacked = loading.load_model(directory, "float32")(ids).logits
-        # bf16 keeps 8 bits of a number, and these have a few layers behind them.
+        # bf16 has 8 bits of precision, and errors accumulate over a few layers.
         assert (logits.float() - unpacked).norm() < 0.03 * unpacked.norm()

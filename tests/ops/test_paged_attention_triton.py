@@ -145,8 +145,8 @@ def test_rows_that_fit_no_tile_name_the_shared_memory(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "kibibytes"), [(80, 163), (89, 99), (120, 99)])
 def test_kernels_compile_for_smaller_gpus_and_fit(capability, kibibytes, monkeypatch):
-    """Real shapes, without a GPU, each in a process without the interpreter."""
-    from mlaforge.gpu_verification.compilation import compiled
+    """On real shapes, without a GPU, each in a process where nothing is interpreted."""
+    from mlaforge.gpu_verification.compilation import compile_in_subprocess
     from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 
     gpu = GpuProperties.of_capability(*divmod(capability, 10))
@@ -156,19 +156,19 @@ def test_kernels_compile_for_smaller_gpus_and_fit(capability, kibibytes, monkeyp
         "mla-512-64 fp32", "merge", "selection score", "experts 20b gate",
     ]  # fmt: skip
     for name in names + ["gqa-128-prefill fp8 rows", "mla-512-64 fp8 rows"] * (capability >= 89):
-        line = compiled(name, capability)
+        line = compile_in_subprocess(name, capability)
         assert "error" not in line and line["shared"] <= kibibytes * 1024, line
         assert line["spilled"] <= LAUNCHES[name](gpu).spilled and not line["wgmma"], line
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper_and_fits(monkeypatch):
-    from mlaforge.gpu_verification.compilation import compiled
+    from mlaforge.gpu_verification.compilation import compile_in_subprocess
     from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     for name, make in LAUNCHES.items():
-        line = compiled(name, 90)
+        line = compile_in_subprocess(name, 90)
         assert "error" not in line and line["shared"] <= 227 * 1024, line
         assert line["spilled"] <= make(GpuProperties.of_capability(9, 0)).spilled, line
         assert line["wgmma"] or (line["tile"] or [0])[0] < 64, f"{name} does not use the asynchronous tensor cores"

@@ -1,4 +1,4 @@
-"""Sparse models beside the dense ones that they were made of, for every family and layout."""
+"""Sparse models compared with their dense sources, for every family and layout."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from mlaforge.tensor_store import TensorStore
 from mlaforge.training.kl_loss import compare
 from support.tiny_models import load_original
 
-# Every family that has layers without a window, original and converted.
+# Every family with layers without a window, original and converted.
 CASES = [(f, layout) for f in ("llama", "qwen2", "gpt_oss") for layout in ("gqa", "latent", "latent_rope")]
 CASES += [("qwen3", "gqa"), ("qwen3", "latent"), ("mimo", "latent"), ("llama", "coded")]
 SMALL = {"width": 16, "sink": 2, "window": 8, "seqlen": 64, "nsamples": 6, "device": "cpu"}
@@ -45,7 +45,7 @@ def dense(converted, tiny_models):
 
 @pytest.fixture(scope="module")
 def sparse(dense, calibration_file, tmp_path_factory):
-    """(family, layout, **options) -> what `sparsify` makes, once."""
+    """(family, layout, **options) -> directory of a sparse model, cached."""
     made = {}
 
     def get(family, layout, **options):
@@ -64,7 +64,7 @@ def tokens(n=2, t=60):
 
 
 @torch.no_grad()
-def one_by_one(model, ids, prompt=20):
+def decode(model, ids, prompt=20):
     out = model(ids[:, :prompt], use_cache=True)
     logits = [out.logits]
     for t in range(prompt, ids.shape[1]):
@@ -74,28 +74,28 @@ def one_by_one(model, ids, prompt=20):
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_all_tokens_give_the_dense_logits(family, layout, sparse, dense):
-    """Gathered, though a selection of all could go without; and fewer give others."""
+def test_selecting_all_tokens_gives_the_dense_logits(family, layout, sparse, dense):
+    """The gathering path is forced, and a smaller selection gives other logits."""
     directory, ids = sparse(family, layout), tokens()
     model = loading.load_model(directory, "float32")
-    own = (
+    dense_model = (
         load_original(dense(family, layout))
         if layout == "gqa"
         else loading.load_model(dense(family, layout), "float32")
     )
     with torch.no_grad():
-        expected = own(ids).logits
+        expected = dense_model(ids).logits
     model.model.sparsity.shortcut = False
-    few, _ = one_by_one(model, ids)
+    selected, _ = decode(model, ids)
     for layer in model.model.layers:
         if getattr(layer.self_attn, "sparse", None):
             layer.self_attn.sparse.topk = 60
-    all_of_them, cache = one_by_one(model, ids)
-    torch.testing.assert_close(all_of_them, expected, rtol=1e-4, atol=1e-4)
+    all_tokens, cache = decode(model, ids)
+    torch.testing.assert_close(all_tokens, expected, rtol=1e-4, atol=1e-4)
     # A prompt is read densely.
-    torch.testing.assert_close(few[:, :20], expected[:, :20], rtol=1e-4, atol=1e-4)
-    assert (few[:, 30:] - expected[:, 30:]).abs().max() > 1e-3
-    # The cache holds rows and index keys, nothing else.
+    torch.testing.assert_close(selected[:, :20], expected[:, :20], rtol=1e-4, atol=1e-4)
+    assert (selected[:, 30:] - expected[:, 30:]).abs().max() > 1e-3
+    # The cache contains rows and index keys only.
     kinds = model.config.indexer_types
     assert "full" in kinds
     for kind, layer in zip(kinds, cache.layers, strict=True):
@@ -103,8 +103,8 @@ def test_all_tokens_give_the_dense_logits(family, layout, sparse, dense):
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "latent"), ("gpt_oss", "gqa"), ("qwen2", "latent_rope")])
-def test_the_index_finds_what_attention_wants(family, layout, sparse):
-    """With as many numbers as keys have it chooses as attention itself would; a blind one reads less of the mass."""
+def test_the_index_beats_random_selection(family, layout, sparse):
+    """An index as wide as the keys selects by attention scores, and loses less than a random selection."""
     full = {"gqa": 32, "latent": 32, "latent_rope": 24}[layout]
     model = loading.load_model(sparse(family, layout, width=full), "float32")
     torch.manual_seed(0)
@@ -117,41 +117,41 @@ def test_the_index_finds_what_attention_wants(family, layout, sparse):
         model.model.sparsity.prompts = False
         expected = model(ids).logits
 
-    def lost(logits):
+    def error(logits):
         return float((logits - expected)[:, 40:].square().mean())
 
-    assert lost(chosen) < 0.8 * lost(blind)
+    assert error(chosen) < 0.8 * error(blind)
 
 
-def test_who_shares_without_measuring_is_told(dense, calibration_file, tmp_path, capsys):
-    said = "share = 2: which layers share was not measured"
+def test_unmeasured_sharing_is_logged(dense, calibration_file, tmp_path, capsys):
+    said = "share = 2: the sharing layers are not measured"
     for share in (1, 2):
         config = SparsifyConfig(text=str(calibration_file), **{**SMALL, "topk": 24, "share": share})
         sparsify.run(str(dense("llama", "latent")), tmp_path / str(share), config)
         assert (said in capsys.readouterr().err) == (share == 2)
 
 
-def test_a_selection_is_shared(sparse):
+def test_sharing_layers_read_the_same_selection(sparse):
     model = loading.load_model(sparse("llama", "latent", share=2), "float32")
     assert model.config.indexer_types == ["full", "shared", "full"]
     assert [layer.self_attn.index is not None for layer in model.model.layers] == [True, False, True]
     read = []
     for layer in model.model.layers:
-        own = layer.self_attn.sparse
+        selector = layer.self_attn.sparse
 
-        def record(*arguments, own=own, read_by=own.read):
-            found = read_by(*arguments)
-            read.append(found[2])
-            return found
+        def record(*arguments, selector=selector, read_by=selector.read):
+            divergences = read_by(*arguments)
+            read.append(divergences[2])
+            return divergences
 
-        own.read = record
-    one_by_one(model, tokens(1, 40), prompt=39)
+        selector.read = record
+    decode(model, tokens(1, 40), prompt=39)
     assert torch.equal(read[-3], read[-2]) and read[-3].shape == (1, 24)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_measured_placement(family, sparse, dense, tmp_path, calibration_file):
-    """The mean budget is topk, as many layers have an index as were asked for, and the engine's formats hold it."""
+def test_measured_placement_keeps_the_mean_budget_and_resumes(family, sparse, dense, tmp_path, calibration_file):
+    """The mean budget is at most topk, the number of indexes is as requested, and an interrupted run resumes."""
     options = {"topk": 24, "placement": "measured", "nsamples": 2, "share": 2 if family == "llama" else 1}
     directory = sparse(family, "latent", **options)
     model = loading.load_model(directory, "float32")
@@ -165,60 +165,60 @@ def test_measured_placement(family, sparse, dense, tmp_path, calibration_file):
     assert max(layer["kl"] or 0.0 for layer in layers) > 0
     indexes = {name.split(".")[2] for name in load_file(directory / "model-index.safetensors")}
     assert indexes == {str(i) for i, kind in enumerate(kinds) if kind == "full"}
-    # A second run that was cut off in the middle goes on, and comes to the same.
+    # A second run that is interrupted resumes and gives the same config.
     config = SparsifyConfig(text=str(calibration_file), **{**SMALL, **options})
     measured = placement.Divergences._window
     with pytest.MonkeyPatch.context() as patch:
-        seen = []
+        calls = []
 
-        def cut(*arguments):
-            seen.append(arguments)
-            if len(seen) == 2:
+        def interrupt_second(*arguments):
+            calls.append(arguments)
+            if len(calls) == 2:
                 raise KeyboardInterrupt
             return measured(*arguments)
 
-        patch.setattr(placement.Divergences, "_window", cut)
+        patch.setattr(placement.Divergences, "_window", interrupt_second)
         with pytest.raises(KeyboardInterrupt):
             sparsify.run(str(dense(family, "latent")), tmp_path / "again", config)
         sparsify.run(str(dense(family, "latent")), tmp_path / "again", config)
-        assert len(seen) == 3
+        assert len(calls) == 3
     assert (tmp_path / "again" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_what_reads_all_diverges_nowhere(family, sparse, tmp_path):
+def test_a_budget_of_all_tokens_has_no_divergence(family, sparse, tmp_path):
     with LayerStream(sparse(family, "latent"), torch.float32, torch.device("cpu")) as stream:
-        found = placement.Divergences(stream, 32, 1)
-        found.measure([tokens(1, 64)[0]], TensorStore(tmp_path))
-    assert found.own[:, 2].abs().max() < 1e-6 < found.own[:, 0].min()
-    assert (found.taken[1:] > 0).all() and (found.taken[0] == 0).all()
+        divergences = placement.Divergences(stream, 32, 1)
+        divergences.measure([tokens(1, 64)[0]], TensorStore(tmp_path))
+    assert divergences.indexed[:, 2].abs().max() < 1e-6 < divergences.indexed[:, 0].min()
+    assert (divergences.shared[1:] > 0).all() and (divergences.shared[0] == 0).all()
 
 
-def test_placement_by_hand():
-    """Indexes stand where sharing costs most, and tokens go where they help."""
+def test_placement_minimises_given_divergences():
+    """Indexes are placed where sharing costs most, and tokens where they reduce the divergence most."""
 
     class Given(placement.Divergences):
         def __init__(self):
             self.layers, self.topk, self.distances, self.budgets = [0, 1, 2, 3], 512, 3, [256, 512, 1024]
             self.stream = type("Stream", (), {"num_layers": 5})
-            self.own = torch.tensor([[4.0, 2.0, 1.0], [0.04, 0.02, 0.01], [4.0, 2.0, 1.0], [0.04, 0.02, 0.01]])
-            self.taken = torch.full((4, 3), 9.0)
-            self.taken[1, 0], self.taken[3, 0] = 0.03, 0.03
+            self.indexed = torch.tensor([[4.0, 2.0, 1.0], [0.04, 0.02, 0.01], [4.0, 2.0, 1.0], [0.04, 0.02, 0.01]])
+            self.shared = torch.full((4, 3), 9.0)
+            self.shared[1, 0], self.shared[3, 0] = 0.03, 0.03
 
-    placed = placement.place(Given(), 2)
+    placed = placement.place_indexes(Given(), 2)
     assert placed["indexer_types"] == ["full", "shared", "full", "shared", "dense"]
     assert placed["index_topk_per_layer"] == [512] * 5
-    even = placement.place(Given(), 1)
+    even = placement.place_indexes(Given(), 1)
     assert even["indexer_types"] == ["full"] * 4 + ["dense"]
     first, second, third, fourth, _ = even["index_topk_per_layer"]
     assert first == third > 700 and second == fourth == 256 and sum((first, second, third, fourth)) <= 4 * 512
 
 
-def test_shards_are_the_same_and_the_index_comes_off(sparse, dense):
+def test_shards_are_unchanged_and_the_index_is_removable(sparse, dense):
     for layout in ("gqa", "latent"):
         source, directory = dense("llama", layout), sparse("llama", layout)
-        ours = {p.read_bytes() for p in directory.glob("*.safetensors")}
-        assert ours > {p.read_bytes() for p in source.glob("*.safetensors")} and len(ours) == 2
+        shard_bytes = {p.read_bytes() for p in directory.glob("*.safetensors")}
+        assert shard_bytes > {p.read_bytes() for p in source.glob("*.safetensors")} and len(shard_bytes) == 2
         without = SourceModel.open(directory).dense()
         assert without.converted == (layout == "latent") and without.model_type == SourceModel.open(source).model_type
         ids = tokens()
@@ -229,32 +229,34 @@ def test_shards_are_the_same_and_the_index_comes_off(sparse, dense):
         SourceModel.open(dense("llama", "latent")).dense()
 
 
-def test_what_it_was_tuned_on_is_remembered(sparse, dense):
-    both = [set(overlap.read_passages(d("llama", "latent") / overlap.PASSAGES)) for d in (sparse, dense)]
-    assert both[0] > both[1]
+def test_calibration_passages_are_recorded(sparse, dense):
+    passages = [set(overlap.read_passages(d("llama", "latent") / overlap.PASSAGES)) for d in (sparse, dense)]
+    assert passages[0] > passages[1]
     assert overlap.read_passages(sparse("llama", "gqa") / overlap.PASSAGES)
 
 
 @pytest.mark.parametrize(
     ("source", "options", "words"),
     [
-        ("latent", ("--topk", "100"), "above the 132 tokens that are read in any case (sink 4, window 128)"),
+        ("latent", ("--topk", "100"), "above the 132 tokens that are always read (sink 4, window 128)"),
         ("latent", ("--width", "20"), "width = 20 must be a multiple of 8"),
-        ("latent", ("--width", "64"), "64 numbers is more than a layer has: 32"),
-        ("sparse", (), "is sparse already; sparsify the model that it was made of"),
+        ("latent", ("--width", "64"), "width 64 exceeds the maximum of this layer, 32"),
+        ("sparse", (), "is sparse already; sparsify the model that it was made from"),
         ("mistral", (), "no layer without a sliding window"),
         ("latent", ("--placement", "measured", "--topk", "1024"), "8192 tokens, and the model's context is"),
         ("latent", ("--placement", "best"), "even, measured"),
     ],
 )
-def test_the_users_mistakes(source, options, words, sparse, dense, tiny_models, calibration_file, refused, tmp_path):
+def test_rejects_invalid_options(
+    source, options, words, sparse, dense, tiny_models, calibration_file, refused, tmp_path
+):
     models = {"latent": lambda: dense("llama", "latent"), "sparse": lambda: sparse("llama", "latent")}
     model = models.get(source, lambda: tiny_models[source])()
     text = ("--text", calibration_file, "--seqlen", "64", "--nsamples", "2", "--device", "cpu")
     refused(words, "sparsify", model, tmp_path / "out", *text, *options)
 
 
-def test_a_text_too_short_to_place_on(dense, refused, tmp_path):
+def test_rejects_text_too_short_for_placement(dense, refused, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A few words, enough for an index. " * 8)
     options = ("--text", text, "--seqlen", "64", "--nsamples", "1", "--sink", "2", "--window", "8", "--topk", "60")
@@ -269,7 +271,7 @@ def test_a_text_too_short_to_place_on(dense, refused, tmp_path):
         ({"index_topk": None}, "no 'index_topk'"),
         ({"index_kind": None}, "no 'index_kind'"),
         ({"index_kind": "trees"}, "index_kind"),
-        ({"index_topk": 10}, "above the 10 tokens that are read in any case"),
+        ({"index_topk": 10}, "above the 10 tokens that are always selected"),
         ({"indexer_types": ["full", "full"]}, "a list of 3"),
         ({"indexer_types": ["shared", "full", "full"]}, "full before the first shared"),
         ({"indexer_types": ["full", "dense", "full"]}, "does not call for"),
@@ -277,7 +279,7 @@ def test_a_text_too_short_to_place_on(dense, refused, tmp_path):
         ({"index_head_dim": 24}, "shape"),
     ],
 )
-def test_a_damaged_config(change, words, sparse, tmp_path):
+def test_rejects_a_damaged_config(change, words, sparse, tmp_path):
     directory = shutil.copytree(sparse("llama", "latent"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text()) | change
     (directory / "config.json").write_text(json.dumps({n: v for n, v in config.items() if v is not None}))
@@ -285,30 +287,30 @@ def test_a_damaged_config(change, words, sparse, tmp_path):
         loading.load_model(directory)
 
 
-def test_a_missing_tensor(sparse, tmp_path):
+def test_rejects_a_missing_tensor(sparse, tmp_path):
     directory = shutil.copytree(sparse("llama", "latent"), tmp_path / "model")
-    tensors = load_file(directory / sparsify.SHARD)
+    tensors = load_file(directory / sparsify.INDEX_SHARD)
     name = next(iter(tensors))
     del tensors[name]
-    save_file(tensors, directory / sparsify.SHARD, metadata={"format": "pt"})
+    save_file(tensors, directory / sparsify.INDEX_SHARD, metadata={"format": "pt"})
     with pytest.raises(UserError, match=name):
         loading.load_model(directory)
 
 
 @pytest.mark.parametrize("options", [{}, {"share": 2}])
-def test_eval_reads_as_generated_tokens_do(options, sparse, dense, evaluation_file, capsys):
+def test_evaluation_uses_the_selection_of_decoding(options, sparse, dense, evaluation_file, capsys):
     config = {"text": str(evaluation_file), "windows": 2, "dtype": "float32", "device": "cpu"}
     directory = sparse("llama", "latent", topk=50, **options)
     untested = "the index is not tested: windows have 48 tokens"
     short = perplexity.run(str(directory), None, EvalConfig(seqlen=48, **config)).metrics["nll"]
     assert untested in capsys.readouterr().err
-    whole = perplexity.run(str(dense("llama", "latent")), None, EvalConfig(seqlen=48, **config)).metrics["nll"]
-    assert short == pytest.approx(whole, rel=1e-5)
+    expected = perplexity.run(str(dense("llama", "latent")), None, EvalConfig(seqlen=48, **config)).metrics["nll"]
+    assert short == pytest.approx(expected, rel=1e-5)
     long = perplexity.run(str(directory), None, EvalConfig(seqlen=128, **config)).metrics["nll"]
     assert untested not in capsys.readouterr().err
-    # The model as a whole, one layer after another on each window.
+    # Reference: the whole model on each window.
     source = SourceModel.open(directory)
-    ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, judged=True).ids
+    ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, evaluation=True).ids
     model = loading.load_model(source, "float32")
     losses = []
     for model.model.sparsity.prompts in (True, False):
@@ -317,14 +319,14 @@ def test_eval_reads_as_generated_tokens_do(options, sparse, dense, evaluation_fi
     assert long == pytest.approx(losses[0], rel=1e-5) and abs(losses[1] - losses[0]) > 1e-4
 
 
-def test_the_recipe_is_one():
+def test_the_shipped_recipe_is_valid():
     config = resolve(SparsifyConfig, Path(__file__).parents[2] / "recipes" / "sparse-gptoss.yaml")
     assert (config.topk, config.width, config.window) == (4096, 64, 128)
 
 
 @pytest.mark.parametrize("subset", ["projections", "attention", "all"])
-def test_a_sparse_model_is_healed_as_it_will_read(subset, sparse, dense, tiny_models, healing_file, tmp_path):
-    """It comes closer to the original where every token reads a selection; its index stays."""
+def test_healing_trains_through_the_selection(subset, sparse, dense, tiny_models, healing_file, tmp_path):
+    """With selections for every token, the divergence from the original falls; the index is unchanged."""
     options = {
         "steps": 12, "batch_tokens": 256, "micro_tokens": 128, "seqlen": "64", "validation_tokens": 512,
         "evaluate_every": 4, "learning_rate": 2e-3, "refit": "auto", "device": "cpu", "subset": subset,
@@ -344,41 +346,44 @@ def test_a_sparse_model_is_healed_as_it_will_read(subset, sparse, dense, tiny_mo
         return float(compare(*states, ids[0])[2].mean())
 
     assert divergence(out, True) < divergence(student, True)
-    # Where all is read, the same student starts elsewhere.
-    whole = heal.run(
+    # A dense student starts at another divergence.
+    dense_manifest = heal.run(
         str(tiny_models["llama"]), str(dense("llama", "latent")), tmp_path / "dense",
         HealConfig(text=str(healing_file), **(options | {"steps": 1})),
     )  # fmt: skip
-    assert abs(whole.metrics["curve"][0]["kl"] - manifest.metrics["curve"][0]["kl"]) > 1e-4
+    assert abs(dense_manifest.metrics["curve"][0]["kl"] - manifest.metrics["curve"][0]["kl"]) > 1e-4
 
 
-def test_a_refit_reads_each_texts_own_selection(sparse, tiny_models, monkeypatch):
-    """Texts go through the layers side by side, and a layer reads what another chose on the same one."""
-    seen: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(refit, "solve", lambda linear, inputs, targets: seen.append([z.clone() for z in inputs]))
+def test_refits_use_the_selection_of_each_text(sparse, tiny_models, monkeypatch):
+    """Several texts run through the layers together; a sharing layer must read the selection of the same text."""
+    calls: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(refit, "solve", lambda linear, inputs, targets: calls.append([z.clone() for z in inputs]))
     student, teacher = (SourceModel.open(model) for model in (sparse("llama", "latent", share=2), tiny_models["llama"]))
     windows = tokens(3, 64)
-    with LayerStream(student, torch.float32, "cpu") as ours, LayerStream(teacher, torch.float32, "cpu") as theirs:
+    with (
+        LayerStream(student, torch.float32, "cpu") as student_stream,
+        LayerStream(teacher, torch.float32, "cpu") as teacher_stream,
+    ):
         for chosen in (windows, *windows.split(1)):
-            refit.steer(ours, theirs, chosen)
-    layers = ours.num_layers
+            refit.refit_student(student_stream, teacher_stream, chosen)
+    layers = student_stream.num_layers
     for n in range(3):
         for layer in range(layers):
-            (alone,) = seen[layers * (1 + n) + layer]
-            torch.testing.assert_close(seen[layer][n], alone)
+            (alone,) = calls[layers * (1 + n) + layer]
+            torch.testing.assert_close(calls[layer][n], alone)
 
 
-def test_what_knows_no_index_refuses_it(sparse, tiny_models, refused, tmp_path):
+def test_stages_without_sparsity_reject_sparse_models(sparse, tiny_models, refused, tmp_path):
     model, out = sparse("llama", "latent"), tmp_path / "out"
     shared = sparse("llama", "latent", share=2)
     heals = ("heal", "--teacher", tiny_models["llama"], "--student", shared, "--out", out)
-    refused("shares selections of tokens", *heals, "--gradient-checkpointing")
+    refused("shares token selections", *heals, "--gradient-checkpointing")
     original = ("heal", "--teacher", tiny_models["llama"], "--student", sparse("llama", "gqa"), "--out", out)
-    refused("has no converted layer, so only all of it can learn: give --subset all", *original)
-    refused("export the model that it was made of", "export", "deepseek", model, out)
+    refused("has no converted layer, so only all of it can be trained: give --subset all", *original)
+    refused("export the dense converted model", "export", "deepseek", model, out)
 
 
-def test_a_model_that_overflows_gets_no_index(tiny_models, calibration_file, tmp_path):
+def test_rejects_a_model_that_overflows(tiny_models, calibration_file, tmp_path):
     directory = shutil.copytree(tiny_models["llama"], tmp_path / "model")
     tensors = load_file(directory / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight"] *= 1e38

@@ -11,13 +11,13 @@ from mlaforge.ops.native import pack
 from mlaforge.ops.row_format import Coded, Int8, RowFormat
 
 CPU = torch.device("cpu")
-POSITIONS = 1000  # positions in a layer's rotation table
+POSITIONS = 1000  # whose angles a layer has
 
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Cache of one layer and a step's view. `decoded` is the same cache in bf16, whose `spare` slots are invisible; in
-    `mixed` caches some blocks are unquantized. `view`: an op's arguments from the block table on, except scale and
+    """Cache of one layer and its view in a step. `decoded`: the same cache in bf16, with invisible `spare` slots;
+    `mixed`: some blocks are unpacked. `view`: arguments of an operation from the block table on, except scale and
     tree."""
 
     format: RowFormat
@@ -34,7 +34,7 @@ class Cache:
         return (self.decoded, None, [0]) if decoded else (self.packed, whole, self.format.descriptor)
 
     def read(self) -> Tensor:
-        """All rows, decoded by the reference."""
+        """Return all rows, decoded by the reference."""
         return torch.cat((self.format.read(self.packed, torch.arange(len(self.packed))), self.whole))
 
 
@@ -46,8 +46,8 @@ def make_cache(
     whole: tuple[int, ...] = (),
     shared: int = 0,
 ) -> Cache:
-    """`sequences`: (length, query tokens) of each; `whole`: which of their blocks are unquantized (-1: the newest).
-    Their first `shared` blocks are those of the first sequence."""
+    """`sequences`: (length, query tokens) of each; `whole`: which of their blocks are (-1: the newest). Their first
+    `shared` blocks are those of the first sequence."""
     chance, generator = random.Random(0), torch.Generator().manual_seed(0)
     gone = [max(0, length - T - window + 1) // block_size if window else 0 for length, T in sequences]
     columns = [-(-length // block_size) - before for (length, _), before in zip(sequences, gone, strict=True)]
@@ -82,7 +82,8 @@ def make_cache(
 
 
 def regrouped(cache: Cache, block_size: int) -> Cache:
-    """The same rows in shuffled blocks of a smaller size, without those before the window. Units stay complete."""
+    """The same rows in blocks of a size that divides theirs, which lie in another order: where a window has passed
+    blocks of this size they are gone too. Of what is packed together all stays together."""
     table, lengths, firsts, starts, size, window = cache.view
     unit, generator = max(block_size, cache.format.tokens), torch.Generator().manual_seed(1)
     P = len(cache.packed) * cache.format.tokens
@@ -111,15 +112,15 @@ def regrouped(cache: Cache, block_size: int) -> Cache:
 
 
 def latent_format(stored: str, rank: int, rope: int) -> RowFormat:
-    """`stored`: int8 or coded; coded ranks are multiples of 8 for every plane."""
+    """`stored` int8 or coded; the rank of coded ones is whole bytes of every plane."""
     if stored == "int8":
         return Int8((rank, rope) if rope else (rank,))
-    # All bit widths, with some planes shorter than a read.
+    # As many bits as there are, some planes shorter than what is read at a time.
     return Coded(tuple(max(8, (rank - 11 * bit) // 8 * 8) for bit in range(11)), rope)
 
 
 def latent_layer(heads: int, kv_heads: int, rank: int, rope: int, queries: int) -> tuple:
-    """First arguments of a latent attention kernel, for this many query tokens; the first one is the projections."""
+    """What a kernel of latent attention is given first, for this many query tokens; the first are the projections."""
     H, G, D, V, R, E, N = heads, kv_heads, 16, 24, rank, rope, queries
     generator = torch.Generator().manual_seed(1)
 

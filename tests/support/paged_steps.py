@@ -1,5 +1,7 @@
-"""Steps of paged attention over random caches, and the expected results of dense attention on gathered rows. Unused
-slots are NaN, to detect reads of invisible rows."""
+"""Steps of paged attention over random caches, and the expected results: dense attention on gathered rows.
+
+Unused slots of a cache are NaN, so that reading an invisible row is detected.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def need_interpreter() -> None:
-    """Skip tests that run Triton kernels on CPU tensors."""
+    """Skip a test unless Triton's kernels run on CPU tensors."""
     pytest.importorskip("triton")
     if not triton_interpreted():
         pytest.skip("it runs in Triton's interpreter, which a machine with a GPU does not use")
@@ -31,7 +33,7 @@ def need_interpreter() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """value None: the values are the first columns of the keys (an MLA row)."""
+    """Shape of heads. `aliased`: the values are the first columns of the keys (an MLA row)."""
 
     heads: int
     key_heads: int
@@ -83,13 +85,13 @@ def make_step(
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     firsts = [0] * len(sequences)
     if window is not None:
-        # Some blocks before every window are freed, perhaps all of them.
+        # Some blocks that lie before every window are gone, perhaps all of them.
         gone = [max(0, length - T - window + 1) // block_size for length, T in sequences]
         firsts = [chance.randint(most // 2, most) * block_size for most in gone]
     columns = [-(-(length - first) // block_size) for (length, _), first in zip(sequences, firsts, strict=True)]
     num_blocks = sum(columns) + 3
     free = chance.sample(range(num_blocks), num_blocks)
-    # Sometimes adjacent blocks, so that runs exceed a block.
+    # Neighbours in the cache now and then, so that runs are longer than a block.
     if chance.random() < 0.5:
         free.sort(reverse=True)
     table = torch.zeros(len(sequences), max(columns, default=0) + 1, dtype=torch.int32)
@@ -100,7 +102,7 @@ def make_step(
         slots.append([blocks[i // block_size] * block_size + i % block_size for i in range(length - first)])
 
     def cache(width: int) -> Tensor:
-        # Heads before slots in memory: strides other than the shape's.
+        # Heads before slots in memory: strides that are not the shape's own.
         rows = torch.full((shape.key_heads, num_blocks * block_size, width), torch.nan)
         used = list(itertools.chain(*slots))
         rows[:, used] = torch.randn(shape.key_heads, len(used), width, generator=generator)
@@ -130,14 +132,14 @@ def make_step(
 
 
 def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
-    """Runs (start, length) of consecutive slots."""
+    """Yield (start, length) of the runs of consecutive slots."""
     for _, group in itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0]):
         stretch = [slot for _, slot in group]
         yield stretch[0], len(stretch)
 
 
 def expected(step: Step) -> tuple[Tensor, Tensor]:
-    """Dense attention on rows gathered by an independent slot list, with an explicit mask by position."""
+    """Return dense attention on rows gathered by the step's list of slots, with an explicit mask by position."""
     outs, lses = [], []
     begin = 0
     for s, slots in enumerate(step.slots):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlaforge.gpu_verification import correctness
-from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Unfit
+from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Unsupported
 from mlaforge.gpu_verification.context import Context
 from mlaforge.ops import paged_attention_triton as attention
 
@@ -59,4 +59,4 @@ def broken_context(context: Context) -> Outcome:
 
 
 def too_large() -> Outcome:
-    raise Unfit("99 GiB are needed")
+    raise Unsupported("99 GiB are needed")

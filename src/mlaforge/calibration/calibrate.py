@@ -1,8 +1,8 @@
-"""`calibrate`: text in, calibration sets out, one for sliding-window and one for full-attention layers.
+"""`calibrate`: calibration sets mined from text, one for sliding-window layers and one for full-attention layers.
 
-Documents (sources.py) are cut into windows, and runs of windows are passages (window_store.py); both are embedded
-(embedder.py) and clustered, and each cluster gives its typical and its hard texts (selection.py). Embeddings wait on
-disk for a run that was killed. The datasheet counts what was chosen (datasheet.py).
+Documents (sources.py) are split into windows, and consecutive windows form passages (window_store.py). Both are
+embedded (embedder.py) and clustered, and typical and hard texts of each cluster are selected (selection.py).
+Embeddings are stored on disk, so an interrupted run resumes. The datasheet (datasheet.py) describes the selection.
 """
 
 from __future__ import annotations
@@ -19,70 +19,70 @@ from mlaforge.artifact import WORK, Manifest, existing, finished, record_name, r
 from mlaforge.calibration import datasheet, embedder, selection
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.sources import Notes, Source, licences, names, shares
-from mlaforge.calibration.window_store import LEAST, Passage, Shards, long_enough, passages
+from mlaforge.calibration.window_store import MIN_WINDOW_FRACTION, Passage, Shards, long_enough, passages
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.checkpoint.resolve import locate
 from mlaforge.checkpoint.source_model import SourceModel, load_tokenizer
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError, log, progress, resolve_device, timed
-from mlaforge.synthesis.own_text import MOST, own_text
+from mlaforge.synthesis.self_generated_text import MAX_TOKENS, self_generated_text
 
-# In the work folder: that all text is cut, and what was noted on the way.
-CUT = "notes.json"
-# Digits of a distance and a score that are written.
+# In the work folder: written when all text is split; holds the notes of that pass.
+NOTES_FILE = "notes.json"
+# Decimal places of distances and scores in the output files.
 DIGITS = 5
 
 
 def run(out: Path, config: CalibrateConfig, overwrite: bool = False, embedded: Path | None = None) -> Manifest:
-    """Writes the calibration sets of the sources into the new directory `out` and returns its manifest.
+    """Write the calibration sets of the sources into the new directory `out` and return its manifest.
 
-    Several runs over one text that are given the same folder `embedded` embed it once.
-    The same sources, embedder and options again return the finished result, or go on where a killed run stopped.
-    Raises UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
+    embedded: folder for embeddings that several runs over the same text share. With the same sources, embedder and
+    options, a finished result is returned and an interrupted run resumes. Raises UserError for invalid options and
+    sources; `out` is always either complete or untouched.
     """
     device = resolve_device(config.device)
-    sources = [Source.of(argument) for argument in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
-    known, parts = licences(config.license or (), sources), shares(config.share or (), sources)
-    own = embedder.directory(config.embedder)
-    counter = locate(config.tokenizer) if config.tokenizer else own
-    tokenizer = load_tokenizer(counter)
-    # Before a model is asked for text, which takes minutes.
-    reads: list[str | Path | None] = [own, counter, *(source.place for source in sources)]
-    existing(out, reads)
-    sources = [_written(source, config) for source in sources]
-    left = ("device", "source", "share", "license")
-    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in left}
-    called, places = names(sources), record_names(config, "embedder", "tokenizer")
+    sources = [Source.parse(argument) for argument in dict.fromkeys(config.source or (corpus.EMBEDDED,))]
+    known, fractions = licences(config.license or (), sources), shares(config.share or (), sources)
+    embedder_path = embedder.directory(config.embedder)
+    tokenizer_path = locate(config.tokenizer) if config.tokenizer else embedder_path
+    tokenizer = load_tokenizer(tokenizer_path)
+    # Before text generation, which takes minutes.
+    inputs: list[str | Path | None] = [embedder_path, tokenizer_path, *(source.location for source in sources)]
+    existing(out, inputs)
+    sources = [_with_generated_text(source, config) for source in sources]
+    excluded = ("device", "source", "share", "license")
+    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in excluded}
+    source_names, models = names(sources), record_names(config, "embedder", "tokenizer")
     manifest = Manifest(
         "calibrate",
-        config=settings | places | {"share": {called[source]: part for source, part in parts.items()}},
+        config=settings | models | {"share": {source_names[source]: share for source, share in fractions.items()}},
         inputs={
-            "sources": {called[source.argument]: source.describe(known.get(source.argument)) for source in sources},
-            "embedder": {"name": places["embedder"], "sha256": fingerprint(own)},
+            "sources": {source_names[s.argument]: s.describe(known.get(s.argument)) for s in sources},
+            "embedder": {"name": models["embedder"], "sha256": fingerprint(embedder_path)},
             "tokenizer": {
-                "name": places["tokenizer"] or f"the embedder {places['embedder']}",
+                "name": models["tokenizer"] or f"the embedder {models['embedder']}",
                 "sha256": _hash(tokenizer),
             },
         },
     )  # fmt: skip
-    if done := finished(out, manifest, overwrite, reads):
+    if previous := finished(out, manifest, overwrite, inputs):
         log(f"{out} is finished already")
-        return done
-    embed = embedder.Embedder(own, device, config.trust_remote_code)
+        return previous
+    embed = embedder.Embedder(embedder_path, device, config.trust_remote_code)
     with writing(out, manifest, resumable=True) as unfinished:
         _calibrate(sources, embed, tokenizer, config, manifest, unfinished, embedded)
     return manifest
 
 
-def _written(source: Source, config: CalibrateConfig) -> Source:
-    """The source, with what the model wrote where it is the model's own text."""
+def _with_generated_text(source: Source, config: CalibrateConfig) -> Source:
+    """Return the source, with generated text attached to a source of kind self."""
     if source.kind != corpus.SELF:
         return source
     if not config.tokenizer:
-        raise UserError("source self is what a model writes; name the model with --tokenizer MODEL")
-    written = own_text(SourceModel.open(config.tokenizer), MOST, config.seed, config.device)
-    return dataclasses.replace(source, own=written)
+        raise UserError("source self is text generated by a model; name the model with --tokenizer MODEL")
+    generated = self_generated_text(SourceModel.open(config.tokenizer), MAX_TOKENS, config.seed, config.device)
+    return dataclasses.replace(source, generated=generated)
 
 
 def _hash(tokenizer: Any) -> str:
@@ -93,27 +93,27 @@ def _calibrate(
     sources: list[Source], embed: embedder.Embedder, tokenizer: Any, config: CalibrateConfig, manifest: Manifest,
     unfinished: Path, embedded: Path | None,
 ) -> None:  # fmt: skip
-    """The work itself: fills `unfinished` and the manifest's metrics."""
+    """Fill the directory `unfinished` and the manifest's metrics."""
     seconds, inputs = manifest.seconds, manifest.inputs
     key = str([inputs["sources"], inputs["embedder"]["sha256"], config.window, config.passage])
     folder = embedded or unfinished / WORK / "embedded"
     shards = Shards(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
     with timed(seconds, "cut"):
-        notes = _cut(sources, shards, config)
+        notes = _split(sources, shards, config)
     with timed(seconds, "embed"):
         for number in progress(range(len(shards)), "embed windows", len(shards)):
-            if not shards.embedded(number):
+            if not shards.is_embedded(number):
                 shards.embed(number, embed, config.window)
     with timed(seconds, "choose"):
         chosen, metrics = _choose(shards, config)
     with timed(seconds, "write"):
         sets = {
-            name: _shared(_records(shards, name, choices, tokenizer), manifest.config["share"])
+            name: _limit_to_shares(_records(shards, name, choices, tokenizer), manifest.config["share"])
             for name, choices in chosen.items()
         }
-        sets["mixed"] = _mixed(sets["swa"], sets["full"])
+        sets["mixed"] = _interleave(sets["swa"], sets["full"])
         for name, records in sets.items():
-            # Where a text lies is for _mixed alone.
+            # The passage number is internal: only _interleave needs it.
             lines = ({k: v for k, v in record.items() if k != "passage"} for record in records)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             (unfinished / corpus.CALIBRATION_SETS[name]).write_text(text, encoding="utf-8")
@@ -126,45 +126,45 @@ def _calibrate(
     manifest.metrics["sets"] = {name: datasheet.summary(records) for name, records in sets.items()}
 
 
-def _cut(sources: list[Source], shards: Shards, config: CalibrateConfig) -> dict[str, Any]:
-    """Cuts all text once, also over a run that was killed; returns what was noted on the way.
+def _split(sources: list[Source], shards: Shards, config: CalibrateConfig) -> dict[str, Any]:
+    """Split all text into windows, unless an earlier run did, and return the notes on unusable input.
 
-    Raises UserError where there are fewer windows than clusters.
+    Raises UserError if there are fewer windows than clusters.
     """
-    done = shards.folder / CUT
-    if done.exists():
-        summary: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+    notes_file = shards.folder / NOTES_FILE
+    if notes_file.exists():
+        summary: dict[str, Any] = json.loads(notes_file.read_text(encoding="utf-8"))
         return summary
-    notes, windows, called = Notes(), 0, names(sources)
+    notes, windows, source_names = Notes(), 0, names(sources)
 
-    def all_passages() -> Iterator[Passage]:
+    def read_passages() -> Iterator[Passage]:
         nonlocal windows
         for source in sources:
             documents = progress(source.documents(notes), f"cut {source.argument}")
-            for passage in passages(called[source.argument], documents, config.window, config.passage):
+            for passage in passages(source_names[source.argument], documents, config.window, config.passage):
                 usable = sum(long_enough(window, config.window) for window in passage.windows)
                 windows += usable
                 if short := len(passage.windows) - usable:
                     notes.counts["windows too short to be chosen"] += short
                 yield passage
 
-    shards.write(all_passages())
+    shards.write(read_passages())
     if windows < config.clusters:
         raise UserError(
             f"the sources give {windows} windows of {config.window} characters, fewer than {config.clusters} clusters: "
             "give more text, or a smaller --clusters or --window"
         )
-    done.write_text(json.dumps(notes.describe(), ensure_ascii=False), encoding="utf-8")
+    notes_file.write_text(json.dumps(notes.describe(), ensure_ascii=False), encoding="utf-8")
     return notes.describe()
 
 
 def _choose(shards: Shards, config: CalibrateConfig) -> tuple[dict[str, list[selection.Choice]], dict[str, int]]:
-    """The choices of the sliding-window and the full-attention set, and how much they were taken from."""
+    """Return the choices for the sliding-window and the full-attention set, and the numbers of candidates."""
     chosen, metrics = {}, {}
-    # Passages have about as many clusters for their number as windows have for theirs.
-    few = max(1, config.clusters // config.passage)
+    # About the same number of texts per cluster for passages as for windows.
+    passage_clusters = max(1, config.clusters // config.passage)
     for name, unit, score, clusters in (
-        ("swa", "windows", "density", config.clusters), ("full", "passages", "complexity", few),
+        ("swa", "windows", "density", config.clusters), ("full", "passages", "complexity", passage_clusters),
     ):  # fmt: skip
         usable = shards.column(f"{unit}_usable")
         count = min(clusters, int(usable.sum()))
@@ -176,17 +176,17 @@ def _choose(shards: Shards, config: CalibrateConfig) -> tuple[dict[str, list[sel
 
 
 def _records(shards: Shards, name: str, choices: list[selection.Choice], tokenizer: Any) -> list[dict[str, Any]]:
-    """The lines of a set, in the order of `choices`; `passage` is the number of the passage that the text lies in."""
-    places = {choice.row: at for at, choice in enumerate(choices)}
+    """Return the lines of a set, in the order of `choices`; `passage` is the number of the text's passage."""
+    positions = {choice.row: i for i, choice in enumerate(choices)}
     scores = shards.column("density" if name == "swa" else "complexity")
     records: list[dict[str, Any]] = [{} for _ in choices]
     row = passage_number = 0
     for number in range(len(shards)):
         for passage in shards.read(number):
             for text in passage.windows if name == "swa" else (passage.text,):
-                if row in places:
-                    choice, text = choices[places[row]], text.strip()
-                    records[places[row]] = {
+                if row in positions:
+                    choice, text = choices[positions[row]], text.strip()
+                    records[positions[row]] = {
                         "text": text,
                         "tokens": len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
                         "source": passage.source,
@@ -203,55 +203,56 @@ def _records(shards: Shards, name: str, choices: list[selection.Choice], tokeniz
     return records
 
 
-def _shared(records: list[dict[str, Any]], shares: dict[str, float]) -> list[dict[str, Any]]:
-    """The first records of every source, until each has its share of the tokens; all of them without shares."""
+def _limit_to_shares(records: list[dict[str, Any]], shares: dict[str, float]) -> list[dict[str, Any]]:
+    """Return the first records of every source up to its share of the tokens; all records without shares."""
     if not shares:
         return records
     tokens = dict.fromkeys(shares, 0)
     for record in records:
         tokens[record["source"]] += record["tokens"]
-    whole = min(tokens[source] / share for source, share in shares.items())
-    kept, taken = [], dict.fromkeys(shares, 0)
+    budget = min(tokens[source] / share for source, share in shares.items())
+    selected, selected_tokens = [], dict.fromkeys(shares, 0)
     for record in records:
         source = record["source"]
-        if taken[source] < whole * shares[source]:
-            taken[source] += record["tokens"]
-            kept.append(record)
-    return kept
+        if selected_tokens[source] < budget * shares[source]:
+            selected_tokens[source] += record["tokens"]
+            selected.append(record)
+    return selected
 
 
-def _mixed(swa: list[dict[str, Any]], full: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Both sets in turn, so that each has half of the tokens, until one is used up; no text twice."""
-    inside = {record["passage"] for record in full}
-    queues = [list(reversed(full)), [record for record in reversed(swa) if record["passage"] not in inside]]
+def _interleave(swa: list[dict[str, Any]], full: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Interleave both sets, half of the tokens from each, until one is exhausted; windows of chosen passages are
+    skipped, so that no text occurs twice."""
+    chosen_passages = {record["passage"] for record in full}
+    queues = [list(reversed(full)), [record for record in reversed(swa) if record["passage"] not in chosen_passages]]
     tokens, mixed = [0, 0], []
-    while queues[turn := tokens[1] < tokens[0]]:
-        record = queues[turn].pop()
-        tokens[turn] += record["tokens"]
+    while queues[next_queue := tokens[1] < tokens[0]]:
+        record = queues[next_queue].pop()
+        tokens[next_queue] += record["tokens"]
         mixed.append(record)
     return mixed
 
 
 def _measures(config: CalibrateConfig, embed: embedder.Embedder) -> dict[str, str]:
-    """What the datasheet says of the method."""
-    longer = "the passage is the mean of its windows' embeddings, weighted by characters"
+    """Return the datasheet's description of the method."""
     return {
-        "windows": f"slices of a document of at most {config.window} characters, cut where a paragraph, line, sentence "
-        f"or word ends; of less than {config.window * LEAST:g} characters, none is chosen",
+        "windows": f"slices of a document of at most {config.window} characters that end with a paragraph, line, "
+        f"sentence or word; windows below {config.window * MIN_WINDOW_FRACTION:g} characters are never selected",
         "passages": f"{config.passage} consecutive windows of one document, or the whole of a shorter one",
-        "embeddings": f"{record_name(config.embedder)}, {embed.context} tokens at once: a longer window is embedded by "
-        "parts, whose mean counts each by its tokens; a passage that fits is embedded whole, of one that does not "
-        f"{longer}",
+        "embeddings": f"{record_name(config.embedder)}, context {embed.context} tokens: a longer window is embedded "
+        "by parts and averaged, weighted by tokens; a passage that fits is embedded whole, a longer one is the mean of "
+        "its windows' embeddings, weighted by characters",
         "clusters": f"mini-batch k-means, {config.clusters} of windows and {max(1, config.clusters // config.passage)} "
-        f"of passages, seed {config.seed}; distances are Euclidean, of vectors of length one",
-        "dense (swa)": "bytes after zlib (level 9) by bytes before; of each cluster only the denser half counts",
-        "complex (full)": "characters times spread, 1 - |mean| of the windows' embeddings: long text that does not "
-        "stay with one thing; of each cluster only the more complex half counts",
-        "typical": f"the {config.neighbours} texts of that half that are nearest the centroid",
-        "hard": f"the {100 * selection.FARTHEST:g} % of that half that are farthest from it",
-        "near-duplicates": f"a text whose cosine to one that was taken reaches {selection.SAME} is left out",
-        "mixed": "both sets in turn, half of the tokens each, until one is used up, windows within a chosen passage "
-        "left out",
+        f"of passages, seed {config.seed}; Euclidean distances between unit vectors",
+        "dense (swa)": "compressed size (zlib, level 9) / original size in bytes; only the denser half of each cluster "
+        "is eligible",
+        "complex (full)": "characters · spread, where spread is 1 - |mean| of the windows' embeddings: long text on "
+        "several subjects; only the more complex half of each cluster is eligible",
+        "typical": f"the {config.neighbours} eligible texts nearest the centroid",
+        "hard": f"the {100 * selection.HARD_FRACTION:g} % of the eligible texts farthest from the centroid",
+        "near-duplicates": f"a text with a cosine of {selection.DUPLICATE_COSINE} or more to a selected one is skipped",
+        "mixed": "both sets interleaved, half of the tokens from each, until one is exhausted; windows of selected "
+        "passages are skipped",
     }
 
 

@@ -1,6 +1,6 @@
-"""The datasheet of calibration sets: what is in them, from where, under which licence, and what was left out.
+"""The datasheet of calibration sets: contents, sources, licences and omissions, as JSON, Markdown and a histogram.
 
-One dictionary, as JSON, as Markdown and as a picture; the same sets give the same bytes.
+The output is deterministic: the same sets give the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COLOURS = {"typical": "#31688e", "hard": "#e07b39"}
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of one set's records."""
+    """Return the counts of one set's records."""
     tokens = sorted(record["tokens"] for record in records)
     return {
         "texts": len(records),
@@ -34,8 +34,10 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(folder: Path, facts: dict[str, Any], sets: dict[str, list[dict[str, Any]]]) -> None:
-    """datasheet.json, datasheet.md and the histograms. `facts`: sources, embedder, tokenizer, options, measures,
-    files and notes; `sets`: name -> records."""
+    """Write datasheet.json, datasheet.md and the histograms.
+
+    facts: sources, embedder, tokenizer, options, measures, files and notes. sets: name -> records.
+    """
     sheet = {**facts, "sets": {name: summary(records) for name, records in sets.items()}}
     (folder / JSON).write_text(json.dumps(sheet, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / MARKDOWN).write_text(_markdown(sheet), encoding="utf-8")
@@ -43,49 +45,49 @@ def write(folder: Path, facts: dict[str, Any], sets: dict[str, list[dict[str, An
 
 
 def _markdown(sheet: dict[str, Any]) -> str:
-    sets = [("file", "texts", "typical", "hard", "clusters", "tokens", "tokens of a text: least, median, most")]
-    for name, own in sheet["sets"].items():
-        spans = ", ".join(map(str, own["tokens_least_median_most"]))
-        counts = (own[key] for key in ("texts", "typical", "hard", "clusters", "tokens"))
-        sets.append((f"`{sheet['files'][name]}`", *counts, spans))
+    sets = [("file", "texts", "typical", "hard", "clusters", "tokens", "tokens per text: min, median, max")]
+    for name, counts in sheet["sets"].items():
+        spans = ", ".join(map(str, counts["tokens_least_median_most"]))
+        columns = (counts[key] for key in ("texts", "typical", "hard", "clusters", "tokens"))
+        sets.append((f"`{sheet['files'][name]}`", *columns, spans))
     sources = [("source", "licence", "hash or revision", *(f"tokens in {name}" for name in sheet["sets"]))]
-    for source, own in sheet["sources"].items():
+    for source, facts in sheet["sources"].items():
         shares = (counts["tokens_by_source"].get(source, 0) for counts in sheet["sets"].values())
-        sources.append((source, own["licence"], own.get("sha256") or own.get("revision"), *shares))
-    notes = [("what", "how often", "for example")]
-    notes += [(what, own["count"], ", ".join(own["examples"])) for what, own in sheet["notes"].items()]
-    unknown = [source for source, own in sheet["sources"].items() if own["licence"] == "unknown"]
-    warning = f"\nNobody said under which licence {', '.join(unknown)} may be used: find out.\n" if unknown else ""
+        sources.append((source, facts["licence"], facts.get("sha256") or facts.get("revision"), *shares))
+    notes = [("issue", "count", "examples")]
+    notes += [(issue, note["count"], ", ".join(note["examples"])) for issue, note in sheet["notes"].items()]
+    unknown = [source for source, facts in sheet["sources"].items() if facts["licence"] == "unknown"]
+    warning = f"\nThe licence of {', '.join(unknown)} is unknown: clarify it before use.\n" if unknown else ""
     return "\n".join([
         "# Calibration sets\n",
-        "Made by `mlaforge calibrate`; each line of a file is a JSON object with text, tokens (counted by "
+        "Written by `mlaforge calibrate`; each line of a file is a JSON object with text, tokens (counted by "
         f"{sheet['tokenizer']['name']}), source, document, set, cluster, distance, kind and score.\n",
         markdown_table(sets),
         f"\n![Tokens of the texts]({PICTURE})\n",
         "## Sources\n",
         markdown_table(sources),
         warning,
-        "## How they were chosen\n",
+        "## Selection method\n",
         *(f"- **{what}**: {how}" for what, how in sheet["measures"].items()),
-        "\n## What was found on the way\n",
-        markdown_table(notes) if len(notes) > 1 else "Nothing.",
+        "\n## Issues with the input\n",
+        markdown_table(notes) if len(notes) > 1 else "None.",
         "",
     ])  # fmt: skip
 
 
 def _picture(path: Path, sets: dict[str, list[dict[str, Any]]]) -> None:
-    """One histogram of tokens for each set, the typical and the hard stacked."""
+    """Write one histogram of tokens per set, typical and hard texts stacked."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * len(sets), 3.2), dpi=110, layout="constrained")
-    for at, (name, records) in enumerate(sets.items(), 1):
-        axes = figure.add_subplot(1, len(sets), at)
+    for column, (name, records) in enumerate(sets.items(), 1):
+        axes = figure.add_subplot(1, len(sets), column)
         parts = {kind: [r["tokens"] for r in records if r["kind"] == kind] for kind in COLOURS}
         axes.hist(list(parts.values()), bins=30, stacked=True, color=list(COLOURS.values()), label=list(parts))
         total = sum(map(sum, parts.values()))
-        axes.set(title=f"{name}: {len(records):,} texts, {total:,} tokens", xlabel="tokens of a text", ylabel="texts")
+        axes.set(title=f"{name}: {len(records):,} texts, {total:,} tokens", xlabel="tokens per text", ylabel="texts")
         axes.spines[["top", "right"]].set_visible(False)
-        if at == 1:
+        if column == 1:
             axes.legend(frameon=False)
-    # The picture's metadata would name the version of matplotlib.
+    # By default the metadata contains the version of matplotlib.
     figure.savefig(path, metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""Clusters of embeddings to calibration sets: of each cluster the typical and the hard, and nothing twice.
+"""Selection of calibration texts: typical and hard texts of each embedding cluster, without near-duplicates.
 
 Legend: N texts, D dimensions, K clusters.
 """
@@ -15,22 +15,22 @@ import numpy as np
 from mlaforge.calibration.embedder import EXTRA
 from mlaforge.runtime import UserError
 
-# Embeddings that the clusters are found on; all of them are then assigned.
-SAMPLE = 50_000
-# Share of a cluster, the farthest from its centroid, that is hard.
-FARTHEST = 0.05
-# Cosine from which two texts are near-duplicates.
-SAME = 0.95
-# How far to look for neighbours in place of near-duplicates, in neighbours.
-LOOK = 8
+# Maximum number of embeddings for k-means; all embeddings are then assigned to the clusters.
+KMEANS_SAMPLE = 50_000
+# Share of a cluster, farthest from the centroid, that counts as hard.
+HARD_FRACTION = 0.05
+# Two texts are near-duplicates from this cosine similarity on.
+DUPLICATE_COSINE = 0.95
+# Typical candidates per neighbour: reserve for near-duplicates that are skipped.
+CANDIDATES_PER_NEIGHBOUR = 8
 
-# The embeddings [N, D] block after block, as often as it is called.
+# Returns an iterator over all embeddings [N, D] in blocks of rows; may be called repeatedly.
 Blocks = Callable[[], Iterator[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A text by its number; `distance` is Euclidean, from the centroid; `kind` typical or hard."""
+    """A selected text: row number, cluster, Euclidean distance from the centroid, and kind (typical or hard)."""
 
     row: int
     cluster: int
@@ -39,7 +39,7 @@ class Choice:
 
 
 def _gather(blocks: Blocks, rows: np.ndarray) -> np.ndarray:
-    """Some of the embeddings; `rows` rise."""
+    """Return the embeddings of `rows`, which are in ascending order."""
     parts, start = [], 0
     for block in blocks():
         low, high = np.searchsorted(rows, (start, start + len(block)))
@@ -49,7 +49,10 @@ def _gather(blocks: Blocks, rows: np.ndarray) -> np.ndarray:
 
 
 def assign(blocks: Blocks, usable_N: np.ndarray, clusters: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cluster and distance of every text [N], by mini-batch k-means on at most SAMPLE of the usable ones."""
+    """Return cluster and centroid distance of every text, [N] each.
+
+    Mini-batch k-means is fitted on at most KMEANS_SAMPLE of the usable texts. Raises UserError without scikit-learn.
+    """
     try:
         from sklearn.cluster import MiniBatchKMeans
         from sklearn.exceptions import ConvergenceWarning
@@ -58,25 +61,26 @@ def assign(blocks: Blocks, usable_N: np.ndarray, clusters: int, seed: int) -> tu
         raise UserError(f"{error.name} is missing: {EXTRA}") from error
 
     rows = np.flatnonzero(usable_N)
-    if len(rows) > SAMPLE:
-        rows = np.sort(np.random.default_rng(seed).choice(rows, SAMPLE, replace=False))
-    # One thread: sums of several come in any order, and the same input must give the same bytes.
+    if len(rows) > KMEANS_SAMPLE:
+        rows = np.sort(np.random.default_rng(seed).choice(rows, KMEANS_SAMPLE, replace=False))
+    # One thread: the summation order of several varies, and the same input must give the same bytes.
     with threadpool_limits(1), warnings.catch_warnings():
-        # Of texts that are all alike some clusters stay empty: they give nothing.
+        # Identical texts leave some clusters empty, which is harmless.
         warnings.simplefilter("ignore", ConvergenceWarning)
         means = MiniBatchKMeans(clusters, random_state=seed, n_init=3, batch_size=4096).fit(_gather(blocks, rows))
-        near = [(each.argmin(1), each.min(1)) for each in map(means.transform, blocks())]
-    label_N, distance_N = (np.concatenate(column) for column in zip(*near, strict=True))
+        nearest = [(distance_NK.argmin(1), distance_NK.min(1)) for distance_NK in map(means.transform, blocks())]
+    label_N, distance_N = (np.concatenate(column) for column in zip(*nearest, strict=True))
     return label_N, distance_N
 
 
 def choose(
     blocks: Blocks, score_N: np.ndarray, usable_N: np.ndarray, clusters: int, neighbours: int, seed: int
 ) -> tuple[list[Choice], int]:
-    """What a set takes, clusters in turn, and how many near-duplicates were left out.
+    """Select the texts of a set; return them, clusters interleaved, and the number of near-duplicates skipped.
 
-    Of each cluster only the half with the higher score counts. Of that half: `neighbours` texts nearest the centroid,
-    and the FARTHEST share. A text whose cosine to one that is taken reaches SAME is left out.
+    Only the half of each cluster with the higher score is eligible. From that half, take `neighbours` texts nearest the
+    centroid and the HARD_FRACTION farthest from it. Skip a text whose cosine to a selected one reaches
+    DUPLICATE_COSINE.
     """
     label_N, distance_N = assign(blocks, usable_N, clusters, seed)
     candidates: list[tuple[np.ndarray, np.ndarray]] = []
@@ -85,33 +89,33 @@ def choose(
         if len(members):
             members = members[score_N[members] >= np.median(score_N[members])]
         members = members[np.lexsort((members, distance_N[members]))]
-        hard = min(math.ceil(FARTHEST * len(members)), max(0, len(members) - 1))
-        typical = members[: len(members) - hard]
-        candidates.append((typical[: LOOK * neighbours], members[len(members) - hard :][::-1]))
-    rows = np.sort(np.concatenate([part for both in candidates for part in both]))
+        num_hard = min(math.ceil(HARD_FRACTION * len(members)), max(0, len(members) - 1))
+        num_typical = len(members) - num_hard
+        candidates.append((members[:num_typical][: CANDIDATES_PER_NEIGHBOUR * neighbours], members[num_typical:][::-1]))
+    rows = np.sort(np.concatenate([part for pair in candidates for part in pair]))
     vectors = _gather(blocks, rows)
-    kept, count, duplicates = np.empty_like(vectors), 0, 0
+    selected, count, duplicates = np.empty_like(vectors), 0, 0
     by_cluster: list[list[Choice]] = [[] for _ in candidates]
     for kind, limit in (("typical", neighbours), ("hard", len(rows))):
-        for cluster, both in enumerate(candidates):
-            left = limit
-            for row in both[kind == "hard"]:
-                if not left:
+        for cluster, (typical, hard) in enumerate(candidates):
+            remaining = limit
+            for row in hard if kind == "hard" else typical:
+                if not remaining:
                     break
                 vector = vectors[np.searchsorted(rows, row)]
-                if count and float((kept[:count] @ vector).max()) >= SAME:
+                if count and float((selected[:count] @ vector).max()) >= DUPLICATE_COSINE:
                     duplicates += 1
                     continue
-                kept[count], count, left = vector, count + 1, left - 1
+                selected[count], count, remaining = vector, count + 1, remaining - 1
                 by_cluster[cluster].append(Choice(int(row), cluster, float(distance_N[row]), kind))
-    return _in_turn(by_cluster), duplicates
+    return _interleave_clusters(by_cluster), duplicates
 
 
-def _in_turn(by_cluster: list[list[Choice]]) -> list[Choice]:
-    """The choices so that any beginning holds every cluster, the typical and the hard, in about their shares."""
+def _interleave_clusters(by_cluster: list[list[Choice]]) -> list[Choice]:
+    """Order the choices so that every prefix contains clusters and kinds in about their shares."""
     ranked = []
-    for own in by_cluster:
+    for choices in by_cluster:
         for kind in ("typical", "hard"):
-            part = [choice for choice in own if choice.kind == kind]
+            part = [choice for choice in choices if choice.kind == kind]
             ranked += [((i + 0.5) / len(part), choice.cluster, choice) for i, choice in enumerate(part)]
     return [choice for *_, choice in sorted(ranked, key=lambda entry: (entry[0], entry[1], entry[2].row))]

@@ -1,1 +1,1 @@
-"""A model looked at before conversion: sinks, windows, experts, geometry, spectra, and what that comes to."""
+"""Diagnosis of a model before conversion: sinks, windows, experts, geometry, spectra, and a suggested plan."""

@@ -1,4 +1,4 @@
-"""The shape of queries, keys and values: norms, rotary energy, outlier dimensions, spectra and effective ranks.
+"""Geometry of queries, keys and values: norms, rotary energy, outlier dimensions, spectra and effective ranks.
 
 Legend: H query heads, G KV heads, D head_dim, P = D/2 rotary pairs, T tokens, C hidden size.
 """
@@ -15,15 +15,18 @@ from mlaforge.factorization.latent import Projections, key_weight, value_weight,
 from mlaforge.factorization.moments import LayerMoments, roots
 from mlaforge.families.spec import LayerSpec
 
-# A dimension is an outlier if its root mean square is so many times the median of its head (of x: of all).
+# A dimension is an outlier if its root mean square exceeds this multiple of its head's median (for x: of all).
 OUTLIER = 5.0
 
 
 @dataclasses.dataclass
 class Geometry:
-    """Sums over the tokens of one layer, fp64. Norms [heads] of q and k as they are projected and after norm and RoPE,
-    and of v; energies of rotary pairs [heads, P] (after a norm, where there is one); squares by dimension of k, v
-    [G, D] as projected and of the input x [C]; kv_sum [2GD], kv_outer [2GD, 2GD] of [k; v] as projected."""
+    """Sums over the tokens of one layer, fp64.
+
+    Norms [heads] of q and k before and after norm and RoPE, and of v; energies of rotary pairs [heads, P] (after the
+    norm, if there is one); squares per dimension of projected k and v [G, D] and of the input x [C]; kv_sum [2GD] and
+    kv_outer [2GD, 2GD] of projected [k; v].
+    """
 
     q_norm: Tensor
     q_rotated_norm: Tensor
@@ -47,8 +50,8 @@ class Geometry:
 
     def add(self, x: Tensor, projected: tuple[Tensor, Tensor, Tensor], normed: tuple[Tensor, Tensor],
             rotated: tuple[Tensor, Tensor]) -> None:  # fmt: skip
-        """One window: x [T, C]; q, k, v [heads, T, D] as projected; q and k normed (the same where there is no norm),
-        and after RoPE; fp32."""
+        """Add one window, fp32: x [T, C]; projected q, k, v [heads, T, D]; q and k after the norm (the same without
+        one), and after RoPE."""
         q, k, v = projected
         for total, heads in ((self.q_norm, q), (self.k_norm, k), (self.v_norm, v), (self.q_rotated_norm, rotated[0]),
                              (self.k_rotated_norm, rotated[1])):  # fmt: skip
@@ -64,22 +67,22 @@ class Geometry:
         self.tokens += len(x)
 
     def describe(self) -> dict[str, Any]:
-        """Means over tokens, plain numbers for JSON."""
+        """Return means over tokens as plain numbers for JSON."""
         norms = ("q_norm", "q_rotated_norm", "k_norm", "k_rotated_norm", "v_norm", "q_pairs", "k_pairs")
         means: dict[str, Any] = {name: (getattr(self, name) / self.tokens).tolist() for name in norms}
         squares = {"k": self.k_square, "v": self.v_square, "x": self.x_square[None]}
         return {**means, "outliers": {name: _outliers(square / self.tokens) for name, square in squares.items()}}
 
-    def spectra(self, own: Projections, m: LayerMoments, layer: LayerSpec) -> dict[str, Tensor]:
-        """Name -> eigenvalues, descending: covariances of K, of V, and of both, each brought to the same trace; and
-        those of K and V seen by the queries that read them (the local weights of docs/conversion.md)."""
+    def spectra(self, projections: Projections, m: LayerMoments, layer: LayerSpec) -> dict[str, Tensor]:
+        """Return name -> eigenvalues, descending: of the covariances of K, V, and both scaled to equal trace; and of K
+        and V weighted by the queries that read them (the local weights of docs/conversion.md)."""
         mean, half = self.kv_sum / self.tokens, layer.cached // 2
         covariance = self.kv_outer / self.tokens - torch.outer(mean, mean)
         k, v = covariance[:half, :half], covariance[half:, half:]
         scale = torch.cat([part.diagonal().mean().clamp_min(1e-300).rsqrt().expand(half) for part in (k, v)])
         weighted = {
             "k_weighted": (k, key_weight(m.key_outer, layer, m.rows)),
-            "v_weighted": (v, value_weight(m.value_mix, own.o_gram, layer, m.rows)),
+            "v_weighted": (v, value_weight(m.value_mix, projections.o_gram, layer, m.rows)),
         }
         matrices = {"k": k, "v": v, "joint": scale[:, None] * covariance * scale}
         for name, (part, weight) in weighted.items():
@@ -89,17 +92,17 @@ class Geometry:
 
 
 def effective_rank(values: Tensor) -> float:
-    """exp of the entropy of the eigenvalues' shares: n for n equal ones (Roy and Vetterli 2007)."""
+    """Return exp of the entropy of the normalised eigenvalues: n for n equal ones (Roy and Vetterli 2007)."""
     share = values / values.sum().clamp_min(1e-300)
     return float(torch.special.entr(share).sum().exp())
 
 
 def _outliers(mean_square: Tensor) -> dict[str, Any]:
-    """[heads, dimensions] -> the largest ratio to the head's median, and each outlier with its ratio."""
+    """Return the largest ratio to the median per head, and all outliers. mean_square: [heads, dimensions]."""
     rms = mean_square.sqrt()
     ratio = rms / rms.median(-1, keepdim=True).values.clamp_min(1e-300)
-    at = (ratio > OUTLIER).nonzero()
+    indices = (ratio > OUTLIER).nonzero()
     return {
         "largest": ratio.amax(-1).tolist(),
-        "dimensions": [{"head": h, "dimension": d, "ratio": float(ratio[h, d])} for h, d in at.tolist()],
+        "dimensions": [{"head": h, "dimension": d, "ratio": float(ratio[h, d])} for h, d in indices.tolist()],
     }

@@ -13,16 +13,19 @@ from torch import Tensor
 
 from mlaforge.families.spec import MoeSpec
 
-# Beside a fair share of the load: experts below DEAD hardly ever work, those above HOT are the bottleneck.
-DEAD, HOT = 0.05, 3.0
-# So many pairs of experts are named.
-PAIRS = 10
+# Relative to a fair share of the load: experts below DEAD_LOAD are hardly used, those above HOT_LOAD are bottlenecks.
+DEAD_LOAD, HOT_LOAD = 0.05, 3.0
+# Maximum number of reported pairs of experts.
+MAX_PAIRS = 10
 
 
 @dataclasses.dataclass
 class RoutingStats:
-    """Sums over tokens of one layer, fp64: together [E, E] counts tokens that two experts serve both (its diagonal:
-    tokens that one serves), probability [E] the router's softmax over all experts, entropy of that softmax in nats."""
+    """Sums over the tokens of one layer, fp64.
+
+    together [E, E]: tokens routed to both experts (diagonal: to one expert). probability [E]: the router's softmax over
+    all experts. entropy: of that softmax, in nats.
+    """
 
     together: Tensor
     probability: Tensor
@@ -35,37 +38,37 @@ class RoutingStats:
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in ((E, E), (E,), (), ())))
 
     def add(self, logits: Tensor, top_k: int) -> None:
-        """Router logits [..., E]; the `top_k` largest are the experts that serve a token."""
+        """Add router logits [..., E]; a token is routed to the experts with the `top_k` largest."""
         logits = logits.detach().flatten(0, -2).float()
         logs = logits.log_softmax(-1)
-        served = torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
-        # Counts of a window are exact in fp32.
-        self.together += (served.T @ served).double()
+        routed = torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
+        # The counts of one window are exact in fp32.
+        self.together += (routed.T @ routed).double()
         self.probability += logs.exp().sum(0).double()
         self.entropy -= (logs.exp() * logs).sum().double()
         self.tokens += len(logits)
 
     def describe(self) -> dict[str, Any]:
-        """Plain numbers for JSON. `load` is each expert's share of all routed tokens, over the fair share 1/E."""
-        served, E = self.together.diagonal(), len(self.together)
-        load = served / served.sum() * E
-        # How often two experts meet over how often they would, did they choose tokens on their own.
-        lift = self.together * self.tokens / (served[:, None] * served).clamp_min(1)
+        """Return plain numbers for JSON. `load`: each expert's share of all routed tokens, relative to 1/E."""
+        routed, E = self.together.diagonal(), len(self.together)
+        load = routed / routed.sum() * E
+        # Observed co-activation relative to that of independent experts.
+        lift = self.together * self.tokens / (routed[:, None] * routed).clamp_min(1)
         upper = torch.triu_indices(E, E, offset=1, device=lift.device)
-        meetings = self.together[upper[0], upper[1]]
-        most = meetings.topk(min(PAIRS, len(meetings))).indices
+        pair_counts = self.together[upper[0], upper[1]]
+        largest = pair_counts.topk(min(MAX_PAIRS, len(pair_counts))).indices
         return {
             "load": load.tolist(),
             "probability": (self.probability / self.tokens).tolist(),
             "cv": float(load.std(correction=0)),
             "max_over_mean": float(load.max()),
-            "dead": (load < DEAD).nonzero()[:, 0].tolist(),
-            "hot": (load > HOT).nonzero()[:, 0].tolist(),
+            "dead": (load < DEAD_LOAD).nonzero()[:, 0].tolist(),
+            "hot": (load > HOT_LOAD).nonzero()[:, 0].tolist(),
             "router_entropy": float(self.entropy / self.tokens),
             "together": self.together.long().tolist(),
             "pairs": [
                 {"experts": [i, j], "share": float(self.together[i, j] / self.tokens), "lift": float(lift[i, j])}
-                for i, j in upper[:, most].T.tolist()
+                for i, j in upper[:, largest].T.tolist()
                 if self.together[i, j] > 0
             ],
         }

@@ -85,7 +85,7 @@ def read_texts(tokenizer: Any, config: DraftCheckConfig) -> list[Tensor]:
     prompts."""
     manifest = Manifest.load(Path(config.text).expanduser()) if config.text != corpus.EMBEDDED else None
     if manifest is None or manifest.stage != STAGE:
-        text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
+        text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, evaluation=True)
         return list(text.ids)
     _, answers = read_answers(Path(config.text).expanduser())
     whole = (torch.tensor([*answer.prompt_ids, *answer.answer_ids])[: config.seqlen] for answer in answers)

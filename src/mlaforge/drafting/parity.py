@@ -55,7 +55,7 @@ def run(directory: Path, target: str, reference: Path | None, config: DraftCompa
     check_head(head.config, spec.hidden_size, spec.vocab_size)
     stages = {} if reference is None else read_reference(reference, head)
     if reference is None:
-        text = corpus.windows(model.tokenizer, config.text, 1, config.tokens, judged=True)
+        text = corpus.windows(model.tokenizer, config.text, 1, config.tokens, evaluation=True)
         stages[IDS] = text.ids[0]
     ids = stages[IDS]
     if len(ids) > spec.max_position_embeddings:

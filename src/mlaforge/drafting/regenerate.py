@@ -29,8 +29,8 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError, log, progress_bar, timed
-from mlaforge.synthesis.journal import Ask, Journal, Line
-from mlaforge.synthesis.repetition import distinct_share
+from mlaforge.synthesis.journal import GenerationRequest, Journal, Line
+from mlaforge.synthesis.repetition import distinct_ngram_ratio
 from mlaforge.synthesis.user_turn import UserTurn
 
 # Options that change nothing but speed. `dtype` does.
@@ -82,7 +82,7 @@ def _metrics(kept: list[dict[str, Any]], answered: list[dict[str, Any]]) -> dict
     for line in kept:
         if "dropped" in line:
             dropped[line["dropped"]] = dropped.get(line["dropped"], 0) + 1
-    shares = [share for line in answered if (share := distinct_share(line["answer"])) is not None]
+    shares = [share for line in answered if (share := distinct_ngram_ratio(line["answer"])) is not None]
     return {
         "answers": len(answered),
         "prompt_tokens": sum(len(line["prompt"]) for line in answered),
@@ -120,34 +120,34 @@ class Regeneration:
         numbers = iter([number for number in range(total) if number not in lines])
         with progress_bar("answer prompts", total, initial=done) as bar:
             self.journal.run(
-                self.llm.engine, lambda: next(numbers, None), self._begin, self._answered, bar, lambda: len(lines)
+                self.llm.engine, lambda: next(numbers, None), self._start, self._handle_output, bar, lambda: len(lines)
             )
         return list(lines.values())
 
-    def _begin(self, number: int) -> Ask | Line:
+    def _start(self, number: int) -> GenerationRequest | Line:
         if number < len(self.prompts):
-            return self._ask(number, self.prompts[number])
-        return self.turn.draw(self.config.seed + number, self.openings[number % len(self.openings)])
+            return self._request(number, self.prompts[number])
+        return self.turn.sample_question(self.config.seed + number, self.openings[number % len(self.openings)])
 
-    def _ask(self, number: int, prompt: str) -> Ask | Line:
+    def _request(self, number: int, prompt: str) -> GenerationRequest | Line:
         """Has a prompt answered, unless there is something against it."""
         if prompt in self.excluded:
             return {"dropped": "excluded"}
         if words(prompt) in self.seen:
             return {"dropped": "said before"}
         self.seen.add(words(prompt))
-        ids = self.turn.asks(prompt)
+        ids = self.turn.conversation_ids(prompt)
         if len(ids) + self.config.max_new_tokens > self.llm.engine.max_model_len:
             return {"dropped": "too long"}
         params = SamplingParams(
             max_tokens=self.config.max_new_tokens, temperature=self.config.temperature,
             seed=self.config.seed + number, stop_token_ids=(self.turn.end,),
         )  # fmt: skip
-        return Ask(ids, params, prompt)
+        return GenerationRequest(ids, params, prompt)
 
-    def _answered(self, number: int, ask: Ask, token_ids: list[int]) -> Ask | Line:
+    def _handle_output(self, number: int, request: GenerationRequest, token_ids: list[int]) -> GenerationRequest | Line:
         """A question is asked, an answer kept."""
-        if ask.note is not None:
-            return answer_line(number, ask.note, ask.prompt_ids, token_ids)
-        text, why = self.turn.said(ask, token_ids)
-        return {"dropped": why} if why else self._ask(number, text)
+        if request.tag is not None:
+            return answer_line(number, request.tag, request.prompt_ids, token_ids)
+        text, why = self.turn.parse_question(request, token_ids)
+        return {"dropped": why} if why else self._request(number, text)

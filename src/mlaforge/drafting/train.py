@@ -32,7 +32,7 @@ from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.tensor_store import TensorStore
 from mlaforge.training import distributed
-from mlaforge.training.loop import check_shares, dtypes, running, train
+from mlaforge.training.loop import check_divisible, student_dtypes, train, training_artifact
 from mlaforge.training.teacher_cache import TeacherCache
 
 # Options that do not change the result, or not beyond rounding.
@@ -96,7 +96,7 @@ def read_texts(config: DraftTrainConfig, answers: list[Answer]) -> Texts:
     random.Random(config.seed).shuffle(learnt)
     rows = []
     for some in (learnt, held):
-        rows.append(packing.place([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in some], config.seqlen))
+        rows.append(packing.first_fit([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in some], config.seqlen))
         if not int(columns(rows[-1])[1].sum()):
             raise UserError(f"no answer has two tokens within seqlen = {config.seqlen}; give a longer one")
     count = config.batch_tokens // config.seqlen
@@ -133,8 +133,8 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
             raise UserError("--init brings vocabulary, boundaries and key-value heads of its own; give none of them")
         _check_init(old.config, spec, config)
         ids, shape = old.target_ids, old.config
-    group = distributed.join(resolve_device(config.device))
-    check_shares(texts.feed, group.world)
+    group = distributed.init_process_group(resolve_device(config.device))
+    check_divisible(texts.feed, group.world_size)
     manifest = Manifest(
         TRAINED,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
@@ -151,13 +151,13 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         },
     )  # fmt: skip
     others = [text for text in manifest.inputs["text"] if text["written_by"] != manifest.inputs["model"]["sha256"]]
-    if others and group.first:
+    if others and group.is_main_process:
         log(f"the text was not written by {model} itself: its own would teach more")
     if done := finished(out, manifest, overwrite, (source.path, *folders, config.init, config.vocabulary)):
-        if group.first:
+        if group.is_main_process:
             log(f"{out} is finished already")
         return done
-    with running(out, manifest, group) as partial:
+    with training_artifact(out, manifest, group) as partial:
         _train(source, shape, ids, old, config, texts, manifest, partial, group)
     return manifest
 
@@ -173,15 +173,15 @@ def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -
 
 def _new_head(
     shape: Eagle3Config, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States], embedding: Tensor,
-    wanted_head: Tensor, seed: int, work: TensorStore, group: distributed.Group,
+    wanted_head: Tensor, seed: int, work: TensorStore, group: distributed.ProcessGroup,
 ) -> Eagle3Head:  # fmt: skip
     """A head that begins as drafting/initialize.py says, made by the first process, once."""
     head = Eagle3Head(shape)
-    if "start" not in work and group.first:
+    if "start" not in work and group.is_main_process:
         text = initialize.Text(rows, states, embedding.float(), shape.layer.rms_norm_eps)
         initialize.start(head, text, wanted_head, seed)
         work["start"] = dict(head.named_parameters())
-    group.wait()
+    group.barrier()
     head.load_state_dict({**buffers(shape, ids), **work["start"]})
     return head
 
@@ -198,11 +198,11 @@ def states_cache(work: TensorStore, places: tuple[int, ...]) -> TeacherCache:
 
 def _train(
     source: SourceModel, shape: Eagle3Config, ids: Tensor, old: Eagle3Head | None, config: DraftTrainConfig,
-    texts: Texts, manifest: Manifest, partial: Path, group: distributed.Group,
+    texts: Texts, manifest: Manifest, partial: Path, group: distributed.ProcessGroup,
 ) -> None:  # fmt: skip
     """The work itself: fills `partial` and the manifest's metrics."""
     device, work, seconds = group.device, TensorStore(partial / WORK), manifest.seconds
-    dtype, kept = dtypes(config.dtype, group)
+    dtype, kept = student_dtypes(config.dtype, group)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
         target = as_generated(load_packed(source, str(dtype).removeprefix("torch."), device)).requires_grad_(False)
@@ -214,8 +214,8 @@ def _train(
     phases = (texts.feed.phases[0] if config.cache else packing.Phase(rows.take(torch.arange(0)), 0),
               packing.Phase(texts.validation, 0))  # fmt: skip
     with timed(seconds, "target"):
-        cache.fill(target, phases, group.rank, group.world)
-        group.wait()
+        cache.fill(target, phases, group.rank, group.world_size)
+        group.barrier()
     with timed(seconds, "start"):
         if config.cache:
             states: Callable[[packing.Rows], States] = functools.partial(cache, 0)
@@ -236,9 +236,9 @@ def _train(
             "draft train", objective, texts.feed, validation, config, partial, group, dtype=dtype, subsets=["head"],
             trainable=lambda _: names, targets=cache if config.cache else None,
         )  # fmt: skip
-    trainer.write_last(partial, torch.float16)
-    if group.first:
+    trainer.write_last_weights(partial, torch.float16)
+    if group.is_main_process:
         written = Eagle3Head(shape)
-        written.load_state_dict({**buffers(shape, ids), **trainer.trained(best=True)})
+        written.load_state_dict({**buffers(shape, ids), **trainer.trained_weights(best=True)})
         write_head(written, partial)
     manifest.metrics = {"text": texts.described, "parameters": parameters, **trainer.metrics()}

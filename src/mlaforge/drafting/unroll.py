@@ -23,7 +23,7 @@ from mlaforge.data.packing import Rows
 from mlaforge.modeling.eagle3 import Eagle3Attention, Eagle3Head
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.training.forward import final_states
-from mlaforge.training.kl_loss import Shared, distillation_loss
+from mlaforge.training.kl_loss import SharedTargets, distillation_loss
 
 # The loss of unroll j counts so many times that of unroll j - 1.
 DECAY = 0.8
@@ -120,7 +120,7 @@ class Unrolled(nn.Module):
             weights.append(torch.full_like(which[-1], DECAY**j, dtype=torch.float32))
         # Side by side what is compared with the same logits.
         order = torch.cat(which).argsort(stable=True)
-        targets = Shared(states.final.to(self.wanted_head.dtype), self.wanted_head, torch.cat(which)[order])
+        targets = SharedTargets(states.final.to(self.wanted_head.dtype), self.wanted_head, torch.cat(which)[order])
         share = torch.cat(weights)[order] / (len(rows) * self.per_row)
         hidden = torch.cat(outs)[order]
         loss, _, _ = distillation_loss(hidden, self.student.lm_head.weight, targets, 1.0, weights_N=share)
@@ -209,8 +209,8 @@ class Validation:
     """Answers that nothing is trained on. They are the target's own greedy text, and drafts are made from its true
     states, so what is counted is what the engine would accept, but for near ties of another dtype or batch."""
 
-    goal = "steps_per_token"
-    shown: tuple[str, ...] = ("acceptance_length",)
+    metric_for_best = "steps_per_token"
+    progress_metrics: tuple[str, ...] = ("acceptance_length",)
 
     def __init__(self, rows: Rows, targets: Callable[[Rows], States], at_once: int):
         self.rows = [rows.take(part) for part in torch.arange(len(rows)).split(at_once)]
@@ -237,7 +237,7 @@ class Validation:
         return {
             "acceptance": [a / n if n else None for a, n in zip(accepted.tolist(), drafted.tolist(), strict=True)],
             "acceptance_length": tokens / steps,
-            self.goal: steps / tokens,
+            self.metric_for_best: steps / tokens,
         }
 
     def summary(self, metrics: dict[str, Any]) -> str:

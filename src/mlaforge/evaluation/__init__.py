@@ -1,1 +1,1 @@
-"""How good a model is: perplexity, a student beside its teacher, criteria, needles, tasks."""
+"""Evaluation of models: perplexity, comparison of a student with its teacher, criteria, needles, lm-eval tasks."""

@@ -1,4 +1,4 @@
-"""What a user may set of `eval`."""
+"""Options of `eval`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class EvalConfig(Options):
 
     first = ("text", "windows", "teacher", "student", "criteria")
 
-    text: str = option("embedded", "text to judge on: a file, a folder, or embedded (its held-out part)")
+    text: str = option("embedded", "evaluation text: a file, a folder, or embedded (its held-out part)")
     windows: int = option(8, "windows from the start of the text", "windows", least=1)
     seqlen: int = option(2048, "length of a window", "tokens", least=SHORTEST_WINDOW)
-    dtype: str = option("auto", "dtype to compute in", choices=DTYPES)
-    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
-    teacher: str | None = option(None, "with --criteria: the original")
-    student: str | None = option(None, "with --criteria: the converted or healed model that is judged")
-    criteria: str | None = option(None, "YAML file of what the student must fulfil beside the teacher")
+    dtype: str = option("auto", "compute dtype", choices=DTYPES)
+    device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...")
+    teacher: str | None = option(None, "with --criteria: the original model")
+    student: str | None = option(None, "with --criteria: the converted or healed model to evaluate")
+    criteria: str | None = option(None, "YAML file of criteria for the student in comparison with the teacher")

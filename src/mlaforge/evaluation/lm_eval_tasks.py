@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, question by question; local task files need no network."""
+"""Tasks of EleutherAI's lm-evaluation-harness, scored per question; local task files need no network."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mlaforge.runtime import UserError, install
 
 
 def scores(model: Any, tokenizer: Any, task: str, metric: str, limit: int | None) -> tuple[np.ndarray, bool, list[str]]:
-    """A causal LM's score on every question of a task, whether higher is better, and the questions' texts.
+    """Return a causal LM's score on every question of a task, whether higher is better, and the questions' texts.
 
-    task: a YAML file, or the name of a task that lm-eval has. Raises UserError where lm-eval is missing, or has no
-    such task or metric.
+    task: a YAML file, or the name of an lm-eval task. Raises UserError if lm-eval is missing, or has no such task or
+    metric.
     """
     try:
         import lm_eval

@@ -1,4 +1,4 @@
-"""`eval`: perplexity on token windows, the number that says what a conversion cost."""
+"""`eval`: perplexity on windows of tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, time
 
 
 def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = False) -> Manifest:
-    """Perplexity of a model, original or converted; writes an artifact if `out` is given.
+    """Measure the perplexity of a model, original or converted; write an artifact if `out` is given.
 
-    Raises UserError where a converted model was calibrated on this very text.
+    Raises UserError for text that a converted model was calibrated or healed on.
     """
     source = SourceModel.open(model)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.dtype)
-    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, judged=True)
-    remembered = source.path / overlap.PASSAGES
-    if remembered.is_file():
-        text = overlap.refuse_overlap(text, overlap.read_passages(remembered), f"of {model}")
+    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, evaluation=True)
+    passages_file = source.path / overlap.PASSAGES
+    if passages_file.is_file():
+        text = overlap.refuse_overlap(text, overlap.read_passages(passages_file), f"of {model}")
     source.check_tokens(text.ids)
     manifest = Manifest(
         "eval",
@@ -37,8 +37,8 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
         | record_names(config, "text"),
         inputs={"model": source.record, "text": text.describe()},
     )
-    if out is not None and (done := finished(out, manifest, overwrite, (source.path, config.text))):
-        return done
+    if out is not None and (previous := finished(out, manifest, overwrite, (source.path, config.text))):
+        return previous
     with nullcontext() if out is None else writing(out, manifest):
         with timed(manifest.seconds, "eval"), LayerStream(source, dtype, device) as stream:
             stream.check()
@@ -48,7 +48,7 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
         mean, n = float(losses.mean()), len(losses)
         if not math.isfinite(mean):
             raise UserError(
-                f"the loss of {model} is {mean}: its weights hold NaN or infinity, or it overflows in {dtype}"
+                f"the loss of {model} is {mean}: its weights contain NaN or infinity, or it overflows in {dtype}"
             )
         manifest.metrics = {
             "ppl": perplexity(losses),

@@ -1,1 +1,1 @@
-"""A converted model trained towards its original."""
+"""Healing: distillation of a converted model from its original."""

@@ -1,4 +1,4 @@
-"""Teacher and student side by side: one forward pass over both that gives the distillation loss of a batch."""
+"""Distillation of a student from a frozen teacher: the loss of a batch, trainable parameters, and validation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from mlaforge.data.packing import NO_LABEL, Rows
 from mlaforge.training.forward import final_states
-from mlaforge.training.kl_loss import Hidden, Targets, compare, distillation_loss
+from mlaforge.training.kl_loss import HiddenTargets, Targets, compare, distillation_loss
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
-    """What is minimised: the sum of these weights times their terms.
+class LossConfig:
+    """Temperature, and weights of the loss terms.
 
-    kl: KL(teacher | student) on logits / temperature, times temperature²; lm: cross-entropy of the text itself;
-    hidden, attention: squared error of every layer's output, and of its attention's, beside the teacher's own size.
+    kl: KL(teacher | student) of logits / temperature, times temperature². lm: cross-entropy with the text. hidden,
+    attention: squared error of the outputs of every layer and of its attention, relative to the teacher's.
     """
 
     temperature: float = 2.0
@@ -34,89 +34,90 @@ TERMS = ("loss", "kl", "lm", "hidden", "attention")
 
 
 class Distillation(nn.Module):
-    """A student (causal LM in training) and its frozen teacher, or None where the targets are given with each batch.
+    """A student (causal LM) and its frozen teacher; teacher None: targets are passed with each batch.
 
-    One module, so that what shards it gathers both heads where the loss is computed.
+    One module, so that FSDP gathers both language model heads before the loss is computed.
     """
 
     terms = TERMS
 
-    def __init__(self, student: Any, teacher: Any | None, loss: Loss):
+    def __init__(self, student: Any, teacher: Any | None, loss: LossConfig):
         super().__init__()
         self.student, self.teacher, self.loss = student, teacher, loss
         student.requires_grad_(False)
         if teacher is not None:
             teacher.requires_grad_(False)
             teacher.eval()
-        self._seen: dict[tuple[str, str, int], Tensor] = {}
+        self._outputs: dict[tuple[str, str, int], Tensor] = {}
         for name, model in (("student", student), ("teacher", teacher)):
             if model is not None:
-                self._watch(name, model)
+                self._register_hooks(name, model)
 
     def parts(self) -> list[tuple[Any, list[nn.Module]]]:
-        """Both models, and of each the layers that are sharded one by one."""
+        """Return each model with the layers to shard one by one."""
         return [(model, list(model.model.layers)) for model in (self.student, self.teacher) if model is not None]
 
-    def _watch(self, name: str, model: Any) -> None:
-        """Remembers what every layer, and its attention, puts out, where the loss wants to match them."""
+    def _register_hooks(self, name: str, model: Any) -> None:
+        """Record the outputs of all layers and their attentions that the loss compares."""
         for index, layer in enumerate(model.model.layers):
             for kind, module, weight in (
                 ("hidden", layer, self.loss.hidden), ("attention", layer.self_attn, self.loss.attention)
             ):  # fmt: skip
                 if weight:
 
-                    def keep(_: Any, __: Any, out: Any, key: tuple[str, str, int] = (name, kind, index)) -> None:
-                        self._seen[key] = out[0] if isinstance(out, tuple) else out
+                    def record(_: Any, __: Any, out: Any, key: tuple[str, str, int] = (name, kind, index)) -> None:
+                        self._outputs[key] = out[0] if isinstance(out, tuple) else out
 
-                    module.register_forward_hook(keep)
+                    module.register_forward_hook(record)
 
     def forward(self, rows: Rows, targets: Targets | None = None) -> Tensor:
-        """The loss of a batch and its terms, [5] as TERMS; only the first carries a gradient."""
+        """Return the loss of a batch and its terms, [5] in the order of TERMS; only the first carries a gradient."""
         if targets is None:
             assert self.teacher is not None
             with torch.no_grad():
-                targets = Hidden(final_states(self.teacher, rows), self.teacher.lm_head.weight)
+                targets = HiddenTargets(final_states(self.teacher, rows), self.teacher.lm_head.weight)
         loss, kl, lm = distillation_loss(
             final_states(self.student, rows), self.student.lm_head.weight, targets, self.loss.temperature, self.loss.kl,
             rows.labels.flatten(), self.loss.lm,
         )  # fmt: skip
         terms = []
         for kind, weight in (("hidden", self.loss.hidden), ("attention", self.loss.attention)):
-            term = self._mismatch(kind) if weight else torch.zeros_like(kl)
+            term = self._relative_error(kind) if weight else torch.zeros_like(kl)
             terms.append(term.detach())
             loss = loss + weight * term
-        self._seen.clear()
+        self._outputs.clear()
         return torch.stack((loss, kl, lm, *terms))
 
     @torch.no_grad()
-    def validate(self, rows: Rows, wanted: Hidden) -> Tensor:
-        """Sums over the rows' labelled tokens: the student's loss, the teacher's, KL at temperature 1 (nats), tokens
-        on whose likeliest successor both agree, and tokens; fp64 [5]."""
+    def validate(self, rows: Rows, teacher: HiddenTargets) -> Tensor:
+        """Return sums over the labelled tokens, fp64 [5]: student's loss, teacher's loss, KL at temperature 1 (nats),
+        tokens with the same most likely successor, and the number of tokens."""
         hidden = final_states(self.student, rows)
-        self._seen.clear()
+        self._outputs.clear()
         labels = rows.labels.flatten()
-        some = labels != NO_LABEL
-        device = hidden.device
-        theirs = wanted.hidden_NC.to(device)[some], wanted.head_VC
-        measures = compare((hidden[some], self.student.lm_head.weight), theirs, labels[some])
-        return torch.stack([*(part.double().sum() for part in measures), some.sum().double()]).cpu()
+        labelled = labels != NO_LABEL
+        teacher_outputs = teacher.hidden_NC.to(hidden.device)[labelled], teacher.head_VC
+        measures = compare((hidden[labelled], self.student.lm_head.weight), teacher_outputs, labels[labelled])
+        return torch.stack([*(part.double().sum() for part in measures), labelled.sum().double()]).cpu()
 
-    def _mismatch(self, kind: str) -> Tensor:
-        """Mean over layers and tokens of |student - teacher|² / |teacher|²: each token beside its own size, because
-        some are hundreds of times larger than others."""
-        parts = []
-        for (name, of, index), ours in self._seen.items():
-            if name == "student" and of == kind:
-                theirs = self._seen["teacher", kind, index].float()
-                size = theirs.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
-                parts.append(((ours.float() - theirs).square().sum(-1) / size).mean())
-        return torch.stack(parts).mean()
+    def _relative_error(self, kind: str) -> Tensor:
+        """Return the mean over layers and tokens of |student - teacher|² / |teacher|². Relative per token, because the
+        norms of tokens differ by factors of hundreds."""
+        errors = []
+        for (name, output_kind, index), student_output in self._outputs.items():
+            if name == "student" and output_kind == kind:
+                teacher_output = self._outputs["teacher", kind, index].float()
+                size = teacher_output.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+                errors.append(((student_output.float() - teacher_output).square().sum(-1) / size).mean())
+        return torch.stack(errors).mean()
 
 
 def trainable(student: Any, subset: str) -> list[str]:
-    """Names of the parameters that a subset trains. `projections`: the matrices that conversion made, and their
-    biases and norms; `attention`: all of every converted layer's attention; `all`: everything. An index of tokens
-    stays: a choice has no gradient."""
+    """Return the names of the parameters that a subset trains.
+
+    projections: the matrices that conversion created, with biases and norms. attention: the whole attention of every
+    converted layer. all: everything. The index of a sparse layer is never trained: a selection has no gradient.
+    """
     if subset == "all":
         return [name for name, _ in student.named_parameters() if ".self_attn.index." not in name]
     names = []
@@ -125,7 +126,7 @@ def trainable(student: Any, subset: str) -> list[str]:
         if not hasattr(attention, "kv_b_proj"):
             continue
         converted = {"kv_a_proj_with_mqa", "kv_b_proj", "q_norm", "k_norm", "q_a_proj", "q_b_proj"}
-        # In the layout `latent` an unfactored q_proj is the source's own.
+        # In the layout `latent`, an unfactored q_proj is unchanged from the source model.
         if attention.layout == "latent_rope":
             converted.add("q_proj")
         names += [
@@ -137,28 +138,28 @@ def trainable(student: Any, subset: str) -> list[str]:
 
 
 class Validation:
-    """Rows that nothing is trained on, and what the teacher computes on them, once. Judged by `goal`, which falls."""
+    """Held-out rows with the teacher's hidden states, which are computed once."""
 
-    goal = "kl"
-    shown: tuple[str, ...] = ("kl", "ppl")
+    metric_for_best = "kl"
+    progress_metrics: tuple[str, ...] = ("kl", "ppl")
 
     @torch.no_grad()
-    def __init__(self, teacher: Any, rows: Rows, at_once: int):
-        self.rows = [rows.take(part) for part in torch.arange(len(rows)).split(at_once)]
+    def __init__(self, teacher: Any, rows: Rows, micro_rows: int):
+        self.rows = [rows.take(part) for part in torch.arange(len(rows)).split(micro_rows)]
         device = teacher.device
-        # A copy: the teacher's own may be sharded, or be gone, by the time it is needed.
+        # A copy, because the teacher may be sharded or deleted later.
         self.head = teacher.lm_head.weight.detach().clone()
         self.states = [final_states(teacher, part.to(device)).cpu() for part in self.rows]
 
     def measure(self, model: Distillation) -> dict[str, float]:
-        """The student's perplexity and the teacher's, KL(teacher | student) at temperature 1 in nats per token, and
-        the share of tokens on which both think the same successor likeliest."""
+        """Return the perplexities of student and teacher, KL(teacher | student) at temperature 1 in nats per token, and
+        the share of tokens with the same most likely successor (top1)."""
         sums = torch.zeros(5, dtype=torch.float64)
         for rows, states in zip(self.rows, self.states, strict=True):
-            sums += model.validate(rows.to(self.head.device), Hidden(states, self.head))
-        ours, theirs, kl, same = (sums[:4] / sums[4]).tolist()
-        return {"ppl": math.exp(min(ours, 700.0)), "teacher_ppl": math.exp(theirs), "kl": kl, "top1": same}
+            sums += model.validate(rows.to(self.head.device), HiddenTargets(states, self.head))
+        loss, teacher_loss, kl, top1 = (sums[:4] / sums[4]).tolist()
+        return {"ppl": math.exp(min(loss, 700.0)), "teacher_ppl": math.exp(teacher_loss), "kl": kl, "top1": top1}
 
     def summary(self, metrics: dict[str, Any]) -> str:
-        """`measure`'s result in words."""
+        """Format the metrics of `measure` for a log line."""
         return f"validation ppl {metrics['ppl']:.4f} (teacher {metrics['teacher_ppl']:.4f}), KL {metrics['kl']:.5f}"

@@ -1,1 +1,1 @@
-"""Sparse attention: an index for a model, so that what it generates reads only tokens that matter."""
+"""Sparse attention: token indexes for a model, so that decoding reads only selected tokens."""

@@ -1,4 +1,4 @@
-"""What a user may set of `sparsify`."""
+"""Options of `sparsify`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class SparsifyConfig(Options):
     first = ("topk", "text", "share", "width", "window")
 
     topk: int = option(
-        1024, "tokens that a generated token reads in each layer, forced ones among them", "tokens", least=2
+        1024, "tokens that a generated token reads per layer, including those that are always read", "tokens", least=2
     )
-    text: str = option("embedded", "text that shows what queries look for: a file, a folder or embedded")
-    share: int = option(1, "layers that read one selection, the first of them with an index", "layers", least=1)
+    text: str = option("embedded", "calibration text for the indexes: a file, a folder or embedded")
+    share: int = option(1, "layers that share one selection; the first of them has the index", "layers", least=1)
     placement: str = option(
         "even",
-        "measured: topk is the mean; each layer's own, and which layers have an index, follow from what they lose",
+        "measured: each layer's topk (with this mean) and which layers have an index follow from their measured loss",
         choices=("even", "measured"),
     )
-    width: int = option(DEFAULT_INDEX, "numbers of a token's index key, a byte each", "numbers", least=8)
+    width: int = option(DEFAULT_INDEX, "elements of a token's index key, one byte each", "numbers", least=8)
     sink: int = option(4, "first tokens that are always read", "tokens", least=0)
     window: int = option(128, "newest tokens that are always read", "tokens", least=1)
-    stride: int = option(0, "the first of every so many tokens is always read; 0: none", "tokens", least=0)
-    nsamples: int = option(4, "windows of the text", "windows", least=1)
-    seqlen: int = option(2048, "their length", "tokens", least=SHORTEST_WINDOW)
-    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
-    seed: int = option(0, "seed of the choice of windows")
+    stride: int = option(0, "every stride-th token is always read; 0: none", "tokens", least=0)
+    nsamples: int = option(4, "calibration windows", "windows", least=1)
+    seqlen: int = option(2048, "length of a calibration window", "tokens", least=SHORTEST_WINDOW)
+    device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...")
+    seed: int = option(0, "seed for the choice of windows")

@@ -1,9 +1,9 @@
-"""Where a selection costs what: how many tokens each layer reads, and which layers have an index of their own.
+"""Measured placement of indexes: the token budget of each layer, and which layers have their own index.
 
-One layer at a time reads a selection, and the others read all. What that does to the model is KL(dense | sparse) of its
-next tokens. The divergences of several layers are taken to add up; benchmarks/sparsity.py judges what comes of it.
+One layer at a time reads a selection while the others read all tokens; its cost is KL(dense | sparse) of the next-token
+distribution. Costs of several layers are assumed to add up; benchmarks/sparsity.py evaluates the result.
 
-Legend: T tokens of a window, k tokens that are read.
+Legend: T tokens of a window, L layers that are not dense, k tokens that are read.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from mlaforge.runtime import progress_bar
 from mlaforge.tensor_store import TensorStore
 from mlaforge.training import kl_loss
 
-# Budgets are measured at these parts of the mean one, and lie between the least and the most of them.
-PARTS = (0.5, 1.0, 2.0)
-# A window is so many times as long as the mean budget. Its last tokens are judged, at the most so many; those before
-# them are a prompt, which is read densely and once.
-LONGER, JUDGED = 8, 1024
-# Tokens by which a budget grows.
-STEP = 16
+# Measured budgets as fractions of the mean budget; a layer's budget lies between the first and the last.
+BUDGET_FRACTIONS = (0.5, 1.0, 2.0)
+# Length of a window as a multiple of the mean budget. The divergence is measured on its last tokens, at most
+# EVAL_TOKENS; the tokens before them are a prompt, which is read densely and once.
+WINDOW_PER_BUDGET, EVAL_TOKENS = 8, 1024
+# Resolution of a budget in tokens.
+BUDGET_STEP = 16
 
 
 class Divergences:
-    """Nats per token of a sparse model whose L layers without a window all have an index.
+    """Divergences in nats per token of a sparse model in which all L layers without a window have an index.
 
-    `own` [L, budgets] is a layer's that reads what its index chooses; `taken` [L, distances] of one that reads what the
-    layer so many indexes before it chose at the mean budget.
+    indexed [L, budgets]: of a layer that reads the selection of its own index. shared [L, distances]: of a layer that
+    reads the selection of the layer 1, 2, ... indexes before it, at the mean budget.
     """
 
     def __init__(self, stream: LayerStream, topk: int, distances: int):
@@ -45,42 +45,44 @@ class Divergences:
         assert stream.sparsity is not None
         self.sparsity = stream.sparsity
         forced = self.sparsity.sink + self.sparsity.window
-        self.budgets = [max(int(part * topk), forced + 1) for part in PARTS]
-        self.own = torch.zeros(len(self.layers), len(PARTS))
-        self.taken = torch.zeros(len(self.layers), distances)
+        self.budgets = [max(int(part * topk), forced + 1) for part in BUDGET_FRACTIONS]
+        self.indexed = torch.zeros(len(self.layers), len(BUDGET_FRACTIONS))
+        self.shared = torch.zeros(len(self.layers), distances)
 
     @torch.no_grad()
     def measure(self, windows: Sequence[Tensor], work: TensorStore) -> None:
-        """The means over windows of token ids [T]; those in `work` are not measured again. The whole model is in memory
-        meanwhile."""
-        each = self.own.numel() + sum(min(n, self.distances) for n in range(len(self.layers)))
+        """Measure the means over windows of token ids [T], except windows that `work` has already.
+
+        Needs memory for the whole model.
+        """
+        passes = self.indexed.numel() + sum(min(n, self.distances) for n in range(len(self.layers)))
         with ExitStack() as stack:
             loaded = [stack.enter_context(self.stream.layer(i)) for i in range(self.stream.num_layers)]
             head = stack.enter_context(self.stream.head())
-            bar = stack.enter_context(progress_bar("placement", each * len(windows)))
+            bar = stack.enter_context(progress_bar("placement", passes * len(windows)))
             for n, ids in enumerate(windows):
                 name = f"divergences-{n:04d}"
                 if name in work:
-                    bar.update(each)
+                    bar.update(passes)
                 else:
                     work[name] = self._window(loaded, head, ids, bar)
-                self.own += work[name]["own"] / len(windows)
-                self.taken += work[name]["taken"] / len(windows)
+                self.indexed += work[name]["own"] / len(windows)
+                self.shared += work[name]["taken"] / len(windows)
 
     def _window(self, loaded: list[Any], head: tuple[Any, Tensor], ids: Tensor, bar: Any) -> dict[str, Tensor]:
         sparsity, norm, weight = self.sparsity, *head
-        sparses = [loaded[i].self_attn.sparse for i in self.layers]
-        for sparse in sparses:
+        selectors = [loaded[i].self_attn.sparse for i in self.layers]
+        for sparse in selectors:
             sparse.topk = len(ids)
-        # As transformers' own makes it without a config, it holds all of a layer with a window, too.
-        past, prompt = DynamicCache(), len(ids) - min(JUDGED, len(ids) // 2)
+        # Without a config, transformers' cache stores all tokens of layers with a window too.
+        past, prompt = DynamicCache(), len(ids) - min(EVAL_TOKENS, len(ids) // 2)
         hidden, states = (self.stream.embed(part[None]) for part in (ids[:prompt], ids[prompt:]))
         inputs = []
         for i, layer in enumerate(loaded):
             hidden = self._run(layer, i, hidden, past, 0)
             inputs.append(states)
             states = self._run(layer, i, states, past, prompt)
-        _forget(past, prompt)
+        _truncate(past, prompt)
         expected, rows = (
             (norm(states)[0], weight),
             torch.zeros(states.shape[1], dtype=torch.int64, device=weight.device),
@@ -90,49 +92,52 @@ class Divergences:
             states = inputs[start]
             for i in range(start, self.stream.num_layers):
                 states = self._run(loaded[i], i, states, past, prompt)
-            _forget(past, prompt)
+            _truncate(past, prompt)
             bar.update()
             return float(kl_loss.compare((norm(states)[0], weight), expected, rows)[2].mean())
 
-        found = {"own": torch.zeros_like(self.own), "taken": torch.zeros_like(self.taken)}
-        chosen: list[Tensor] = []
-        for n, (layer, sparse) in enumerate(zip(self.layers, sparses, strict=True)):
+        # The keys are those of the work files on disk.
+        divergences = {"own": torch.zeros_like(self.indexed), "taken": torch.zeros_like(self.shared)}
+        selections: list[Tensor] = []
+        for n, (layer, sparse) in enumerate(zip(self.layers, selectors, strict=True)):
             index, sparse.index, sparse.topk = sparse.index, None, self.topk
-            for d, sparsity.chosen in enumerate(chosen):
-                found["taken"][n, d] = divergence(layer)
+            for d, sparsity.chosen in enumerate(selections):
+                divergences["taken"][n, d] = divergence(layer)
             sparse.index = index
             for b, sparse.topk in enumerate(self.budgets):
-                found["own"][n, b] = divergence(layer)
+                divergences["own"][n, b] = divergence(layer)
                 if sparse.topk == self.topk:
-                    choice = sparsity.chosen
-            chosen = [choice, *chosen][: self.distances]
+                    selection = sparsity.chosen
+            selections = [selection, *selections][: self.distances]
             sparse.topk = len(ids)
-        return found
+        return divergences
 
     def _run(self, layer: Any, index: int, hidden_1TC: Tensor, past: Any, first: int) -> Tensor:
-        """A layer on tokens from position `first` on; those before them are in `past`."""
+        """Run a layer on tokens from position `first` on; the cache `past` has those before them."""
         stream, T = self.stream, hidden_1TC.shape[1]
-        at = torch.arange(first + T, device=hidden_1TC.device)
-        own, window = at[first:], stream.spec.layers[index].window
+        key_positions = torch.arange(first + T, device=hidden_1TC.device)
+        positions, window = key_positions[first:], stream.spec.layers[index].window
         mask = None
         if first or window is not None:
-            behind = own[:, None] - at
-            mask = ((behind >= 0) & (behind < (window or len(at))))[None, None]
-        turned = stream.decoder.rotary_emb(hidden_1TC, own[None])
-        # By place: transformers 5.24 gave the cache another name.
-        out: Tensor = layer(hidden_1TC, mask, own[None], past, position_embeddings=turned)
+            distances = positions[:, None] - key_positions
+            mask = ((distances >= 0) & (distances < (window or len(key_positions))))[None, None]
+        embeddings = stream.decoder.rotary_emb(hidden_1TC, positions[None])
+        # Positional, because transformers 5.24 renamed the cache argument.
+        out: Tensor = layer(hidden_1TC, mask, positions[None], past, position_embeddings=embeddings)
         return out
 
 
-def _forget(past: Any, tokens: int) -> None:
-    """Leaves the first tokens in every layer; not all have more."""
-    for held in past.layers:
-        held.keys, held.values = held.keys[..., :tokens, :], held.values[..., :tokens, :]
+def _truncate(past: Any, tokens: int) -> None:
+    """Truncate the cache of every layer to its first tokens."""
+    for layer in past.layers:
+        layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
 
 
-def place(divergences: Divergences, share: int) -> dict[str, Any]:
-    """Config's `indexer_types` and `index_topk_per_layer`: of `share` layers that are not dense one has an index, the
-    mean budget is `topk`, and the divergences' sum is the least."""
+def place_indexes(divergences: Divergences, share: int) -> dict[str, Any]:
+    """Return `indexer_types` and `index_topk_per_layer` for config.json that minimise the sum of the divergences.
+
+    One in `share` layers that are not dense has an index, and the mean budget is `topk`.
+    """
     num_layers = divergences.stream.num_layers
     kinds, budgets = ["dense"] * num_layers, [divergences.topk] * num_layers
     runs = _runs(divergences, share)
@@ -144,34 +149,36 @@ def place(divergences: Divergences, share: int) -> dict[str, Any]:
 
 
 def _runs(divergences: Divergences, share: int) -> list[list[int]]:
-    """Layers that read one selection, by dynamic programming over where indexes stand."""
+    """Return the groups of layers that share a selection, by dynamic programming over the positions of the indexes."""
     layers = divergences.layers
-    extra = (divergences.taken - divergences.own[:, PARTS.index(1.0), None]).tolist()
+    extra = (divergences.shared - divergences.indexed[:, BUDGET_FRACTIONS.index(1.0), None]).tolist()
     count = math.ceil(len(layers) / share)
-    # (layers, indexes) -> the least that so many first layers diverge by, and where their last index stands.
-    least: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    # (layers, indexes) -> minimum divergence of the first layers with so many indexes, and the layer of the last index.
+    best_costs: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
     for start in range(len(layers)):
         cost = 0.0
         for distance in range(min(divergences.distances + 1, len(layers) - start)):
             cost += extra[start + distance][distance - 1] if distance else 0.0
             for indexes in range(count):
-                if (start, indexes) in least:
-                    key, total = (start + distance + 1, indexes + 1), least[start, indexes][0] + cost
-                    least[key] = min(least.get(key, (math.inf, 0)), (total, start))
+                if (start, indexes) in best_costs:
+                    key, total = (start + distance + 1, indexes + 1), best_costs[start, indexes][0] + cost
+                    best_costs[key] = min(best_costs.get(key, (math.inf, 0)), (total, start))
     runs, end = list[list[int]](), len(layers)
     for indexes in range(count, 0, -1):
-        start = least[end, indexes][1]
+        start = best_costs[end, indexes][1]
         runs, end = [layers[start:end], *runs], start
     return runs
 
 
 def _budgets(divergences: Divergences, runs: list[list[int]]) -> list[int]:
-    """Each run's k, by the price of a token at which the mean is not above topk."""
-    grid = range(divergences.budgets[0], divergences.budgets[-1] + 1, STEP)
-    # Between budgets that were measured a divergence is taken for a power of k.
-    by_layer = dict(zip(divergences.layers, divergences.own.clamp_min(1e-12).log().numpy(), strict=True))
-    at = np.log(divergences.budgets)
-    curves = [np.sum([np.exp(np.interp(np.log(grid), at, by_layer[i])) for i in layers], axis=0) for layers in runs]
+    """Return the budget of each run, by bisection of a price per token until the mean is at most topk."""
+    grid = range(divergences.budgets[0], divergences.budgets[-1] + 1, BUDGET_STEP)
+    # Log-log interpolation: between measured budgets, the divergence is assumed to be a power of k.
+    by_layer = dict(zip(divergences.layers, divergences.indexed.clamp_min(1e-12).log().numpy(), strict=True))
+    measured = np.log(divergences.budgets)
+    curves = [
+        np.sum([np.exp(np.interp(np.log(grid), measured, by_layer[i])) for i in layers], axis=0) for layers in runs
+    ]
     sizes = [*map(len, runs)]
 
     def budgets(price: float) -> list[int]:

@@ -1,7 +1,8 @@
-"""`sparsify`: a model in, the same with an index of its tokens out; what it generates then reads a selection.
+"""`sparsify`: add token indexes to a model, so that decoding reads only selected tokens.
 
-The model is run once over a text, one layer at a time; each layer's index follows from what its queries and keys do
-there (factorization/token_index.py). OUT has MODEL's shards as they are, one more with the indexes, and a config.
+The model runs once over a text, one layer at a time; each layer's index is computed from the statistics of its queries
+and keys (factorization/token_index.py). OUT contains MODEL's shards unchanged, one more shard with the indexes, and a
+config.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 import mlaforge.modeling
 from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
 from mlaforge.checkpoint import loading
-from mlaforge.checkpoint.converted_config import INDEX_NUMBERS, is_sparse
+from mlaforge.checkpoint.converted_config import INDEX_MULTIPLE, is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.reader import INDEX, SINGLE, Reader
 from mlaforge.checkpoint.source_model import SourceModel
@@ -29,16 +30,16 @@ from mlaforge.data import corpus, overlap
 from mlaforge.factorization.layer import mla_classes
 from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.sparsity.config import SparsifyConfig
-from mlaforge.sparsity.observation import Observation
-from mlaforge.sparsity.placement import LONGER, PARTS, Divergences, place
+from mlaforge.sparsity.observation import LayerObserver
+from mlaforge.sparsity.placement import BUDGET_FRACTIONS, WINDOW_PER_BUDGET, Divergences, place_indexes
 from mlaforge.tensor_store import TensorStore
 
-SHARD, ONE_OF_ONE = "model-index.safetensors", "model-00001-of-00001.safetensors"
+INDEX_SHARD, RENAMED_SINGLE = "model-index.safetensors", "model-00001-of-00001.safetensors"
 
 
 def layer_kinds(source: SourceModel, share: int) -> list[str]:
-    """Config's `indexer_types`: layers with a sliding window stay dense, of `share` others in a row the first has an
-    index."""
+    """Return `indexer_types` for config.json: layers with a sliding window are dense; of every `share` consecutive
+    others, the first has an index."""
     kinds, number = [], 0
     for layer in source.spec.layers:
         if layer.window is not None:
@@ -52,24 +53,24 @@ def layer_kinds(source: SourceModel, share: int) -> list[str]:
 
 
 def settings(source: SourceModel, config: SparsifyConfig) -> dict[str, Any]:
-    """config.json of the result. Raises UserError for what contradicts."""
+    """Return config.json of the result. Raises UserError for contradictory options."""
     forced = config.sink + config.window
     if config.topk <= forced:
         raise UserError(
-            f"topk = {config.topk} must be above the {forced} tokens that are read in any case (sink {config.sink}, "
+            f"topk = {config.topk} must be above the {forced} tokens that are always read (sink {config.sink}, "
             f"window {config.window})"
         )
-    if config.width % INDEX_NUMBERS:
-        raise UserError(f"width = {config.width} must be a multiple of {INDEX_NUMBERS}")
+    if config.width % INDEX_MULTIPLE:
+        raise UserError(f"width = {config.width} must be a multiple of {INDEX_MULTIPLE}")
     raw, layer = source.config, source.spec.layers[0]
-    own = {} if source.converted else {
+    dense_fields = {} if source.converted else {
         **mla_classes(raw), "kv_lora_rank": 0, "qk_nope_head_dim": layer.head_dim, "v_head_dim": layer.head_dim,
         "softmax_scale": source.spec.softmax_scale, "mla_layer_types": ["gqa"] * source.spec.num_layers,
         "mla_kv_lora_ranks": [0] * source.spec.num_layers,
     }  # fmt: skip
     return {
         **{name: value for name, value in raw.items() if name not in ("_name_or_path", "transformers_version")},
-        **own,
+        **dense_fields,
         "index_kind": "pairs",
         "index_topk": config.topk,
         "index_head_dim": config.width,
@@ -81,31 +82,31 @@ def settings(source: SourceModel, config: SparsifyConfig) -> dict[str, Any]:
 
 
 def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) -> Manifest:
-    """Makes MODEL, original or converted, sparse in the new directory `out`, and returns its manifest.
+    """Write the sparse version of MODEL, original or converted, into the new directory `out`; return its manifest.
 
-    Raises UserError for the user's mistakes; `out` is either complete or untouched.
+    Raises UserError for invalid inputs; `out` is always either complete or untouched.
     """
     source = SourceModel.open(model)
     if is_sparse(source.config):
-        raise UserError(f"{source} is sparse already; sparsify the model that it was made of")
+        raise UserError(f"{source} is sparse already; sparsify the model that it was made from")
     measured = config.placement == "measured"
-    made = settings(source, dataclasses.replace(config, share=1) if measured else config)
+    output_config = settings(source, dataclasses.replace(config, share=1) if measured else config)
     if config.share > 1 and not measured:
-        log(f"share = {config.share}: which layers share was not measured; --placement measured loses far less")
+        log(f"share = {config.share}: the sharing layers are not measured; --placement measured loses far less")
     device = resolve_device(config.device)
     windows = corpus.windows(source.tokenizer, config.text, config.nsamples, config.seqlen, seed=config.seed)
-    used = [windows, *([long_windows(source, config)] if measured else [])]
-    for each in used:
-        source.check_tokens(each.ids)
+    texts = [windows, *([long_windows(source, config)] if measured else [])]
+    for text in texts:
+        source.check_tokens(text.ids)
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "device"}
     manifest = Manifest(
         "sparsify",
         config=options | record_names(config, "text"),
         inputs={"model": {**source.record, "model_type": source.model_type}, "text": windows.describe()},
     )
-    if done := finished(out, manifest, overwrite, (source.path, config.text)):
+    if previous := finished(out, manifest, overwrite, (source.path, config.text)):
         log(f"{out} is finished already")
-        return done
+        return previous
     dtype = torch.float32 if device.type == "cpu" else source.dtype
     losses: dict[int, float] = {}
     with writing(out, manifest, resumable=measured) as partial:
@@ -113,35 +114,42 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
         with LayerStream(source, dtype, device) as stream, timed(manifest.seconds, "index"):
             stream.check()
             if "index" not in work:
-                work["index"] = learn(stream, windows.ids, made["indexer_types"], config.width)
+                work["index"] = learn_index(stream, windows.ids, output_config["indexer_types"], config.width)
             tensors = work["index"]
         with timed(manifest.seconds, "write"):
-            write(source, partial, made, tensors)
+            write(source, partial, output_config, tensors)
         if measured:
             with LayerStream(partial, dtype, device) as stream, timed(manifest.seconds, "placement"):
                 divergences = Divergences(stream, config.topk, 2 * config.share - 1 if config.share > 1 else 0)
-                divergences.measure(list(used[1].ids), work)
-            made |= place(divergences, config.share)
-            losses = dict(zip(divergences.layers, divergences.own[:, PARTS.index(1.0)].tolist(), strict=True))
-            kept = {f".{i}." for i, kind in enumerate(made["indexer_types"]) if kind == "full"}
+                divergences.measure(list(texts[1].ids), work)
+            output_config |= place_indexes(divergences, config.share)
+            losses = dict(
+                zip(divergences.layers, divergences.indexed[:, BUDGET_FRACTIONS.index(1.0)].tolist(), strict=True)
+            )
+            indexed_layers = {f".{i}." for i, kind in enumerate(output_config["indexer_types"]) if kind == "full"}
             with timed(manifest.seconds, "write"):
-                write(source, partial, made, {n: t for n, t in tensors.items() if any(layer in n for layer in kept)})
+                write(
+                    source,
+                    partial,
+                    output_config,
+                    {n: t for n, t in tensors.items() if any(layer in n for layer in indexed_layers)},
+                )
         passages_file = source.path / overlap.PASSAGES
-        known = overlap.read_passages(passages_file) if passages_file.is_file() else []
-        overlap.write_passages(partial, sorted({*known, *(p for each in used for p in overlap.passages(each))}))
-        per_token = config.width * made["indexer_types"].count("full")
+        tuned = overlap.read_passages(passages_file) if passages_file.is_file() else []
+        overlap.write_passages(partial, sorted({*tuned, *(p for text in texts for p in overlap.passages(text))}))
+        per_token = config.width * output_config["indexer_types"].count("full")
         manifest.metrics["cache"] = {"index_bytes_per_token": per_token}
-        read = made.get("index_topk_per_layer") or [config.topk] * source.spec.num_layers
+        budgets = output_config.get("index_topk_per_layer") or [config.topk] * source.spec.num_layers
         manifest.metrics["layers"] = [
-            {"kind": kind, "topk": None if kind == "dense" else read[i], "kl": losses.get(i)}
-            for i, kind in enumerate(made["indexer_types"])
+            {"kind": kind, "topk": None if kind == "dense" else budgets[i], "kl": losses.get(i)}
+            for i, kind in enumerate(output_config["indexer_types"])
         ]
     return manifest
 
 
 def long_windows(source: SourceModel, config: SparsifyConfig) -> corpus.Windows:
-    """What placement is measured on. UserError where the text or the model's context is too short."""
-    length = LONGER * config.topk
+    """Return the windows for measured placement. Raises UserError if the text or the model's context is too short."""
+    length = WINDOW_PER_BUDGET * config.topk
     if length > source.spec.max_position_embeddings:
         raise UserError(
             f"placement of topk = {config.topk} is measured on windows of {length} tokens, and the model's context is "
@@ -156,45 +164,49 @@ def long_windows(source: SourceModel, config: SparsifyConfig) -> corpus.Windows:
         ) from None
 
 
-def learn(stream: LayerStream, ids_NT: Tensor, kinds: list[str], width: int) -> dict[str, Tensor]:
-    """The index tensors of all layers whose kind is full, by their names in the checkpoint."""
+def learn_index(stream: LayerStream, ids_NT: Tensor, kinds: list[str], width: int) -> dict[str, Tensor]:
+    """Return the index tensors of all layers of kind full, by checkpoint name."""
     tensors: dict[str, Tensor] = {}
-    seen: dict[int, Observation] = {}
+    observers: dict[int, LayerObserver] = {}
 
-    def see(index: int, number: int, states: Tensor) -> None:
+    def observe(index: int, number: int, states: Tensor) -> None:
         if kinds[index] != "full":
             return
-        if index not in seen:
-            seen[index] = Observation(stream, index)
-        seen[index].add(states)
+        if index not in observers:
+            observers[index] = LayerObserver(stream, index)
+        observers[index].add(states)
         if number == len(ids_NT) - 1:
             prefix = f"model.layers.{index}.self_attn.index."
-            tensors.update({prefix + name: tensor for name, tensor in seen.pop(index).index(width).items()})
+            tensors.update({prefix + name: tensor for name, tensor in observers.pop(index).index(width).items()})
 
-    stream.last_states(list(ids_NT), "index", see)
+    stream.last_states(list(ids_NT), "index", observe)
     return tensors
 
 
-def write(source: SourceModel, out: Path, made: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Fills the directory `out`: MODEL's shards byte for byte, the indexes, config and what else a model needs."""
+def write(source: SourceModel, out: Path, output_config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write the model into the directory `out`: unchanged shards, index tensors, config, tokenizer and model code."""
     dtype = source.dtype
     stored = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     with Reader(source.path) as reader:
-        # Where there is a file of this name, loaders do not look for others.
-        names = {shard: ONE_OF_ONE if shard == SINGLE else shard for shard in reader.shards}
-        weight_map = {name: names[shard] for name, shard in reader.weight_map.items()} | dict.fromkeys(stored, SHARD)
+        # Loaders ignore the index if a file has the name of a single-file checkpoint.
+        names = {shard: RENAMED_SINGLE if shard == SINGLE else shard for shard in reader.shards}
+        weight_map = {name: names[shard] for name, shard in reader.weight_map.items()} | dict.fromkeys(
+            stored, INDEX_SHARD
+        )
     for shard, name in names.items():
         shutil.copyfile(source.path / shard, out / name)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, out / SHARD, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()}, out / INDEX_SHARD, metadata={"format": "pt"}
+    )
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    (out / "config.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(output_config, indent=2) + "\n", encoding="utf-8")
     copy_companions(source.path, out)
     for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
         shutil.copyfile(path, out / path.name)
     with Reader(out) as reader:
-        reader.check_shapes(*loading.expected_tensors(made))
+        reader.check_shapes(*loading.expected_tensors(output_config))
 
 
 sparsify = by_keywords(run, SparsifyConfig)

@@ -1,6 +1,6 @@
-"""Numbered prompts, continued by the engine many at a time, and on disk what came of each of them.
+"""Batched generation for numbered prompts, with a resumable journal of the results.
 
-What is finished is a line of a .jsonl file at once, so that a killed run loses only what was under way.
+Each finished prompt is appended to a .jsonl file at once, so a killed run loses only the prompts in progress.
 """
 
 from __future__ import annotations
@@ -21,72 +21,77 @@ Line = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
-    """A prompt to continue; `note` is whatever its asker wants back with the answer."""
+class GenerationRequest:
+    """A prompt to continue; `tag` is returned to the caller with the output."""
 
     prompt_ids: list[int]
     params: SamplingParams
-    note: Any = None
+    tag: Any = None
 
 
-# What becomes of a number: it is asked, or its line is known.
-Begin = Callable[[int], Ask | Line]
-# What becomes of an answer's token ids: another question under the same number, or its line.
-Answered = Callable[[int, Ask, list[int]], Ask | Line]
+# Number -> its first request, or its finished line where nothing needs to be generated.
+Start = Callable[[int], GenerationRequest | Line]
+# Number, request and generated token ids -> a follow-up request under the same number, or its finished line.
+HandleOutput = Callable[[int, GenerationRequest, list[int]], GenerationRequest | Line]
 
 
 class Journal:
-    """A file of lines by number; `lines` are those of it, `under_way` the numbers that wait or run, with the token ids
-    that have come so far."""
+    """A .jsonl file with one line per number.
+
+    lines: the finished lines by number. in_progress: number -> token ids generated so far, for queued and running
+    requests.
+    """
 
     def __init__(self, path: Path):
-        self.path, self.lines, self.under_way = path, dict[int, Line](), dict[int, list[int]]()
+        self.path, self.lines, self.in_progress = path, dict[int, Line](), dict[int, list[int]]()
         if path.exists():
-            # The last line of a killed run may be torn. It is cut off in place: a full disk has room for that.
-            written = path.read_bytes()
-            whole = written[: written.rfind(b"\n") + 1]
-            self.lines = {line["number"]: line for line in map(json.loads, whole.splitlines())}
-            os.truncate(path, len(whole))
+            # The last line of a killed run may be incomplete. Truncation in place works on a full disk too.
+            content = path.read_bytes()
+            complete = content[: content.rfind(b"\n") + 1]
+            self.lines = {line["number"]: line for line in map(json.loads, complete.splitlines())}
+            os.truncate(path, len(complete))
 
     def run(
-        self, engine: Engine, following: Callable[[], int | None], begin: Begin, answered: Answered, bar: Any,
-        done: Callable[[], int],
+        self, engine: Engine, next_number: Callable[[], int | None], start: Start, handle_output: HandleOutput,
+        progress: Any, count_done: Callable[[], int],
     ) -> None:  # fmt: skip
-        """Goes through the numbers that `following` gives (None: no more for now) until nothing is under way.
+        """Process the numbers that `next_number` returns (None: no more for now) until no request is in progress.
 
-        Twice as many wait or run as run together. After every step `bar` stands at what is `done`.
+        Queued and running requests together are at most 2 · max_num_seqs. `progress` is set to `count_done()` after
+        every engine step.
         """
-        asked: dict[str, tuple[int, Ask]] = {}
-        began, tokens, turns = time.perf_counter(), 0, 0
+        requests: dict[str, tuple[int, GenerationRequest]] = {}
+        started, tokens, added = time.perf_counter(), 0, 0
 
-        def take(number: int, what: Ask | Line, file: TextIO) -> None:
-            nonlocal turns
-            if isinstance(what, Ask):
-                turns += 1
-                engine.add(f"{number}, {turns}", what.prompt_ids, what.params)
-                asked[f"{number}, {turns}"], self.under_way[number] = (number, what), []
+        def submit(number: int, item: GenerationRequest | Line, file: TextIO) -> None:
+            """Add a request to the engine, or write a finished line."""
+            nonlocal added
+            if isinstance(item, GenerationRequest):
+                added += 1
+                engine.add(f"{number}, {added}", item.prompt_ids, item.params)
+                requests[f"{number}, {added}"], self.in_progress[number] = (number, item), []
                 return
-            self.lines[number] = {"number": number, **what}
-            self.under_way.pop(number, None)
+            self.lines[number] = {"number": number, **item}
+            self.in_progress.pop(number, None)
             file.write(json.dumps(self.lines[number]) + "\n")
             file.flush()
 
         with self.path.open("a", encoding="utf-8") as file:
             while True:
-                while len(asked) < 2 * engine.config.max_num_seqs and (number := following()) is not None:
-                    take(number, begin(number), file)
-                if not asked:
+                while len(requests) < 2 * engine.config.max_num_seqs and (number := next_number()) is not None:
+                    submit(number, start(number), file)
+                if not requests:
                     break
                 for output in engine.step():
                     output.raise_for_error()
-                    (number, ask), new = asked[output.request_id], output.outputs[0].token_ids
-                    self.under_way[number] += new
-                    tokens += len(new)
+                    (number, request), new_ids = requests[output.request_id], output.outputs[0].token_ids
+                    self.in_progress[number] += new_ids
+                    tokens += len(new_ids)
                     if output.finished:
-                        del asked[output.request_id]
-                        take(number, answered(number, ask, self.under_way[number]), file)
-                bar.set_postfix(tok_s=f"{tokens / (time.perf_counter() - began):.0f}", refresh=False)
-                bar.update(max(0, done() - bar.n))
+                        del requests[output.request_id]
+                        submit(number, handle_output(number, request, self.in_progress[number]), file)
+                progress.set_postfix(tok_s=f"{tokens / (time.perf_counter() - started):.0f}", refresh=False)
+                progress.update(max(0, count_done() - progress.n))
         if tokens:
-            took = time.perf_counter() - began
-            log(f"{tokens} tokens in {took:.0f} s: {tokens / took:.0f} a second")
+            elapsed = time.perf_counter() - started
+            log(f"{tokens} tokens in {elapsed:.0f} s: {tokens / elapsed:.0f} tokens/s")

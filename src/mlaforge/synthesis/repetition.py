@@ -1,44 +1,46 @@
-"""Text that repeats itself: what small models fall into, and what neither heads nor calibration learn from."""
+"""Detection of repetitive text: small models degenerate into it, and it is useless for draft heads and calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Text is in a loop where of the runs of four tokens in some STRETCH of it fewer than LOOP are distinct ones, ...
-STRETCH, LOOP = 128, 0.4
-# ... or where of its lines, if they are LINES or more, fewer than this share are: those with a letter or a digit.
-LINES, DISTINCT_LINES = 8, 0.5
-# The end of a text that goes round so often, over at least so many tokens, is no refrain and no list.
-TURNS, LEAST = 3, 24
+# Text is repetitive if in some window of LOOP_WINDOW tokens the share of distinct 4-grams is below this ratio, ...
+LOOP_WINDOW, MIN_DISTINCT_RATIO = 128, 0.4
+# ... or if it has at least MIN_LINES lines with a letter or digit and the share of distinct ones is below this ratio.
+MIN_LINES, MIN_DISTINCT_LINES = 8, 0.5
+# A loop at the end of a text has at least so many periods and tokens; less may be a refrain or a list.
+MIN_PERIODS, MIN_LOOP_TOKENS = 3, 24
 
 
-def distinct_share(token_ids: Sequence[int]) -> float | None:
-    """Share of the runs of four tokens that are different ones; None of fewer than four tokens."""
-    runs = [tuple(token_ids[at : at + 4]) for at in range(len(token_ids) - 3)]
-    return len(set(runs)) / len(runs) if runs else None
+def distinct_ngram_ratio(token_ids: Sequence[int]) -> float | None:
+    """Return the share of distinct 4-grams among all 4-grams (distinct-n); None for fewer than four tokens."""
+    ngrams = [tuple(token_ids[i : i + 4]) for i in range(len(token_ids) - 3)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else None
 
 
-def loop(token_ids: Sequence[int], text: str) -> str:
-    """How a text repeats itself, in words; "" where it does not."""
-    for end in range(len(token_ids), 0, -STRETCH // 2):
-        share = distinct_share(token_ids[max(0, end - STRETCH) : end])
-        if share is not None and share < LOOP:
+def repetition_reason(token_ids: Sequence[int], text: str) -> str:
+    """Return why a text counts as repetitive, or "" if it does not."""
+    for end in range(len(token_ids), 0, -LOOP_WINDOW // 2):
+        share = distinct_ngram_ratio(token_ids[max(0, end - LOOP_WINDOW) : end])
+        if share is not None and share < MIN_DISTINCT_RATIO:
             return "few distinct runs of tokens"
     lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
-    if len(lines) >= LINES and len(set(lines)) < DISTINCT_LINES * len(lines):
+    if len(lines) >= MIN_LINES and len(set(lines)) < MIN_DISTINCT_LINES * len(lines):
         return "repeated lines"
     return ""
 
 
 def repeats_from(token_ids: Sequence[int]) -> int | None:
-    """The number, counted from 1, of the first token that only repeats what stood before it, where the text ends in a
-    loop: the same tokens again and again up to its end. None where it does not."""
-    n, found = len(token_ids), None
-    for period in range(1, n // TURNS + 1):
-        same = 0
-        while same + period < n and token_ids[n - 1 - same] == token_ids[n - 1 - same - period]:
-            same += 1
-        # `same` tokens repeat those a period before them.
-        if same + period >= max(TURNS * period, LEAST):
-            found = min(n - same + 1, found or n)
-    return found
+    """Return the 1-based position of the first repeated token of a loop that lasts to the end of the text, else None.
+
+    A loop is the same sequence of tokens over and over.
+    """
+    n, loop_start = len(token_ids), None
+    for period in range(1, n // MIN_PERIODS + 1):
+        matching = 0
+        while matching + period < n and token_ids[n - 1 - matching] == token_ids[n - 1 - matching - period]:
+            matching += 1
+        # The last `matching` tokens equal those one period before them.
+        if matching + period >= max(MIN_PERIODS * period, MIN_LOOP_TOKENS):
+            loop_start = min(n - matching + 1, loop_start or n)
+    return loop_start

@@ -1,1 +1,1 @@
-"""What healing, drafting and sparsity share: losses, forward passes, the optimiser, the loop, many processes."""
+"""Training shared by healing, drafting and sparsity: losses, forward passes, optimiser, loop, distributed training."""

@@ -1,5 +1,7 @@
-"""Distributed training under torchrun: FSDP2 shards parameters, gradients and moments over all processes, all of which
-write checkpoints (torch's distributed checkpoint, in its safetensors format, never pickle)."""
+"""Distributed training under torchrun: FSDP2 shards parameters, gradients and optimiser moments over all processes.
+
+All processes write checkpoints (torch.distributed.checkpoint in its safetensors format, never pickle).
+"""
 
 from __future__ import annotations
 
@@ -12,58 +14,58 @@ from torch import Tensor, distributed
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """The processes of a run, and the device of this one."""
+class ProcessGroup:
+    """Rank and device of this process, and the number of processes."""
 
     rank: int
-    world: int
+    world_size: int
     device: torch.device
 
     @property
-    def first(self) -> bool:
-        """Whether this process writes and talks."""
+    def is_main_process(self) -> bool:
+        """Whether this process has rank 0, the only one that writes files and log lines."""
         return self.rank == 0
 
-    def wait(self) -> None:
-        """Returns when every process has come here."""
-        if self.world > 1:
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.world_size > 1:
             distributed.barrier()
 
-    def from_first(self, words: str | None) -> str | None:
-        """The first process's `words`, to every process when all have come here."""
-        message = [words]
-        if self.world > 1:
-            distributed.broadcast_object_list(message)
-        return message[0]
+    def broadcast(self, message: str | None) -> str | None:
+        """Return the message of rank 0 on every process."""
+        messages = [message]
+        if self.world_size > 1:
+            distributed.broadcast_object_list(messages)
+        return messages[0]
 
 
-def join(device: torch.device) -> Group:
-    """The group that torchrun started this process in, or a group of one."""
+def init_process_group(device: torch.device) -> ProcessGroup:
+    """Join the group of torchrun, or return a group of one process. device: moved to the local rank's GPU."""
     if not distributed.is_torchelastic_launched():
-        return Group(0, 1, device)
+        return ProcessGroup(0, 1, device)
     if not distributed.is_initialized():
         distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", distributed.get_node_local_rank())
         torch.cuda.set_device(device)
-    return Group(distributed.get_rank(), distributed.get_world_size(), device)
+    return ProcessGroup(distributed.get_rank(), distributed.get_world_size(), device)
 
 
-def leave() -> None:
-    """Ends the group that `join` came into."""
+def destroy_process_group() -> None:
+    """Leave the group of `init_process_group`, if there is one."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def shard(objective: Any, group: Group, dtype: torch.dtype) -> None:
-    """Shards an Objective's `parts` in place, layer by layer; what they compute is in `dtype`, what is kept in fp32.
+def shard(objective: Any, group: ProcessGroup, dtype: torch.dtype) -> None:
+    """Shard an Objective's `parts` in place, layer by layer; compute in `dtype`, store and reduce in fp32.
 
-    A 4-bit teacher stays whole: its packed weights cannot be split.
+    A 4-bit teacher is replicated: its packed weights cannot be sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(group.device.type, (group.world,))
+    mesh = init_device_mesh(group.device.type, (group.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     packed: set[Any] = set()
     for part, layers in objective.parts():
@@ -76,14 +78,14 @@ def shard(objective: Any, group: Group, dtype: torch.dtype) -> None:
     register_fsdp_forward_method(objective, "validate")
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; every process has to ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a tensor that may be sharded. Collective: all processes must call it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
 
 
-def spread(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor on the device of `like`, sharded if that is."""
+def distribute(tensor: Tensor, like: Tensor) -> Tensor:
+    """Move a full tensor to the device of `like`, and shard it as `like` is sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     tensor = tensor.to(like.device)
@@ -91,7 +93,7 @@ def spread(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def save(folder: Path, state: dict[str, Tensor]) -> None:
-    """Writes a state, of which every process holds its shards, into `folder`."""
+    """Write a state dict into `folder`, each process its shards."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
@@ -99,7 +101,7 @@ def save(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def load(folder: Path, state: dict[str, Tensor]) -> None:
-    """Fills the tensors of `state`, sharded over any number of processes, with what `save` wrote."""
+    """Load what `save` wrote into the tensors of `state`, for any number of processes."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 

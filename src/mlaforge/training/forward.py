@@ -1,4 +1,4 @@
-"""A causal LM's forward pass over packed rows, student's or teacher's: what healing and drafting share.
+"""Forward pass of a causal LM over packed rows, for students and teachers.
 
 Legend: B rows, T tokens, C hidden size.
 """
@@ -15,21 +15,22 @@ from mlaforge.data.packing import Rows
 
 
 def masks(config: Any, rows: Rows) -> Any:
-    """transformers' block-diagonal masks of rows, in the form in which the decoders of `config` take them; None where
-    every row is one document: kernels need no mask then, and RoPE sees only differences."""
-    whole = torch.arange(rows.ids.shape[1], device=rows.ids.device)
-    if bool((rows.positions == whole).all()):
+    """Return transformers' block-diagonal attention masks for packed rows, in the form that the decoders of `config`
+    take. None if every row is one document: then no mask is needed, and RoPE depends on differences only."""
+    positions = torch.arange(rows.ids.shape[1], device=rows.ids.device)
+    if bool((rows.positions == positions).all()):
         return None
-    # By place: transformers 5.24 gave the cache another name.
+    # Positional, because transformers 5.24 renamed the cache argument.
     arguments = (config, rows.ids[..., None].float(), None, None, rows.positions)
-    makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    if kinds := getattr(config, "layer_types", None):
-        return {kind: makers[kind](*arguments) for kind in set(kinds)}
-    return makers["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"](*arguments)
+    factories = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    if layer_types := getattr(config, "layer_types", None):
+        return {layer_type: factories[layer_type](*arguments) for layer_type in set(layer_types)}
+    layer_type = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return factories[layer_type](*arguments)
 
 
 def final_states(model: Any, rows: Rows) -> Tensor:
-    """A causal LM's final, normed hidden states on rows, [B·T, C]."""
+    """Return the hidden states of a causal LM after the final norm, [B·T, C]."""
     mask = masks(model.config, rows)
     positions = None if mask is None else rows.positions
     out = model.model(input_ids=rows.ids, attention_mask=mask, position_ids=positions, use_cache=False)

@@ -1,10 +1,10 @@
-"""The distillation loss: KL divergence of a student's next tokens from its teacher's, a few rows at a time.
+"""Chunked distillation loss: KL divergence between the next-token distributions of teacher and student.
 
-A model's logits are as long as its vocabulary: of a whole batch they would need more room than the model. They are
-made for a few rows of hidden states, turned into the loss and its gradient at once, and forgotten; the backward pass
-has only to scale the forward pass's gradient. So nothing is computed twice either.
+The logits of a whole batch would need more memory than the model. They are computed for a few rows of hidden states at
+a time and reduced to the loss and its gradient in the forward pass; the backward pass only scales that gradient, so
+nothing is recomputed.
 
-Legend: N rows (tokens), C hidden size, V vocabulary, K kept logits.
+Legend: N rows (tokens), n rows of a chunk, C hidden size, V vocabulary, K cached logits, P distinct teacher states.
 """
 
 from __future__ import annotations
@@ -18,57 +18,60 @@ from torch.nn import functional
 
 from mlaforge.data.packing import NO_LABEL
 
-# Rows of logits held at once.
-ROWS = 128
+# Rows of logits in memory at a time.
+CHUNK_ROWS = 128
 
 
 class Targets(Protocol):
-    """Soft targets: the teacher's logits of N rows, in one form or another."""
+    """Soft targets: the teacher's logits for N rows, in any representation."""
 
     def loss(self, logits_nV: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-        """Student's logits of some rows (fp32, may be overwritten) -> their KL(teacher | student) at the temperature in
-        nats, [n], and the gradient of its sum by logits / temperature, [n, V]."""
+        """Return KL(teacher | student) at the temperature in nats [n], and the gradient of its sum with respect to
+        logits / temperature [n, V]. logits_nV: the student's, fp32; may be overwritten."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Hidden:
-    """All of the teacher's logits, as its final hidden states [N, C'] and its head [V, C']."""
+class HiddenTargets:
+    """The teacher's full logits, as final hidden states [N, C'] and language model head [V, C']."""
 
     hidden_NC: Tensor
     head_VC: Tensor
 
     def loss(self, logits_nV: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-        wanted = (self.hidden_NC[rows] @ self.head_VC.T).float().div_(temperature).log_softmax(-1)
-        ours = logits_nV.div_(temperature).log_softmax(-1)
-        p = wanted.exp()
-        divergence = torch.linalg.vecdot(p, wanted.sub_(ours))
-        return divergence, ours.exp_().sub_(p)
+        teacher_logp = (self.hidden_NC[rows] @ self.head_VC.T).float().div_(temperature).log_softmax(-1)
+        student_logp = logits_nV.div_(temperature).log_softmax(-1)
+        p = teacher_logp.exp()
+        divergence = torch.linalg.vecdot(p, teacher_logp.sub_(student_logp))
+        return divergence, student_logp.exp_().sub_(p)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
-    """As Hidden, of P states [P, C'] that several rows are compared with: `which` [N] is each row's. Where equal ones
-    stand side by side, logits are computed once for all of them."""
+class SharedTargets:
+    """Like HiddenTargets, with states [P, C'] that several rows share: state_of_row_N is the index of each row's state.
+
+    Logits are computed once per distinct state of a chunk, so rows with equal states should be adjacent.
+    """
 
     hidden_PC: Tensor
     head_VC: Tensor
-    which_N: Tensor
+    state_of_row_N: Tensor
 
     def loss(self, logits_nV: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-        some, which = self.which_N[rows].unique(return_inverse=True)
-        wanted = (self.hidden_PC[some] @ self.head_VC.T).float().div_(temperature).log_softmax(-1)
-        ours = logits_nV.div_(temperature).log_softmax(-1)
-        p = wanted.exp()
-        negentropy, p = torch.linalg.vecdot(p, wanted)[which], p[which]
-        divergence = negentropy - torch.linalg.vecdot(p, ours)
-        return divergence, ours.exp_().sub_(p)
+        states, inverse = self.state_of_row_N[rows].unique(return_inverse=True)
+        teacher_logp = (self.hidden_PC[states] @ self.head_VC.T).float().div_(temperature).log_softmax(-1)
+        student_logp = logits_nV.div_(temperature).log_softmax(-1)
+        p = teacher_logp.exp()
+        negentropy, p = torch.linalg.vecdot(p, teacher_logp)[inverse], p[inverse]
+        divergence = negentropy - torch.linalg.vecdot(p, student_logp)
+        return divergence, student_logp.exp_().sub_(p)
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK:
-    """The teacher's K largest logits [N, K], whose they are [N, K], and the log of the sum of exp(logit / temperature)
-    over all [N]: for a teacher that is not there. What is not among them counts as one outcome: a lower bound of KL."""
+class TopKTargets:
+    """The teacher's K largest logits [N, K], their token ids [N, K], and logsumexp(logits / temperature) over the
+    vocabulary [N], for training without the teacher. All other tokens count as one outcome, which gives a lower bound
+    of the KL."""
 
     logits_NK: Tensor
     tokens_NK: Tensor
@@ -76,18 +79,18 @@ class TopK:
 
     def loss(self, logits_nV: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
         tokens = self.tokens_NK[rows].long()
-        wanted = self.logits_NK[rows].float() / temperature - self.lse_N[rows, None].float()
-        ours = logits_nV.div_(temperature).log_softmax(-1)
-        chosen = ours.gather(-1, tokens)
-        p, tiny = wanted.exp(), torch.finfo(torch.float32).tiny
-        # Both rests by what is left of 1; at least `tiny`, which rounding may not leave.
-        p_rest, q_rest = ((1 - x.exp().sum(-1)).clamp_min(tiny) for x in (wanted, chosen))
-        divergence = (p * (wanted - chosen)).sum(-1) + p_rest * (p_rest.log() - q_rest.log())
-        grad = ours.exp_().mul_((1 - p_rest / q_rest)[:, None])
-        return divergence, grad.scatter_(-1, tokens, chosen.exp() - p)
+        teacher_logp = self.logits_NK[rows].float() / temperature - self.lse_N[rows, None].float()
+        student_logp = logits_nV.div_(temperature).log_softmax(-1)
+        cached_logp = student_logp.gather(-1, tokens)
+        p, tiny = teacher_logp.exp(), torch.finfo(torch.float32).tiny
+        # Probability of all other tokens; clamped because rounding may make it 0 or negative.
+        p_other, q_other = ((1 - x.exp().sum(-1)).clamp_min(tiny) for x in (teacher_logp, cached_logp))
+        divergence = (p * (teacher_logp - cached_logp)).sum(-1) + p_other * (p_other.log() - q_other.log())
+        grad = student_logp.exp_().mul_((1 - p_other / q_other)[:, None])
+        return divergence, grad.scatter_(-1, tokens, cached_logp.exp() - p)
 
 
-class _Loss(torch.autograd.Function):
+class _DistillationLoss(torch.autograd.Function):
     """See `distillation_loss`."""
 
     @staticmethod
@@ -102,23 +105,23 @@ class _Loss(torch.autograd.Function):
         grad_head = torch.zeros_like(head_VC, dtype=torch.float32) if need_head else None
         kl = torch.zeros((), device=hidden_NC.device)
         lm = torch.zeros((), device=hidden_NC.device)
-        for start in range(0, N, ROWS):
-            rows = slice(start, start + ROWS)
+        for start in range(0, N, CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
             logits = (hidden_NC[rows] @ head_VC.T).float()
-            text = None
+            label_logp = None
             if lm_weight and labelled and labels_N is not None:
-                text = logits.log_softmax(-1)
-                lm += functional.nll_loss(text, labels_N[rows], ignore_index=NO_LABEL, reduction="sum") / labelled
+                label_logp = logits.log_softmax(-1)
+                lm += functional.nll_loss(label_logp, labels_N[rows], ignore_index=NO_LABEL, reduction="sum") / labelled
             divergence, grad = targets.loss(logits, rows, temperature)
             weights: Any = 1 / N if weights_N is None else weights_N[rows]
             kl += (divergence * weights).sum() * temperature**2
             if not (need_hidden or need_head):
                 continue
             grad.mul_(kl_weight * temperature * (weights if weights_N is None else weights[:, None]))
-            if text is not None and labels_N is not None:
+            if label_logp is not None and labels_N is not None:
                 has_label = labels_N[rows] != NO_LABEL
                 share = (lm_weight / labelled) * has_label.float()
-                grad.addcmul_(text.exp_(), share[:, None])
+                grad.addcmul_(label_logp.exp_(), share[:, None])
                 grad.scatter_add_(-1, labels_N[rows].clamp_min(0)[:, None], -share[:, None])
             grad = grad.to(head_VC.dtype)
             if grad_hidden is not None:
@@ -140,43 +143,45 @@ def distillation_loss(
     hidden_NC: Tensor, head_VC: Tensor, targets: Targets, temperature: float = 2.0, kl_weight: float = 1.0,
     labels_N: Tensor | None = None, lm_weight: float = 0.0, weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """kl_weight · T² · KL(teacher | student) + lm_weight · cross-entropy; and both means alone, without gradient.
+    """Return kl_weight · T² · KL(teacher | student) + lm_weight · cross-entropy, and both terms without gradient.
 
-    KL is the mean over rows at temperature T of softmax(logits / T), in nats, or the sum with `weights_N`; T² keeps its
-    gradient's size (Hinton et al. 2015, arXiv:1503.02531). Cross-entropy is the mean over rows with a label.
-    Differentiable by hidden_NC (the student's final, normed hidden states) and head_VC (the weight of its language
-    model head). Without lm_weight the cross-entropy is not computed and reported as 0.
+    KL is the mean over rows in nats at temperature T, or the sum weighted by `weights_N`; T² keeps the size of its
+    gradient (Hinton et al. 2015, arXiv:1503.02531). Cross-entropy is the mean over rows with a label; without lm_weight
+    it is not computed and returned as 0. Differentiable with respect to hidden_NC (the student's hidden states after
+    the final norm) and head_VC (the weight of its language model head).
     """
-    losses: tuple[Tensor, Tensor, Tensor] = _Loss.apply(
+    losses: tuple[Tensor, Tensor, Tensor] = _DistillationLoss.apply(
         hidden_NC, head_VC, labels_N, targets, temperature, kl_weight, lm_weight, weights_N
     )
     return losses
 
 
 @torch.no_grad()
-def top_k(hidden_NC: Tensor, head_VC: Tensor, k: int, temperature: float) -> TopK:
-    """What is to be kept of a teacher's logits; logits as fp32, tokens as int32."""
-    kept = []
-    for rows in hidden_NC.split(ROWS):
+def top_k(hidden_NC: Tensor, head_VC: Tensor, k: int, temperature: float) -> TopKTargets:
+    """Return the teacher's k largest logits (fp32) and their tokens (int32) per row, for a cache."""
+    chunks = []
+    for rows in hidden_NC.split(CHUNK_ROWS):
         logits = (rows @ head_VC.T).float()
         values, tokens = logits.topk(k, dim=-1)
-        kept.append((values, tokens.int(), logits.div_(temperature).logsumexp(-1)))
-    return TopK(*(torch.cat(part) for part in zip(*kept, strict=True)))
+        chunks.append((values, tokens.int(), logits.div_(temperature).logsumexp(-1)))
+    return TopKTargets(*(torch.cat(part) for part in zip(*chunks, strict=True)))
 
 
 @torch.no_grad()
 def compare(
     student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], labels_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per row: the student's loss, the teacher's, KL(teacher | student) (all at temperature 1, nats, fp32) and whether
-    both think the same token likeliest (bool). Each model is (hidden states [N, C], head [V, C])."""
+    """Return per row the student's loss, the teacher's loss, KL(teacher | student) (temperature 1, nats, fp32), and
+    whether their most likely tokens are equal (bool). Each model is (hidden states [N, C], head [V, C])."""
     parts = []
-    for start in range(0, len(labels_N), ROWS):
-        rows = slice(start, start + ROWS)
-        ours, theirs = ((hidden[rows] @ head.T).float().log_softmax(-1) for hidden, head in (student, teacher))
+    for start in range(0, len(labels_N), CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        student_logp, teacher_logp = (
+            (hidden[rows] @ head.T).float().log_softmax(-1) for hidden, head in (student, teacher)
+        )
         labels = labels_N[rows, None]
-        kl = torch.linalg.vecdot(theirs.exp(), theirs - ours)
-        same = ours.argmax(-1) == theirs.argmax(-1)
-        parts.append((-ours.gather(-1, labels)[:, 0], -theirs.gather(-1, labels)[:, 0], kl, same))
-    ours, theirs, kl, same = (torch.cat(part) for part in zip(*parts, strict=True))
-    return ours, theirs, kl, same
+        kl = torch.linalg.vecdot(teacher_logp.exp(), teacher_logp - student_logp)
+        agrees = student_logp.argmax(-1) == teacher_logp.argmax(-1)
+        parts.append((-student_logp.gather(-1, labels)[:, 0], -teacher_logp.gather(-1, labels)[:, 0], kl, agrees))
+    student_logp, teacher_logp, kl, agrees = (torch.cat(part) for part in zip(*parts, strict=True))
+    return student_logp, teacher_logp, kl, agrees

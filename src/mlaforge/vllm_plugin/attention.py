@@ -16,9 +16,9 @@ from mlaforge import families
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.source_model import read_spec
 from mlaforge.engine.cache.kv_cache import layer_caches
-from mlaforge.engine.execution.angles import Angles
-from mlaforge.engine.execution.attention import PagedAttention, Step, paged
+from mlaforge.engine.execution.attention import PagedAttention, Step, make_paged_attention
 from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.row_cache import Columns, RowCache
@@ -39,7 +39,7 @@ class Attentions:
         skeleton = loading.skeleton(rank_config)
         self.device = torch.get_default_device()
         rotary = type(skeleton.model.rotary_emb)(skeleton.config).to(self.device)
-        self.angles = Angles(rotary, self.spec.layers[0].head_dim, self.dtype)
+        self.angles = RotaryEmbedding(rotary, self.spec.layers[0].head_dim, self.dtype)
         self.modules: list[Any] = [layer.self_attn for layer in skeleton.model.layers]
         for module in self.modules:
             if hasattr(module, "table"):
@@ -60,7 +60,9 @@ class Attentions:
         caches = []
         for group, window in enumerate(windows):
             columns = {
-                index: Columns(layer.width, layer.index) for index, layer in enumerate(layers) if layer.group == group
+                index: Columns(layer.width, layer.index_bytes)
+                for index, layer in enumerate(layers)
+                if layer.group == group
             }
             # vLLM orders caches by the only number in their name.
             name = f"{prefix}.layers.{min(columns)}.rows"
@@ -94,7 +96,9 @@ class Attentions:
     def on(self, index: int, rows: PagedRows) -> PagedAttention:
         """Return the paged attention of a layer on its columns of a cache."""
         format = str(self.dtype).removeprefix("torch.")
-        return paged(self.modules[index], self.kinds[index], 0, rows, self.spec.layers[index].sinks, format)
+        return make_paged_attention(
+            self.modules[index], self.kinds[index], 0, rows, self.spec.layers[index].sinks, format
+        )
 
     def step(self, batch: Batch) -> Step:
         """Return a step's tokens with their rotations."""

@@ -107,14 +107,14 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """A layer's part of a row: `elements`, and an index key of `index` bytes."""
+    """A layer's part of a row: `elements`, and an index key of `index_bytes`."""
 
     elements: int
-    index: int = 0
+    index_bytes: int = 0
 
     def width(self, dtype: torch.dtype) -> int:
         """Return the width in elements of the cache's dtype."""
-        return self.elements + -(-self.index // dtype.itemsize)
+        return self.elements + -(-self.index_bytes // dtype.itemsize)
 
 
 class RowCache(AttentionLayerBase):
@@ -164,10 +164,10 @@ class RowCache(AttentionLayerBase):
         rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
         for index, columns in self.columns.items():
             elements, end = columns.elements, begin + columns.elements
-            keys = index_keys(rows_LW, end, columns.index) if columns.index else None
+            keys = index_keys(rows_LW, end, columns.index_bytes) if columns.index_bytes else None
             rows = PagedRows(Plain(elements, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
             if index in self._layers:
-                self._layers[index].keep_in(rows)
+                self._layers[index].bind_cache(rows)
             else:
                 self._layers[index] = self.model.on(index, rows)
             begin += columns.width(self.dtype)
