@@ -112,7 +112,7 @@ def everything(monkeypatch):
         seen.append(token_selection.keys_at(keys, found[0][0, : counts[0]].long()).clone())
         return found
 
-    monkeypatch.setattr(CacheView, "reads", counts)
+    monkeypatch.setattr(CacheView, "selected_counts", counts)
     monkeypatch.setattr(token_selection.TokenIndex, "choose", watched)
     return seen
 
