@@ -162,7 +162,7 @@ def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):
     head = saved(tmp_path / "head")
     words = ["--draft", head, "--num-speculative-tokens", "0,2", "--perf"]
     body = read(bench("single", tiny_models["llama"], *words), "single")
-    assert body["unknown"].startswith("nothing says what")
+    assert body["unknown"].startswith("no manifest records what")
     plain, drafted = cases(body, engine="mlaforge")
     assert (drafted["draft"], drafted["eagle_speculation"]["drafted"] > 0) == ("head", True)
     assert drafted["output_sha256"] == plain["output_sha256"]
@@ -170,7 +170,7 @@ def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):
     assert drafted["cache"]["bytes"] == plain["cache"]["bytes"] == 64 * 192 * 4
     Manifest("draft train", {}, {"text": [{"exclude": []}], "init": None}).save(head)
     said, out = bench("single", tiny_models["llama"], *words, fails=2)
-    assert "need not be free of" in said and list(out.iterdir()) == []
+    assert "does not exclude" in said and list(out.iterdir()) == []
 
 
 def test_what_is_beyond_the_model_or_the_cache_is_a_limit(bench, tiny_models, monkeypatch):

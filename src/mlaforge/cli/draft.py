@@ -116,7 +116,7 @@ def check(head: Head, target: Target, config: DraftCheckConfig, json_output: Jso
 
     quiet()
     agreement = stage.run(head, target, config)
-    judged(agreement, stage.table, agreement["right"] == stage.STORED, json_output)
+    judged(agreement, stage.table, agreement["right"] == stage.AS_STORED, json_output)
 
 
 @verb(DraftCompareConfig)
