@@ -142,7 +142,7 @@ def test_sampled_questions(openings, tiny_models, tmp_path, monkeypatch):
         line = json.loads(line)
         assert line["said"] == line["said"].strip() and "\n" not in line["said"]
         assert not openings or line["said"].startswith(openings[line["number"] % 2])
-        assert line["prompt"] == tokenizer(f"<s>user: {line['prompts']}\nassistant:")["input_ids"]
+        assert line["prompt"] == tokenizer(f"<s>user: {line['said']}\nassistant:")["input_ids"]
 
 
 def test_rejects_prompts_that_are_all_excluded(prompts_path, tiny_models, tmp_path):
