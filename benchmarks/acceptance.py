@@ -26,7 +26,7 @@ from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
-DRAFTED, TOGETHER = 3, 16
+DRAFTED, KEY_TILE = 3, 16
 
 
 def passages(llm: LLM, data: Path, tokens: int, count: int) -> list[str]:
@@ -43,7 +43,7 @@ def passages(llm: LLM, data: Path, tokens: int, count: int) -> list[str]:
 def count(options: argparse.Namespace, model: Path, path: Path, drafter: str) -> dict[str, Any]:
     """`eagle_speculation` of one drafter, and how many of the answers' runs of four tokens are different ones."""
     llm = LLM(
-        model, dtype=options.dtype, device="cpu", cache_bytes=1 << 31, max_num_seqs=TOGETHER, speculative=drafter,
+        model, dtype=options.dtype, device="cpu", cache_bytes=1 << 31, max_num_seqs=KEY_TILE, speculative=drafter,
         num_speculative_tokens=DRAFTED, adaptive_speculation=False,
     )  # fmt: skip
     before = functools.partial(passages, llm, options.data, options.context) if options.context else None

@@ -56,7 +56,7 @@ class Mlaforge:
 
     def prefill(self, prompts: Prompts) -> float:
         self._prompts = prompts
-        self._llm.engine.forget()
+        self._llm.engine.reset_prefix_cache()
         start = time.perf_counter()
         self._llm.generate(prompts, self._params(temperature=0.0, max_tokens=1))
         return time.perf_counter() - start

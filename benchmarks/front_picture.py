@@ -3,7 +3,7 @@
     python benchmarks/front_picture.py [--folder docs]
 
 Quality by bytes from front.json, kv_cache.json, conversion.json and healing.json, on text of the calibration's kind and
-on another; decoding speed by the same bytes from engine-rows.json. docs/front.md says how each point was measured.
+on another; decoding speed by the same bytes from engine-rows.json. docs/results.md says how each point was measured.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def cache_bytes(llm: LLM) -> int:
         tables.commit(-1, ids, length)
     used = llm.engine.stats().cache_bytes_used
     tables.free(-1)
-    tables.forget()
+    tables.reset_prefix_cache()
     return used
 
 
@@ -134,7 +134,8 @@ def main() -> None:
                     nsamples=CALIBRATION_WINDOWS, seqlen=LENGTH, eval_windows=0, device="cpu",
                 )  # fmt: skip
                 convert.run(str(original), directory, config, calibrated=scratch / "calibration")
-            with mock.patch.object(Int4, "whole", Int4.whole | {"first"} if "first" in row["stored"] else Int4.whole):
+            first = {"first"} if "first" in row["stored"] else set()
+            with mock.patch.object(Int4, "unquantized_blocks", Int4.unquantized_blocks | first):
                 llm = LLM(
                     directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20,
                     max_num_seqs=4,

@@ -45,7 +45,7 @@ def ours(model: Path, format: str, threads: int) -> dict[str, Any]:
     llm = LLM(model, EngineConfig(dtype=format, max_model_len=2048, cache_bytes=1 << 29, max_num_seqs=BATCH))
     measured: dict[str, Any] = {"load_s": time.perf_counter() - began}
     touched: list[int] = []
-    OP.watch = lambda _, inputs: touched.append(len(inputs[1].unique()))
+    OP.hook = lambda _, inputs: touched.append(len(inputs[1].unique()))
 
     def seconds(texts: list[list[int]], tokens: int) -> float:
         began = time.perf_counter()

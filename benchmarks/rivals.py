@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from mlaforge.checkpoint.token_losses import losses
 from mlaforge.factorization import code
 from mlaforge.families.spec import LayerSpec
-from mlaforge.modeling.coded_rows_mla import rounded_up, scaled_codes
+from mlaforge.modeling.coded_rows_mla import round_up_bf16, scaled_codes
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.ops.row_format import INT4_TOKENS
 from mlaforge.runtime import progress
@@ -72,7 +72,7 @@ class Blocks:
     def _rounded(self, x: Tensor, dim: int) -> Tensor:
         full, levels = x.bfloat16().float(), 2**self.bits - 1
         least = full.amin(dim, keepdim=True)
-        scale = rounded_up((full.amax(dim, keepdim=True) - least) / levels).float()
+        scale = round_up_bf16((full.amax(dim, keepdim=True) - least) / levels).float()
         return (scaled_codes(full - least, scale, 0, levels) * scale + least).bfloat16().to(x.dtype)
 
     def bytes(self, layer: LayerSpec, tokens: int) -> int:

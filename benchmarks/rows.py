@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import record_place
+from mlaforge.artifact import record_path
 from mlaforge.bench import machine
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import environment, log
@@ -29,7 +29,7 @@ def parser(doc: str | None, out: str, data: bool = True) -> argparse.ArgumentPar
 
 def command() -> str:
     """This script's command as its results record it."""
-    return machine.command("python", record_place(sys.argv[0]))
+    return machine.command("python", record_path(sys.argv[0]))
 
 
 class Results:
@@ -91,7 +91,7 @@ def judged_texts(
             record = json.loads(line)
             yield "\n".join([*record["turns"], *map(str, record.get("reference") or [])])
 
-    held = {n: t for n, t in corpus.embedded_documents()["code"].items() if corpus.held_out(n)}
+    held = {n: t for n, t in corpus.embedded_documents()["code"].items() if corpus.is_evaluation_document(n)}
     parts = {"maths": prompts("gsm8k"), "chat": prompts("mt_bench"), "code": (held[name] for name in sorted(held))}
     texts = {"wiki": wikitext(data)[1]}
     for name in windows.keys() & parts.keys():

@@ -98,7 +98,7 @@ def main() -> None:
     ]
     everything = [passage for windows in known for passage in overlap.passages(windows)]
     for documents in corpus.embedded_documents().values():
-        text = "\n\n".join(text for name, text in sorted(documents.items()) if not corpus.held_out(name))
+        text = "\n\n".join(text for name, text in sorted(documents.items()) if not corpus.is_evaluation_document(name))
         everything += overlap.passages(corpus.Windows(corpus.tokens(source.tokenizer, text)[None], corpus.EMBEDDED))
     texts = judged(source.tokenizer, options, everything)
     results.body["tokens"] = {name: w.ids.numel() for name, w in texts.items()}

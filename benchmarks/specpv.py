@@ -70,7 +70,7 @@ class Modes:
             return
         specpv = "off" if name in ("head", COPIES) else "lossy" if name == LOSSY else "lossless"
         engine.config = dataclasses.replace(self.config, **{"specpv": specpv, **options})
-        engine.speculate(self.drafter, copying=name in (COPIES, PACE))
+        engine.speculate(self.drafter, prompt_lookup=name in (COPIES, PACE))
         engine.speculation = self.kept.setdefault(name, engine.speculation)
         if name in (ALWAYS, LOSSY):
             # Without looking at the pace.
@@ -182,7 +182,7 @@ def main() -> None:
             names = ("plain", "head", COPIES, PACE, ALWAYS, *([LOSSY] if case == LOSSY_CASE else []))
             for row in measured(modes, names, batches):
                 results.add({"case": case, "bars": BARS.get(case), **row})
-        modes.llm.engine.forget()
+        modes.llm.engine.reset_prefix_cache()
     print(table(results.rows))
 
 

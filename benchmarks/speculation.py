@@ -31,16 +31,18 @@ from typing import Any
 import torch
 from rows import Results, command, parser
 
-from mlaforge.artifact import record_place, sha256
+from mlaforge.artifact import record_path, sha256
 from mlaforge.bench.replay import Replay
 from mlaforge.bench.summary import spread
 from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
+from mlaforge.engine.config import MOST_DRAFTED
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import Drafter, PromptLookupDrafter
+from mlaforge.engine.speculation.drafter import Drafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError, log
 from mlaforge.synthesis.repetition import distinct_ngram_ratio
@@ -94,12 +96,12 @@ class Modes:
             num_speculative_tokens=None if "copies" in mode else self.count,
             speculative_tree_tokens=self.tree if "tree" in mode else 0,
         )  # fmt: skip
-        engine.speculate(drafter, copying="copies" in mode)
+        engine.speculate(drafter, prompt_lookup="copies" in mode)
         its = engine.speculation
         assert its is not None
         if mode in self.stats:
-            its.stats, its.controller, its.copies = self.stats[mode]
-        self.stats[mode] = its.stats, its.controller, its.copies
+            its.stats, its.controller, its.lookup = self.stats[mode]
+        self.stats[mode] = its.stats, its.controller, its.lookup
 
     def run(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
         """The continuation, and seconds from its first step's end to its last's."""
@@ -149,7 +151,7 @@ def read_prompts(
 def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, dict[str, Any]]:
     """Per mode its speed and ratios, how often its tokens were not plain decoding's, and the largest margin there."""
     drafters: dict[str, Any] = {"plain": None}
-    drafters |= {name: PromptLookupDrafter() for name in ("ngram", "ngram copies adaptive")}
+    drafters |= {name: PromptLookupDrafter(MOST_DRAFTED) for name in ("ngram", "ngram copies adaptive")}
     if modes.head is not None:
         drafters |= dict.fromkeys(("head", "head adaptive", "head copies adaptive"), modes.head)
         if modes.tree:
@@ -225,12 +227,12 @@ def begin(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
     head that was trained on text which these prompts were not kept out of."""
     torch.set_num_threads(options.threads)
     path = options.data / "prompts" / "mt_bench.jsonl"
-    judged = {"path": record_place(path), "sha256": sha256(path)}
+    judged = {"path": record_path(path), "sha256": sha256(path)}
     unknown = dataset.check_unseen(options.draft, [judged]) if options.draft else ""
     model = resolve.locate(options.model) if options.model else demo_model.fetch()
     return model, path, {
         "command": command(), "model": model.name, "model_sha256": fingerprint(model), "threads": options.threads,
-        "head": {"path": record_place(options.draft), "sha256": fingerprint(options.draft)} if options.draft else None,
+        "head": {"path": record_path(options.draft), "sha256": fingerprint(options.draft)} if options.draft else None,
         "unknown": unknown, "judged": judged, "tokens": options.tokens,
     }  # fmt: skip
 

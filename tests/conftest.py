@@ -1,8 +1,8 @@
-"""Shared fixtures: tiny random models of every family with a byte-level tokenizer, two disjoint texts, the command
-line in this process, and what is needed to see that nothing was left behind.
+"""Shared fixtures: tiny random models of every family with a byte-level tokenizer, disjoint texts, the command line in
+this process, and comparisons of directory trees.
 
-A user's mistake is one line, exit code 2, and nothing left behind. `refused` compares every byte below tmp_path, the
-source model included, before and after, so that no test needs to name the files that must not appear.
+A user error is one line and exit code 2, and leaves no files behind: `refused` compares every byte below tmp_path, the
+source model included, before and after.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from hypothesis import settings
 from support import kernel_forms
 from support.tiny_models import FAMILIES, save_model
 
-# A busy machine is no failure.
+# A busy machine must not fail a test.
 settings.register_profile("mlaforge", deadline=None)
 settings.load_profile("mlaforge")
-# Before anything imports huggingface_hub: no test may wait for a network.
+# Set before huggingface_hub is imported: no test may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Before anything imports Triton: without a GPU its kernels run in Python, where a test names them.
+# Set before Triton is imported: without a GPU, tests run its kernels in Python.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What a stage may say on stderr before it fails; on a slow machine there are progress bars too.
+# Lines that a stage may write to stderr before it fails; on a slow machine progress bars, too.
 PROGRESS = re.compile(
-    r"(Original|Partial RoPE|MLA) ppl: |rows are coded: |context cut to |dequantising |dtype auto: |"
+    r"(Original|Partial RoPE|MLA) ppl: |rows are coded: |context limited to |dequantising |dtype auto: |"
     r"compil(ing|ed) CPU kernels|[\w .-]+: +\d+%"
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tiny models on one thread: threads that wait for each other on a busy machine make the tests ten times slower."""
+    """Run tiny models on one thread: on a busy machine more threads make the tests ten times slower."""
     if config.option.markexpr == "not slow":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if os.environ.get("MLAFORGE_EMULATE_AMX") == "1":
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test does not seed is the same alone, after other tests and in another process."""
+    """Seed torch, so that a test gives the same result alone, after other tests and in another process."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
     kernel_forms.note(item)
@@ -77,8 +77,7 @@ FORMS = [
 
 @pytest.fixture(scope="module", params=FORMS)
 def compiled(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The compiled CPU kernels in every form that this processor runs, and AMX's on emulated tiles; paged attention is
-    by them."""
+    """The compiled CPU kernels in every form of this processor, and emulated AMX; paged attention uses them."""
     from mlaforge.ops import native, paged_attention
     from support import emulated_amx
 
@@ -105,15 +104,15 @@ def cuda() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nameless_places() -> Iterator[None]:
-    """No manifest that any test makes in this process says where on this machine its inputs lie."""
-    from mlaforge.artifact import ABSOLUTE, Manifest
+def no_absolute_paths() -> Iterator[None]:
+    """Fail every test that saves a manifest with an absolute path."""
+    from mlaforge.artifact import ABSOLUTE_PATH, Manifest
 
     save = Manifest.save
 
     def checked(manifest: Manifest, directory: Path) -> None:
-        place = ABSOLUTE.search(json.dumps([manifest.config, manifest.inputs], default=str))
-        assert place is None, f"the manifest of {manifest.stage} names {place[0] if place else ''}"
+        path = ABSOLUTE_PATH.search(json.dumps([manifest.config, manifest.inputs], default=str))
+        assert path is None, f"the manifest of {manifest.stage} names {path[0] if path else ''}"
         save(manifest, directory)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -123,27 +122,27 @@ def nameless_places() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Family -> directory of a tiny random model. Read-only: copy it before you damage it."""
+    """Family -> directory of a tiny random model. Read-only: use `model` for a copy to modify."""
     folder = tmp_path_factory.mktemp("models")
     return {family: save_model(folder / family, family, seed) for seed, family in enumerate(FAMILIES)}
 
 
 @pytest.fixture(scope="session")
 def biased_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama with attention_bias: q, k, v and o all have one. Read-only."""
+    """A tiny llama with biases in q, k, v and o. Read-only."""
     return save_model(tmp_path_factory.mktemp("biased") / "llama", "llama", 3, attention_bias=True)
 
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's real model; skips where it cannot be had."""
+    """The real model of the demo; skips if it is not available."""
     from filelock import FileLock
 
     from mlaforge.demo import model as demo_model
     from mlaforge.runtime import UserError
 
     try:
-        # Fetched and dequantised once on a machine, into one folder: not by two processes at a time.
+        # It is fetched and dequantised once per machine, by one process at a time.
         with FileLock(tmp_path_factory.getbasetemp().parent / "smollm2.lock"):
             return demo_model.fetch()
     except UserError as error:
@@ -152,7 +151,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def offline_embedder() -> Path:
-    """The directory of the default embedder; skips where the extra is absent."""
+    """The directory of the default embedder; skips if the extra is not installed."""
     pytest.importorskip("sentence_transformers", reason="the extra mlaforge[calibrate] is not installed")
     from mlaforge.calibration import embedder
     from mlaforge.runtime import UserError
@@ -176,7 +175,7 @@ def calibration_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def healing_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text that neither calibration nor evaluation has."""
+    """Text disjoint from the calibration and evaluation texts."""
     return _text(tmp_path_factory, "healing", sorted(topics)[25:50])
 
 
@@ -190,33 +189,33 @@ def converted(
     tiny_models: dict[str, Path], biased_llama: Path, calibration_file: Path, evaluation_file: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Path]:  # fmt: skip
-    """(family, layout, **options) -> the converted directory, made once."""
+    """(family, layout, **options) -> the converted directory, cached."""
     from mlaforge.conversion import convert
     from mlaforge.conversion.config import ConvertConfig
 
     sources = {**tiny_models, "biased_llama": biased_llama}
-    made: dict[str, Path] = {}
+    cache: dict[str, Path] = {}
 
     def get(family: str, layout: str | None, **options: Any) -> Path:
         key = json.dumps([family, layout, options], sort_keys=True)
-        if key not in made:
+        if key not in cache:
             out = tmp_path_factory.mktemp("converted") / "model"
             settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
-            # Plain rows, unless a test asks for bits.
+            # Plain rows, unless a test sets bits.
             settings |= {} if "bits" in settings or "budget" in settings else {"budget": 0.5}
             config = ConvertConfig(
                 layout=layout, calibration=str(calibration_file), evaluation=str(evaluation_file), **settings
             )
             convert.run(str(sources[family]), out, config)
-            made[key] = out
-        return made[key]
+            cache[key] = out
+        return cache[key]
 
     return get
 
 
 @pytest.fixture
 def model(tiny_models: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
-    """model("llama") -> a copy of that tiny model in tmp_path, to be damaged."""
+    """model("llama") -> a copy of that tiny model in tmp_path, to be modified."""
 
     def copy(family: str = "llama") -> Path:
         return Path(shutil.copytree(tiny_models[family], tmp_path / family))
@@ -227,16 +226,16 @@ def model(tiny_models: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def short(calibration_file: Path, evaluation_file: Path) -> list[str]:
     """Options with which `convert` takes a fraction of a second on a tiny model."""
-    told = {"calibration": calibration_file, "evaluation": evaluation_file, "seqlen": 64, "nsamples": 4}
-    told |= {"eval-windows": 2, "device": "cpu"}
-    return [part for name, value in told.items() for part in (f"--{name}", str(value))]
+    options = {"calibration": calibration_file, "evaluation": evaluation_file, "seqlen": 64, "nsamples": 4}
+    options |= {"eval-windows": 2, "device": "cpu"}
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
 @pytest.fixture(scope="session")
 def cli() -> Callable[..., Any]:
     """cli("convert", MODEL, OUT, ..., stdin=None) -> exit_code, stdout and stderr of the command, run in this process.
 
-    What would be a traceback is appended to stderr, as Python would print it.
+    The traceback of an unexpected exception is appended to stderr.
     """
     from typer.testing import CliRunner
 
@@ -255,7 +254,7 @@ def cli() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def tree() -> Callable[[Path], dict[str, str]]:
-    """tree(folder) -> everything below it, hidden files too: name -> what it is, for a file its SHA-256."""
+    """tree(folder) -> relative path of every entry, hidden ones included -> its kind, for a file its SHA-256."""
 
     def describe(path: Path) -> str:
         if path.is_symlink():
@@ -269,7 +268,7 @@ def tree() -> Callable[[Path], dict[str, str]]:
 
 @pytest.fixture
 def refused(cli, tree, tmp_path) -> Callable[..., str]:
-    """refused(words, "convert", MODEL, OUT, ...) -> the one line, which holds every one of `words`."""
+    """refused(words, "convert", MODEL, OUT, ...) -> the error line, which must contain all of `words`."""
 
     def check(words: tuple[str, ...] | str, *arguments: Any) -> str:
         before = tree(tmp_path)
@@ -290,7 +289,7 @@ def refused(cli, tree, tmp_path) -> Callable[..., str]:
 
 @pytest.fixture
 def converts(cli, short) -> Callable[..., Any]:
-    """converts(MODEL, OUT, ...) runs a conversion that must succeed."""
+    """converts(MODEL, OUT, ...) runs a conversion and asserts that it succeeds."""
 
     def run(source: Path, out: Path, *more: Any) -> Any:
         done = cli("convert", source, out, *short, *more)
@@ -302,19 +301,19 @@ def converts(cli, short) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def known_roof() -> Iterator[Any]:
-    """A CPU's roof that is not measured: that takes 400 MB and a machine that is not crowded."""
+    """Fixed roofline of a CPU: measuring one takes 400 MB and an idle machine."""
     from mlaforge.planning import machines
     from mlaforge.planning.costs import Gpu
 
     gpu = Gpu("cpu", 0.05, 0.01, 8.0, "made up", achievable=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machines, "measured", lambda: gpu)
+        patch.setattr(machines, "cpu_peaks", lambda: gpu)
         yield gpu
 
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Callable[..., Path]]:
-    """small_disk(size) -> a folder on a file system of `size` bytes of its own; skips where none can be mounted."""
+    """small_disk(size) -> a folder on a new file system of `size` bytes; skips if none can be mounted."""
     with contextlib.ExitStack() as mounted:
 
         def mount(size: int, options: str = "") -> Path:
@@ -328,7 +327,7 @@ def small_disk(tmp_path) -> Iterator[Callable[..., Path]]:
             if done.returncode:
                 pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
             mounted.callback(subprocess.run, ["umount", str(at)], check=True)
-            # The frames of an exception hold files open until they are collected.
+            # The frames of an exception keep files open until they are collected.
             mounted.callback(gc.collect)
             return at
 

@@ -1,4 +1,4 @@
-"""Artifacts: when two are the same, and that one appears whole or not at all."""
+"""Artifacts: fingerprints, atomic writes, locks and resumption."""
 
 import dataclasses
 import errno
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.artifact import BEGUN, LOCK, MANIFEST, WORK, Manifest, finished, locked, sha256, writing
+from mlaforge.artifact import FINGERPRINT, LOCK, MANIFEST, WORK, Manifest, finished, locked, sha256, writing
 from mlaforge.checkpoint import reader, source_model
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.planning import plan_file
@@ -20,7 +20,7 @@ from mlaforge.planning.plan import make_plan
 from mlaforge.runtime import UserError
 from support.killed import finish_artifact, started
 
-# Without what begins a place on a machine, which no manifest may name.
+# Without the characters of absolute paths, which no manifest may contain.
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters=":~/"), max_size=5)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
@@ -34,12 +34,12 @@ def manifest(**changes):
     return Manifest(**{"stage": "convert", "config": {"budget": 0.5}, "inputs": {"model": {"sha256": "a1"}}, **changes})
 
 
-def upside_down(values):
-    """The same with every dictionary's keys in the other order."""
+def reverse_keys(values):
+    """Return a copy with the keys of every dictionary in reverse order."""
     if isinstance(values, list):
-        return [upside_down(value) for value in values]
+        return [reverse_keys(value) for value in values]
     if isinstance(values, dict):
-        return {key: upside_down(values[key]) for key in reversed(values)}
+        return {key: reverse_keys(values[key]) for key in reversed(values)}
     return values
 
 
@@ -47,22 +47,22 @@ def upside_down(values):
 
 
 @given(RECORD, RECORD, RECORD, RECORD)
-def test_fingerprints_are_alike_exactly_where_what_was_asked_for_is(config, inputs, other_config, other_inputs):
-    asked = Manifest("convert", config, inputs)
-    same = Manifest("convert", upside_down(config), upside_down(inputs))
+def test_fingerprints_are_equal_exactly_for_equal_config_and_inputs(config, inputs, other_config, other_inputs):
+    requested = Manifest("convert", config, inputs)
+    same = Manifest("convert", reverse_keys(config), reverse_keys(inputs))
     same.metrics, same.seconds, same.files = {"ppl": 20.8}, {"load": 1.0}, {"config.json": "e3"}
     same.environment = {"torch": "9.9", "device": "abacus"}
-    assert same.fingerprint == asked.fingerprint
+    assert same.fingerprint == requested.fingerprint
     other = Manifest("convert", other_config, other_inputs)
-    alike = json.dumps([config, inputs], sort_keys=True) == json.dumps([other_config, other_inputs], sort_keys=True)
-    assert (other.fingerprint == asked.fingerprint) == alike
-    assert Manifest("eval", config, inputs).fingerprint != asked.fingerprint
+    equal = json.dumps([config, inputs], sort_keys=True) == json.dumps([other_config, other_inputs], sort_keys=True)
+    assert (other.fingerprint == requested.fingerprint) == equal
+    assert Manifest("eval", config, inputs).fingerprint != requested.fingerprint
     older = Manifest("convert", config, inputs, environment={"mlaforge": "0.0.9"})
-    assert older.fingerprint != asked.fingerprint
+    assert older.fingerprint != requested.fingerprint
 
 
 @given(RECORD, RECORD, RECORD)
-def test_a_manifest_is_read_as_it_was_saved(tmp_path_factory, config, inputs, metrics):
+def test_a_manifest_round_trips_through_its_file(tmp_path_factory, config, inputs, metrics):
     folder = tmp_path_factory.mktemp("saved")
     saved = Manifest("eval", config, inputs, metrics, {"eval": 1.5}, {}, {"a": "e3", "b": "f4"})
     saved.save(folder)
@@ -78,7 +78,7 @@ def test_the_files_of_an_older_manifest_have_no_hash(tmp_path):
     assert Manifest.load(tmp_path).files == {"a": "", "b": ""}
 
 
-# Every option of `convert` that is part of what was asked for -> another value of it that the tiny model can have.
+# Every option of `convert` that is part of the fingerprint -> another value that is legal for the tiny model.
 OTHER = {
     "bits": ["3"],
     "budget": [0.75],
@@ -111,7 +111,7 @@ def edit(path, old, new):
     path.write_text(text.replace(old, new, 1))
 
 
-# Everything that a conversion reads -> a change of it.
+# Every file that a conversion reads -> a change of it.
 INPUTS = {
     "model.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"),
     "config.json": lambda path: edit(path, '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'),
@@ -124,7 +124,7 @@ INPUTS = {
 
 @pytest.fixture(scope="module")
 def made(tiny_models, calibration_file, evaluation_file, cli, short, tmp_path_factory):
-    """A conversion with all that it was made from in one folder."""
+    """The command of a finished conversion, whose inputs are in one folder."""
     folder = tmp_path_factory.mktemp("made")
     shutil.copytree(tiny_models["llama"], folder / "model")
     texts = [shutil.copy(file, folder) for file in (calibration_file, evaluation_file)]
@@ -136,19 +136,19 @@ def made(tiny_models, calibration_file, evaluation_file, cli, short, tmp_path_fa
     return command
 
 
-def test_every_option_of_convert_is_named_here():
+def test_every_option_of_convert_is_covered():
     assert set(OTHER) == {field.name for field in dataclasses.fields(ConvertConfig)} - {"device"}
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_another_option_is_another_result(name, made, cli):
+def test_changing_an_option_changes_the_fingerprint(name, made, cli):
     values = [value.format(folder=made[1].parent) if isinstance(value, str) else value for value in OTHER[name]]
     done = cli(*made, f"--{name.replace('_', '-')}", *values)
     assert done.exit_code == 2 and "holds another convert result" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_another_input_is_another_result(name, made, cli):
+def test_changing_an_input_changes_the_fingerprint(name, made, cli):
     folder = made[1].parent
     path = folder / name if name.endswith(".txt") else folder / "model" / name
     before = path.read_bytes()
@@ -160,8 +160,8 @@ def test_another_input_is_another_result(name, made, cli):
     assert done.exit_code == 2 and "holds another convert result" in done.stderr, done.stderr
 
 
-def test_the_rest_is_the_same_result(made, cli):
-    """Where it is computed, when a file was touched, what else lies beside the weights, text that is not read."""
+def test_irrelevant_changes_keep_the_fingerprint(made, cli):
+    """The device, file times, other files beside the weights, and text beyond the windows that are read."""
     model = made[1]
     (model / "model.safetensors").touch()
     (model / "README.md").write_text("My model.")
@@ -174,7 +174,7 @@ def test_the_rest_is_the_same_result(made, cli):
 # finished
 
 
-def test_nothing_and_an_empty_folder_are_to_be_made(tmp_path):
+def test_finished_is_none_for_a_missing_or_empty_folder(tmp_path):
     assert finished(tmp_path / "out", manifest()) is None
     (tmp_path / "out").mkdir()
     assert finished(tmp_path / "out", manifest()) is None
@@ -183,22 +183,22 @@ def test_nothing_and_an_empty_folder_are_to_be_made(tmp_path):
 @pytest.fixture
 def out(tmp_path):
     """A finished artifact with one file."""
-    with writing(tmp_path / "out", kept := manifest()) as partial:
+    with writing(tmp_path / "out", written := manifest()) as partial:
         (partial / "a").write_text("old")
-    assert kept.environment and kept.files == {"a": sha256(tmp_path / "out" / "a")}
+    assert written.environment and written.files == {"a": sha256(tmp_path / "out" / "a")}
     return tmp_path / "out"
 
 
-def test_the_same_is_found_with_its_metrics(tmp_path):
+def test_finished_returns_the_manifest_with_its_metrics(tmp_path):
     with writing(tmp_path / "out", manifest(metrics={"ppl": 20.8})):
         pass
-    found = finished(tmp_path / "out", manifest())
-    assert found.metrics == {"ppl": 20.8}
-    assert finished(tmp_path / "out", manifest(), overwrite=True) == found
+    present = finished(tmp_path / "out", manifest())
+    assert present.metrics == {"ppl": 20.8}
+    assert finished(tmp_path / "out", manifest(), overwrite=True) == present
 
 
 @pytest.mark.parametrize(
-    ("wanted", "words"),
+    ("expected", "message"),
     [
         (manifest(config={"budget": 0.75}), "budget was 0.5, now 0.75"),
         (manifest(config={"budget": 0.5, "seed": 1}), "seed was None, now 1"),
@@ -207,13 +207,13 @@ def test_the_same_is_found_with_its_metrics(tmp_path):
         (manifest(environment={"mlaforge": "0.0.9"}), "made by another version of mlaforge"),
     ],
 )
-def test_another_result_is_refused_unless_it_may_be_overwritten(wanted, words, out):
-    with pytest.raises(UserError, match=words):
-        finished(out, wanted)
-    assert finished(out, wanted, overwrite=True) is None
+def test_another_artifact_is_refused_without_overwrite(expected, message, out):
+    with pytest.raises(UserError, match=message):
+        finished(out, expected)
+    assert finished(out, expected, overwrite=True) is None
 
 
-def test_a_list_that_stayed_is_no_difference(tmp_path):
+def test_tuples_equal_the_lists_of_the_manifest_file(tmp_path):
     """JSON has no tuples."""
     with writing(tmp_path / "out", manifest(config={"seqlen": (512, 2048), "steps": 1})):
         pass
@@ -225,7 +225,7 @@ def test_a_list_that_stayed_is_no_difference(tmp_path):
 # writing
 
 
-def test_what_is_written_appears_whole_and_alone(out, tree, tmp_path):
+def test_writing_replaces_an_artifact_atomically(out, tree, tmp_path):
     with writing(out, manifest(stage="eval")) as partial:
         assert partial.parent == out.parent and [path.name for path in partial.iterdir()] == [WORK]
         (partial / "b").write_text("new")
@@ -235,7 +235,7 @@ def test_what_is_written_appears_whole_and_alone(out, tree, tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError])
-def test_a_failure_leaves_nothing(error, out, tree, tmp_path):
+def test_a_failure_leaves_no_files(error, out, tree, tmp_path):
     before = tree(tmp_path)
     for where in (out, tmp_path / "new", tmp_path / "a" / "b" / "new"):
         with pytest.raises(error), writing(where, manifest()) as partial:
@@ -244,31 +244,31 @@ def test_a_failure_leaves_nothing(error, out, tree, tmp_path):
         assert tree(tmp_path) == before
 
 
-def test_what_a_killed_process_left_goes_away(out, tree, tmp_path):
-    for left in (".out.partial", ".out.former.partial"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "half").write_text("x")
+def test_the_remains_of_a_killed_process_are_removed(out, tree, tmp_path):
+    for folder in (".out.partial", ".out.former.partial"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "half").write_text("x")
     with writing(out, manifest()):
         pass
     assert sorted(tree(tmp_path)) == ["out", f"out/{MANIFEST}"]
 
 
-def test_while_one_process_is_at_work_another_is_refused_and_destroys_nothing(out, tree, tmp_path):
+def test_a_second_process_is_refused_and_changes_no_file(out, tree, tmp_path):
     for where in (out, tmp_path / "new"):
         with writing(where, manifest(stage="eval"), resumable=True) as partial:
             (partial / "b").write_text("half")
             before = tree(tmp_path)
             for other in (manifest(stage="eval"), manifest(stage="report")):
                 for resumable in (True, False):
-                    words = f"another process is at work on {where}"
-                    with pytest.raises(UserError, match=words), writing(where, other, resumable):
-                        raise AssertionError("two at once")
+                    message = f"another process is at work on {where}"
+                    with pytest.raises(UserError, match=message), writing(where, other, resumable):
+                        raise AssertionError("two processes hold the lock")
             assert tree(tmp_path) == before
         assert Manifest.load(where).stage == "eval" and sorted(path.name for path in where.iterdir()) == ["b", MANIFEST]
 
 
-def test_a_lock_that_others_wait_for_is_held_by_one_at_a_time(tmp_path):
-    """Many threads add to a number, each with a pause in between in which another would read the old one."""
+def test_a_lock_has_one_holder_at_a_time(tmp_path):
+    """Threads increment a number non-atomically."""
     number = tmp_path / "number"
     number.write_text("0")
 
@@ -283,26 +283,26 @@ def test_a_lock_that_others_wait_for_is_held_by_one_at_a_time(tmp_path):
     assert number.read_text() == "200" and list((tmp_path / "folder").iterdir()) == []
 
 
-def test_a_lock_whose_folder_goes_while_it_is_made(tmp_path, monkeypatch):
-    """mkdir finds the folder, and when it looks what it is, its last owner has removed it."""
-    real, met = os.mkdir, []
+def test_locked_survives_the_concurrent_removal_of_its_folder(tmp_path, monkeypatch):
+    """The folder exists when mkdir is called and is removed before mkdir checks its type."""
+    real, failed = os.mkdir, []
 
     def mkdir(path, mode=0o777):
-        if not met:
-            met.append(path)
+        if not failed:
+            failed.append(path)
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
         real(path, mode)
 
     monkeypatch.setattr("os.mkdir", mkdir)
     with locked(tmp_path / "folder" / "lock", "it"):
-        assert met == [tmp_path / "folder"]
+        assert failed == [tmp_path / "folder"]
     monkeypatch.undo()
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError), locked(tmp_path / "file" / "lock", "it"):
         raise AssertionError("a file is no folder")
 
 
-def test_a_file_system_without_locks_is_said_and_does(monkeypatch, out, capsys):
+def test_a_file_system_without_locks_is_logged_and_used(monkeypatch, out, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -312,21 +312,21 @@ def test_a_file_system_without_locks_is_said_and_does(monkeypatch, out, capsys):
     assert Manifest.load(out).stage == "eval" and "has no locks" in capsys.readouterr().err
 
 
-def test_killed_at_any_moment_of_the_end_a_run_goes_on_or_is_finished(tree, tmp_path):
-    """Before every single change of the file system, from the manifest to the last file that is removed."""
-    asked = manifest(stage="eval")
+def test_a_run_killed_at_any_moment_of_its_end_resumes_or_is_finished(tree, tmp_path):
+    """Before every change of the file system, from the manifest to the last file that is removed."""
+    requested = manifest(stage="eval")
     for moment in itertools.count():
         out = tmp_path / str(moment) / "out"
         with writing(out, manifest()) as partial:
             (partial / "a").write_text("old")
-        process = started(finish_artifact, out, asked, moment)
+        process = started(finish_artifact, out, requested, moment)
         process.join()
-        # Another command that may not replace anything finds what was there, or what has come.
+        # A command without --overwrite finds the old artifact or the new one.
         with pytest.raises(UserError, match="holds another"):
             finished(out, manifest(stage="report"))
-        if finished(out, asked, overwrite=True) is None:
+        if finished(out, requested, overwrite=True) is None:
             assert (out / "a").read_text() == "old"
-            with writing(out, asked, resumable=True) as partial:
+            with writing(out, requested, resumable=True) as partial:
                 assert (partial / WORK / "piece").read_text() == "hours of work"
                 (partial / "b").write_text("new")
         assert sorted(tree(out.parent)) == ["out", "out/b", f"out/{MANIFEST}"]
@@ -336,17 +336,17 @@ def test_killed_at_any_moment_of_the_end_a_run_goes_on_or_is_finished(tree, tmp_
     assert moment > 8
 
 
-def test_what_is_called_work_in_a_finished_artifact_is_not_ours(out):
-    """But with our lock in it, which a killed process leaves."""
+def test_a_work_folder_without_a_lock_is_not_removed(out):
+    """A killed process leaves its lock in its work folder."""
     (out / WORK).mkdir()
     (out / WORK / "mine").write_text("x")
     assert finished(out, manifest()) is not None and (out / WORK / "mine").is_file()
     (out / WORK / LOCK).touch()
-    (out / WORK / BEGUN).touch()
+    (out / WORK / FINGERPRINT).touch()
     assert finished(out, manifest()) is not None and not (out / WORK).exists()
 
 
-def test_a_run_that_goes_on_says_from_where(tmp_path, capsys):
+def test_a_resumed_run_logs_its_last_checkpoint(tmp_path, capsys):
     out = tmp_path / "out"
 
     def run(*pieces):
@@ -359,7 +359,7 @@ def test_a_run_that_goes_on_says_from_where(tmp_path, capsys):
     assert run() == ""
     assert "it had finished nothing" in run("layer-000", "layer-001")
     line = run()
-    assert f"{out}: going on where the run begun 20" in line and "the last of 2 pieces is layer-001" in line
+    assert f"{out}: resuming the run of 20" in line and "had finished 2 pieces, the last of them layer-001" in line
     with writing(out, manifest(stage="eval"), resumable=True):
         pass
     assert capsys.readouterr().err == ""

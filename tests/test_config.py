@@ -1,4 +1,4 @@
-"""Options and recipes: what a stage's dataclass accepts, from where, and what it says of the rest."""
+"""Options and recipes: legal values from every source, and the messages for illegal ones."""
 
 import dataclasses
 import string
@@ -42,8 +42,8 @@ def recipe(tmp_path):
     return write
 
 
-def legal(kind, bounds, listed):
-    """Values of a type within bounds, as options have them."""
+def legal_values(kind, bounds, listed):
+    """Strategy for the values of a type within bounds."""
     low, high = (bounds.get(a, bounds.get(b)) for a, b in (("at least", "above"), ("at most", "below")))
     if kind is int:
         return st.integers(-(10**9) if low is None else low, 10**9 if high is None else high)
@@ -54,7 +54,7 @@ def legal(kind, bounds, listed):
         return st.booleans()
     if listed:
         return st.text(string.ascii_letters + "/:=", min_size=1)
-    # Control characters and halves of characters cannot stand in YAML at all.
+    # YAML allows no control characters or lone surrogates.
     return st.text(string.printable[:95] + "äöü→\u3000🙂\n\t")
 
 
@@ -65,23 +65,24 @@ def valid_settings(draw):
     kinds, values = field_types(cls), {}
     for field in draw(st.lists(st.sampled_from(dataclasses.fields(cls)), unique_by=lambda f: f.name)):
         choices, item = field.metadata["choices"], item_type(kinds[field.name])
-        one = st.sampled_from(choices) if choices else legal(item or kinds[field.name], field.metadata["bounds"], item)
-        values[field.name] = draw(st.lists(one, min_size=1).map(tuple) if item else one)
+        bounds = field.metadata["bounds"]
+        value = st.sampled_from(choices) if choices else legal_values(item or kinds[field.name], bounds, item)
+        values[field.name] = draw(st.lists(value, min_size=1).map(tuple) if item else value)
     return cls, values
 
 
 @given(valid_settings(), st.randoms())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_settings_survive_any_way_in(recipe, chosen, random):
-    """As options, as a recipe with either dash, split between both, and what is resolved as a recipe again."""
+def test_values_are_the_same_from_options_and_recipes(recipe, chosen, random):
+    """As options, as a recipe with dashes or underscores, split between both, and dumped and read again."""
     cls, values = chosen
-    wanted = cls(**values)
-    assert resolve(cls, **values) == wanted
+    expected = cls(**values)
+    assert resolve(cls, **values) == expected
     path = recipe(yaml.safe_dump({random.choice((k, k.replace("_", "-"))): v for k, v in values.items()}))
-    assert resolve(cls, path) == wanted
-    given_as_option = {k: v for k, v in values.items() if random.random() < 0.5}
-    assert resolve(cls, path, **given_as_option) == wanted
-    assert resolve(cls, recipe(yaml.safe_dump(dataclasses.asdict(wanted)))) == wanted
+    assert resolve(cls, path) == expected
+    overrides = {k: v for k, v in values.items() if random.random() < 0.5}
+    assert resolve(cls, path, **overrides) == expected
+    assert resolve(cls, recipe(yaml.safe_dump(dataclasses.asdict(expected)))) == expected
 
 
 def test_options_override_the_recipe_key_by_key(recipe):
@@ -91,14 +92,14 @@ def test_options_override_the_recipe_key_by_key(recipe):
     )
 
 
-def test_what_is_not_given_keeps_its_default(recipe):
+def test_unset_options_keep_their_defaults(recipe):
     assert resolve(ConvertConfig) == resolve(ConvertConfig, recipe("# nothing yet\n"), budget=None) == ConvertConfig()
 
 
 @pytest.mark.parametrize(
     ("line", "field", "value"),
     [
-        # What YAML 1.1 takes for something else than the writer meant.
+        # Text that YAML 1.1 reads as another type than intended.
         ("refit: on", "refit", "on"),
         ("refit: off", "refit", "off"),
         ("budget: 1", "budget", 1.0),
@@ -109,13 +110,13 @@ def test_what_is_not_given_keeps_its_default(recipe):
         ("kv_lora_rank:", "kv_lora_rank", None),
     ],
 )
-def test_yaml_means_what_it_looks_like(line, field, value, recipe):
-    found = getattr(resolve(ConvertConfig, recipe(line)), field)
-    assert (found, type(found)) == (value, type(value))
+def test_yaml_values_get_the_type_of_their_field(line, field, value, recipe):
+    resolved = getattr(resolve(ConvertConfig, recipe(line)), field)
+    assert (resolved, type(resolved)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("bugdet: 0.5", "unknown key 'bugdet'; did you mean 'budget'?"),
         ("n_samples: 4", "unknown key 'n_samples'; did you mean 'nsamples'?"),
@@ -144,13 +145,13 @@ def test_yaml_means_what_it_looks_like(line, field, value, recipe):
         ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )
-def test_bad_recipes(text, words, recipe):
+def test_bad_recipes(text, message, recipe):
     path = recipe(text)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         resolve(ConvertConfig, path)
-    line = str(told.value)
+    line = str(error.value)
     assert line.startswith(f"recipe {path}") and "\n" not in line
-    assert words in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -169,16 +170,16 @@ def test_bad_recipes(text, words, recipe):
         ("paths: [a, 'b,c']", "paths", ("a", "b,c")),
     ],
 )
-def test_lists_are_written_with_commas_or_as_yamls_own(text, field, value, recipe):
+def test_lists_are_text_with_commas_or_yaml_lists(text, field, value, recipe):
     config = resolve(Example, recipe(text))
     assert config == Example(**{field: value})
     assert list(map(type, getattr(config, field))) == list(map(type, value))
-    # In Python the text form is as good.
+    # Python accepts the text form, too.
     assert Example(**yaml.safe_load(text)) == config
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [
         ({"few": 0}, "few = 0 must be at least 1 and at most 8"),
         ({"few": 9}, "few = 9 must be at least 1 and at most 8"),
@@ -201,9 +202,9 @@ def test_lists_are_written_with_commas_or_as_yamls_own(text, field, value, recip
         ({"paths": {"a": 1}}, "paths = {'a': 1} must be text, or a list of it"),
     ],
 )
-def test_a_wrong_value_is_refused_whoever_gives_it(values, words, recipe):
+def test_illegal_values_are_refused_from_every_source(values, message, recipe):
     for make in (lambda: Example(**values), lambda: dataclasses.replace(Example(), **values)):
-        with pytest.raises(UserError, match=f"^.{{0,500}}{words}$") as refused:
+        with pytest.raises(UserError, match=f"^.{{0,500}}{message}$") as refused:
             make()
         assert "\n" not in str(refused.value)
     path = recipe(yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}))
@@ -211,9 +212,8 @@ def test_a_wrong_value_is_refused_whoever_gives_it(values, words, recipe):
         resolve(Example, path)
 
 
-def test_stages_refuse_wrong_values_from_python():
-    """Not the machinery but its use: bounds stand where stages need them."""
-    for make, words in (
+def test_stages_declare_their_bounds():
+    for make, message in (
         (lambda: EngineConfig(block_size=0), "block_size = 0 must be at least 1"),
         (lambda: EngineConfig(num_speculative_tokens=9), "num_speculative_tokens = 9 must be at least 1 and at most 8"),
         (lambda: HealConfig(steps=-1), "steps = -1 must be at least 0"),
@@ -221,20 +221,19 @@ def test_stages_refuse_wrong_values_from_python():
         (lambda: ConvertConfig(budget=1.5), "budget = 1.5 must be above 0 and at most 1"),
         (lambda: ConvertConfig(layout="laten"), "layout = 'laten' must be one of latent, latent_rope"),
     ):
-        with pytest.raises(UserError, match=f"^{words}"):
+        with pytest.raises(UserError, match=f"^{message}"):
             make()
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_what_people_need_first(cls):
-    """Of more than five options, five, each of them one of the class's own or inherited fields."""
+def test_classes_with_more_than_five_options_list_five_basic_ones(cls):
     names = [field.name for field in dataclasses.fields(cls)]
     assert set(cls.first) <= set(names) and len(set(cls.first)) == len(cls.first)
     # EngineConfig is a part of several verbs' options, not a verb's own.
     assert len(cls.first) == (5 if len(names) > 5 and cls is not EngineConfig else 0)
 
 
-def test_an_option_is_checked_like_a_recipes_key():
+def test_command_line_options_are_checked_like_recipe_keys():
     with pytest.raises(UserError, match=r"^layout = 'laten' must be one of latent, latent_rope"):
         resolve(ConvertConfig, layout="laten")
     with pytest.raises(UserError, match=r"^unknown key 'bugdet'; did you mean 'budget'"):
@@ -242,7 +241,7 @@ def test_an_option_is_checked_like_a_recipes_key():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda path: None, "does not exist"),
         (lambda path: path.mkdir(), "cannot be read: Is a directory"),
@@ -250,7 +249,7 @@ def test_an_option_is_checked_like_a_recipes_key():
     ],
     ids=["absent", "folder", "not text"],
 )
-def test_a_recipe_that_is_none(make, words, tmp_path):
+def test_rejects_unreadable_recipes(make, message, tmp_path):
     make(tmp_path / "r.yaml")
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         resolve(ConvertConfig, tmp_path / "r.yaml")

@@ -1,4 +1,4 @@
-"""The public names: what a script may import, that it is lazy, and that keywords are the options."""
+"""The public API: its names, lazy imports, and keywords for every option."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ OPTIONS = {
 NAMES = {"LLM", "SamplingParams", "RequestOutput", "load_model", *OPTIONS}
 
 
-def test_the_names():
+def test_the_public_names_are_complete_and_documented():
     assert set(mlaforge.__all__) == NAMES
     assert dir(mlaforge) == sorted([*NAMES, "__version__"])
     for name in NAMES:
@@ -35,7 +35,7 @@ def test_the_names():
         mlaforge.konvert  # noqa: B018 (the access is the test)
 
 
-def test_a_name_loads_only_what_it_needs():
+def test_importing_a_name_loads_no_unneeded_package():
     code = (
         "import sys\n"
         "from mlaforge import SamplingParams, plan\n"
@@ -56,8 +56,8 @@ def test_keywords_are_the_options(name):
         assert f"\n{field.name}: {field.metadata['help']}" in stage.__doc__
 
 
-def test_the_chain_in_a_script(tiny_models, calibration_file, evaluation_file, tmp_path):
-    """As docs/start.md shows it: planned, converted, judged, loaded, run."""
+def test_the_stages_run_from_python(tiny_models, calibration_file, evaluation_file, tmp_path):
+    """Plan, convert, evaluate, load and generate, as in docs/start.md."""
     source = str(tiny_models["llama"])
     assert "typical loss" in mlaforge.plan(source, context="4k").render()
     out = tmp_path / "out"
@@ -66,8 +66,8 @@ def test_the_chain_in_a_script(tiny_models, calibration_file, evaluation_file, t
         nsamples=4, eval_windows=2, device="cpu",
     )  # fmt: skip
     assert manifest.stage == "convert" and manifest.config["budget"] == 0.75
-    judged = mlaforge.evaluate(str(out), text=str(evaluation_file), windows=2, seqlen=64, device="cpu")
-    assert judged.metrics["ppl"] == pytest.approx(manifest.metrics["mla_ppl"], rel=1e-5)
+    evaluation = mlaforge.evaluate(str(out), text=str(evaluation_file), windows=2, seqlen=64, device="cpu")
+    assert evaluation.metrics["ppl"] == pytest.approx(manifest.metrics["mla_ppl"], rel=1e-5)
     ids = torch.arange(40)[None]
     model = mlaforge.load_model(str(out), "float32")
     assert model(ids).logits.shape == load_original(tiny_models["llama"])(ids).logits.shape
@@ -77,7 +77,7 @@ def test_the_chain_in_a_script(tiny_models, calibration_file, evaluation_file, t
     assert len(output.outputs[0].token_ids) == 3
 
 
-def test_what_is_wrong_is_told(tmp_path):
+def test_rejects_unknown_missing_and_illegal_arguments(tmp_path):
     with pytest.raises(UserError, match="unknown key 'budgt'; did you mean 'budget'"):
         mlaforge.convert("MODEL", tmp_path / "out", budgt=0.5)
     with pytest.raises(UserError, match="layout = 'latnt' must be one of"):

@@ -1,4 +1,4 @@
-"""The process: progress for who watches and who does not."""
+"""Progress bars, with and without a terminal."""
 
 import io
 
@@ -9,7 +9,7 @@ from mlaforge import runtime
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that a test turns, also for tqdm's."""
+    """A fake clock, for tqdm too."""
     now = [1000.0]
     monkeypatch.setattr("mlaforge.runtime.time.monotonic", lambda: now[0])
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
@@ -24,7 +24,7 @@ def slowly(clock, steps, seconds):
 
 
 def test_without_a_terminal_progress_is_a_line_every_ten_seconds(clock, capsys):
-    """Also over several bars that follow each other, and however often a bar is asked to draw itself."""
+    """Counted over consecutive bars, and independent of how often a bar is refreshed."""
     for name in ("first", "second"):
         assert list(runtime.progress(slowly(clock, 50, 0.5), name, 50)) == list(range(50))
     with runtime.progress_bar("third", 10) as bar:
@@ -39,13 +39,13 @@ def test_without_a_terminal_progress_is_a_line_every_ten_seconds(clock, capsys):
     assert "%" in lines[0] and "/50 [" in lines[0] and "loss=0.5" in lines[-1]
 
 
-def test_what_is_short_draws_nothing(clock, capsys):
+def test_short_work_shows_no_progress(clock, capsys):
     for _ in range(20):
         list(runtime.progress(slowly(clock, 9, 0.05), "short", 9))
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_has_a_bar(clock, monkeypatch):
+def test_progress_is_a_bar_on_a_terminal(clock, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", terminal)

@@ -4,8 +4,8 @@
     convert("MODEL", "OUT", budget=0.5)
     llm = LLM("OUT")
 
-The names of `__all__` are the public API; everything else is private and may move. Importing this package is light on
-purpose: a name loads what it needs, torch among it, when it is first used (PEP 562).
+The names in `__all__` are the public API; everything else is private and may move. They are imported lazily (PEP 562),
+so that importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "plan",
     "sparsify",
 ]
-_HOME = {
+_MODULES = {
     "LLM": "engine.llm",
     "RequestOutput": "engine.request.output",
     "SamplingParams": "engine.sampling.params",
@@ -56,9 +56,9 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'mlaforge' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"mlaforge.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"mlaforge.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,9 +1,8 @@
 """A stage's options: one dataclass, filled from defaults, then a recipe file, then the command line.
 
-Every field is declared with `option(default, help, ...)`; the command line and the documentation are made from these
-declarations, so that a key means the same everywhere. What a field may hold is checked here and nowhere else, whoever
-makes the object: a recipe, the command line or Python. Stages check what depends on a model or on several fields.
-Imports nothing of ours but `runtime`.
+Every field is declared with `option(default, help, ...)`, from which the command line and the documentation are
+generated. Types and bounds are checked here alone, for values from a recipe, the command line and Python. Stages check
+constraints that depend on a model or on several fields. Imports only `runtime` of this package.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ C = TypeVar("C", bound="Options")
 R = TypeVar("R")
 # Choices of the options that name a dtype.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Tokens of the shortest window: of a shorter one nobody could tell whether a model was tuned on it (data/overlap.py).
+# Tokens of the shortest window: below this length overlap with tuning text cannot be detected (data/overlap.py).
 SHORTEST_WINDOW = 48
-# How a bound is called, and when a value is within it. NaN is within none.
+# Name of a bound -> the comparison of a value with it. NaN satisfies none.
 BOUNDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
@@ -37,24 +36,24 @@ def option(
     default: Any, help: str, unit: str = "", choices: tuple[str, ...] = (), *, least: float | None = None,
     above: float | None = None, most: float | None = None, below: float | None = None, repeat: bool = False,
 ) -> Any:  # fmt: skip
-    """A dataclass field with what a user must know about it: its meaning, its unit, its legal values.
+    """Declare a dataclass field with its help text, unit, choices and bounds.
 
-    A tuple's text form is its items with commas between; choices and bounds are those of each item. `repeat`: a tuple
-    of text that may hold commas, such as paths, so that it is given several times instead.
+    A tuple is written as text with commas between its items; choices and bounds apply to each item. `repeat`: a tuple
+    of strings that may contain commas, such as paths, so that the option is repeated instead.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
-    bounds = {word: bound for word, bound in bounds.items() if bound is not None}
-    words = {"help": help, "unit": unit, "choices": choices, "bounds": bounds, "repeat": repeat}
-    return dataclasses.field(default=default, metadata=words)
+    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+    metadata = {"help": help, "unit": unit, "choices": choices, "bounds": bounds, "repeat": repeat}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What all classes of options are: none of their objects holds a value that its declaration forbids.
+    """Base class of a stage's options, validated on construction.
 
-    `first` names the options that people need first, in the order in which they are shown; the others are advanced,
-    but for those that `panels` puts under a title of their own.
-    Making one raises UserError for a wrong type or an illegal value. Comma lists may be given as text.
+    `first` names the basic options, in the order in which help lists them; `panels` groups further options under a
+    title; the remaining ones are advanced. The constructor raises UserError for a wrong type or an illegal value.
+    Comma-separated lists may be given as text.
     """
 
     first: ClassVar[tuple[str, ...]] = ()
@@ -68,46 +67,46 @@ class Options:
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where no known word is close."""
+    """Return `; did you mean 'x'?`, or an empty string if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def field_types(cls: type[Options]) -> dict[str, Any]:
-    """Field name -> its type without `| None`."""
+    """Return the type of each field by name, without `| None`."""
     plain, hints = {}, typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-        plain[field.name] = arms[0] if isinstance(hint, types.UnionType) and len(arms) == 1 else hint
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        plain[field.name] = members[0] if isinstance(hint, types.UnionType) and len(members) == 1 else hint
     return plain
 
 
-# How a person calls what a field holds, and the items of a list.
-WORDS: dict[Any, tuple[str, str]] = {
+# Type -> its name in messages, for one value and for the items of a list.
+TYPE_NAMES: dict[Any, tuple[str, str]] = {
     float: ("a number", "numbers"), int: ("a whole number", "whole numbers"), bool: ("true or false", ""),
     str: ("text", "words"),
 }  # fmt: skip
 
 
 def item_type(kind: Any) -> Any:
-    """Of the items of a tuple type; None for a type that is no tuple."""
+    """Return the item type of a tuple type, None for another type."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
 
 
 def within(field: dataclasses.Field[Any]) -> str:
-    """`at least 1 and at most 8`, or nothing where the field has no bounds."""
-    return " and ".join(f"{word} {bound}" for word, bound in field.metadata["bounds"].items())
+    """Return the bounds of a field as `at least 1 and at most 8`, or an empty string if it has none."""
+    return " and ".join(f"{name} {bound}" for name, bound in field.metadata["bounds"].items())
 
 
 def described(field: dataclasses.Field[Any]) -> str:
-    """What a field means, with its unit and bounds in brackets."""
+    """Return the help text of a field, with its unit and bounds in brackets."""
     limits = ", ".join(filter(None, (field.metadata["unit"], within(field))))
     return field.metadata["help"] + (f" [{limits}]" if limits else "")
 
 
 def whole_number(text: str) -> int:
-    """`4096` -> 4096, `32k` -> 32768, `1m` -> 1048576. Raises ValueError for other text."""
+    """Parse `4096` -> 4096, `32k` -> 32768, `1m` -> 1048576. Raises ValueError for other text."""
     match = re.fullmatch(r"(-?\d+)([km]?)", text.strip().lower(), re.ASCII)
     if not match:
         raise ValueError(text)
@@ -115,7 +114,7 @@ def whole_number(text: str) -> int:
 
 
 def _typed(value: Any, kind: Any, choices: tuple[str, ...]) -> Any:
-    """`value` as `kind`; what YAML takes for another type than the writer meant is put right. Raises ValueError."""
+    """Return `value` as `kind`, correcting the types that YAML guesses (`on`, `1e-4`, `2`). Raises ValueError."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and (number or isinstance(value, str)):
         return float(value)  # 1 is an integer to YAML, 1e-4 is text
@@ -129,7 +128,7 @@ def _typed(value: Any, kind: Any, choices: tuple[str, ...]) -> Any:
 
 
 def _listed(value: Any, item: Any, field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """The items of a list field, each as the type `item`. Raises ValueError."""
+    """Return the items of a list field, converted to the type `item`. Raises ValueError."""
     split = isinstance(value, str) and not field.metadata["repeat"]
     items = value if isinstance(value, list | tuple) else value.split(",") if split else [value]
     if split:
@@ -137,43 +136,43 @@ def _listed(value: Any, item: Any, field: dataclasses.Field[Any]) -> tuple[Any, 
     if not field.metadata["repeat"] and (not items or "" in items):
         raise ValueError(value)
     if item is int:
-        items = [whole_number(each) if isinstance(each, str) else each for each in items]
-    return tuple(_typed(each, item, field.metadata["choices"]) for each in items)
+        items = [whole_number(part) if isinstance(part, str) else part for part in items]
+    return tuple(_typed(part, item, field.metadata["choices"]) for part in items)
 
 
 def _checked(field: dataclasses.Field[Any], kind: Any, value: Any, where: str) -> Any:
-    """`value` as the field's type. Raises UserError, `where` before its words, for a wrong type or illegal value."""
+    """Return `value` as the field's type. Raises UserError, prefixed by `where`, for a wrong type or illegal value."""
     name, choices, bounds = field.name, field.metadata["choices"], field.metadata["bounds"]
     if (item := item_type(kind)) is None:
-        right = WORDS[kind][0]
+        expected = TYPE_NAMES[kind][0]
     else:
-        right = "text, or a list of it" if field.metadata["repeat"] else f"{WORDS[item][1]} with commas between"
+        expected = "text, or a list of it" if field.metadata["repeat"] else f"{TYPE_NAMES[item][1]} with commas between"
     if value is None:
         if field.default is None:
             return None
-        raise UserError(f"{where}{name} needs {right}, not nothing")
+        raise UserError(f"{where}{name} needs {expected}, not nothing")
     try:
         value = _typed(value, kind, choices) if item is None else _listed(value, item, field)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{where}{name} = {value!r} must be {right}") from error
-    for each in value if item else (value,):
-        if choices and each not in choices:
-            hint = nearest(str(each), choices)
-            raise UserError(f"{where}{name} = {each!r} must be one of {', '.join(choices)}{hint}")
-        if not all(BOUNDS[word](each, bound) for word, bound in bounds.items()):
-            raise UserError(f"{where}{name} = {each!r} must be {within(field)}")
-        if isinstance(each, float) and not math.isfinite(each):
-            raise UserError(f"{where}{name} = {each!r} must be a finite number")
+        raise UserError(f"{where}{name} = {value!r} must be {expected}") from error
+    for element in value if item else (value,):
+        if choices and element not in choices:
+            hint = nearest(str(element), choices)
+            raise UserError(f"{where}{name} = {element!r} must be one of {', '.join(choices)}{hint}")
+        if not all(BOUNDS[bound_name](element, bound) for bound_name, bound in bounds.items()):
+            raise UserError(f"{where}{name} = {element!r} must be {within(field)}")
+        if isinstance(element, float) and not math.isfinite(element):
+            raise UserError(f"{where}{name} = {element!r} must be a finite number")
     return value
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The keys of a recipe file, dashes in them as underscores. Raises UserError where it is missing, not YAML, or not
-    a mapping, and where a key is given twice, here or further down."""
+    """Return the keys of a recipe file, with underscores for dashes. Raises UserError if the file is missing, not YAML,
+    not a mapping, or repeats a key at any depth."""
     import yaml
 
     class Strict(yaml.SafeLoader):
-        """YAML itself lets the last of several equal keys win."""
+        """Loader that refuses repeated keys, of which YAML takes the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys: set[str] = set()
@@ -192,7 +191,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from error
     except UserError:
         raise
-    # ValueError: bytes that are no text, numbers and dates that are none.
+    # ValueError: undecodable bytes, invalid numbers and dates.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
     if keys is None:
@@ -203,7 +202,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
-    """The stage's configuration: defaults <- recipe <- overrides that are not None.
+    """Return the stage's configuration: defaults <- recipe <- overrides that are not None.
 
     Raises UserError for an unknown key (naming the nearest), a wrong type or an illegal value.
     """
@@ -214,7 +213,7 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
         ("", {k: v for k, v in overrides.items() if v not in (None, [])}),
     ):
         for key, value in keys.items():
-            # Fields whose name is a word of Python's end in an underscore; a recipe's key need not.
+            # A field named like a Python keyword ends in an underscore; the recipe's key need not.
             key = f"{key}_" if f"{key}_" in fields else key
             if key not in fields:
                 raise UserError(f"{where}unknown key {key!r}{nearest(key, fields)}")
@@ -225,10 +224,10 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
 
 
 def by_keywords(run: Callable[..., R], options: type[C]) -> Callable[..., R]:
-    """A stage's `run` as the public API has it: every option is a keyword, in place of one `config`.
+    """Wrap a stage's `run` for the public API: every option is a keyword argument, in place of one `config`.
 
-    Directories may be text, and those that `run` does not need may be left out. The signature and the docstring name
-    every option. Raises UserError for an unknown or illegal option, TypeError for a missing argument.
+    Directories may be strings, and optional ones may be left out. The signature and the docstring list every option.
+    The wrapper raises UserError for an unknown or illegal option, TypeError for a missing argument.
     """
     hints = typing.get_type_hints(run)
     plain = [parameter for name, parameter in inspect.signature(run).parameters.items() if name != "config"]
@@ -244,9 +243,9 @@ def by_keywords(run: Callable[..., R], options: type[C]) -> Callable[..., R]:
     signature = inspect.Signature(parameters)
 
     @functools.wraps(run)
-    def call(*arguments: Any, **named: Any) -> R:
-        values = {name: named.pop(name) for name in [*named] if name not in names}
-        bound = signature.bind(*arguments, **named)
+    def call(*args: Any, **kwargs: Any) -> R:
+        values = {name: kwargs.pop(name) for name in [*kwargs] if name not in names}
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name in folders:
             if bound.arguments[name] is not None:

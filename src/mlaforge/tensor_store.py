@@ -1,7 +1,7 @@
-"""Tensors that wait on disk, by name: what a long stage has finished and what it carries from layer to layer.
+"""On-disk store for the tensors of an unfinished stage: its results, and those passed from layer to layer.
 
-Each file appears whole or not at all, so that a stage killed at any moment finds everything that it had finished
-and goes on from there; and memory does not grow with the number of layers.
+Files are written atomically, so that a stage killed at any moment resumes from all that it had finished. Memory use
+does not grow with the number of layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class TensorStore:
-    """A folder of safetensors files, one per name; a name may hold no tensors at all (a mark)."""
+    """A folder of safetensors files, one per name. A name without tensors serves as a marker."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -38,13 +38,13 @@ class TensorStore:
         return load_file(self._path(name))
 
     def part(self, name: str, start: str) -> dict[str, Tensor]:
-        """Of the tensors under a name those that begin with `start`, the others not read."""
+        """Return the tensors of a file whose keys begin with `start`, without reading the others."""
         from safetensors import safe_open
 
         with safe_open(self._path(name), framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys() if key.startswith(start)}  # noqa: SIM118 (no mapping)
 
     def drop(self, start: str) -> None:
-        """Forgets every name that begins with `start`."""
+        """Delete every name that begins with `start`."""
         for path in self.folder.glob(f"{start}*.safetensors"):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Scenarios on tiny models: what is written is what was measured, what does not fit is said. Nothing about seconds."""
+"""Scenarios on tiny models: recorded results, limits and errors. No assertion depends on timing."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from mlaforge.runtime import UserError
 from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
 STUB = Path(__file__).parents[1] / "support" / "endpoint_stub.py"
-# A dtype that does not depend on the machine.
+# float32, as the dtype must not depend on the machine.
 SHORT = ["--context", "48", "--tokens", "8", "--rounds", "2", "--warm-up", "0", "--device", "cpu", "--cache-fraction",
          "0.001", "--dtype", "float32"]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("known_roof")
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("known_roof")
 
 @pytest.fixture(scope="module")
 def bench(cli, evaluation_file, tmp_path_factory):
-    """bench(WHAT, MODEL, ..., fails=None) -> the run's folder, or the words on stderr where it exits with `fails`."""
+    """bench(WHAT, MODEL, ..., fails=None) -> the run's folder; with an exit code `fails`: stderr and the folder."""
 
     def run(*words, fails=None):
         out = tmp_path_factory.mktemp("runs")
@@ -50,8 +50,8 @@ def bench(cli, evaluation_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def twins(bench, tiny_models, converted, known_roof):
-    """The CPU's twins of `single` and `batch`, original and converted, with the invariants."""
+def cpu_results(bench, tiny_models, converted, known_roof):
+    """The scaled-down `single` and `batch` scenarios, original and converted model, with the invariants."""
     options = ("--perf", "--num-speculative-tokens", "0,3", "--scope", "cpu")
     return bench("single,batch", tiny_models["llama"], converted("llama", "latent_rope"), *options)
 
@@ -60,12 +60,12 @@ def read(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def cases(body, **wanted):
-    return [case for case in body["cases"] if all(case[key] == value for key, value in wanted.items())]
+def cases(body, **fields):
+    return [case for case in body["cases"] if all(case[key] == value for key, value in fields.items())]
 
 
-def test_models_beside_each_other_are_computed_in_one_dtype(bench, tiny_models, converted, monkeypatch):
-    """Whatever `auto` would choose for the second one alone."""
+def test_all_models_of_a_run_share_one_dtype(bench, tiny_models, converted, monkeypatch):
+    """`auto` is resolved for the first model only."""
     units = iter(["AMX", None, None])
     monkeypatch.setattr("mlaforge.engine.execution.model.bfloat16_unit", lambda: next(units))
     out = bench("single", tiny_models["llama"], converted("llama", "latent"), "--dtype", "auto", "--rounds", "1",
@@ -73,8 +73,8 @@ def test_models_beside_each_other_are_computed_in_one_dtype(bench, tiny_models, 
     assert {case["dtype"] for case in read(out, "single")["cases"]} == {"bfloat16"}
 
 
-def test_a_case_says_what_its_repetitions_were(twins, tiny_models, known_roof):
-    body = read(twins, "single")
+def test_cases_summarize_their_repetitions(cpu_results, tiny_models, known_roof):
+    body = read(cpu_results, "single")
     assert [m["layout"] for m in body["models"]] == ["gqa", "latent_rope"]
     assert body["commit"] == machine.commit()[0] and body["environment"]["torch"] == torch.__version__
     ids = [case["id"] for case in body["cases"]]
@@ -92,26 +92,26 @@ def test_a_case_says_what_its_repetitions_were(twins, tiny_models, known_roof):
         expected = [a / b for a, b in zip(*(c["tokens_per_second"]["runs"] for c in (drafted, other)), strict=True)]
         assert drafted[key]["runs"] == expected
     assert plain["speedup"] is None and peer["over_transformers"] is None
-    # Greedy in fp32: three ways to the same text, eight tokens and the first.
+    # Greedy decoding in fp32 gives the same tokens in all three.
     assert plain["output_sha256"] == drafted["output_sha256"] == peer["output_sha256"]
-    # What verification is to make of a drafter that knows: 2 steps of 1 + 3 tokens in each of two repetitions.
+    # An oracle drafter needs 2 steps of 1 + 3 tokens in each of two repetitions.
     block = drafted["eagle_speculation"]
     assert (block["steps"], block["mean_acceptance_length"], block["mean_acceptance_rate"]) == (4, 4.0, 1.0)
     assert plain["eagle_speculation"] is None
 
 
-def test_the_cache_is_the_planned_one_but_for_whole_blocks(twins):
+def test_cache_size_is_planned_size_rounded_up_to_blocks(cpu_results):
     for name, batch in (("single", 1), ("batch", 4)):
-        for case in cases(read(twins, name), engine="mlaforge", batch=batch):
+        for case in cases(read(cpu_results, name), engine="mlaforge", batch=batch):
             numbers = {"gqa": 3 * 2 * 2 * 16, "latent_rope": 3 * 32}[case["layout"]]
             assert case["cache"]["planned_bytes"] == batch * (48 + 8) * numbers * 4
             assert case["cache"]["bytes"] == batch * 64 * numbers * 4  # blocks of 16
             assert case["peak_memory"]["cache"] == case["cache"]["bytes"]
 
 
-def test_the_roof_is_every_weight_and_the_cache_once(twins, tiny_models, known_roof):
-    """Against the checkpoint's own tensors; norms are noise."""
-    case = cases(read(twins, "single"), engine="mlaforge", layout="gqa", num_speculative_tokens=0)[0]
+def test_roofline_reads_weights_and_cache_once(cpu_results, tiny_models, known_roof):
+    """Compared with the sizes of the checkpoint's tensors; norms are negligible."""
+    case = cases(read(cpu_results, "single"), engine="mlaforge", layout="gqa", num_speculative_tokens=0)[0]
     tensors = load_file(tiny_models["llama"] / "model.safetensors")
     weights = sum(4 * t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
     seconds = (weights + 52 * 192 * 4) / known_roof.bandwidth
@@ -120,20 +120,20 @@ def test_the_roof_is_every_weight_and_the_cache_once(twins, tiny_models, known_r
     assert top["fraction"] == case["tokens_per_second"]["median"] / top["tokens_per_second"]
 
 
-def test_the_cpu_twins_of_the_gates(twins, cli):
-    """As CI runs them. Speed is judged, and not asserted."""
-    done = cli("gate", twins)
-    body = read(twins, "gates")
-    asked = [gate for gate in body["gates"] if gate["scenario"] != "large-context"]
-    assert {gate["verdict"] for gate in body["gates"] if gate not in asked} == {"not asked"}
-    verdicts = {gate["name"]: gate["verdict"] for gate in asked}
+def test_gates_judge_the_cpu_scope(cpu_results, cli):
+    """As in CI. Speed is judged but not asserted."""
+    done = cli("gate", cpu_results)
+    body = read(cpu_results, "gates")
+    run_gates = [gate for gate in body["gates"] if gate["scenario"] != "large-context"]
+    assert {gate["verdict"] for gate in body["gates"] if gate not in run_gates} == {"not asked"}
+    verdicts = {gate["name"]: gate["verdict"] for gate in run_gates}
     assert len(verdicts) == 9 and set(verdicts.values()) <= {"pass", "fail"}
     for name, verdict in verdicts.items():
-        # A tiny model is not trained, so nothing tells what conversion loses.
+        # The tiny model is untrained, so conversion quality cannot be judged.
         assert verdict == "pass" or "speed" in name or "over" in name, body
         assert name in done.stdout
     assert done.exit_code == (0 if body["passed"] else 1)
-    perf = read(twins, "batch")["perf"]
+    perf = read(cpu_results, "batch")["perf"]
     # Plain and drafted, both models, batches of 4 and 8.
     assert {f["name"]: (f["passed"], f["cases"]) for f in perf} == {
         "tuned_kernels": (True, 8), "cache_integrity": (True, 8), "no_host_reads": (True, 8),
@@ -141,22 +141,22 @@ def test_the_cpu_twins_of_the_gates(twins, cli):
     }  # fmt: skip
 
 
-def test_prompts_are_text_of_the_wanted_length_and_always_the_same(tiny_models, evaluation_file):
+def test_prompts_are_deterministic_text_of_the_requested_length(tiny_models, evaluation_file):
     tokenizer = source_model.load_tokenizer(tiny_models["llama"])
     prompts = Prompts((str(evaluation_file),), tokenizer)
-    made = prompts(300, 2, 3)
-    assert made == Prompts((str(evaluation_file),), tokenizer)(300, 2, 3)
-    flat = [ids for several in made for ids in several]
+    rounds = prompts(300, 2, 3)
+    assert rounds == Prompts((str(evaluation_file),), tokenizer)(300, 2, 3)
+    flat = [ids for batch in rounds for ids in batch]
     assert [len(ids) for ids in flat] == [300] * 6
     assert len({tuple(ids[:32]) for ids in flat}) == 6
     text = evaluation_file.read_text()
     assert all(tokenizer.decode(ids) in text + "\n\n" + text for ids in flat)
-    with pytest.raises(UserError, match=r"tokens, prompts of \d+ are wanted"):
+    with pytest.raises(UserError, match=r"tokens, prompts need \d+"):
         prompts(20 * len(text), 1, 1)
     assert distinct_ngram_ratio([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
 
 
-def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):
+def test_draft_head_is_compared_with_plain_decoding(bench, tiny_models, tmp_path):
     from support.eagle3_heads import saved
 
     head = saved(tmp_path / "head")
@@ -166,24 +166,24 @@ def test_a_head_drafts_beside_plain_decoding(bench, tiny_models, tmp_path):
     plain, drafted = cases(body, engine="mlaforge")
     assert (drafted["draft"], drafted["eagle_speculation"]["drafted"] > 0) == ("head", True)
     assert drafted["output_sha256"] == plain["output_sha256"]
-    # The model's own rows, not the head's.
+    # The rows of the target, without the head's.
     assert drafted["cache"]["bytes"] == plain["cache"]["bytes"] == 64 * 192 * 4
     Manifest("draft train", {}, {"text": [{"exclude": []}], "init": None}).save(head)
-    said, out = bench("single", tiny_models["llama"], *words, fails=2)
-    assert "does not exclude" in said and list(out.iterdir()) == []
+    stderr, out = bench("single", tiny_models["llama"], *words, fails=2)
+    assert "does not exclude" in stderr and list(out.iterdir()) == []
 
 
-def test_what_is_beyond_the_model_or_the_cache_is_a_limit(bench, tiny_models, monkeypatch):
+def test_cases_beyond_the_model_or_cache_report_a_limit(bench, tiny_models, monkeypatch):
     folder = bench("baseline", tiny_models["llama"], "--batch", "1", "--context", "64,600", "--tokens", "4")
     small, large = cases(read(folder, "baseline"), engine="mlaforge")
     assert small["status"] == "ok" and large["status"] == "capacity"
     assert "512" in large["limit"]["what"] and "--context" in large["limit"]["change"]
     folder = bench("baseline", tiny_models["llama"], "--batch", "1", "--cache-fraction", "1e-9")
-    ours, peer = read(folder, "baseline")["cases"]
-    assert (ours["status"], peer["status"]) == ("capacity", "ok") and "--cache-fraction" in ours["limit"]["change"]
+    engine, peer = read(folder, "baseline")["cases"]
+    assert (engine["status"], peer["status"]) == ("capacity", "ok") and "--cache-fraction" in engine["limit"]["change"]
 
 
-def test_out_of_memory_is_a_limit_and_the_rest_goes_on(bench, tiny_models, monkeypatch):
+def test_out_of_memory_is_a_limit_and_the_run_continues(bench, tiny_models, monkeypatch):
     step = Engine.step
 
     def full(self):
@@ -202,35 +202,36 @@ def test_out_of_memory_is_a_limit_and_the_rest_goes_on(bench, tiny_models, monke
 
 
 def peer_file(tmp_path, **changes):
-    log = tmp_path / "asked.jsonl"
+    log = tmp_path / "requests.jsonl"
     keys = {"name": "stub", "command": f"{sys.executable} {STUB} {{port}} {log} 99", "model": "{model}", **changes}
     path = tmp_path / "stub.yaml"
     path.write_text(json.dumps(keys))
     return path, log
 
 
-def test_another_engine_gets_the_same_prompts(bench, tiny_models, tmp_path, evaluation_file):
+def test_other_engines_get_the_same_prompts(bench, tiny_models, tmp_path, evaluation_file):
     path, log = peer_file(tmp_path)
     folder = bench("baseline", tiny_models["llama"], "--batch", "2", "--peer", path)
     (case,) = cases(read(folder, "baseline"), engine="stub")
     assert case["status"] == "ok" and case["over_transformers"]["runs"]
-    asked = [json.loads(line) for line in log.read_text().splitlines()]
+    requests = [json.loads(line) for line in log.read_text().splitlines()]
     tokenizer = source_model.load_tokenizer(tiny_models["llama"])
-    expected = [ids for several in Prompts((str(evaluation_file),), tokenizer)(48, 2, 2) for ids in several]
-    assert sorted(body["prompt"] for body in asked) == sorted(expected)
-    assert all((b["max_tokens"], b["temperature"], b["ignore_eos"]) == (9, 0, True) for b in asked)
-    # It was ended with the run.
-    assert not [each for each in psutil.process_iter(["cmdline"]) if str(log) in " ".join(each.info["cmdline"] or [])]
+    expected = [ids for batch in Prompts((str(evaluation_file),), tokenizer)(48, 2, 2) for ids in batch]
+    assert sorted(body["prompt"] for body in requests) == sorted(expected)
+    assert all((b["max_tokens"], b["temperature"], b["ignore_eos"]) == (9, 0, True) for b in requests)
+    # The server ends with the run.
+    servers = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+    assert not [command for command in servers if str(log) in " ".join(command)]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"command": f"{sys.executable} -c 'import sys; sys.exit(\"no such model\")'"}, "no such model"),
-        ({"command": f"{sys.executable} {STUB} {{port}} /dev/null 3"}, "made 3 of 9 tokens"),
+        ({"command": f"{sys.executable} {STUB} {{port}} /dev/null 3"}, "generated 3 of 9 tokens"),
     ],
 )
-def test_a_peer_that_fails_is_told_and_the_rest_goes_on(bench, tiny_models, tmp_path, changes, words):
+def test_failed_peer_is_reported_and_the_run_continues(bench, tiny_models, tmp_path, changes, words):
     path, _ = peer_file(tmp_path, **changes)
     folder = bench("baseline", tiny_models["llama"], "--batch", "1", "--peer", path)
     body = read(folder, "baseline")
@@ -239,30 +240,32 @@ def test_a_peer_that_fails_is_told_and_the_rest_goes_on(bench, tiny_models, tmp_
     assert cases(body, engine="mlaforge")[0]["status"] == "ok"
 
 
-def test_results_of_another_machine_are_marked(bench, twins, tiny_models):
-    folder = bench("single", tiny_models["llama"], "--num-speculative-tokens", "0", "--import", twins / "single.json")
+def test_imported_results_are_marked(bench, cpu_results, tiny_models):
+    folder = bench(
+        "single", tiny_models["llama"], "--num-speculative-tokens", "0", "--import", cpu_results / "single.json"
+    )
     imported = [case for case in read(folder, "single")["cases"] if case["imported"]]
     assert len(imported) == 6
-    assert imported[0]["imported"]["device"] == read(twins, "single")["device"]
+    assert imported[0]["imported"]["device"] == read(cpu_results, "single")["device"]
     again = bench("single", tiny_models["llama"], "--num-speculative-tokens", "0", "--import", folder / "single.json")
-    # What was imported there was not measured there.
+    # Imported cases are not imported again.
     assert len([case for case in read(again, "single")["cases"] if case["imported"]]) == 2
-    told, out = bench("batch", tiny_models["llama"], "--import", twins / "single.json", fails=2)
-    assert "holds results of single" in told and not list(out.iterdir())
+    stderr, out = bench("batch", tiny_models["llama"], "--import", cpu_results / "single.json", fails=2)
+    assert "contains results of single" in stderr and not list(out.iterdir())
 
 
 @pytest.mark.parametrize("scope", (*recipe.SCOPES, "full"))
 @pytest.mark.parametrize("name", recipe.SCENARIOS + recipe.OTHERS)
-def test_shipped_scenarios_hold(name, scope):
-    made = recipe.read(name, scope, BenchConfig())
-    assert made.prefix_caching
-    # Where prompts are computed once, nothing about seconds is compared.
-    assert made.prompts_once == (name == "stress") and (made.prompts_once or made.rounds >= 2)
-    assert made.prompts_once or made.warm_up >= 1
+def test_shipped_scenarios_are_valid(name, scope):
+    scaled = recipe.read(name, scope, BenchConfig())
+    assert scaled.prefix_caching
+    # Scenarios that compute prompts once compare no times.
+    assert scaled.prompts_once == (name == "stress") and (scaled.prompts_once or scaled.rounds >= 2)
+    assert scaled.prompts_once or scaled.warm_up >= 1
     assert {path.stem for path in recipe.FOLDER.glob("*.yaml")} == {*recipe.SCENARIOS, *recipe.OTHERS}
     if scope != "full":
-        whole = recipe.read(name, "full", BenchConfig())
-        assert max(made.contexts) * max(made.batches) <= max(whole.contexts) * max(whole.batches)
+        full = recipe.read(name, "full", BenchConfig())
+        assert max(scaled.contexts) * max(scaled.batches) <= max(full.contexts) * max(full.batches)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +283,7 @@ def test_shipped_scenarios_hold(name, scope):
         ("draft 'nobody'", ["single", "MODEL", "--draft", "nobody"]),
         ("add 0 to num_speculative_tokens", ["single", "MODEL", "--draft", "replay", "--num-speculative-tokens", "3"]),
         (
-            "transformers none,float32 must be none alone, or dtypes",
+            "transformers none,float32 must be either none or a list of dtypes",
             ["single", "MODEL", "--transformers", "none,float32"],
         ),
         ("rounds = 0", ["single", "MODEL", "--rounds", "0"]),
@@ -291,12 +294,12 @@ def test_shipped_scenarios_hold(name, scope):
         ("two models are called", ["single", "MODEL", "MODEL"]),
     ],
 )
-def test_mistakes_are_one_line(refused, tiny_models, tmp_path, words, options):
-    own = [str(tiny_models["llama"]) if word == "MODEL" else word for word in options]
-    refused(words, "bench", *own, "--out", tmp_path / "results")
+def test_user_errors_are_one_line(refused, tiny_models, tmp_path, words, options):
+    arguments = [str(tiny_models["llama"]) if word == "MODEL" else word for word in options]
+    refused(words, "bench", *arguments, "--out", tmp_path / "results")
 
 
-def test_kernels_are_checked_before_they_are_timed(monkeypatch, tmp_path, known_roof):
+def test_kernels_are_checked_before_timing(monkeypatch, tmp_path, known_roof):
     monkeypatch.setattr(kernels, "LAYOUTS", {"tiny": kernels.Layout(4, 2, 16)})
     config = resolve(BenchConfig, None, device="cpu", dtype="float32")
     body = kernels.run(config, tmp_path, "small")
@@ -313,7 +316,7 @@ def test_kernels_are_checked_before_they_are_timed(monkeypatch, tmp_path, known_
         kernels.run(config, tmp_path, "small")
 
 
-def test_conversions_are_judged_as_eval_does(cli, tiny_models, converted, evaluation_file, tmp_path):
+def test_conversion_benchmark_agrees_with_eval(cli, tiny_models, converted, evaluation_file, tmp_path):
     original, out = tiny_models["llama"], converted("llama", "latent")
     words = ["--text", evaluation_file, "--context", "64", "--rounds", "4", "--device", "cpu", "--out", tmp_path]
     done = cli("bench", "conversion", original, out, *words)
@@ -327,23 +330,23 @@ def test_conversions_are_judged_as_eval_does(cli, tiny_models, converted, evalua
     assert (rows[1]["layout"], rows[1]["budget"], rows[1]["cache_fraction"]) == ("latent", 0.5, 0.5)
 
 
-def test_an_engine_forgets(tiny_models):
+def test_forget_clears_the_prefix_cache(tiny_models):
     engine = Engine(tiny_models["llama"], resolve(scenario.EngineConfig, None, dtype="float32", cache_bytes=1 << 20))
-    ours = scenario.EnginePeer.decode
+    decode = scenario.EnginePeer.decode
     holder = type("Holder", (), {"engine": engine, "used_cache_bytes": lambda self: 0})()
     prompt = list(range(40))
-    ours(holder, [prompt], 2)
+    decode(holder, [prompt], 2)
     before = engine.stats()
-    ours(holder, [prompt], 2)
+    decode(holder, [prompt], 2)
     assert engine.stats().cached_prompt_tokens - before.cached_prompt_tokens == 32
-    engine.forget()
+    engine.reset_prefix_cache()
     before = engine.stats()
-    ours(holder, [prompt], 2)
+    decode(holder, [prompt], 2)
     assert engine.stats().cached_prompt_tokens == before.cached_prompt_tokens
     engine.check_integrity()
-    engine.add("held", prompt, scenario_params())
-    with pytest.raises(UserError, match="only be forgotten while no request"):
-        engine.forget()
+    engine.add("active", prompt, scenario_params())
+    with pytest.raises(UserError, match="only be reset while no request"):
+        engine.reset_prefix_cache()
 
 
 def scenario_params():
@@ -352,8 +355,8 @@ def scenario_params():
     return SamplingParams(max_tokens=4)
 
 
-def test_results_are_never_half_written(tmp_path):
-    """A reader that looks all the time sees whole files only."""
+def test_results_are_written_atomically(tmp_path):
+    """A concurrent reader only sees complete files."""
     path, wrong, stop = tmp_path / "x.json", [], threading.Event()
     machine.write(path, {"rows": []})
 

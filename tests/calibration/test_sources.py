@@ -193,7 +193,7 @@ def test_held_out_documents_are_not_a_source():
     kinds = corpus.embedded_documents()
     # Some modules are empty.
     everything = {f"{kind}/{name}" for kind, modules in kinds.items() for name in modules if modules[name].strip()}
-    assert {name for name in everything if not corpus.held_out(name.partition("/")[2])} == set(documents)
+    assert {name for name in everything if not corpus.is_evaluation_document(name.partition("/")[2])} == set(documents)
     assert 0.6 < len(documents) / len(everything) < 0.9
 
 

@@ -1,4 +1,4 @@
-"""Everything beside the weights that a tokenizer, a processor or a licence consists of travels with a model."""
+"""The files of tokenizer, processor and licence are copied with a model."""
 
 import json
 import stat
@@ -17,7 +17,7 @@ FILES = (
 
 @pytest.fixture
 def companions(model):
-    """A model with files of every kind."""
+    """A model with companion files of every kind."""
     directory = model("llama")
     for name in FILES:
         (directory / name).parent.mkdir(exist_ok=True)
@@ -32,7 +32,7 @@ def check(out):
     assert len(modes) == 1, "every file can be read by those who can read the others"
 
 
-def test_they_travel_with_what_is_made_of_a_model(companions, converts, cli, calibration_file, tmp_path):
+def test_companions_are_copied_by_every_stage(companions, converts, cli, calibration_file, tmp_path):
     converts(companions, tmp_path / "mla", "--budget", 0.75, "--deepseek-style", "--qk-rope-head-dim", 16)
     check(tmp_path / "mla")
     done = cli("export", "deepseek", tmp_path / "mla", tmp_path / "exported")
@@ -44,7 +44,7 @@ def test_they_travel_with_what_is_made_of_a_model(companions, converts, cli, cal
     check(tmp_path / "sparse")
 
 
-def test_a_template_is_a_part_of_the_fingerprint(companions):
+def test_templates_are_part_of_the_fingerprint(companions):
     before = fingerprint(companions)
     (companions / FILES[0]).write_text("another")
     assert fingerprint(companions) != before

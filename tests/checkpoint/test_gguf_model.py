@@ -1,4 +1,4 @@
-"""A GGUF file becomes the model that its header describes, or is refused by the name of what is not read."""
+"""GGUF files: equality with transformers, and refusal of unsupported keys and tensors."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ LLAMA3 = {
 
 
 def divisors(rope, head_dim=16):
-    """What llama.cpp stores of RoPE of type llama3: the plain frequencies over the scaled ones."""
+    """Return llama.cpp's tensor for RoPE of type llama3: the plain frequencies divided by the scaled ones."""
     config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=head_dim, rope_parameters=rope)
     scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
@@ -43,7 +43,7 @@ def logits(directory, **changes):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_plain_rope_is_what_transformers_reads(quantized, tmp_path):
+def test_plain_rope_equals_transformers(quantized, tmp_path):
     path = save_gguf(tmp_path / "tiny.gguf", quantized=quantized)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, quantization_config=transformers.GgufConfig(dequantize=True), dtype=torch.float32
@@ -82,7 +82,7 @@ def test_rope_scaling_is_read(keys, tensors, rope, tmp_path):
     ("how", "words"),
     [
         ({"parts": 3}, "part 1 of 3; join them first"),
-        ({"without": "blk.1"}, "lacks a tensor of a llama model, 'model.layers.1"),
+        ({"without": "blk.1"}, "lacks the tensor 'model.layers.1"),
         ({"tensors": {"blk.0.attn_q.bias": np.zeros(64, np.float32)}}, "'blk.0.attn_q.bias', which"),
         ({"tensors": {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}}, "attn_sinks.weight' is not read"),
         ({"tensors": {"blk.2.attn_norm.weight": np.zeros(64, np.float32)}}, "'blk.2.attn_norm.weight', which"),
@@ -97,7 +97,7 @@ def test_rope_scaling_is_read(keys, tensors, rope, tmp_path):
         ({"keys": {"another.key": 8}}, "the header key 'another.key' is not known"),
     ],
 )
-def test_what_is_not_read_is_refused_by_its_name(how, words, tmp_path):
+def test_unsupported_keys_and_tensors_are_refused_by_name(how, words, tmp_path):
     path = save_gguf(tmp_path / "tiny.gguf", **how)
     for read in (resolve.locate, resolve.find_config):
         with pytest.raises(UserError) as refused:
@@ -106,7 +106,7 @@ def test_what_is_not_read_is_refused_by_its_name(how, words, tmp_path):
     assert not [*Path(tmp_path / "home").rglob("*.safetensors")]
 
 
-def test_the_name_may_end_in_capitals(tmp_path):
+def test_the_suffix_is_case_insensitive(tmp_path):
     path = save_gguf(tmp_path / "TINY.GGUF")
     config = json.loads((resolve.locate(str(path)) / "config.json").read_text())
     assert resolve.find_config(str(path)) == config

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in int8: the format, what is read from it, and what is refused."""
+"""EAGLE-3 heads in int8: format, loading and refusal of damaged heads."""
 
 import json
 
@@ -20,7 +20,7 @@ KINDS = {**HEADS, "biases": {"layer": {"attention_bias": True}}}
 
 
 def stored(folder, **fields):
-    """A head in int8 with a row of zeros, and its tensors on disk."""
+    """Save a head in int8 with a row of zeros; return it and its tensors on disk."""
     folder.mkdir(exist_ok=True)
     head = make(**fields)
     head.fc.weight[3] = 0
@@ -49,7 +49,7 @@ def test_every_matrix_is_int8_with_a_scale_per_row(kind, tmp_path):
 
 
 def test_rounding_again_gives_the_same_codes_and_scales(tmp_path):
-    _, tensors = stored(tmp_path / "head", own_embedding=True)
+    _, tensors = stored(tmp_path / "head", has_embed_tokens=True)
     (tmp_path / "again").mkdir()
     write_head(read_head(tmp_path / "head", 3), tmp_path / "again", torch.int8)
     again = load_file(tmp_path / "again" / "model.safetensors")
@@ -61,7 +61,7 @@ def test_rounding_again_gives_the_same_codes_and_scales(tmp_path):
 @pytest.mark.skipif(kernels() is None, reason="no compiler: the engine then packs int8 in torch's layout")
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_engine_packs_the_stored_codes(dtype, tiny_models, tmp_path, monkeypatch):
-    """To the bit, although the model computes in bf16."""
+    """Bitwise, although the model computes in bf16."""
     _, tensors = stored(tmp_path)
     packed = []
     monkeypatch.setattr(linear, "packed8", lambda weight: packed.append(packed8(weight)) or packed[-1])
@@ -69,7 +69,7 @@ def test_the_engine_packs_the_stored_codes(dtype, tiny_models, tmp_path, monkeyp
     names = ("fc", "midlayer.self_attn.o_proj", "midlayer.mlp.down_proj", "lm_head")
     for name in (f"{name}.weight" for name in names):
         codes, scale = packed8(tensors[name].float() * tensors[f"{name}{SCALE}"])
-        assert any(torch.equal(codes, other) and torch.equal(scale, its) for other, its in packed), name
+        assert any(torch.equal(codes, other_codes) and torch.equal(scale, other) for other_codes, other in packed), name
         assert torch.equal(scale[: len(tensors[name]), None], tensors[f"{name}{SCALE}"])
 
 
@@ -77,7 +77,7 @@ def test_fp16_that_overflows_is_refused(tmp_path):
     head = make()
     head.norm.weight[0] = 1e6
     for dtype in (torch.float16, torch.int8):
-        with pytest.raises(UserError, match=r"'norm.weight' holds numbers that are not finite in torch.float16"):
+        with pytest.raises(UserError, match=r"'norm.weight' holds values that are not finite in torch.float16"):
             write_head(head, tmp_path, dtype)
     assert not list(tmp_path.iterdir())
 
@@ -124,7 +124,7 @@ def test_a_damaged_head_is_refused(what, tmp_path):
 
 
 def test_a_scale_in_fp16_is_read(tmp_path):
-    """As other tools write it."""
+    """Other tools write scales in fp16."""
     _, tensors = stored(tmp_path)
     tensors["fc.weight_scale"] = tensors["fc.weight_scale"].half()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -132,8 +132,8 @@ def test_a_scale_in_fp16_is_read(tmp_path):
     assert torch.equal(read_head(tmp_path, 3).fc.weight, expected)
 
 
-def test_boundaries_without_a_target(tmp_path):
-    """Are read where config.json numbers them in a way that does not depend on the target."""
+def test_boundaries_are_read_without_a_target(tmp_path):
+    """If the convention in config.json does not depend on the target."""
     stored(tmp_path, boundaries=(0, 2, eagle3.AFTER_NORM))
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())

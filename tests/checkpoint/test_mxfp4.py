@@ -1,4 +1,4 @@
-"""MXFP4 against transformers' own dequantisation, and against what its own values promise."""
+"""MXFP4 against transformers' dequantisation, and properties of its values."""
 
 import pytest
 import torch
@@ -19,15 +19,15 @@ def random_bytes(*shape, high=256, seed=0):
     return torch.randint(0, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def same_bits(found, expected):
-    kind = torch.int32 if found.dtype == torch.float32 else torch.int16
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found.view(kind), expected.view(kind), rtol=0, atol=0)
+def same_bits(actual, expected):
+    kind = torch.int32 if actual.dtype == torch.float32 else torch.int16
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual.view(kind), expected.view(kind), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_dequantize_is_transformers_own_bit_by_bit(dtype, kernel, monkeypatch):
+def test_dequantize_equals_transformers_bitwise(dtype, kernel, monkeypatch):
     """Every pair of nibbles under every scale from 0 to 254, in one chunk and in ragged ones, compiled and not."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -55,13 +55,13 @@ def test_low_nibble_is_the_even_element():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 254), st.integers(1, 5), st.integers(1, 3))
-def test_what_mxfp4_can_hold_comes_back_as_it_was(seed, scale, n, groups):
+def test_representable_values_round_trip(seed, scale, n, groups):
     blocks = random_bytes(2, n, groups, 16, seed=seed)
     # 6 · 2^127 overflows fp32; up to 252 every code is finite.
     scales = random_bytes(2, n, groups, high=min(scale, 252) + 1, seed=seed + 1)
     values = dequantize(blocks, scales, torch.float32)
     again = quantize(values)
-    # The same values, even where a block of small codes has more than one spelling.
+    # The same values, even if a block of small codes has several encodings.
     same_bits(dequantize(*again, torch.float32), values)
     for first, second in zip(again, quantize(values), strict=True):
         assert torch.equal(first, second)
@@ -69,31 +69,33 @@ def test_what_mxfp4_can_hold_comes_back_as_it_was(seed, scale, n, groups):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.floats(1e-30, 1e30))
-def test_error_is_within_half_a_step(seed, size):
+def test_the_error_is_within_half_a_quantization_step(seed, size):
     weight = torch.randn(2, 64, 3, generator=torch.Generator().manual_seed(seed)) * size
     found = dequantize(*quantize(weight), torch.float32)
     grouped = weight.view(2, 2, 32, 3)
     unit = torch.exp2(torch.floor(torch.log2(grouped.abs().amax(2, keepdim=True).double())) - 2)
     error = (found.view_as(grouped).double() - grouped.double()).abs() / unit
     magnitude = grouped.double().abs() / unit
-    # Half the distance of neighbouring codes; above 6 it saturates, and nothing reaches 8.
+    # Half the distance of adjacent codes; values above 6 saturate and stay below 8.
     bound = torch.where(magnitude < 2, 0.25, torch.where(magnitude < 4, 0.5, torch.where(magnitude < 5, 1.0, 2.0)))
     assert (error <= bound * (1 + 1e-6)).all()
 
 
 def test_rounding_ties_go_to_even_and_large_values_saturate():
-    given_, wanted = zip((0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5, 4), (7.9, 6), strict=True)
+    values, expected = zip(
+        (0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5, 4), (7.9, 6), strict=True
+    )
     weight = torch.zeros(1, 32, 1)
-    weight[0, :8, 0] = torch.tensor(given_)
-    weight[0, 8:16, 0] = -torch.tensor(given_)
+    weight[0, :8, 0] = torch.tensor(values)
+    weight[0, 8:16, 0] = -torch.tensor(values)
     blocks, scales = quantize(weight)
     assert scales.tolist() == [[[127]]]
     found = dequantize(blocks, scales, torch.float32)[0, :, 0]
-    assert found[:8].tolist() == list(wanted)
-    assert found[8:16].tolist() == [-x for x in wanted]
+    assert found[:8].tolist() == list(expected)
+    assert found[8:16].tolist() == [-x for x in expected]
 
 
-def test_zeros_and_the_smallest_numbers():
+def test_zeros_and_the_smallest_values():
     weight = torch.zeros(1, 64, 2)
     weight[0, 40, 1] = 1e-45  # below every MXFP4 value but zero
     blocks, scales = quantize(weight)
@@ -101,7 +103,7 @@ def test_zeros_and_the_smallest_numbers():
     assert dequantize(blocks, scales, torch.float32).abs().max() == 0
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_rejects_invalid_shapes_and_values():
     with pytest.raises(ValueError, match="multiple of 32"):
         quantize(torch.zeros(1, 48, 4))
     with pytest.raises(ValueError, match="NaN"):
@@ -114,7 +116,7 @@ def test_shapes_that_do_not_fit_are_refused():
         mxfp4.stored_shapes((1, 48, 4))
 
 
-def test_a_config_tells_what_is_packed():
+def test_stored_names_and_shapes_follow_the_config():
     expected = {
         "model.layers.0.mlp.experts.gate_up_proj": (4, 64, 192),
         "model.layers.0.mlp.experts.gate_up_proj_bias": (4, 192),
@@ -141,7 +143,7 @@ def test_a_config_tells_what_is_packed():
 
 
 def test_transformers_loads_the_same_weights(tmp_path):
-    """A tiny model's experts packed by us, loaded by transformers' own quantiser on the CPU."""
+    """Experts packed by mlaforge, loaded by transformers' quantiser on the CPU."""
     from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
     torch.manual_seed(0)
@@ -172,11 +174,11 @@ def test_transformers_loads_the_same_weights(tmp_path):
             )
             assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
             for name in packed:
-                ours = dequantize(*(reader[part] for part in mxfp4.stored_names(name)), dtype)
-                same_bits(loaded.get_parameter(name).data, ours)
+                expected_values = dequantize(*(reader[part] for part in mxfp4.stored_names(name)), dtype)
+                same_bits(loaded.get_parameter(name).data, expected_values)
 
 
-def test_package_that_transformers_misses_is_named_in_one_line(tiny_models, tmp_path, monkeypatch):
+def test_a_package_missing_for_transformers_is_reported(tiny_models, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.quantizers.quantizer_mxfp4.is_accelerate_available", lambda: False)
     with pytest.raises(UserError, match="pip install accelerate"):
         loading.load_model(save_packed(tiny_models["gpt_oss"], tmp_path / "packed"))

@@ -1,4 +1,4 @@
-"""`verify`: every damage to a file is named, and what has no hashes says what was compared instead."""
+"""`verify`: every damaged file is reported; without hashes tensors are compared with config.json."""
 
 import json
 import shutil
@@ -14,14 +14,14 @@ SHARD = "model-00001-of-00001.safetensors"
 
 
 def flip(path, where=0.5):
-    """One bit of a file."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[int(where * len(content))] ^= 1
     path.write_bytes(content)
 
 
 def older(directory):
-    """Its manifest as mlaforge wrote it before there were hashes."""
+    """Rewrite the manifest in the older format without hashes."""
     body = json.loads((directory / MANIFEST).read_text())
     (directory / MANIFEST).write_text(json.dumps({**body, "files": sorted(body["files"])}))
 
@@ -34,17 +34,20 @@ def damage_tensor(directory):
 
 
 DAMAGES = {
-    "a bit in the middle of a shard": (lambda d: flip(d / SHARD), [f"{SHARD}: not what was written"]),
-    "a bit at the end of a shard": (lambda d: flip(d / SHARD, 0.9999), [f"{SHARD}: not what was written"]),
-    "a shard cut short": (lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:-1]), [f"{SHARD}: not what"]),
-    "an edited config": (lambda d: (d / "config.json").write_text("{}"), ["config.json: not what was written"]),
-    "edited code": (lambda d: (d / "modeling_mla.py").write_text("evil"), ["modeling_mla.py: not what was written"]),
+    "a bit in the middle of a shard": (lambda d: flip(d / SHARD), [f"{SHARD}: changed since it was written"]),
+    "a bit at the end of a shard": (lambda d: flip(d / SHARD, 0.9999), [f"{SHARD}: changed since it was written"]),
+    "a shard cut short": (lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:-1]), [f"{SHARD}: changed"]),
+    "an edited config": (lambda d: (d / "config.json").write_text("{}"), ["config.json: changed since it was written"]),
+    "edited code": (
+        lambda d: (d / "modeling_mla.py").write_text("evil"),
+        ["modeling_mla.py: changed since it was written"],
+    ),
     "a missing shard": (lambda d: (d / SHARD).unlink(), [f"{SHARD}: missing"]),
     "a shard that is a folder": (lambda d: ((d / SHARD).unlink(), (d / SHARD).mkdir()), [f"{SHARD}: missing"]),
     "an extra shard": (lambda d: shutil.copy(d / SHARD, d / "x.safetensors"), [f"x.safetensors: not in {MANIFEST}"]),
     "several": (
         lambda d: ((d / "tokenizer.json").unlink(), flip(d / SHARD), flip(d / "config.json")),
-        ["config.json: not what", f"{SHARD}: not what", "tokenizer.json: missing"],
+        ["config.json: changed", f"{SHARD}: changed", "tokenizer.json: missing"],
     ),
     "no manifest that can be read": (lambda d: (d / MANIFEST).write_text("{"), [f"{MANIFEST}: cannot be read"]),
 }
@@ -60,12 +63,12 @@ def test_the_manifest_holds_the_hash_of_every_file(made):
     assert files == {path.name: sha256(path) for path in made.iterdir() if path.name != MANIFEST}
 
 
-def test_what_was_not_touched_is_as_it_should_be(made, cli):
+def test_an_unchanged_artifact_is_correct(made, cli):
     (made / "README.md").write_text("mine")
     done = cli("verify", made)
     count = len(list(made.iterdir())) - 2
     assert done.exit_code == 0, done.stdout
-    assert done.stdout == f"{made}: {count} files by their SHA-256 in {MANIFEST}: as it should be\n"
+    assert done.stdout == f"{made}: {count} files by their SHA-256 in {MANIFEST}: correct\n"
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -94,28 +97,28 @@ def test_without_hashes_the_tensors_are_compared_with_the_config(what, made, mod
     assert done.exit_code == 1 and f"{weights} is truncated" in done.stdout.splitlines()[0], done.stdout
 
 
-def test_a_number_that_is_none_is_found_without_hashes(made, cli):
+def test_nan_is_found_without_hashes(made, cli):
     older(made)
     damage_tensor(made)
     done = cli("verify", made)
     assert done.exit_code == 1 and "'model.norm.weight' holds NaN or infinity" in done.stdout
 
 
-def test_artifacts_that_are_no_models(cli, tiny_models, evaluation_file, tmp_path):
+def test_artifacts_without_a_model_are_verified(cli, tiny_models, evaluation_file, tmp_path):
     out = tmp_path / "talk"
     assert cli("generate", tiny_models["llama"], out, "--max-new-tokens", 2, "--dtype", "float32").exit_code == 0
     assert cli("verify", out).exit_code == 0
 
 
-def test_where_there_is_nothing_to_compare_with(refused, tmp_path):
+def test_rejects_directories_without_manifest_and_config(refused, tmp_path):
     (tmp_path / "folder").mkdir()
     refused(("neither", "nothing to compare it with"), "verify", tmp_path / "folder")
-    refused("is no directory", "verify", tmp_path / "nowhere")
+    refused("is not a directory", "verify", tmp_path / "nowhere")
 
 
 def test_serve_refuses_what_is_damaged(made, refused, tmp_path):
     flip(made / SHARD)
-    refused((SHARD, "not what was written", "mlaforge verify"), "serve", made, "--verify")
+    refused((SHARD, "changed since it was written", "mlaforge verify"), "serve", made, "--verify")
 
 
 def test_serve_refuses_a_damaged_head(made, cli, tmp_path):
@@ -124,5 +127,5 @@ def test_serve_refuses_a_damaged_head(made, cli, tmp_path):
         saved(partial)
     flip(head / "model.safetensors")
     done = cli("serve", made, "--verify", "--speculative", head)
-    assert done.exit_code == 2 and f"{made}: " in done.stderr and "as it should be" in done.stderr, done.stderr
-    assert f"mlaforge: {head}: model.safetensors: not what was written" in done.stderr
+    assert done.exit_code == 2 and f"{made}: " in done.stderr and ": correct" in done.stderr, done.stderr
+    assert f"mlaforge: {head}: model.safetensors: changed since it was written" in done.stderr

@@ -1,4 +1,4 @@
-"""What `convert` calibrates on: one text, several by equal shares, and what it does where nothing is said."""
+"""Calibration text of `convert`: one text, several in equal shares, and the default."""
 
 import math
 
@@ -23,80 +23,80 @@ def source(tiny_models):
 
 @pytest.fixture
 def writes(tmp_path, monkeypatch):
-    """A tiny random model writes noise; here it is taken for text."""
+    """A tiny random model writes noise; accept it as text."""
     monkeypatch.setattr(self_generated_text, "cache_home", lambda: tmp_path / "home")
     for name, value in (("MAX_NEW_TOKENS", 48), ("MIN_NEW_TOKENS", 4), ("NOISE_THRESHOLD", math.inf)):
         monkeypatch.setattr(self_generated_text, name, value)
 
 
-def chosen(source, judged=None, **options):
-    found = calibration_windows(source, [0, 1, 2], ConvertConfig(**{**SMALL, **options}), judged)
-    assert list(found) == [(0, 1, 2)]
-    return found[0, 1, 2]
+def chosen(source, eval_windows=None, **options):
+    windows = calibration_windows(source, [0, 1, 2], ConvertConfig(**{**SMALL, **options}), eval_windows)
+    assert list(windows) == [(0, 1, 2)]
+    return windows[0, 1, 2]
 
 
 def test_texts_have_equal_shares_in_turn(source, calibration_file, evaluation_file):
     files = str(calibration_file), str(evaluation_file)
     one = corpus.windows(source.tokenizer, files[0], 4, 64, seed=0).ids
     two = corpus.windows(source.tokenizer, files[1], 3, 64, seed=0).ids
-    both = chosen(source, calibration=files)
-    assert both.source == "calibration.txt, evaluation.txt"
-    assert torch.equal(both.ids, torch.stack([one[0], two[0], one[1], two[1], one[2], two[2], one[3]]))
+    mixed = chosen(source, calibration=files)
+    assert mixed.source == "calibration.txt, evaluation.txt"
+    assert torch.equal(mixed.ids, torch.stack([one[0], two[0], one[1], two[1], one[2], two[2], one[3]]))
     alone = chosen(source, calibration=files[0])
     assert torch.equal(alone.ids, corpus.windows(source.tokenizer, files[0], 7, 64, seed=0).ids)
 
 
-def test_nothing_said_is_own_text_and_embedded_by_halves(source, writes):
-    found = chosen(source)
-    assert found.source == "self, embedded" and found.ids.shape == (7, 64)
-    own = self_generated_text.self_generated_text(source, 4 * 64, 0, "cpu").windows(4, 64)
-    assert torch.equal(found.ids[::2], own.ids)
-    assert torch.equal(found.ids[1::2], corpus.windows(source.tokenizer, corpus.EMBEDDED, 3, 64, seed=0).ids)
-    assert torch.equal(chosen(source, calibration=corpus.SELF).ids[:4], own.ids)
+def test_the_default_is_half_generated_and_half_embedded_text(source, writes):
+    windows = chosen(source)
+    assert windows.source == "self, embedded" and windows.ids.shape == (7, 64)
+    generated = self_generated_text.self_generated_text(source, 4 * 64, 0, "cpu").windows(4, 64)
+    assert torch.equal(windows.ids[::2], generated.ids)
+    assert torch.equal(windows.ids[1::2], corpus.windows(source.tokenizer, corpus.EMBEDDED, 3, 64, seed=0).ids)
+    assert torch.equal(chosen(source, calibration=corpus.SELF).ids[:4], generated.ids)
 
 
-def test_what_own_text_lacks_the_embedded_makes_up_for(source, writes, monkeypatch):
-    few = self_generated_text.self_generated_text(source, 3 * 64, 0, "cpu")
-    monkeypatch.setattr(calibration_text, "self_generated_text", lambda *_: few)
-    own = few.windows(7, 64).ids
-    assert 3 <= len(own) < 7
-    found = chosen(source, nsamples=20)
-    assert len(found.ids) == 20 and len(own) == sum(any(torch.equal(w, o) for o in own) for w in found.ids)
+def test_embedded_text_makes_up_for_short_generated_text(source, writes, monkeypatch):
+    short = self_generated_text.self_generated_text(source, 3 * 64, 0, "cpu")
+    monkeypatch.setattr(calibration_text, "self_generated_text", lambda *_: short)
+    generated = short.windows(7, 64).ids
+    assert 3 <= len(generated) < 7
+    windows = chosen(source, nsamples=20)
+    matches = sum(any(torch.equal(window, ids) for ids in generated) for window in windows.ids)
+    assert len(windows.ids) == 20 and len(generated) == matches
 
 
-def test_own_text_is_free_of_what_is_judged(source, writes):
-    own = self_generated_text.self_generated_text(source, 900, 0, "cpu").windows(8, 64)
-    judged = corpus.Windows(own.ids[2:3], "judged.txt")
-    found = chosen(source, judged, calibration=corpus.SELF, nsamples=8)
-    assert not overlap.overlapping(judged, overlap.passages(found))
+def test_generated_text_excludes_the_evaluation_windows(source, writes):
+    generated = self_generated_text.self_generated_text(source, 900, 0, "cpu").windows(8, 64)
+    eval_windows = corpus.Windows(generated.ids[2:3], "eval.txt")
+    windows = chosen(source, eval_windows, calibration=corpus.SELF, nsamples=8)
+    assert not overlap.overlapping(eval_windows, overlap.passages(windows))
 
 
-def test_a_model_that_writes_nothing(tiny_models, tmp_path, monkeypatch, capsys):
-    """It is said in one line, and refused where it was asked for."""
+def test_a_model_that_generates_no_text(tiny_models, tmp_path, monkeypatch, capsys):
+    """The default falls back to embedded text with a log line; an explicit request is refused."""
     monkeypatch.setattr(self_generated_text, "cache_home", lambda: tmp_path / "home")
     options = {**SMALL, "nsamples": 2, "eval_windows": 2}
     manifest = convert.run(str(tiny_models["llama"]), tmp_path / "out", ConvertConfig(**options))
     lines = [line for line in capsys.readouterr().err.splitlines() if "calibrat" in line and ":" in line]
-    assert any("close to that of a random model; calibrating on the embedded" in line for line in lines)
-    told = manifest.inputs["calibration"]
-    assert told["source"] == corpus.EMBEDDED and told["windows"] == 2
+    assert any("surprise it as much as noise; calibrating on the embedded" in line for line in lines)
+    record = manifest.inputs["calibration"]
+    assert record["source"] == corpus.EMBEDDED and record["windows"] == 2
     again = convert.run(str(tiny_models["llama"]), tmp_path / "out", ConvertConfig(**options))
     assert again.fingerprint == manifest.fingerprint
-    for asked in (corpus.SELF, (corpus.EMBEDDED, corpus.SELF)):
-        with pytest.raises(UserError, match="close to that of a random model"):
-            convert.run(str(tiny_models["llama"]), tmp_path / "other", ConvertConfig(**options, calibration=asked))
+    for texts in (corpus.SELF, (corpus.EMBEDDED, corpus.SELF)):
+        with pytest.raises(UserError, match="surprise it as much as noise"):
+            convert.run(str(tiny_models["llama"]), tmp_path / "other", ConvertConfig(**options, calibration=texts))
     assert not (tmp_path / "other").exists()
 
 
-def test_a_conversion_on_own_text(tiny_models, tmp_path, writes, evaluation_file):
+def test_a_conversion_on_generated_text(tiny_models, tmp_path, writes, evaluation_file):
     config = ConvertConfig(**SMALL, eval_windows=2, evaluation=str(evaluation_file))
     manifest = convert.run(str(tiny_models["llama"]), tmp_path / "out", config)
     assert manifest.inputs["calibration"]["source"] == "self, embedded"
     assert manifest.config["calibration"] is None and math.isfinite(manifest.metrics["ratio"])
 
 
-def test_nobody_waits_for_text_that_cannot_be_used(tiny_models, tmp_path, monkeypatch):
-    """What is wrong with the place of the result is said before a model is asked for text."""
+def test_invalid_paths_are_refused_before_text_is_generated(tiny_models, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration_text, "self_generated_text", None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")

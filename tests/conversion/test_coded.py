@@ -1,4 +1,4 @@
-"""`convert --bits`: ranks and bits of every family and layout, in plain transformers and by its own count."""
+"""`convert --bits`: ranks and bits of every family and layout, in plain transformers."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from mlaforge.modeling.coded_rows_mla import CodedRows
 from support.tiny_models import CASES, load_original
 
 EVERY = {"layers": "all"}
-# A byte that calibration never saw lies beyond every range.
+# Bytes absent from the calibration text exceed the ranges: use more of it.
 MORE_TEXT = {"nsamples": 64}
 
 
@@ -23,7 +23,7 @@ def tokens(rows=2, length=40):
 
 
 def error(directory, tiny_models, text):
-    """Of the logits, against the original's."""
+    """Return the mean squared error of the logits against the original's."""
     x = torch.tensor([list(text.read_bytes()[at : at + 64]) for at in range(0, 1024, 64)])
     with torch.no_grad():
         return float(
@@ -32,9 +32,9 @@ def error(directory, tiny_models, text):
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_rows_are_stored_in_the_bits_that_were_asked_for(family, layout, converted):
-    """What is read of a row is the same with a cache and without, in parts, absorbed and expanded; and its bytes are
-    the share that was asked for."""
+def test_coded_rows_have_the_requested_bits(family, layout, converted):
+    """Decoded rows are the same with and without a cache, in chunks, absorbed and expanded; their bytes are the
+    requested share."""
     directory = converted(family, layout, bits=5, **EVERY)
     model, x = loading.load_model(directory), tokens()
     with torch.no_grad():
@@ -49,14 +49,14 @@ def test_rows_are_stored_in_the_bits_that_were_asked_for(family, layout, convert
         for layer in model.model.layers:
             layer.self_attn.coded = None
         rounding = (model(x, use_cache=False).logits - plain).abs()
-    # A number that lies between two codes may fall to either side, so few may differ by more.
-    assert all(each.mean() < 0.01 * rounding.mean() and each.max() < rounding.max() for each in off)
+    # A value halfway between two levels may be rounded to either, so that a few differ by more.
+    assert all(error.mean() < 0.01 * rounding.mean() and error.max() < rounding.max() for error in off)
     model, cache = loading.load_model(directory), DynamicCache(config=model.config)
     model(x[:1, :16], past_key_values=cache)
     rows = [layer.keys for layer in cache.layers]
-    assert all(each.dtype == torch.uint8 for each in rows)
+    assert all(row.dtype == torch.uint8 for row in rows)
     metrics = json.loads((directory / "manifest.json").read_text())["metrics"]
-    per_token = sum(each.shape[-1] for each in rows)
+    per_token = sum(row.shape[-1] for row in rows)
     assert per_token == metrics["cache"]["mla_bytes_per_token"]
     limit = 5 / 8 * metrics["cache"]["gqa_per_token"]
     assert limit - 4 * len(rows) <= per_token <= limit
@@ -64,12 +64,12 @@ def test_rows_are_stored_in_the_bits_that_were_asked_for(family, layout, convert
     assert [code[0] for code in counts] == model.config.mla_kv_lora_ranks
     assert [
         CodedRows(c, layer.self_attn.rope_dim).row_bytes for c, layer in zip(counts, model.model.layers, strict=True)
-    ] == [each.shape[-1] for each in rows]
+    ] == [row.shape[-1] for row in rows]
 
 
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_more_bits_cost_less(layout, converted, tiny_models, evaluation_file):
-    """Many bits are nearly the original, and the prediction falls with the measurement."""
+def test_more_bits_lose_less(layout, converted, tiny_models, evaluation_file):
+    """The measured and the predicted loss decrease with the number of bits."""
     errors, predicted = [], []
     for bits in (4, 6, 8):
         directory = converted("llama", layout, bits=bits, refit="off", **MORE_TEXT)
@@ -117,9 +117,9 @@ def test_gradients_pass_through_the_code(converted):
         ({"layout": "latent_rope", "bits": 4.0}, 4.0, None),
     ],
 )
-def test_what_options_that_say_neither_mean(options, bits, budget):
-    told = completed(ConvertConfig(**options))
-    assert (told.bits, told.budget) == (bits, budget)
+def test_defaults_of_bits_and_budget(options, bits, budget):
+    config = completed(ConvertConfig(**options))
+    assert (config.bits, config.budget) == (bits, budget)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_options_that_say_neither_mean(options, bits, budget):
         (("--bits", "0"), ("bits", "above 0")),
     ],
 )
-def test_what_does_not_go_together(more, words, refused, tiny_models, tmp_path, short):
+def test_rejects_contradictory_options(more, words, refused, tiny_models, tmp_path, short):
     refused(words, "convert", tiny_models["llama"], tmp_path / "out", *short, *more)
 
 
@@ -142,12 +142,12 @@ def test_what_does_not_go_together(more, words, refused, tiny_models, tmp_path, 
     [
         (lambda c: c[:-1], "one for each layer"),
         (lambda c: [[c[0][0] + 8, *c[0][1:]], *c[1:]], "ranks"),
-        (lambda c: [[*c[0], c[0][-1] + 8], *c[1:]], "fall"),
+        (lambda c: [[*c[0], c[0][-1] + 8], *c[1:]], "descending"),
         (lambda c: [[*c[0][:-1], 4], *c[1:]], "multiples of 8"),
         (lambda c: [[*c[0], 8.5], *c[1:]], "mla_code_counts"),
     ],
 )
-def test_damaged_codes(counts, word, converted, refused, tmp_path):
+def test_rejects_damaged_codes(counts, word, converted, refused, tmp_path):
     out = shutil.copytree(converted("llama", "latent", bits=5, **EVERY), tmp_path / "model")
     config = json.loads((out / "config.json").read_text())
     config["mla_code_counts"] = counts(config["mla_code_counts"])

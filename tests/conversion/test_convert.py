@@ -30,13 +30,13 @@ def original(tiny_models, family):
 
 
 def perplexity(model, windows):
-    """By transformers' own loss."""
+    """Return the perplexity by transformers' loss."""
     with torch.no_grad():
         return float(torch.stack([model(ids[None], labels=ids[None]).loss for ids in windows]).mean().exp())
 
 
 def cache_bytes(cache):
-    """Bytes that a transformers cache holds in its keys and values, by allocation."""
+    """Return the allocated bytes of a transformers cache."""
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
     return sum(tensor.untyped_storage().nbytes() for tensor in {id(t): t for t in tensors}.values())
 
@@ -59,7 +59,7 @@ def test_full_rank_equals_the_original(family, layout, converted, tiny_models):
         expected = original(tiny_models, family)(tokens()).logits
         for absorb in (False, True, None):
             torch.testing.assert_close(force(model, absorb)(tokens()).logits, expected, rtol=0, atol=1e-4)
-        # transformers' own sdpa would leave learned sinks out, so that it is refused for a model that has them.
+        # transformers' sdpa ignores learned sinks, so that it is refused for a model with sinks.
         for attention in ("eager", FUSED, *(["sdpa"] if family != "gpt_oss" else [])):
             model.set_attn_implementation(attention)
             torch.testing.assert_close(force(model, False)(tokens()).logits, expected, rtol=0, atol=1e-4)
@@ -101,15 +101,15 @@ def test_generation_modes_of_transformers(family, layout, how, converted, tiny_m
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_the_cache_holds_what_the_plan_says(family, layout, converted):
+def test_the_cache_has_the_size_in_the_manifest(family, layout, converted):
     directory = converted(family, layout, budget=0.5, layers="all")
     model, x = loading.load_model(directory), tokens(1, 16)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(x, past_key_values=cache)
-    told = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
-    assert cache_bytes(cache) == 16 * told["mla_bytes_per_token"]
-    assert told["mla_per_token"] <= 0.5 * told["gqa_per_token"]
+    metrics = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
+    assert cache_bytes(cache) == 16 * metrics["mla_bytes_per_token"]
+    assert metrics["mla_per_token"] <= 0.5 * metrics["gqa_per_token"]
 
 
 def test_a_sliding_window_bounds_the_latent_cache(converted):
@@ -134,8 +134,8 @@ def test_only_named_layers_are_converted(layout, converted, tiny_models):
                 assert torch.equal(new[name], old[name]), name
 
 
-def test_more_budget_costs_less(converted, tiny_models, evaluation_file):
-    """Against the original's own distribution: KL falls as the budget grows, for either layout."""
+def test_a_larger_budget_loses_less(converted, tiny_models, evaluation_file):
+    """KL divergence from the original decreases with the budget, for either layout."""
     x = tokens(4, 60)
     with torch.no_grad():
         expected = original(tiny_models, "qwen2")(x).logits.log_softmax(-1)
@@ -155,7 +155,7 @@ HALF = {"budget": 0.5}
     ("layout", "more"),
     [("latent", HALF), ("latent_rope", HALF), ("latent", {**HALF, "q_lora_rank": 48}), ("latent", {"bits": 4.0})],
 )
-def test_each_layer_is_decomposed_once_also_by_a_run_that_goes_on(
+def test_each_layer_is_decomposed_once_even_by_a_resumed_run(
     layout, more, converted, tiny_models, calibration_file, evaluation_file, tmp_path, monkeypatch
 ):
     texts = {"calibration": str(calibration_file), "evaluation": str(evaluation_file)}
@@ -178,7 +178,7 @@ def test_each_layer_is_decomposed_once_also_by_a_run_that_goes_on(
     monkeypatch.setattr(LayerSolver, "_solved", solved)
     convert.run(str(tiny_models["qwen2"]), tmp_path / "out", config)
     assert loaded == [0, 1, 2]
-    # A factored query has a decomposition of its own.
+    # A factored query is a separate decomposition.
     assert len(decomposed) == 3 * (1 + ("q_lora_rank" in more))
     at_once = converted("qwen2", layout, **more)
     for path in at_once.glob("*.safetensors"):
@@ -186,7 +186,7 @@ def test_each_layer_is_decomposed_once_also_by_a_run_that_goes_on(
 
 
 @pytest.mark.parametrize(("layout", "k_proj", "o_proj"), [("latent", 5, 6), ("latent_rope", 6, 6)])
-def test_how_often_a_weight_is_read(
+def test_weights_are_read_as_often_as_documented(
     layout, k_proj, o_proj, tiny_models, calibration_file, evaluation_file, tmp_path, monkeypatch
 ):
     source, tensors, files = tiny_models["qwen2"], Counter(), Counter()
@@ -203,15 +203,15 @@ def test_how_often_a_weight_is_read(
         str(source), tmp_path / "out",
         ConvertConfig(layout=layout, **texts, seqlen=64, nsamples=12, eval_windows=4, device="cpu"),
     )  # fmt: skip
-    # As docs/checkpoint.md counts them; the fingerprint reads whole files, and so each tensor once more.
+    # As docs/notes/project.md counts them; the fingerprint reads whole files, and so each tensor once more.
     assert set(files.values()) == {1}
     assert {tensors[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(3)} == {k_proj}
     assert {tensors[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(3)} == {o_proj}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_text_of_one_token_says_nothing_and_breaks_nothing(layout, tiny_models, tmp_path, evaluation_file):
-    """All inputs of a layer are the same: their variance is rounding, of either sign."""
+def test_converts_with_a_calibration_text_of_one_repeated_token(layout, tiny_models, tmp_path, evaluation_file):
+    """All inputs of a layer are equal: their variance is rounding error of either sign."""
     (text := tmp_path / "text.txt").write_text("a" * 2000)
     settings = {"calibration": str(text), "evaluation": str(evaluation_file), "seqlen": 64, "device": "cpu"}
     for name, how in (("full", FULL), ("coded", {"bits": 4})):
@@ -278,16 +278,16 @@ def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evalu
     from mlaforge.data import corpus
 
     directory = converted("llama", "latent_rope", budget=0.75)
-    made = json.loads((directory / "manifest.json").read_text())
-    found = made["metrics"]
+    manifest = json.loads((directory / "manifest.json").read_text())
+    metrics = manifest["metrics"]
     tokenizer = source_model.load_tokenizer(directory)
     text = corpus.windows(tokenizer, str(evaluation_file), 4, 64)
-    assert made["inputs"]["evaluation"]["sha256"] == text.sha256
-    assert found["mla_ppl"] == pytest.approx(perplexity(loading.load_model(directory), text.ids), rel=1e-5)
-    assert found["original_ppl"] == pytest.approx(perplexity(original(tiny_models, "llama"), text.ids), rel=1e-5)
-    assert found["ratio"] == found["mla_ppl"] / found["original_ppl"]
-    # Rotation alone removes something, the low rank removes more of it.
-    assert found["partial_rope_ppl"] != found["original_ppl"]
+    assert manifest["inputs"]["evaluation"]["sha256"] == text.sha256
+    assert metrics["mla_ppl"] == pytest.approx(perplexity(loading.load_model(directory), text.ids), rel=1e-5)
+    assert metrics["original_ppl"] == pytest.approx(perplexity(original(tiny_models, "llama"), text.ids), rel=1e-5)
+    assert metrics["ratio"] == metrics["mla_ppl"] / metrics["original_ppl"]
+    # Partial RoPE alone changes the model.
+    assert metrics["partial_rope_ppl"] != metrics["original_ppl"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -301,7 +301,7 @@ def test_half_precision_checkpoints(dtype, converted, tiny_models):
         assert torch.cosine_similarity(model(tokens()).logits.float(), expected, dim=-1).min() > 0.99
 
 
-# A process for each model, all of them forked from one that has imported what takes seconds.
+# One process per model, forked from a process that has preloaded the slow imports.
 CLEAN = """
 import importlib.util, json, os, sys
 ids, paths, directories = json.loads(sys.argv[1])
@@ -310,8 +310,8 @@ assert importlib.util.find_spec("mlaforge") is None, "mlaforge must not be impor
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-def tell(directory, out):
-    # Nothing is asked, which would be printed where only JSON may stand, and nothing run.
+def load(directory, out):
+    # trust_remote_code=False: no prompt on stdout, which is for JSON, and no code is run.
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     assert not [name for name in sys.modules if name.startswith("transformers_modules")]
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
@@ -334,7 +334,7 @@ def tell(directory, out):
 
 for directory, out in directories:
     if not (child := os.fork()):
-        print(json.dumps([directory, tell(directory, out)]), flush=True)
+        print(json.dumps([directory, load(directory, out)]), flush=True)
         os._exit(0)
     os.waitpid(child, 0)
 """
@@ -349,15 +349,15 @@ CLEAN_CASES = [
 
 @pytest.fixture(scope="module")
 def loaded_elsewhere(converted, tmp_path_factory):
-    """(family, layout) -> the converted directory, and what a fresh interpreter without site-packages' .pth files, so
-    that an editable install is not seen either, tells of it."""
+    """(family, layout) -> the converted directory, and the results of loading it in an interpreter without
+    site-packages' .pth files, which hides an editable install."""
     folder = tmp_path_factory.mktemp("elsewhere")
     directories = {
         (family, layout): converted(family, layout, budget=0.5 if layout == "latent" else 0.75)
         for family, layout in CLEAN_CASES
     }
-    asked = [(str(directory), str(folder / f"{n}")) for n, directory in enumerate(directories.values())]
-    words = json.dumps([tokens(1, 12).tolist(), [p for p in sys.path if "site-packages" in p], asked])
+    jobs = [(str(directory), str(folder / f"{n}")) for n, directory in enumerate(directories.values())]
+    words = json.dumps([tokens(1, 12).tolist(), [p for p in sys.path if "site-packages" in p], jobs])
     environment = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
@@ -384,8 +384,8 @@ def test_loads_where_mlaforge_is_not_installed(family, layout, loaded_elsewhere)
     assert answer["bytes"] == answer["cached"] * cache["mla_bytes_per_token"]
 
 
-def test_sinks_scale_what_the_tokens_get(converted):
-    """A LatentAttention with sinks equals one whose softmax has the sink as one more column (both forms)."""
+def test_sinks_scale_the_attention_output(converted):
+    """A LatentAttention with sinks equals one whose softmax has the sink as one more column (absorbed and expanded)."""
     directory = converted("llama", "latent_rope", budget=0.75)
     model = loading.load_model(directory)
     layer = model.model.layers[0].self_attn
@@ -409,7 +409,7 @@ def test_sinks_scale_what_the_tokens_get(converted):
 
 @pytest.mark.parametrize("options", [{}, {"deepseek_style": True}, {"qk_mqa_dim": 8}])
 def test_norms_on_keys_refuse_a_shared_rotary_key(options, tiny_models, tmp_path):
-    """In one line, before anything is loaded, under every name of that layout."""
+    """In one line, before loading, for every option that implies the layout."""
     layout = None if options else "latent_rope"
     with pytest.raises(UserError, match=r"layer 0 .* its key norm .* use layout latent$") as caught:
         convert.run(str(tiny_models["qwen3"]), tmp_path / "out", ConvertConfig(layout=layout, **options))
@@ -417,7 +417,7 @@ def test_norms_on_keys_refuse_a_shared_rotary_key(options, tiny_models, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_norms_are_the_sources_own(converted, tiny_models):
+def test_norms_equal_those_of_the_source(converted, tiny_models):
     directory = converted("qwen3", "latent", budget=0.75)
     assert checkpoint_reader.read_config(directory)["mla_qk_norm"]
     assert not checkpoint_reader.read_config(converted("qwen2", "latent", budget=0.75))["mla_qk_norm"]
@@ -426,9 +426,9 @@ def test_norms_are_the_sources_own(converted, tiny_models):
             assert torch.equal(new[name], old[name])
     x = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0)) * 3
     for dtype in (torch.float32, torch.bfloat16):
-        theirs = original(tiny_models, "qwen3").model.layers[0].self_attn.k_norm.to(dtype)
-        ours = loading.load_model(directory).model.layers[0].self_attn.k_norm.to(dtype)
-        assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
+        source_norm = original(tiny_models, "qwen3").model.layers[0].self_attn.k_norm.to(dtype)
+        norm = loading.load_model(directory).model.layers[0].self_attn.k_norm.to(dtype)
+        assert torch.equal(norm(x.to(dtype)), source_norm(x.to(dtype)))
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 48])
@@ -438,13 +438,13 @@ def test_refit_runs_with_norms(q_lora_rank, converted):
 
 
 def test_drafting_layers_are_left_out(converted, tiny_models, capsys):
-    """The original is read without them, and neither they nor the original's type are in what is written."""
+    """The original is read without them, and the converted checkpoint contains neither them nor the original's type."""
     source = tiny_models["mimo"]
     with torch.no_grad():
         expected = original(tiny_models, "mimo")(tokens()).logits
-        # The same weights at another place in memory, by which products may be cut otherwise.
-        found = loading.load_model(source, "float32")(tokens()).logits
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        # The memory alignment of the weights differs, by which matrix products may be split differently.
+        logits = loading.load_model(source, "float32")(tokens()).logits
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     directory = converted("mimo", "latent", budget=0.75)
     config = checkpoint_reader.read_config(directory)
     assert (config["model_type"], config["architectures"]) == ("qwen2_mla", ["Qwen2MlaForCausalLM"])
@@ -456,7 +456,7 @@ def test_drafting_layers_are_left_out(converted, tiny_models, capsys):
     assert "left out: 13 tensors" in capsys.readouterr().err
 
 
-def test_read_spec_of_the_fixtures(tiny_models):
+def test_read_spec_of_the_tiny_models(tiny_models):
     assert read_spec(checkpoint_reader.read_config(tiny_models["qwen2"])).layers[0].k_bias
     assert read_spec(checkpoint_reader.read_config(tiny_models["mistral"])).layers[0].window == 24
     normed = read_spec(checkpoint_reader.read_config(tiny_models["qwen3"])).layers

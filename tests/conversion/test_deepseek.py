@@ -1,4 +1,4 @@
-"""A converted model as stock DeepSeek-V3: the same logits without remote code, or one line that says why not."""
+"""A converted model as stock DeepSeek-V3: the same logits without remote code, or an error in one line."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ CASES = {
     "yarn": ("llama", {"rope_parameters": YARN}, {"qk_rope_head_dim": 16}, {}),
     "mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
                {"qk_rope_head_dim": 16}, {}),
-    # What vLLM's MLA kernels take: a latent of 512 and a rotary key of 64.
+    # Sizes that vLLM's MLA kernels support: a latent of 512 and a rotary key of 64.
     "served": ("llama", {"head_dim": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
                {"qk_rope_head_dim": 64, "kv_lora_rank": 48}, {"kv_lora_rank": 512}),
     "dropped": ("llama", {"head_dim": 64, "attention_bias": True},
@@ -49,19 +49,19 @@ EXACT = [name for name in CASES if name not in ("served", "dropped")]
 
 @pytest.fixture(scope="module")
 def converted(calibration_file, tmp_path_factory):
-    """(family, changes, options) -> the directory that convert made of that tiny model, once."""
-    made = {}
+    """(family, changes, options) -> the converted directory of that tiny model, cached."""
+    cache = {}
 
     def get(family, changes, options):
         key = json.dumps([family, changes, options], sort_keys=True)
-        if key not in made:
+        if key not in cache:
             folder = tmp_path_factory.mktemp("converted")
             source = save_model(folder / "source", family, 5, **changes)
             settings = {"seqlen": 64, "nsamples": 4, "eval_windows": 0, "device": "cpu", "deepseek_style": True}
             settings |= {"budget": 0.75, "qk_rope_head_dim": 8, "calibration": str(calibration_file), **options}
             convert.run(str(source), folder / "mla", ConvertConfig(**settings))
-            made[key] = folder / "mla"
-        return made[key]
+            cache[key] = folder / "mla"
+        return cache[key]
 
     return get
 
@@ -69,21 +69,21 @@ def converted(calibration_file, tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(converted, tmp_path_factory):
     """Name of a case -> the converted and the exported directory."""
-    made = {}
+    cache = {}
 
     def get(name):
-        if name not in made:
-            family, changes, options, ours = CASES[name]
+        if name not in cache:
+            family, changes, options, export_options = CASES[name]
             source = converted(family, changes, options)
-            made[name] = source, tmp_path_factory.mktemp("exported") / name
-            deepseek.run(*made[name], ExportConfig(**ours))
-        return made[name]
+            cache[name] = source, tmp_path_factory.mktemp("exported") / name
+            deepseek.run(*cache[name], ExportConfig(**export_options))
+        return cache[name]
 
     return get
 
 
 def stock(directory, dtype=torch.float32):
-    """Loaded without trust_remote_code, and strictly."""
+    """Load a model strictly, without trust_remote_code."""
     model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     assert not any(info.values()), info
     assert type(model).__name__ == "DeepseekV3ForCausalLM"
@@ -91,7 +91,7 @@ def stock(directory, dtype=torch.float32):
 
 
 def unrounded(directory):
-    """A converted model in fp32; where its rows are coded, as if they were not."""
+    """Load a converted model in fp32 without rounding coded rows."""
     model = loading.load_model(directory, "float32")
     for layer in model.model.layers:
         layer.self_attn.coded = None
@@ -103,9 +103,9 @@ def tokens(n=2, t=60):
 
 
 @torch.no_grad()
-def relative_error(ours, theirs, x):
-    expected = ours(x).logits
-    return float((theirs(x).logits - expected).abs().max() / expected.abs().max())
+def relative_error(source, export, x):
+    expected = source(x).logits
+    return float((export(x).logits - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -127,13 +127,13 @@ def test_the_cache_is_deepseeks(name, exported):
     for layer in cache.layers:
         assert layer.keys.shape == (1, 1, 16, config.kv_lora_rank)
         assert layer.values.shape == (1, 1, 16, config.qk_rope_head_dim)
-    made = json.loads((exported(name)[1] / "manifest.json").read_text())["metrics"]["cache"]
-    assert made["per_token"] == len(cache.layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
+    metrics = json.loads((exported(name)[1] / "manifest.json").read_text())["metrics"]["cache"]
+    assert metrics["per_token"] == len(cache.layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_attention_has_biases_only_where_the_source_has(name, exported):
-    """And what has none is free of the tensors, since vLLM would drop them."""
+    """Without biases there are no bias tensors, which vLLM would ignore."""
     _, out = exported(name)
     biased = name in ("biased", "qwen2", "factored", "coded")
     assert checkpoint_reader.read_config(out)["attention_bias"] == biased
@@ -146,7 +146,7 @@ def test_config_round_trips_with_what_vllm_reads(exported, tmp_path):
     AutoConfig.from_pretrained(out).save_pretrained(tmp_path)
     first, again = checkpoint_reader.read_config(out), checkpoint_reader.read_config(tmp_path)
     assert "auto_map" not in first
-    # transformers keeps it in rope_parameters; it is written for readers that look for it outside.
+    # transformers has it in rope_parameters; older readers expect it at the top level.
     assert first.pop("rope_theta") == again["rope_parameters"]["rope_theta"]
     assert {k: again.get(k) for k in first} == first
     assert (again["topk_method"], again["scoring_func"]) == ("noaux_tc", "sigmoid")
@@ -155,7 +155,7 @@ def test_config_round_trips_with_what_vllm_reads(exported, tmp_path):
         assert torch.equal(reader["lm_head.weight"], reader["model.embed_tokens.weight"])
 
 
-def test_tokenizer_and_companions_come_along(exported):
+def test_tokenizer_and_companions_are_copied(exported):
     source, out = exported("plain")
     text = "Hello wörld, 12 monkeys\n\n\tdef f(x):"
     assert AutoTokenizer.from_pretrained(out).encode(text) == source_model.load_tokenizer(source).encode(text)
@@ -163,8 +163,8 @@ def test_tokenizer_and_companions_come_along(exported):
     assert not list(out.glob("*.py"))
 
 
-def test_bfloat16_keeps_what_bfloat16_holds(exported, tmp_path):
-    """Numbers of 1e-9 are no nearer to underflow there than others: the exponent is fp32's."""
+def test_a_bfloat16_export_is_as_exact_as_a_bfloat16_model(exported, tmp_path):
+    """Values of 1e-9 do not underflow: bfloat16 has the exponent of fp32."""
     source, _ = exported("epsilon")
     deepseek.run(source, tmp_path / "out", ExportConfig(dtype="bfloat16"))
     theirs = stock(tmp_path / "out", "auto")
@@ -175,7 +175,7 @@ def test_bfloat16_keeps_what_bfloat16_holds(exported, tmp_path):
         off = theirs(tokens()).logits.float() - expected
     assert off.square().mean() < 4 * rounded.square().mean()
     norms = [float(p[0].detach()) for n, p in theirs.named_parameters() if "kv_a_layernorm" in n]
-    assert all(norm.hex().startswith("0x1.0000000000000p") for norm in norms), "a power of two rounds nowhere"
+    assert all(norm.hex().startswith("0x1.0000000000000p") for norm in norms), "a power of two is exact"
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
@@ -187,16 +187,16 @@ def test_the_norm_is_linear_up_to_its_bound(size):
     bias = size * torch.randn(8, generator=generator, dtype=torch.float64)
     top = torch.linalg.svd(weight * gain)[2][0]
     y = weight @ (gain * top * math.sqrt(32)) + bias
-    exponent, eps = deepseek.linearising(weight, bias, gain, 16), deepseek.LATENT_EPS
+    exponent, eps = deepseek.linearizing_exponent(weight, bias, gain, 16), deepseek.LATENT_EPS
     small = torch.nn.functional.pad(y * math.sqrt(eps) * 2.0**-exponent, (0, 8))
     normed = small / (small.square().mean() + eps).sqrt() * 2.0**exponent
     error = float((normed[:8] - y).norm() / y.norm())
     assert error <= deepseek.NORM_ERROR
-    assert error > deepseek.NORM_ERROR / 100 or exponent == 0, "needlessly small numbers"
+    assert error > deepseek.NORM_ERROR / 100 or exponent == 0, "needlessly small values"
 
 
 def edited(directory, tmp_path, **changes):
-    """A copy of a converted model's config.json alone, changed: enough for what is refused by it."""
+    """Return a directory with only a modified config.json, which suffices for refusals."""
     out = tmp_path / "edited"
     out.mkdir()
     (out / "config.json").write_text(json.dumps({**checkpoint_reader.read_config(directory), **changes}))
@@ -218,11 +218,11 @@ def edited(directory, tmp_path, **changes):
         ("llama", {"attention_bias": True}, {}, {}, ["q_proj has none", "--q-lora-rank (64"]),
         ("qwen2", {}, {}, {}, ["q_proj has none", "--q-lora-rank (64"]),
         ("llama", {"mlp_bias": True}, {}, {}, ["model.layers.0.mlp", "bias"]),
-        ("llama", {}, {}, {"model_type": "llama"}, ["no converted model", "mlaforge convert"]),
+        ("llama", {}, {}, {"model_type": "llama"}, ["not a converted model", "mlaforge convert"]),
     ],
     ids=["sinks", "window", "gqa", "latent", "coded", "frequencies", "yarn", "q-bias", "qwen2", "mlp-bias", "source"],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(family, changes, options, edits, words, converted, tmp_path, cli):
+def test_unsupported_features_are_refused_by_name(family, changes, options, edits, words, converted, tmp_path, cli):
     source = converted(family, changes, options)
     if edits:
         source = edited(source, tmp_path, **edits)
@@ -235,9 +235,11 @@ def test_what_does_not_fit_is_named(family, changes, options, edits, words, conv
 
 
 @pytest.mark.parametrize(
-    ("change", "word"), [({"qk_norm": True}, "normed"), ({"moe": object()}, "mixture of experts")], ids=["norm", "moe"]
+    ("change", "word"),
+    [({"qk_norm": True}, "norms per head"), ({"moe": object()}, "mixture of experts")],
+    ids=["norm", "moe"],
 )
-def test_features_of_other_families_are_named(change, word, converted):
+def test_unsupported_features_of_other_families_are_refused_by_name(change, word, converted):
     raw = checkpoint_reader.read_config(converted("llama", {}, {}))
     spec = read_spec({**raw, "model_type": "llama"})
     layers = (dataclasses.replace(spec.layers[0], **change), *spec.layers[1:])
@@ -245,7 +247,7 @@ def test_features_of_other_families_are_named(change, word, converted):
         deepseek.refuse(raw, dataclasses.replace(spec, layers=layers))
 
 
-def test_options_that_cannot_be(converted, tmp_path, cli):
+def test_rejects_invalid_options(converted, tmp_path, cli):
     source = converted("llama", {}, {})
     for arguments, word in (
         (("export", "deepsek", source), "did you mean 'deepseek'"),
@@ -260,7 +262,7 @@ def test_options_that_cannot_be(converted, tmp_path, cli):
     assert "pass --dtype bfloat16" in done.stderr
 
 
-def test_the_verb_says_what_it_made_and_makes_it_once(converted, tmp_path, cli):
+def test_export_prints_a_summary_and_runs_once(converted, tmp_path, cli):
     source, out = converted("llama", {}, {}), tmp_path / "out"
     done = cli("export", "deepseek", source, out)
     assert done.exit_code == 0, done.stderr
@@ -272,20 +274,20 @@ def test_the_verb_says_what_it_made_and_makes_it_once(converted, tmp_path, cli):
     assert cli("export", "deepseek", source, out, "--kv-lora-rank", "64", "--overwrite").exit_code == 0
 
 
-def test_a_code_that_is_given_up_is_said(converted, tmp_path, cli):
+def test_dropping_the_code_is_logged(converted, tmp_path, cli):
     done = cli("export", "deepseek", converted(*CASES["coded"][:3]), tmp_path / "out")
     assert done.exit_code == 0 and "no longer coded" in done.stderr and "convert without --bits" in done.stderr
-    made = json.loads((tmp_path / "out" / "manifest.json").read_text())["metrics"]["cache"]
-    assert f"{made['per_token'] // 3} plain numbers per token and layer" in done.stderr
+    metrics = json.loads((tmp_path / "out" / "manifest.json").read_text())["metrics"]["cache"]
+    assert f"{metrics['per_token'] // 3} plain elements per token and layer" in done.stderr
 
 
-def test_what_vllm_would_do_wrongly_is_said(converted, tmp_path, cli):
-    for family, changes, options, word in (
+def test_deviations_of_vllm_are_logged(converted, tmp_path, cli):
+    for family, changes, options, reason in (
         ("qwen2", {}, {"q_lora_rank": 64}, "drops the attention's biases"),
-        ("llama", {"rope_parameters": LLAMA3}, {}, "'llama3' for yarn"),
+        ("llama", {"rope_parameters": LLAMA3}, {}, "treats RoPE of type 'llama3' as yarn"),
     ):
-        done = cli("export", "deepseek", converted(family, changes, options), tmp_path / word[:5])
-        assert f"not for vLLM: it {'takes RoPE of type ' if 'yarn' in word else ''}{word}" in done.stderr
+        done = cli("export", "deepseek", converted(family, changes, options), tmp_path / reason[:5])
+        assert f"not for vLLM: it {reason}" in done.stderr
 
 
 @pytest.mark.slow
@@ -311,14 +313,14 @@ if __name__ == "__main__":
     prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[1])]
     for directory in sys.argv[2:]:
         # Its CPU kernel for rotary embedding misreads queries by head: docs/export.md. Its AMX form of MLA, which it
-        # prefers where the processor has AMX, takes no float32.
+        # prefers on processors with AMX, does not support float32.
         llm = LLM(model=directory, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4,
                   attention_config={"backend": "CPU_MLA"},
                   compilation_config={"custom_ops": ["-rotary_embedding"]})
         out = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1))
-        told = [[list(o.token_ids), [s[t].logprob for t, s in zip(o.token_ids, o.logprobs)]]
-                for o in (each.outputs[0] for each in out)]
-        print("TOLD " + json.dumps(told), flush=True)
+        results = [[list(o.token_ids), [s[t].logprob for t, s in zip(o.token_ids, o.logprobs)]]
+                   for o in (request.outputs[0] for request in out)]
+        print("RESULTS " + json.dumps(results), flush=True)
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
@@ -327,36 +329,38 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def stock_vllm(exported, tmp_path_factory):
-    """Prompts, and what vLLM made of them with its own DeepSeek class, for a model without and one with biases."""
+    """Prompts, and vLLM's outputs with its stock DeepSeek class, for a model without and one with biases."""
     python = os.environ.get("MLAFORGE_VLLM_PYTHON")
     if not python:
         pytest.skip("MLAFORGE_VLLM_PYTHON names no Python that has vLLM (its CPU build: make test-vllm)")
     folder, names = tmp_path_factory.mktemp("stock"), ("served", "dropped")
     prompts = [tokens(1, n)[0].tolist() for n in (7, 20)]
     (folder / "serve.py").write_text(SERVE)
-    # Both engines in this one process, so that vLLM is imported once.
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # Both engines run in one process, so that vLLM is imported once.
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }  # fmt: skip
+    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     command = [python, str(folder / "serve.py"), json.dumps(prompts), *(str(exported(name)[1]) for name in names)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert len(lines) == len(names), done.stderr[-3000:]
-    return prompts, {name: json.loads(line[5:]) for name, line in zip(names, lines, strict=True)}
+    return prompts, {name: json.loads(line[8:]) for name, line in zip(names, lines, strict=True)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "right"), [("served", True), ("dropped", False)])
-def test_stock_vllm(name, right, exported, stock_vllm):
-    """vLLM's own DeepSeek gives the same log probabilities; with biases, which it drops in silence, it does not."""
-    prompts, told = stock_vllm
+@pytest.mark.parametrize(("name", "equal"), [("served", True), ("dropped", False)])
+def test_stock_vllm(name, equal, exported, stock_vllm):
+    """vLLM's stock DeepSeek gives the same log probabilities, but not with biases, which it silently drops."""
+    prompts, results = stock_vllm
     model, worst = stock(exported(name)[1]), 0.0
-    for prompt, (new, logprobs) in zip(prompts, told[name], strict=True):
+    for prompt, (new, logprobs) in zip(prompts, results[name], strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         chosen = expected.gather(1, torch.tensor(new)[:, None])[:, 0]
         worst = max(worst, float((chosen - torch.tensor(logprobs)).abs().max()))
-        if right:
-            # Its greedy choice is ours, or a tie.
+        if equal:
+            # The greedy choice is the same, or a tie.
             assert (expected.amax(-1) - chosen).max() < 1e-3
-    assert (worst < 1e-3) == right, worst
+    assert (worst < 1e-3) == equal, worst

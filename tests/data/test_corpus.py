@@ -1,4 +1,4 @@
-"""Text in, windows out: in order, without gaps or additions; and every passage that two texts share is found."""
+"""Corpus windows: order and completeness, sources, the embedded split, and detection of overlap."""
 
 import json
 from collections import Counter
@@ -20,12 +20,12 @@ from mlaforge.runtime import UserError
 
 @pytest.fixture(scope="session")
 def letters(tiny_models):
-    """One token per byte."""
+    """A tokenizer with one token per byte."""
     return load_tokenizer(tiny_models["llama"])
 
 
 def byte_pairs(texts, size):
-    """A byte-level BPE of `size` tokens that begins every text with <s> and ends it with </s>."""
+    """Train a byte-level BPE of `size` tokens that adds <s> and </s> to every text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -54,7 +54,7 @@ def long_file(tmp_path_factory):
 @given(text=st.text(min_size=1, max_size=400), count=st.integers(1, 9), seqlen=st.integers(1, 90))
 @example(text="ab" * 50, count=2, seqlen=50)
 def test_windows_are_the_text_from_its_start(letters, tmp_path_factory, text, count, seqlen):
-    text = text.replace("\r", "")  # a line may end as it likes
+    text = text.replace("\r", "")  # line ends are normalised
     assume(text.strip())
     path = tmp_path_factory.mktemp("any") / "a.txt"
     path.write_text(text, encoding="utf-8")
@@ -78,38 +78,37 @@ def test_no_special_tokens_are_added(words, long_file):
 
 
 @pytest.mark.parametrize(("count", "seqlen"), [(1, 48), (3, 48), (20, 48), (2, 2048), (16, 2048)])
-def test_reading_only_the_beginning_changes_nothing(count, seqlen, words, long_file):
+def test_tokenizing_only_the_beginning_gives_the_same_windows(count, seqlen, words, long_file):
     everything = corpus.windows(words, str(long_file), 10**6, seqlen).ids
     assert len(everything) > count
     assert torch.equal(corpus.windows(words, str(long_file), count, seqlen).ids, everything[:count])
 
 
-def test_a_word_at_the_cut_is_not_torn(tmp_path):
-    """One token for eight characters, more for the first: a text that is read just so far that the last word which
-    is wanted is half there."""
-    known = "abcdefghijkl" + " abcdefg" * 255
-    (tmp_path / "a.txt").write_text(known + " abcdefg" * 5000)
-    tokenizer = byte_pairs([known], 300)
-    wanted = tokenizer(known, add_special_tokens=False)["input_ids"]
-    assert len(wanted) == 256
-    assert corpus.windows(tokenizer, str(tmp_path / "a.txt"), 4, 64).ids.flatten().tolist() == wanted
+def test_a_word_at_the_cut_is_tokenized_whole(tmp_path):
+    """One token for eight characters, more for the first word: reading stops within the last requested word."""
+    beginning = "abcdefghijkl" + " abcdefg" * 255
+    (tmp_path / "a.txt").write_text(beginning + " abcdefg" * 5000)
+    tokenizer = byte_pairs([beginning], 300)
+    expected = tokenizer(beginning, add_special_tokens=False)["input_ids"]
+    assert len(expected) == 256
+    assert corpus.windows(tokenizer, str(tmp_path / "a.txt"), 4, 64).ids.flatten().tolist() == expected
 
 
 def test_a_seed_chooses_windows_in_order(words, long_file):
     everything = [tuple(row.tolist()) for row in corpus.windows(words, str(long_file), 10**6, 64).ids]
-    place = {row: at for at, row in enumerate(everything)}
+    position = {row: index for index, row in enumerate(everything)}
     chosen = {}
     for seed in (0, 1):
         rows = corpus.windows(words, str(long_file), 20, 64, seed=seed).ids
-        chosen[seed] = [place[tuple(row.tolist())] for row in rows]
+        chosen[seed] = [position[tuple(row.tolist())] for row in rows]
         assert chosen[seed] == sorted(set(chosen[seed]))
         assert torch.equal(rows, corpus.windows(words, str(long_file), 20, 64, seed=seed).ids)
-        # From all of the text, not from its start.
+        # From the whole text, not from its start.
         assert max(chosen[seed]) > len(everything) / 2
     assert chosen[0] != chosen[1]
 
 
-def test_a_hash_is_of_the_tokens(letters, tmp_path):
+def test_the_hash_depends_on_the_tokens_alone(letters, tmp_path):
     for name, text in (("a", "Some text. " * 20), ("b", "Some text. " * 20), ("c", "Some text! " * 20)):
         (tmp_path / f"{name}.txt").write_text(text)
     a, b, c = (corpus.windows(letters, str(tmp_path / f"{name}.txt"), 2, 64) for name in "abc")
@@ -120,7 +119,7 @@ def test_a_hash_is_of_the_tokens(letters, tmp_path):
 # Sources
 
 
-def test_files_folders_and_lines_of_json(tmp_path):
+def test_reads_files_folders_and_json_lines(tmp_path):
     (tmp_path / "a.txt").write_text("Grüße")
     assert corpus.read_text(str(tmp_path / "a.txt")) == "Grüße"
     (tmp_path / "b.jsonl").write_text(
@@ -135,7 +134,7 @@ def test_files_folders_and_lines_of_json(tmp_path):
 
 
 class Template:
-    """A tokenizer's chat template."""
+    """A tokenizer with a chat template."""
 
     chat_template = "yes"
 
@@ -171,36 +170,36 @@ def test_a_file_of_any_name_is_text(tmp_path):
 # The embedded text
 
 
-def test_what_is_judged_on_is_no_document_of_what_is_tuned_on():
-    seen = Counter()
+def test_the_evaluation_split_is_disjoint_from_the_rest():
+    names = Counter()
     for kind, documents in corpus.embedded_documents().items():
-        sides = {side: {n for n in documents if corpus.held_out(n) == side} for side in (True, False)}
+        sides = {side: {n for n in documents if corpus.is_evaluation_document(n) == side} for side in (True, False)}
         assert len(sides[True]) > 10 and len(sides[False]) > 2 * len(sides[True]), kind
         assert not {documents[n] for n in sides[True]} & {documents[n] for n in sides[False]}
-        seen.update(list(documents))
-    # No module gives both its code and its docstrings.
-    assert seen.most_common(1)[0][1] == 1
+        names.update(list(documents))
+    # No module contributes both its code and its docstrings.
+    assert names.most_common(1)[0][1] == 1
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_the_embedded_text_is_a_mixture_of_its_kinds(judged, words):
-    got = [words.decode(row) for row in corpus.windows(words, EMBEDDED, 9, 256, judged=judged).ids]
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_the_embedded_text_is_a_mixture_of_its_kinds(evaluation, words):
+    got = [words.decode(row) for row in corpus.windows(words, EMBEDDED, 9, 256, evaluation=evaluation).ids]
     for i, (kind, documents) in enumerate(corpus.embedded_documents().items()):
-        side = [text for name, text in sorted(documents.items()) if corpus.held_out(name) == judged]
+        side = [text for name, text in sorted(documents.items()) if corpus.is_evaluation_document(name) == evaluation]
         for text in got[i::3]:
             # A window may begin in one document and end in the next.
             assert any(part in document for document in side for part in (text[:100], text[-100:])), kind
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_seeds_of_the_mixture(judged, words):
-    mixture = {seed: corpus.windows(words, EMBEDDED, 6, 64, judged=judged, seed=seed) for seed in range(4)}
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_seeds_give_different_reproducible_mixtures(evaluation, words):
+    mixture = {seed: corpus.windows(words, EMBEDDED, 6, 64, evaluation=evaluation, seed=seed) for seed in range(4)}
     assert len({text.sha256 for text in mixture.values()}) == 4
     for seed, text in mixture.items():
-        assert text.sha256 == corpus.windows(words, EMBEDDED, 6, 64, judged=judged, seed=seed).sha256
+        assert text.sha256 == corpus.windows(words, EMBEDDED, 6, 64, evaluation=evaluation, seed=seed).sha256
 
 
-def test_fewer_windows_are_part_of_more(words):
+def test_fewer_windows_are_a_prefix_of_more(words):
     for seed in (0, 1):
         few, many = (corpus.windows(words, EMBEDDED, n, 64, seed=seed).ids for n in (5, 50))
         assert torch.equal(few, many[:5])
@@ -213,7 +212,7 @@ def tokens(seed, windows, seqlen, vocab=5000):
     return torch.randint(0, vocab, (windows, seqlen), generator=torch.Generator().manual_seed(seed))
 
 
-PLACES = {
+CASES = {
     "seqlens": st.tuples(*[st.sampled_from([SHINGLE, 64, 200, LONG, LONG + 1, 500, 2048])] * 2),
     "at": st.tuples(*[st.floats(0, 1)] * 2),
     "seed": st.integers(0, 10**6),
@@ -221,68 +220,68 @@ PLACES = {
 }
 
 
-@given(**PLACES)
-def test_two_hundred_tokens_are_found_wherever_they_are(seqlens, at, seed, vocab):
-    tuned, judged = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
-    here, there = (int(share * (ids.numel() - 200)) for share, ids in zip(at, (tuned, judged), strict=True))
-    judged.view(-1)[there : there + 200] = tuned.view(-1)[here : here + 200]
-    found = overlap.overlapping(Windows(judged, "judged"), overlap.passages(Windows(tuned, "tuned")))
+@given(**CASES)
+def test_two_hundred_shared_tokens_are_found_at_any_position(seqlens, at, seed, vocab):
+    tuned, evaluated = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
+    here, there = (int(share * (ids.numel() - 200)) for share, ids in zip(at, (tuned, evaluated), strict=True))
+    evaluated.view(-1)[there : there + 200] = tuned.view(-1)[here : here + 200]
+    matches = overlap.overlapping(Windows(evaluated, "evaluated"), overlap.passages(Windows(tuned, "tuned")))
     touched = set(range(there // seqlens[1], (there + 199) // seqlens[1] + 1))
-    assert found and found <= touched
+    assert matches and matches <= touched
 
 
-@given(**PLACES)
-def test_texts_that_share_nothing_do_not_overlap(seqlens, at, seed, vocab):
-    tuned, judged = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
-    assert overlap.overlapping(Windows(judged, "judged"), overlap.passages(Windows(tuned, "tuned"))) == set()
+@given(**CASES)
+def test_disjoint_texts_do_not_overlap(seqlens, at, seed, vocab):
+    tuned, evaluated = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
+    assert overlap.overlapping(Windows(evaluated, "evaluated"), overlap.passages(Windows(tuned, "tuned"))) == set()
 
 
 @pytest.mark.parametrize(
-    ("shared", "distinct", "found"),
+    ("shared", "distinct", "overlaps"),
     [(SHINGLE, SHINGLE, True), (SHINGLE - 1, SHINGLE - 1, False), (60, DISTINCT, True), (60, DISTINCT - 1, False)],
 )
-def test_a_common_phrase_or_a_ruler_is_no_overlap(shared, distinct, found):
-    tuned, judged = tokens(0, 4, 64), tokens(1, 4, 64)
-    for ids in (tuned, judged):
+def test_a_common_phrase_or_a_ruler_is_no_overlap(shared, distinct, overlaps):
+    tuned, evaluated = tokens(0, 4, 64), tokens(1, 4, 64)
+    for ids in (tuned, evaluated):
         ids.view(-1)[70 : 70 + shared] = 6000 + torch.arange(shared) % distinct
-    assert bool(overlap.overlapping(Windows(judged, "j"), overlap.passages(Windows(tuned, "t")))) == found
+    assert bool(overlap.overlapping(Windows(evaluated, "e"), overlap.passages(Windows(tuned, "t")))) == overlaps
 
 
-def test_passages_survive_the_file(tmp_path):
-    told = overlap.passages(Windows(tokens(0, 4, 64), "t"))
-    assert len(told) == 4 * 64 - SHINGLE + 1 and max(told) > 2**63
-    (tmp_path / overlap.PASSAGES).write_text(json.dumps(told))
-    assert overlap.read_passages(tmp_path / overlap.PASSAGES) == told
+def test_passages_round_trip_through_their_file(tmp_path):
+    passages = overlap.passages(Windows(tokens(0, 4, 64), "t"))
+    assert len(passages) == 4 * 64 - SHINGLE + 1 and max(passages) > 2**63
+    (tmp_path / overlap.PASSAGES).write_text(json.dumps(passages))
+    assert overlap.read_passages(tmp_path / overlap.PASSAGES) == passages
 
 
-def test_what_the_embedded_text_repeats_is_left_out():
-    """Licences stand in many documents; of a text that the user chose, nothing is left out silently."""
-    tuned, judged = tokens(0, 4, 64), tokens(1, 4, 64)
-    judged[2] = tuned[1]
-    told = overlap.passages(Windows(tuned, "t"))
-    kept = overlap.refuse_overlap(Windows(judged, EMBEDDED), told, "t")
-    assert torch.equal(kept.ids, judged[[0, 1, 3]]) and kept.source == EMBEDDED
+def test_overlapping_windows_are_dropped_from_the_embedded_text_alone():
+    """Licences occur in many documents; windows of the user's text are not dropped silently."""
+    tuned, evaluated = tokens(0, 4, 64), tokens(1, 4, 64)
+    evaluated[2] = tuned[1]
+    passages = overlap.passages(Windows(tuned, "t"))
+    disjoint = overlap.refuse_overlap(Windows(evaluated, EMBEDDED), passages, "t")
+    assert torch.equal(disjoint.ids, evaluated[[0, 1, 3]]) and disjoint.source == EMBEDDED
     with pytest.raises(
         UserError, match=r"1 of 4 evaluation windows \(mine\) share text with the calibration text \(t\)"
     ):
-        overlap.refuse_overlap(Windows(judged, "mine"), told, "t")
+        overlap.refuse_overlap(Windows(evaluated, "mine"), passages, "t")
     with pytest.raises(UserError, match="4 of 4"):
-        overlap.refuse_overlap(Windows(tuned, EMBEDDED), told, "t")
-    assert overlap.refuse_overlap(Windows(tokens(2, 4, 64), "mine"), told, "t").source == "mine"
+        overlap.refuse_overlap(Windows(tuned, EMBEDDED), passages, "t")
+    assert overlap.refuse_overlap(Windows(tokens(2, 4, 64), "mine"), passages, "t").source == "mine"
 
 
 def test_the_default_texts_of_convert_do_not_overlap(words):
     tuned = corpus.windows(words, EMBEDDED, 16, 512, seed=0)
-    judged = corpus.windows(words, EMBEDDED, 8, 512, judged=True)
-    kept = overlap.refuse_overlap(judged, overlap.passages(tuned), EMBEDDED)
-    assert len(kept.ids) >= 6
-    assert not overlap.overlapping(kept, overlap.passages(tuned))
+    evaluated = corpus.windows(words, EMBEDDED, 8, 512, evaluation=True)
+    disjoint = overlap.refuse_overlap(evaluated, overlap.passages(tuned), EMBEDDED)
+    assert len(disjoint.ids) >= 6
+    assert not overlap.overlapping(disjoint, overlap.passages(tuned))
 
     def runs(ids):
         return {tuple(row[i : i + 100]) for row in ids.tolist() for i in range(len(row) - 99)}
 
-    # Passages of long windows are thinned: nothing of this length may slip through.
-    assert not runs(tuned.ids) & runs(kept.ids)
+    # Passages of long windows are sampled: runs of this length must still be detected.
+    assert not runs(tuned.ids) & runs(disjoint.ids)
 
 
 def test_json_lines_are_numbered_as_in_the_file_and_end_at_line_feeds_only():

@@ -1,4 +1,4 @@
-"""Packed rows: nothing lost, nothing seen across documents, the same rows for the same step."""
+"""Packed rows: completeness, masking across documents, and the batches of steps."""
 
 import json
 
@@ -17,12 +17,12 @@ from support.tiny_models import CASES
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(2, 20))
-def test_rows_are_the_documents_one_after_another(sizes, length):
+def test_rows_are_the_concatenated_documents(sizes, length):
     documents = [torch.arange(n) + 100 * i for i, n in enumerate(sizes)]
     rows = pack(documents, length)
     flat = torch.cat(documents)
     assert torch.equal(rows.ids.flatten(), flat[: len(flat) // length * length])
-    # A token's position is one more than its neighbour's exactly where both are of one document and row.
+    # A token's position is one more than its predecessor's exactly if both are of one document and row.
     for ids, positions, labels in zip(rows.ids, rows.positions, rows.labels, strict=True):
         assert positions[0] == 0 and labels[-1] == NO_LABEL
         for t in range(1, length):
@@ -32,7 +32,7 @@ def test_rows_are_the_documents_one_after_another(sizes, length):
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_documents_of_a_row_do_not_see_each_other(converted, tiny_models, family, layout):
+def test_documents_of_a_row_do_not_attend_to_each_other(converted, tiny_models, family, layout):
     draw = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, 256, (n,), generator=draw) for n in (30, 7, 40, 19)]
     rows = pack(documents, 96)
@@ -54,9 +54,9 @@ def test_steps_read_every_row_once_an_epoch():
     rows = pack([torch.arange(70)], 10)
     feed = Feed((Phase(rows, 7), Phase(rows, 3)), 20, seed=1)
     assert feed.steps == 10 and feed.phase(6) == (0, 6) and feed.phase(7) == (1, 0)
-    seen = torch.cat([feed.batch(step).number for step in range(7)])
-    assert sorted(seen[:7].tolist()) == sorted(seen[7:].tolist()) == list(range(7))
-    assert seen[:7].tolist() != seen[7:].tolist()
+    numbers = torch.cat([feed.batch(step).number for step in range(7)])
+    assert sorted(numbers[:7].tolist()) == sorted(numbers[7:].tolist()) == list(range(7))
+    assert numbers[:7].tolist() != numbers[7:].tolist()
     assert torch.equal(feed.batch(3).number, Feed((Phase(rows, 7),), 20, seed=1).batch(3).number)
     assert [feed.batch(s).number.tolist() for s in range(7)] != [
         Feed((Phase(rows, 7),), 20, seed=2).batch(s).number.tolist() for s in range(7)
@@ -81,9 +81,9 @@ def test_training_validation_and_calibration_share_no_passage(tokenizer, calibra
 def test_documents_of_several_texts(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("ab" * 40, "cd" * 50)))
     (tmp_path / "b.txt").write_text("ef" * 60)
-    found = packing.read(tokenizer, [str(tmp_path / name) for name in ("a.jsonl", "b.txt")], 90, 0, [])
-    assert [len(piece) for piece in found.train] == [80, 90, 10, 90, 30]
-    assert found.validation == [] and found.describe()["tokens"] == {"train": 300, "validation": 0}
+    text = packing.read(tokenizer, [str(tmp_path / name) for name in ("a.jsonl", "b.txt")], 90, 0, [])
+    assert [len(piece) for piece in text.train] == [80, 90, 10, 90, 30]
+    assert text.validation == [] and text.describe()["tokens"] == {"train": 300, "validation": 0}
 
 
 def test_too_little_text_is_refused(tokenizer, tmp_path):
@@ -95,6 +95,6 @@ def test_too_little_text_is_refused(tokenizer, tmp_path):
         packing.read(tokenizer, [str(tmp_path / "b.txt")], 64, 100, [])
 
 
-def test_rows_can_be_taken():
+def test_take_selects_rows_in_order():
     rows = pack([torch.arange(40)], 10).take(torch.tensor([2, 0]))
     assert isinstance(rows, Rows) and rows.number.tolist() == [2, 0] and rows.ids[:, 0].tolist() == [20, 0]

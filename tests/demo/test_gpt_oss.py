@@ -275,7 +275,7 @@ def test_other_sources_are_refused(make, tiny_models, model):
 def test_smollm2_keeps_its_logits(smollm2, make):
     """Real weights, real text, four experts: 1e-3 in fp32."""
     tokenizer = source_model.load_tokenizer(smollm2)
-    ids = corpus.windows(tokenizer, corpus.EMBEDDED, 1, 128, judged=True).ids[0]
+    ids = corpus.windows(tokenizer, corpus.EMBEDDED, 1, 128, evaluation=True).ids[0]
     made = make("smollm2")
     torch.testing.assert_close(logits(made, ids), logits(smollm2, ids), rtol=0, atol=1e-3)
 

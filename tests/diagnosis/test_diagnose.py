@@ -235,7 +235,7 @@ BROKEN = {
     "no object": (lambda b: [1], "needs the keys 'model' and 'layers'"),
     "layers no list": (lambda b: b.update(layers={}), "'layers' must be a list"),
     "too few layers": (lambda b: b.update(layers=b["layers"][:2]), "has 2 layers, the model 3"),
-    "other model": (lambda b: b["model"].update(model_type="qwen2"), "model_type is qwen2, this one's llama"),
+    "other model": (lambda b: b["model"].update(model_type="qwen2"), "model_type is qwen2, this model's is llama"),
     "other shape": (lambda b: b["model"].update(cached=[64, 64, 32]), "its cached is [64, 64, 32]"),
     "unknown layout": (lambda b: b["layers"][1].update(layout="laten"), "did you mean 'latent'?"),
     "rank too large": (lambda b: b["layers"][1].update(kv_lora_rank=65), "must be 1 to 64 for layer 1"),

@@ -33,7 +33,7 @@ def fit_head(directory, text, boundaries, stored, folder, **fields):
     states = {**dict(enumerate(out.hidden_states[:-1])), 3: captured["last"], AFTER_NORM: out.hidden_states[-1]}
     head = make(boundaries=stored, tokens=range(256), **fields)
     hidden = head.fuse(torch.cat([states[b] for b in boundaries], dim=-1)[:, :-1])
-    embedded = (head.embed_tokens if head.config.own_embedding else model.get_input_embeddings())(ids[:, 1:])
+    embedded = (head.embed_tokens if head.config.has_embed_tokens else model.get_input_embeddings())(ids[:, 1:])
     T = SEQLEN - 1
     distance = torch.arange(T)[:, None] - torch.arange(T)
     mask = (distance >= 0) & (distance < (head.config.sliding_window or T))
@@ -51,7 +51,7 @@ def fit_head(directory, text, boundaries, stored, folder, **fields):
 CASES = [
     ((0, 1, 2), (0, 1, 2), "as stored", None, {}),
     ((1, 2, 3), (0, 1, 2), "+1", "latent_rope", {"sliding_window": 9, "norm_before_fc": True}),
-    ((0, 1, 2), (1, 2, 3), "-1", None, {"own_embedding": True}),
+    ((0, 1, 2), (1, 2, 3), "-1", None, {"has_embed_tokens": True}),
     ((0, 2, AFTER_NORM), (0, 2, 3), "after the final norm", None, {}),
 ]
 

@@ -117,13 +117,13 @@ def test_import_preserves_int8(cli, heads, tiny_models, tmp_path):
 
 
 def test_import_drops_an_int8_copy_of_the_targets_embedding(cli, tiny_models, tmp_path):
-    head = make(own_embedding=True)
+    head = make(has_embed_tokens=True)
     head.embed_tokens.weight.copy_(load_file(tiny_models["llama"] / "model.safetensors")["model.embed_tokens.weight"])
     (tmp_path / "head").mkdir()
     write_head(head, tmp_path / "head", torch.int8)
     stdout = run(cli, "draft", "import", tmp_path / "head", tmp_path / "out", "--target", tiny_models["llama"])
     assert "embed_tokens the target's" in stdout
-    assert not read_head(tmp_path / "out", 3).config.own_embedding
+    assert not read_head(tmp_path / "out", 3).config.has_embed_tokens
 
 
 def test_generation_is_equal_for_both(cli, heads, tiny_models):

@@ -113,9 +113,9 @@ def test_missing_and_copied_target_tensors(import_head, tiny_models, tmp_path):
     imported, done = import_head()
     assert torch.equal(imported.lm_head.weight, target_tensors["lm_head.weight"][TOKENS])
     assert torch.equal(imported.fc.weight, head.fc.weight)
-    assert not imported.config.own_embedding and "embed_tokens the target's" in done.stdout
+    assert not imported.config.has_embed_tokens and "embed_tokens the target's" in done.stdout
     (tmp_path / "second").mkdir()
-    other = write_foreign(tmp_path / "second" / "wild", own_embedding=True)
+    other = write_foreign(tmp_path / "second" / "wild", has_embed_tokens=True)
     (tmp_path / "wild").rename(tmp_path / "first")
     (tmp_path / "second" / "wild").rename(tmp_path / "wild")
     imported, _ = import_head("--overwrite")

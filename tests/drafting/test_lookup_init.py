@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from mlaforge.data.packing import Rows, place
+from mlaforge.data.packing import Rows, first_fit
 from mlaforge.drafting import initialize
 from mlaforge.drafting.lookup_init import identity_size, matching_positions, num_lookup_heads
 from mlaforge.drafting.unroll import States, UnrolledHead
@@ -28,7 +28,7 @@ def shape(kv_heads):
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=4))
 def test_matching_positions_follow_the_longest_match(texts):
     """Reference by a loop over every text: matches of the last two tokens, else of the last one."""
-    rows = place([(text, 0) for text in texts], 16)
+    rows = first_fit([(text, 0) for text in texts], 16)
     matches = matching_positions(rows)
     for row, last in enumerate(rows.last):
         document_start = 0

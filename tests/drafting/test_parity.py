@@ -42,7 +42,7 @@ def reference(folder, directory, head, change=None):
     model = load_original(directory)
     hidden_states = model(torch.tensor([IDS]), output_hidden_states=True).hidden_states
     states = torch.cat([hidden_states[b] for b in head.config.boundaries], dim=-1)
-    embedding = head.embed_tokens if head.config.own_embedding else model.get_input_embeddings()
+    embedding = head.embed_tokens if head.config.has_embed_tokens else model.get_input_embeddings()
     embedded, T = embedding(torch.tensor([IDS[1:]])), len(IDS) - 1
     distance = torch.arange(T)[:, None] - torch.arange(T)
     mask = (distance >= 0) & (distance < (head.config.sliding_window or T))

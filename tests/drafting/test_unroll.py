@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from mlaforge.data.packing import Feed, Phase, place
+from mlaforge.data.packing import Feed, Phase, first_fit
 from mlaforge.drafting.unroll import DECAY, States, UnrolledHead, Validation, _decoding_steps, columns
 from mlaforge.training.optimizer import Hyperparameters, Optimizer
 from support.eagle3_heads import HEADS, make
 
 # Document lengths and prompt lengths in tokens; packed into two rows of 40, the second with padding.
 DOCUMENTS = [(17, 6), (20, 11), (14, 2), (3, 1), (12, 9)]
-SHAPES = {name: fields for name, fields in HEADS.items() if not fields.get("own_embedding")}
+SHAPES = {name: fields for name, fields in HEADS.items() if not fields.get("has_embed_tokens")}
 
 
 def documents(seed=0, vocabulary=260):
@@ -28,7 +28,7 @@ def documents(seed=0, vocabulary=260):
 
 def objective(fields=None, unrolls=4, seed=0):
     """An UnrolledHead of a random head, its rows, and random states."""
-    head, rows = make(seed=seed, **(fields or {})), place(documents(), 40)
+    head, rows = make(seed=seed, **(fields or {})), first_fit(documents(), 40)
     generator = torch.Generator().manual_seed(seed + 1)
     states = States(
         torch.randn(rows.ids.numel(), 192, generator=generator), torch.randn(rows.ids.numel(), 64, generator=generator)
@@ -87,7 +87,7 @@ def test_unrolls_match_step_by_step_drafting(name):
 
 def test_columns_match_the_engines_draft_positions():
     """From the prompt's last token on, as long as two tokens follow; none in padding."""
-    rows = place(documents(), 40)
+    rows = first_fit(documents(), 40)
     at, remaining = columns(rows)
     assert int((remaining > 0).sum()) == sum(n - prompt_length - 1 for n, prompt_length in DOCUMENTS)
     assert rows.ids.shape == (2, 40)

@@ -5,7 +5,7 @@ import torch
 
 from mlaforge.config import described, resolve
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.contradictions import checked
+from mlaforge.engine.config_checks import check_config
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.ops.native import kernels
@@ -16,16 +16,16 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize(("device", "tokens", "fraction"), [(CPU, 512, 0.5), (CUDA, 4096, 0.85)])
 def test_step_and_cache_follow_the_device(device, tokens, fraction):
-    config = checked(resolve(EngineConfig), device)
+    config = check_config(resolve(EngineConfig), device)
     assert (config.max_num_batched_tokens, config.cache_fraction) == (tokens, fraction)
     fields = EngineConfig.__dataclass_fields__
     assert str(tokens) in described(fields["max_num_batched_tokens"])
     assert str(fraction) in described(fields["cache_fraction"])
-    stated = checked(EngineConfig(max_num_batched_tokens=100, cache_fraction=0.25), device)
+    stated = check_config(EngineConfig(max_num_batched_tokens=100, cache_fraction=0.25), device)
     assert (stated.max_num_batched_tokens, stated.cache_fraction) == (100, 0.25)
     message = f"^max_num_batched_tokens = {tokens} must be at least max_num_seqs = {tokens + 1}"
     with pytest.raises(UserError, match=message):
-        checked(EngineConfig(max_num_seqs=tokens + 1), device)
+        check_config(EngineConfig(max_num_seqs=tokens + 1), device)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_step_and_cache_follow_the_device(device, tokens, fraction):
     ],
     ids=str,
 )  # fmt: skip
-def test_deterministic_is_refused_where_it_does_not_hold(options, message, tiny_models, monkeypatch):
+def test_rejects_deterministic_where_it_does_not_hold(options, message, tiny_models, monkeypatch):
     options = {"device": "cpu", **options}
     if options["device"] == "cuda":
         monkeypatch.setattr("mlaforge.engine.engine.resolve_device", lambda name: CUDA)
@@ -50,7 +50,7 @@ def test_deterministic_is_refused_where_it_does_not_hold(options, message, tiny_
 
 
 @pytest.mark.skipif(kernels() is None, reason="there are no compiled kernels")
-def test_deterministic_on_a_cpu_is_what_runs_anyway(tiny_models):
+def test_deterministic_changes_nothing_on_a_cpu(tiny_models):
     prompts, params = [[5, 6, 7], [9, 8, 7, 6, 5, 4]], SamplingParams(temperature=0.0, max_tokens=8, logprobs=4)
     options = {"device": "cpu", "dtype": "bfloat16", "cache_bytes": 1 << 20, "prefix_caching": False}
     llm = LLM(tiny_models["llama"], deterministic=True, **options)
@@ -60,7 +60,7 @@ def test_deterministic_on_a_cpu_is_what_runs_anyway(tiny_models):
     assert together == [output.outputs[0].logprobs for output in plain]
 
 
-def test_an_engine_runs_by_the_defaults_of_its_device(tiny_models):
+def test_engine_uses_the_defaults_of_its_device(tiny_models):
     engine = LLM(tiny_models["llama"], device="cpu").engine
     assert engine.scheduler.max_num_batched_tokens == engine.config.max_num_batched_tokens == 512
     assert engine.config.cache_fraction == 0.5

@@ -1,4 +1,4 @@
-"""What one request gets from the engine, whatever runs beside it: continuations, log probabilities, work, memory.
+"""Results of one request, independent of others: continuations, log probabilities, work, memory.
 
 Every engine here is watched (engine_driver.py): a cache full of NaN, tables checked after every step.
 """
@@ -71,7 +71,7 @@ def test_continuations_differ_and_a_seed_repeats_them(llama):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 5}, {"prefix_caching": False}])
-def test_a_seeded_request_does_not_see_its_neighbours(options, llama):
+def test_seeded_request_is_independent_of_its_batch(options, llama):
     alone = texts(watched(llama).generate([PROMPT], draw())[0])
     llm = watched(llama, **options)
     prompts, params = [OTHER, PROMPT, LONG, PROMPT[:9]], [draw(1), draw(), greedy(20), draw(2, seed=1)]
@@ -81,7 +81,7 @@ def test_a_seeded_request_does_not_see_its_neighbours(options, llama):
     idle(llm.engine)
 
 
-def test_a_seeded_request_does_not_see_preemption(llama, reused):
+def test_seeded_request_is_independent_of_preemption(llama, reused):
     alone = texts(watched(llama).generate([PROMPT], draw())[0])
     before = reused.engine.stats().preemptions
     renew(reused.engine, 1, 75 + 20, block_size=4, max_num_seqs=4)
@@ -92,13 +92,13 @@ def test_a_seeded_request_does_not_see_preemption(llama, reused):
 
 
 def test_continuations_share_the_prompts_blocks(llama):
-    """Four whole blocks of 16 once, and the rest of the prompt and what is new for each of them."""
+    """Four full blocks of 16 once; the rest of the prompt and the new tokens per continuation."""
     llm = watched(llama)
-    held = []
+    used_blocks = []
     for _ in llm.stream([LONG[:70]], greedy(6, n=4)):
-        held.append(llm.engine.stats().cache_blocks_used)
+        used_blocks.append(llm.engine.stats().cache_blocks_used)
     # After the first step all still share the prompt's partial fifth block.
-    assert held == [5, 8, 8, 8, 8, 0]
+    assert used_blocks == [5, 8, 8, 8, 8, 0]
     assert llm.engine.stats().computed_tokens == 70 + 4 * 5
 
 
@@ -119,7 +119,7 @@ def check_logprobs(found, logits, tokens, count):
 
 
 @pytest.mark.parametrize("how", [greedy(9, logprobs=3), draw(2, logprobs=3), draw(1, logprobs=0)], ids=["0", "1", "2"])
-def test_logprobs_are_transformers(how, llama, oracle):
+def test_logprobs_equal_transformers(how, llama, oracle):
     (output,) = watched(llama).generate([PROMPT], how)
     assert output.prompt_logprobs is None
     for completion in output.outputs:
@@ -134,8 +134,8 @@ def check_prompt_logprobs(output, prompt, oracle, count=2):
 
 
 @pytest.mark.parametrize("chunk", [5, 6, 512])
-def test_prompt_logprobs_are_transformers(chunk, llama, oracle):
-    """Whole and in chunks (75 tokens end in a whole chunk of 5), beside others, and after the prefix was cached."""
+def test_prompt_logprobs_equal_transformers(chunk, llama, oracle):
+    """Whole and in chunks (75 tokens end in a full chunk of 5), in a batch, and after the prefix was cached."""
     llm = watched(llama, max_num_batched_tokens=chunk, max_num_seqs=4)
     asks = greedy(4, prompt_logprobs=2)
     for _ in range(2):
@@ -176,8 +176,8 @@ def test_reading_a_prompt_only(n, llama, oracle):
     idle(llm.engine)
 
 
-def test_prompt_logprobs_come_through_preemption(reused, oracle):
-    """In the middle of the prompt, which then begins anew, and after it, when the answer alone goes on."""
+def test_prompt_logprobs_survive_preemption(reused, oracle):
+    """In the middle of the prompt, which is then computed anew, and after it, when only the answer continues."""
     engine = reused.engine
     seen = set()
     for spare in range(4, 12):
@@ -264,11 +264,11 @@ def most_bytes(directory):
 def test_half_the_budget_is_half_the_bytes(family, layout, converted, tiny_models):
     """For the same tokens in the same blocks, all layers converted."""
     directory = converted(family, layout, budget=0.5, layers="all")
-    told = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
+    cache_metrics = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
     original, blocks = most_bytes(tiny_models[family])
     halved, same_blocks = most_bytes(directory)
     assert blocks == same_blocks
-    assert told["mla_per_token"] * 2 == told["gqa_per_token"]
+    assert cache_metrics["mla_per_token"] * 2 == cache_metrics["gqa_per_token"]
     if family != "gpt_oss":
         assert halved * 2 == original
     else:
@@ -296,15 +296,15 @@ def test_texts_and_token_ids_are_prompts(llama, oracle):
         assert output.prompt_token_ids == ids
         assert output.prompt == ("The capital" if "The capital" in (prompts, prompts[0]) else None)
         oracle.check(ids, output.outputs[0].token_ids, 6)
-    both = llm.generate(["The capital", PROMPT, "of"], [greedy(3), greedy(4), greedy(5)])
-    assert [len(output.outputs[0].token_ids) for output in both] == [3, 4, 5]
-    assert [output.outputs[0].text for output in both] == [
-        llm.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) for output in both
+    pair_outputs = llm.generate(["The capital", PROMPT, "of"], [greedy(3), greedy(4), greedy(5)])
+    assert [len(output.outputs[0].token_ids) for output in pair_outputs] == [3, 4, 5]
+    assert [output.outputs[0].text for output in pair_outputs] == [
+        llm.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) for output in pair_outputs
     ]
     assert llm.generate("The capital")[0].outputs[0].finish_reason in ("stop", "length")
 
 
-def test_a_stream_is_what_generate_gives(llama):
+def test_stream_equals_generate(llama):
     llm = watched(llama)
     prompts, params = [PROMPT, OTHER], draw(2, logprobs=1)
     whole = {output.request_id[-1]: output for output in llm.generate(prompts, params)}
@@ -328,7 +328,7 @@ def test_a_stream_is_what_generate_gives(llama):
         assert pieces[-1].finish_reason == want.finish_reason
 
 
-def test_leaving_a_stream_frees_what_it_held(llama, oracle):
+def test_leaving_a_stream_frees_its_blocks(llama, oracle):
     llm = watched(llama)
     for count, _ in enumerate(llm.stream([PROMPT, OTHER, LONG], greedy(20, n=2))):
         if count == 4:
@@ -338,8 +338,8 @@ def test_leaving_a_stream_frees_what_it_held(llama, oracle):
     oracle.check(PROMPT, llm.generate([PROMPT], greedy(9))[0].outputs[0].token_ids, 9)
 
 
-def test_streams_beside_each_other_lose_nothing(llama, oracle):
-    """What one reader's steps make for another waits for that one, also for one who comes back when all is done."""
+def test_concurrent_streams_lose_no_output(llama, oracle):
+    """Outputs that one reader's steps compute for another wait for that reader, even after all work is done."""
     llm = watched(llama)
     first, second = llm.stream([PROMPT, OTHER], greedy(9)), llm.stream([LONG], greedy(20))
     got = {name: [next(stream)] for name, stream in (("first", first), ("second", second))}
@@ -372,14 +372,14 @@ def test_a_chat_ends_where_the_model_begins(llama):
 
 
 def test_several_conversations(llama):
-    """Each as if it were alone."""
+    """Each answer is as if its conversation were alone."""
     llm = watched(llama)
     talks = [[{"role": "user", "content": text}] for text in ("Hi", "A longer one, to be read in more than one step")]
     alone = [llm.chat(talk, sampling_params=greedy(7))[0] for talk in talks]
     for params in (greedy(7), [greedy(7), greedy(7)]):
-        both = llm.chat(talks, sampling_params=params)
-        assert [texts(output) for output in both] == [texts(output) for output in alone]
-        assert [output.prompt_token_ids for output in both] == [output.prompt_token_ids for output in alone]
+        pair_outputs = llm.chat(talks, sampling_params=params)
+        assert [texts(output) for output in pair_outputs] == [texts(output) for output in alone]
+        assert [output.prompt_token_ids for output in pair_outputs] == [output.prompt_token_ids for output in alone]
     pieces = [output for output in llm.stream_chat(talks, sampling_params=greedy(7)) if output.outputs[0].token_ids]
     assert len(pieces) == 14
 
@@ -400,7 +400,7 @@ def test_vllms_names_of_options(llama):
             LLM(llama, **options)
 
 
-def test_the_answers_end_with_the_models_context(llama, oracle):
+def test_answers_end_at_the_context_limit(llama, oracle):
     llm = watched(llama, max_model_len=32)
     (output,) = llm.generate([PROMPT], dataclasses.replace(greedy(1), max_tokens=None))
     (completion,) = output.outputs
@@ -410,7 +410,7 @@ def test_the_answers_end_with_the_models_context(llama, oracle):
 
 
 def test_an_end_of_text_ends_a_sequence_and_frees_it(llama):
-    """By the tokenizer's end of text: made the only token by a bias."""
+    """By the tokenizer's end of text, which a bias makes the only token."""
     llm = watched(llama)
     end = llm.tokenizer.eos_token_id
     assert end in llm.engine.eos_token_ids
@@ -420,13 +420,13 @@ def test_an_end_of_text_ends_a_sequence_and_frees_it(llama):
 
 
 @pytest.mark.parametrize("ways", ["a foreign prefix", "an evicted one"])
-def test_cached_rows_are_only_read_where_they_are_ones_own(ways, llama, oracle):
+def test_only_cached_rows_of_the_prompt_are_read(ways, llama, oracle):
     """Between two requests every block that is not cached becomes NaN; then all that is not the prompt's."""
     llm = watched(llama)
     llm.generate([LONG, OTHER], greedy(8))
     pool, size = llm.engine.tables._pools[0], llm.engine.config.block_size
     keep = torch.zeros(pool.num_blocks, dtype=torch.bool)
-    keep[list(pool._packed.evictable)] = True
+    keep[list(pool._quantized.evictable)] = True
     if ways == "a foreign prefix":
         from mlaforge.engine.cache.block_pool import block_digests
 

@@ -26,16 +26,16 @@ OWN, A, B = 258, 65, 66
 def model(tiny_models, tmp_path):
     """model(generation, config) -> the tiny llama with these two files' fields; None leaves a file out, or a field."""
 
-    def made(generation, config=OWN):
+    def make(generation, config=OWN):
         shutil.copytree(tiny_models["llama"], tmp_path / "model", dirs_exist_ok=True)
-        told = json.loads((tmp_path / "model" / "config.json").read_text()) | {"eos_token_id": config}
-        (tmp_path / "model" / "config.json").write_text(json.dumps(told))
+        config_json = json.loads((tmp_path / "model" / "config.json").read_text()) | {"eos_token_id": config}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config_json))
         (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
         if generation is not None:
             (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
         return tmp_path / "model"
 
-    return made
+    return make
 
 
 ENDS = {
@@ -53,10 +53,10 @@ ENDS = {
 def test_ends_of_text(which, model, capsys):
     generation, config, ends, line = ENDS[which]
     llm = LLM(model(generation, config), **SMALL)
-    told = [text for text in capsys.readouterr().err.splitlines() if "a text ends" in text]
+    ends_lines = [text for text in capsys.readouterr().err.splitlines() if "a text ends" in text]
     assert llm.engine.eos_token_ids == ends
-    assert [line in text for text in told] == [True] * (line is not None), told
-    # Each of them ends a text, is held back by min_tokens, and is the end of what a grammar binds.
+    assert [line in text for text in ends_lines] == [True] * (line is not None), ends_lines
+    # Each ends a text, is suppressed by min_tokens, and ends a constrained text.
     for end in ends:
         likely = SamplingParams(temperature=0.0, max_tokens=5, logit_bias={end: 100.0})
         (output,) = llm.generate("ab", likely)
@@ -67,7 +67,7 @@ def test_ends_of_text(which, model, capsys):
     assert output.outputs[0].token_ids[-1] in ends and output.outputs[0].finish_reason == "stop"
 
 
-def test_a_text_without_an_end_is_told(model, capsys, monkeypatch):
+def test_logs_missing_end_of_text(model, capsys, monkeypatch):
     directory = model(None, None)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
@@ -141,7 +141,7 @@ def test_defaults_on_the_command_line(own, model, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 0}, {"top_k": 1.5}, {"max_new_tokens": -1}])
-def test_a_default_that_is_none(wrong, model):
+def test_rejects_invalid_defaults(wrong, model):
     with pytest.raises(UserError, match=r"^generation_config.json: .* must be .*; or use --generation-config none$"):
         LLM(model(wrong), **SMALL)
     LLM(model(wrong), **SMALL, generation_config="none")

@@ -1,4 +1,4 @@
-"""A weight file that is cut short while its model is served: the system's bus error becomes one line."""
+"""A weight file that is truncated while its model is served: the bus error becomes a one-line message."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ elif sys.argv[2] == "sent":
 
 @pytest.mark.skipif(why_not() is not None, reason="no compiled kernels")
 @pytest.mark.parametrize("what", ["cut", "sent"])
-def test_a_file_that_is_cut_short(what, tiny_models, tmp_path):
+def test_truncated_weight_file_ends_with_one_line(what, tiny_models, tmp_path):
     model = save_packed(tiny_models["gpt_oss"], tmp_path / "model")
     # faulthandler takes the same signal, and keeps what is not ours.
     command = [sys.executable, "-X", "faulthandler", "-c", SCRIPT, model, what]

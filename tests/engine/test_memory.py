@@ -1,4 +1,4 @@
-"""The cache's share of what the weights leave, and the refusals of what does not fit, before anything is loaded."""
+"""The cache's share of the memory that weights leave, and errors before loading where something does not fit."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def nothing_is_loaded(monkeypatch):
 
 
 def make(model, **options):
-    told = {"device": "cpu", "dtype": "bfloat16", "max_num_seqs": 64, "max_model_len": 512}
-    return Engine(model, EngineConfig(**{**told, **options}))
+    defaults = {"device": "cpu", "dtype": "bfloat16", "max_num_seqs": 64, "max_model_len": 512}
+    return Engine(model, EngineConfig(**{**defaults, **options}))
 
 
 def weights_of(model, **options) -> int:
@@ -46,7 +46,7 @@ def weights_of(model, **options) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "packed"])
-def test_the_cache_gets_a_share_of_what_weights_leave(name, tiny_models, packed, free):
+def test_cache_takes_its_fraction_of_free_memory_after_weights(name, tiny_models, packed, free):
     model = packed if name == "packed" else tiny_models[name]
     weights = weights_of(model)
     half, most = (make(model, cache_bytes=size).stats().cache_bytes for size in (1 << 19, 1 << 20))
@@ -58,7 +58,7 @@ def test_the_cache_gets_a_share_of_what_weights_leave(name, tiny_models, packed,
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_weights_that_do_not_fit_are_one_line_with_what_would(tiny_models, packed, free):
+def test_weights_that_do_not_fit_name_a_dtype_that_would(tiny_models, packed, free):
     model = tiny_models["llama"]
     weights, smaller = weights_of(model, dtype="float32"), weights_of(model, dtype="int8")
     free(smaller + 100_000)
@@ -74,7 +74,7 @@ def test_weights_that_do_not_fit_are_one_line_with_what_would(tiny_models, packe
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_the_smallest_cache_must_fit_too(tiny_models, free):
+def test_minimum_cache_must_fit_beside_weights(tiny_models, free):
     model = tiny_models["llama"]
     weights = weights_of(model, dtype="int4")
     with pytest.raises(UserError) as caught:
@@ -92,7 +92,7 @@ def test_the_smallest_cache_must_fit_too(tiny_models, free):
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_a_size_that_does_not_fit_beside_the_weights(tiny_models, free):
+def test_rejects_cache_bytes_that_do_not_fit(tiny_models, free):
     model = tiny_models["llama"]
     free(weights_of(model) + (1 << 20))
     with pytest.raises(UserError, match=f"{1 << 20:,} of the [0-9,]+ that are free on this cpu are left"):
@@ -102,7 +102,7 @@ def test_a_size_that_does_not_fit_beside_the_weights(tiny_models, free):
         make(model, cache_bytes=1 << 30, max_num_seqs=1)
 
 
-def test_what_speculation_holds_counts(tiny_models, tmp_path):
+def test_memory_of_speculation_is_counted(tiny_models, tmp_path):
     model = tiny_models["llama"]
     plain = weights_of(model)
     head = saved(tmp_path / "head")

@@ -53,11 +53,11 @@ def check_every_way(directory, oracle):
         llm = watched(directory, **options)
         for turn in range(2):
             check(llm, oracle)
-            found = llm.engine.stats().cached_prompt_tokens
+            cached = llm.engine.stats().cached_prompt_tokens
             # The second time all whole blocks of the prompts are there, but not the one of the last token.
             size = llm.engine.config.block_size
             whole = sum((len(prompt) - 1) // size * size for prompt in PROMPTS)
-            assert found == (whole if turn and llm.engine.config.prefix_caching else 0), name
+            assert cached == (whole if turn and llm.engine.config.prefix_caching else 0), name
     # Room for the longest and a little more: sequences give up their blocks and are computed again.
     llm = watched(directory)
     renew(llm.engine, 6, 70 + COUNT, block_size=4)
@@ -67,19 +67,19 @@ def check_every_way(directory, oracle):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_originals(family, tiny_models, oracle):
+def test_original_models_equal_transformers(family, tiny_models, oracle):
     check_every_way(tiny_models[family], oracle(tiny_models[family]))
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_converted(family, layout, converted, oracle):
+def test_converted_models_equal_transformers(family, layout, converted, oracle):
     directory = converted(family, layout, budget=0.75)
     assert layout in reader.read_config(directory)["mla_layer_types"]
     check_every_way(directory, oracle(directory))
 
 
 @torch.no_grad()
-def said(model, ids):
+def token_logprobs(model, ids):
     """[len(ids) - 1]: the log probability of every token but the first."""
     return model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)[range(len(ids) - 1), ids[1:]]
 
@@ -95,7 +95,7 @@ CONVERSIONS = [
 
 
 @pytest.mark.parametrize(("family", "layout", "how"), CONVERSIONS, ids=str)
-def test_bf16_is_as_near_as_transformers(family, layout, how, converted, oracle):
+def test_bf16_error_is_that_of_transformers(family, layout, how, converted, oracle):
     """Log probabilities of prompts, which hold a chunk's end, and of decoded tokens, in bf16, where compiled kernels
     compute them: no further from fp32 than transformers' own in bf16, but for chance. Measured, over all cases: 0.7 to
     1.2 of its mean error; with keys turned as if they stood half as far, 11 to 57 of it."""
@@ -107,13 +107,13 @@ def test_bf16_is_as_near_as_transformers(family, layout, how, converted, oracle)
     for prompt, output in zip(prompts, outputs, strict=True):
         (completion,) = output.outputs
         ids = [*prompt, *completion.token_ids]
-        wanted = said(full, ids)
-        found = torch.tensor([entry.logprob for entry in [*output.prompt_logprobs[1:], *completion.logprobs]])
-        both = torch.stack((found - wanted, said(peer, ids) - wanted)).abs()
-        errors.append(both.split([len(prompt) - 1, COUNT], dim=1))
+        expected = token_logprobs(full, ids)
+        measured = torch.tensor([entry.logprob for entry in [*output.prompt_logprobs[1:], *completion.logprobs]])
+        errors_2N = torch.stack((measured - expected, token_logprobs(peer, ids) - expected)).abs()
+        errors.append(errors_2N.split([len(prompt) - 1, COUNT], dim=1))
     for part in zip(*errors, strict=True):
-        ours, its = torch.cat(part, dim=1).mean(1).tolist()
-        assert 0 < ours < 2 * its, (ours, its)
+        ours, theirs = torch.cat(part, dim=1).mean(1).tolist()
+        assert 0 < ours < 2 * theirs, (ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_bf16_is_as_near_as_transformers(family, layout, how, converted, oracle)
     ],
     ids=str,
 )
-def test_unusual_conversions(family, options, converted, oracle):
+def test_unusual_conversions_equal_transformers(family, options, converted, oracle):
     """Biases everywhere, a factored query, ranks at which the absorbed form is the cheaper one, layers left alone."""
     directory = converted(family, **options)
     check(watched(directory, max_num_batched_tokens=20, max_num_seqs=4), oracle(directory))
@@ -142,7 +142,7 @@ def test_biased_original(biased_llama, oracle):
 
 @pytest.mark.parametrize("chunk", [16, 512])
 @pytest.mark.parametrize(("family", "layout"), WINDOWED)
-def test_a_window_bounds_what_is_held(family, layout, chunk, converted, tiny_models, oracle):
+def test_window_bounds_used_blocks(family, layout, chunk, converted, tiny_models, oracle):
     """Contexts of many windows: the same tokens, and never more blocks than a window and a step need."""
     directory = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
     llm = watched(directory, max_num_batched_tokens=chunk, max_num_seqs=2, block_size=8)

@@ -17,7 +17,7 @@ from mlaforge.engine.request.output import NonFiniteLogits
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, rejection_sampled
 from mlaforge.engine.sampling.state import SamplingState
-from mlaforge.engine.speculation.drafter import PromptLookupDrafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, watch
 from support.serving import serving
@@ -66,7 +66,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_the_request_ends_and_its_neighbours_go_on(how, llm):
+def test_non_finite_logits_end_only_their_request(how, llm):
     asked, neighbours = random_prompts(20, 9, 33)[0], random_prompts(9, 33, seed=1)
     neighbours = [[token for token in prompt if token != POISON] for prompt in neighbours]
     alone = llm.generate(neighbours, greedy(NEW))
@@ -85,7 +85,7 @@ def test_the_request_ends_and_its_neighbours_go_on(how, llm):
     idle(llm.engine)
 
 
-def test_what_was_computed_of_it_is_found_by_nobody(overflowing):
+def test_rows_of_a_failed_request_are_not_cached(overflowing):
     """Its first chunk is in the cache before it is noticed, and holds NaN before the token too."""
     llm = LLM(overflowing, dtype="float16", device="cpu", cache_bytes=1 << 20, max_num_batched_tokens=64)
     beginning = [*range(3, 43)]
@@ -97,7 +97,7 @@ def test_what_was_computed_of_it_is_found_by_nobody(overflowing):
         llm.engine.check_integrity()
 
 
-def test_a_stream_tells_it_and_raises_at_its_end(llm):
+def test_stream_yields_the_error_and_raises_at_its_end(llm):
     outputs = llm.stream([[3, POISON], [3, 4]], greedy(3))
     seen = []
     with pytest.raises(NonFiniteLogits, match=WHY):
@@ -108,7 +108,7 @@ def test_a_stream_tells_it_and_raises_at_its_end(llm):
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("way", ["copies", "a head", "a tree", "lossless", "lossy"])
-def test_what_was_drafted_does_not_hide_it(way, params, overflowing, tmp_path):
+def test_drafts_do_not_hide_non_finite_logits(way, params, overflowing, tmp_path):
     """Verification reads the token among drafted ones, or in the text."""
     head = saved(tmp_path) if way in ("a head", "a tree") else None
     options = {"speculative": str(head), "num_speculative_tokens": 3} if head else {}
@@ -133,7 +133,7 @@ def test_what_was_drafted_does_not_hide_it(way, params, overflowing, tmp_path):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_kind_of_number_is_seen_in_its_row_alone(value, dtype):
+def test_detects_each_non_finite_value_in_its_row(value, dtype):
     logits = torch.full((3, 50), 6e4, dtype=dtype)
     logits[1, 17] = value
     assert (checked(torch.arange(3), logits) == torch.tensor([0, NO_TOKEN, 2])).all()
@@ -143,7 +143,7 @@ def test_each_kind_of_number_is_seen_in_its_row_alone(value, dtype):
         assert [token == NO_TOKEN for token in sampled.token_ids.tolist()] == [False, True, False]
 
 
-def test_a_draft_drawn_from_nan_is_not_weighed():
+def test_draft_drawn_from_nan_is_rejected():
     """The token is one of p, over all of its vocabulary, not of what the head has no token for."""
     p = torch.zeros(1, 6)
     p[0, :3] = torch.tensor([0.2, 0.3, 0.5])
@@ -153,7 +153,7 @@ def test_a_draft_drawn_from_nan_is_not_weighed():
     assert (drawn.bincount(minlength=6)[:3] > 30).all() and drawn.max() < 3
 
 
-def test_served(overflowing):
+def test_server_reports_non_finite_logits(overflowing):
     """No request is told that the fault is its own; both places that watch the server count it."""
     config = EngineConfig(dtype="float16", device="cpu", cache_bytes=1 << 20)
     with serving(Engine(overflowing, config)) as served:
@@ -176,7 +176,7 @@ def test_served(overflowing):
 
 @pytest.mark.parametrize("tree", [0, 8])
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}], ids=["greedy", "drawn"])
-def test_a_head_that_overflows_costs_no_token(params, tree, tiny_models, tmp_path):
+def test_overflowing_head_changes_no_token(params, tree, tiny_models, tmp_path):
     llm = LLM(
         tiny_models["llama"], dtype="float32", device="cpu", cache_bytes=1 << 22, speculative=str(saved(tmp_path)),
         num_speculative_tokens=3, speculative_tree_tokens=tree, adaptive_speculation=False,

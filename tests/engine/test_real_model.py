@@ -26,7 +26,7 @@ def prompts(llm):
     return [llm.tokenizer(text)["input_ids"] for text in TEXTS]
 
 
-def test_fp32_is_transformers(smollm2, oracle):
+def test_fp32_tokens_equal_transformers(smollm2, oracle):
     """Real weights, together and in chunks, a second time from the cache."""
     llm = watched(smollm2, cache_bytes=64 << 20, max_num_batched_tokens=8, max_num_seqs=4, block_size=8)
     for turn, count in enumerate((COUNT, 8)):

@@ -53,12 +53,12 @@ def refused(match, call, *arguments, **options):
     ],
     ids=str,
 )
-def test_settings(options, message, llama):
+def test_rejects_invalid_settings(options, message, llama):
     refused(message, LLM, llama, **{"device": "cpu", **options})
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
-def test_a_cache_that_holds_no_sequence(family, tiny_models):
+def test_rejects_cache_too_small_for_a_sequence(family, tiny_models):
     """And the bytes that the refusal names do."""
     with pytest.raises(UserError, match=r"^cache_bytes = 9 does not hold one short sequence in blocks of 16") as caught:
         watched(tiny_models[family], cache_bytes=9)
@@ -72,7 +72,7 @@ def test_a_cache_that_holds_no_sequence(family, tiny_models):
     idle(llm.engine)
 
 
-def test_a_model_that_is_not_there(tmp_path):
+def test_rejects_missing_model(tmp_path):
     with pytest.raises(UserError, match=r"nothing does not exist; give a model directory, a \.gguf file or a hub id"):
         LLM(tmp_path / "nothing")
 
@@ -103,21 +103,21 @@ def test_a_model_that_is_not_there(tmp_path):
         (PROMPT, greedy(1, logit_bias={999: 1.0}), "logit_bias names token 999, but the vocabulary has 260"),
     ],
 )
-def test_prompts(prompt, params, message, llm):
+def test_rejects_invalid_requests(prompt, params, message, llm):
     before = llm.engine.stats()
     refused(message, llm.generate, [prompt], params)
     assert llm.engine.stats() == before
     idle(llm.engine)
 
 
-def test_one_wrong_prompt_takes_back_the_others(llm):
+def test_one_invalid_prompt_aborts_the_others(llm):
     refused("the prompt is empty; .*", llm.generate, [PROMPT, OTHER, []], greedy(3))
     idle(llm.engine)
     refused("2 sampling parameters for 1 prompts; give one, or one per prompt", llm.generate, [PROMPT], [greedy(1)] * 2)
     idle(llm.engine)
 
 
-def test_prompts_as_vllm_has_them(llm):
+def test_accepts_vllm_prompts(llm):
     """The ids count where text stands beside them, as in vLLM."""
     ids = llm.tokenizer("ab")["input_ids"]
     wanted = [output.outputs[0].token_ids for output in llm.generate(["ab", ids], greedy(4))]
@@ -135,7 +135,7 @@ def test_prompts_as_vllm_has_them(llm):
     {"prompt_token_ids": "ab"}, {"prompt_token_ids": [1.0]}, b"ab", None, 5, 1.5, {5}, [True], [[1, 2.0]], ["a", None],
     [["a"]], [{"prompt": 5}],
 ], ids=repr)  # fmt: skip
-def test_what_is_no_prompt(prompt, llm):
+def test_rejects_non_prompt_inputs(prompt, llm):
     """What is iterable must not pass for a prompt: of a dict that would be the names of its fields."""
     right = r'.*a prompt is a text, a list of token ids, \{"prompt": text\} or \{"prompt_token_ids": ids\}.*'
     refused(right, llm.generate, prompt, greedy(1))
@@ -166,18 +166,18 @@ def test_several_threads_take_turns(llm):
     idle(llm.engine)
 
 
-def test_a_token_among_prompts(llm):
-    told = "token 5 stands among whole prompts; a prompt is a text, a list of token ids, .*"
-    refused(told, llm.generate, ["a", 5])
-    refused(told, llm.generate, [5, [6, 7]])
+def test_rejects_token_in_a_list_of_prompts(llm):
+    message_pattern = "token 5 is in a list of prompts; a prompt is a text, a list of token ids, .*"
+    refused(message_pattern, llm.generate, ["a", 5])
+    refused(message_pattern, llm.generate, [5, [6, 7]])
 
 
 def test_a_sequence_ends_with_the_cache(llama, llm, capsys):
     """The context is cut to what the cache holds, which is said; a sequence ends there and other lengths are not
     refused."""
-    said = "context cut to 448 tokens, which is what the cache holds; see --cache-bytes"
+    log_line = "context limited to 448 tokens, the size of the cache; see --cache-bytes"
     again = watched(llama, cache_bytes=28 * 16 * 768, max_num_seqs=8)
-    assert said in capsys.readouterr().err and again.engine.max_model_len == llm.engine.max_model_len == 448
+    assert log_line in capsys.readouterr().err and again.engine.max_model_len == llm.engine.max_model_len == 448
     for wanted in (9, None):
         (output,) = llm.generate([[1] * 440], dataclasses.replace(greedy(1), max_tokens=wanted))
         assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (8, "length")
@@ -189,7 +189,7 @@ def test_a_sequence_ends_with_the_cache(llama, llm, capsys):
     assert "context cut" not in capsys.readouterr().err
 
 
-def test_a_request_id_is_taken_until_its_end(llm):
+def test_rejects_request_id_in_use(llm):
     engine = llm.engine
     engine.add("a", PROMPT, greedy(2))
     refused("request id 'a' is in use; give another", engine.add, "a", OTHER, greedy(2))
@@ -240,19 +240,19 @@ def test_aborting_in_every_state(llama):
     }
 
 
-def test_no_chat_template(llm, monkeypatch):
+def test_rejects_chat_without_template(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     refused("llama has no chat template; use a plain prompt", llm.chat, [{"role": "user", "content": "Hi"}])
 
 
-def test_a_template_that_refuses(llm, monkeypatch):
+def test_reports_template_errors(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('no\nsystem turn') }}")
     words = "the model's chat template refuses these messages: no system turn"
     refused(words, llm.chat, [{"role": "system", "content": "Hi"}])
 
 
 @pytest.mark.parametrize("messages", [[], "Hi", {"role": "user"}, ["Hi"], [{"role": "user"}, []], 5], ids=str)
-def test_what_is_no_conversation(messages, llm):
+def test_rejects_non_conversation_inputs(messages, llm):
     right = r'which is a list of {"role", "content"} turns, or a list of conversations'
     refused(f"messages must be a conversation, {right}", llm.chat, messages)
     two = [[{"role": "user", "content": "Hi"}]] * 2

@@ -1,4 +1,4 @@
-"""Whatever comes, whenever, into however small a cache: the tokens are the same, and nothing is left behind."""
+"""Any schedule of requests, in a cache of any size, gives the same tokens and leaves no state behind."""
 
 import dataclasses
 import itertools
@@ -22,12 +22,13 @@ LONGEST = 40 + 1 + 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A request: the beginning of one of the texts, perhaps with one token of its own, and when it comes and goes."""
+class TimedRequest:
+    """A request: the beginning of a base text, optionally one more token, and the steps of its arrival and its
+    abort."""
 
     base: int
     length: int
-    own: int | None
+    extra: int | None
     max_tokens: int
     n: int
     arrives: int
@@ -36,14 +37,14 @@ class Asked:
 
     @property
     def prompt(self):
-        return BASES[self.base][: self.length] + ([] if self.own is None else [self.own])
+        return BASES[self.base][: self.length] + ([] if self.extra is None else [self.extra])
 
 
-asked = st.builds(
-    Asked,
+timed_requests = st.builds(
+    TimedRequest,
     base=st.integers(0, 2),
     length=st.integers(1, 40),
-    own=st.none() | st.integers(0, 3),
+    extra=st.none() | st.integers(0, 3),
     max_tokens=st.integers(1, 12),
     n=st.integers(1, 3),
     arrives=st.integers(0, 25),
@@ -61,7 +62,7 @@ def loaded(request, tiny_models, converted):
 
 @settings(max_examples=20)
 @given(
-    requests=st.lists(asked, min_size=1, max_size=8),
+    requests=st.lists(timed_requests, min_size=1, max_size=8),
     block_size=st.sampled_from([1, 3, 4, 8]),
     max_step=st.integers(4, 40),
     max_num_seqs=st.integers(3, 4),
@@ -109,8 +110,8 @@ def test_any_schedule_gives_the_same_tokens(loaded, requests, block_size, max_st
     idle(engine)
 
 
-def test_the_schedules_do_preempt(loaded):
-    """What the property above is worth: with so little room the same kind of requests is preempted many times."""
+def test_random_schedules_preempt(loaded):
+    """The property above is not vacuous: in so small a cache such requests are preempted many times."""
     engine = loaded[0]
     renew(engine, 0, LONGEST, block_size=4)
     before = engine.stats().preemptions
@@ -132,7 +133,7 @@ def names(sequences):
     return [sequence.request.id for sequence in sequences]
 
 
-def test_who_decodes_comes_before_prompts_and_prompts_share_what_is_left(engine):
+def test_decoding_precedes_prompts_which_share_the_rest(engine):
     engine.add("a", BASES[0][:6], greedy(9))
     engine.step()
     engine.add("b", BASES[1][:20], greedy(9))
@@ -150,7 +151,7 @@ def test_who_decodes_comes_before_prompts_and_prompts_share_what_is_left(engine)
 
 
 def test_a_long_prompt_leaves_every_continuation_its_token(engine):
-    """A prompt that runs takes what they leave, though three of them began after it."""
+    """A running prompt takes the rest of the budget, though three continuations began after it."""
     engine.add("several", BASES[0][:10], greedy(30, n=3))
     engine.add("long", BASES[1] + BASES[2], greedy(4))
     engine.step()
@@ -165,27 +166,28 @@ def test_a_long_prompt_leaves_every_continuation_its_token(engine):
     engine.abort("long")
 
 
-# The scheduler alone: no model, whose step is nothing but more tokens
+# The scheduler without a model
 
 
-class Played:
-    """A scheduler whose sequences compute what it plans; every draft is refused, every sequence ends by its length."""
+class SimulatedSteps:
+    """A scheduler whose plans are executed without a model: every draft is rejected, every sequence ends at its
+    length."""
 
     def __init__(self, num_blocks: int, max_num_seqs: int, max_step: int):
         groups = [CacheGroup("full", num_blocks), CacheGroup("window", num_blocks, 6)]
         self.scheduler = Scheduler(BlockTables(groups, 4), max_num_seqs, max_step)
         self.numbers = itertools.count()
-        self.left: dict[Sequence, int] = {}
+        self.remaining: dict[Sequence, int] = {}
 
     def add(self, name: str, length: int, max_tokens: int, n: int, scored: bool) -> None:
         params = greedy(max_tokens, n=n, prompt_logprobs=1 if scored else None)
         # Prompts that begin alike share blocks.
         request = Request(name, [0] * length, params)
         request.sequences = [Sequence(next(self.numbers), request, i, [0] * length, None, None) for i in range(n)]
-        self.left |= dict.fromkeys(request.sequences, max_tokens)
+        self.remaining |= dict.fromkeys(request.sequences, max_tokens)
         self.scheduler.add(request.sequences[0])
 
-    def play(self, plan, drafts) -> None:
+    def run(self, plan, drafts) -> None:
         tables, forks, ended = self.scheduler.tables, [], []
         for sequence, upto in plan.chunks:
             assert sequence.computed < upto <= len(sequence.token_ids) + drafts * sequence.decoding
@@ -196,11 +198,11 @@ class Played:
             if draws:
                 drawing = [sequence] if sequence.prefilled else sequence.request.sequences
                 forks += [(sequence, other) for other in drawing[1:]]
-                for each in drawing:
-                    each.prefilled = True
-                    each.token_ids.append(self.left[each])
-                    self.left[each] -= 1
-                    ended += [each] if not self.left[each] else []
+                for continuation in drawing:
+                    continuation.prefilled = True
+                    continuation.token_ids.append(self.remaining[continuation])
+                    self.remaining[continuation] -= 1
+                    ended += [continuation] if not self.remaining[continuation] else []
         for parent, child in forks:
             self.scheduler.fork(parent, child)
         for sequence in ended:
@@ -217,35 +219,39 @@ class Played:
     more=st.integers(0, 30),
     spare=st.integers(0, 40),
     drafts=st.integers(0, 3),
-    held=st.sets(st.integers(0, 40)),
+    late=st.sets(st.integers(0, 40)),
 )  # fmt: skip
-def test_who_decodes_misses_no_step_unless_blocks_are_short(requests, max_num_seqs, more, spare, drafts, held):
-    played = Played(18 + spare, max_num_seqs, max_num_seqs + more)
-    scheduler, step = played.scheduler, 0
+def test_decoding_sequences_miss_no_step_unless_blocks_are_short(requests, max_num_seqs, more, spare, drafts, late):
+    simulated = SimulatedSteps(18 + spare, max_num_seqs, max_num_seqs + more)
+    scheduler, step = simulated.scheduler, 0
     while step <= 12 or scheduler.running or scheduler.waiting:
         for name, (arrives, *what) in enumerate(requests):
             if arrives == step:
-                played.add(str(name), *what)
+                simulated.add(str(name), *what)
         for sequence in scheduler.running:
-            sequence.held = (sequence.number + step) % 41 in held and step < 100
-        decoding = {sequence for sequence in scheduler.running if sequence.decoding and not sequence.held}
-        prompts = [sequence for sequence in scheduler.running if not (sequence.decoding or sequence.held)]
+            sequence.waiting_for_grammar = (sequence.number + step) % 41 in late and step < 100
+        decoding = {
+            sequence for sequence in scheduler.running if sequence.decoding and not sequence.waiting_for_grammar
+        }
+        prompts = [
+            sequence for sequence in scheduler.running if not (sequence.decoding or sequence.waiting_for_grammar)
+        ]
         preempted = scheduler.preemptions
         plan = scheduler.schedule(lambda sequence: drafts)
         assert sum(upto - sequence.computed for sequence, upto in plan.chunks) <= scheduler.max_num_batched_tokens
-        chosen = {sequence for sequence, _ in plan.chunks}
-        assert len(chosen) == len(plan.chunks) and not any(sequence.held for sequence in chosen)
+        scheduled = {sequence for sequence, _ in plan.chunks}
+        assert len(scheduled) == len(plan.chunks) and not any(s.waiting_for_grammar for s in scheduled)
         if scheduler.preemptions == preempted:
-            assert decoding <= chosen
-            # And neither those who decode nor their drafts stop the prompt that began first.
-            assert set(prompts[:1]) <= chosen
-        played.play(plan, drafts)
+            assert decoding <= scheduled
+            # And neither decoding sequences nor their drafts stop the prompt that began first.
+            assert set(prompts[:1]) <= scheduled
+        simulated.run(plan, drafts)
         scheduler.tables.check_integrity()
         step += 1
         assert step < 2000, "this does not come to an end"
 
 
-def test_who_came_last_gives_way_and_comes_back_first(engine):
+def test_newest_sequence_is_preempted_and_resumes_first(engine):
     renew(engine, 2, 48, block_size=4, max_num_seqs=4, max_step=32)
     for name, base in zip("abc", BASES, strict=True):
         engine.add(name, base[:16], greedy(30))
@@ -303,7 +309,7 @@ def test_small_cache_bytes_preempt_and_change_nothing(tiny_models):
     max_step=st.integers(64, 512),
     budget=st.integers(1, 1 << 26),
 )
-def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
+def test_groups_fit_the_budget_and_error_names_a_sufficient_one(
     widths, windows, block_size, dtype, max_num_seqs, max_model_len, max_step, budget
 ):
     windows = sorted(windows, key=lambda w: (w is not None, w))
@@ -326,16 +332,17 @@ def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
         budget = need
         groups = size_groups(layers, windows, budget, block_size, **rest)
     sizes = [sum(la.block_bytes(block_size) for la in layers if la.group == g) for g in range(len(groups))]
-    whole = [sum(la.whole_bytes(block_size) for la in layers if la.group == g) for g in range(len(groups))]
+    whole = [sum(la.unquantized_block_bytes(block_size) for la in layers if la.group == g) for g in range(len(groups))]
     used = sum(
-        group.num_blocks * size + group.num_whole * more for group, size, more in zip(groups, sizes, whole, strict=True)
+        group.num_blocks * size + group.num_unquantized * more
+        for group, size, more in zip(groups, sizes, whole, strict=True)
     )
     assert used <= budget
     touched = min(-(-max_model_len // block_size), (max_step - 1) // block_size + 2)
     for group in groups:
-        assert group.whole == kinds
-        assert group.num_whole >= touched * ("newest" in kinds) + ("first" in kinds)
-        assert kinds or not group.num_whole
+        assert group.unquantized == kinds
+        assert group.num_unquantized >= touched * ("newest" in kinds) + ("first" in kinds)
+        assert kinds or not group.num_unquantized
     if not kinds:
         widths = [sum(la.width for la in layers if la.group == g) for g in range(len(groups))]
         assert sizes == [width * block_size * dtype.itemsize for width in widths]
@@ -352,7 +359,7 @@ def test_groups_fit_the_budget_and_a_refusal_names_what_would_do(
         assert budget - used < sizes[0]
 
 
-def test_a_prompt_s_own_logits_take_their_share_of_a_step(engine, monkeypatch):
+def test_prompt_logprobs_use_step_budget(engine, monkeypatch):
     """As much is computed beside those who decode as for any other prompt, logits of the whole vocabulary included; and
     every step brings them a token."""
     scored, rows = random_prompts(41, seed=3)[0], []

@@ -1,4 +1,4 @@
-"""Sparse attention in the engine: tokens and logits beside the model's own class, whoever else is in the step."""
+"""Sparse attention in the engine: tokens and logits equal those of the model's class, in any batch."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from mlaforge import LLM, SamplingParams
 from mlaforge.checkpoint import loading
 from mlaforge.engine import memory as kept_by
-from mlaforge.ops import kept_keys, native, token_selection
+from mlaforge.ops import decompressed_keys, native, token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
@@ -33,25 +33,25 @@ def greedy(n):
 def expected(model, prompt, n):
     """The class's own greedy continuation, the prompt read densely; and by how much each token won."""
     out = model(torch.tensor([prompt]), use_cache=True)
-    made, margins = [], []
+    expected_ids, margins = [], []
     for _ in range(n):
         best = out.logits[0, -1].topk(2)
-        made.append(int(best.indices[0]))
+        expected_ids.append(int(best.indices[0]))
         margins.append(float(best.values[0] - best.values[1]))
-        out = model(torch.tensor([[made[-1]]]), past_key_values=out.past_key_values, use_cache=True)
-    return made, margins
+        out = model(torch.tensor([[expected_ids[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+    return expected_ids, margins
 
 
 def agree(ours, model, prompt):
     """Up to a token that hardly won: there rounding decides."""
-    made, margins = expected(model, prompt, len(ours))
+    expected_ids, margins = expected(model, prompt, len(ours))
     upto = next((i for i, margin in enumerate(margins) if margin < 2e-3), len(ours))
-    assert ours[:upto] == made[:upto], (ours, made, margins)
+    assert ours[:upto] == expected_ids[:upto], (ours, expected_ids, margins)
     return upto
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_tokens_are_the_models(family, layout, sparse):
+def test_sparse_tokens_equal_those_of_the_model_class(family, layout, sparse):
     directory = sparse(family, layout)
     llm, model = engine(directory), loading.load_model(directory, "float32")
     alone = [tokens(llm.generate([prompt], greedy(12)))[0] for prompt in PROMPTS]
@@ -64,7 +64,7 @@ def test_tokens_are_the_models(family, layout, sparse):
 
 @pytest.mark.parametrize("layout", ["gqa", "latent", "latent_rope", "coded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_the_selection_is_read(layout, dtype, sparse, monkeypatch):
+def test_only_selected_rows_are_read(layout, dtype, sparse, monkeypatch):
     """NaN in every row that is not selected changes nothing."""
     llm = engine(sparse("llama", layout), dtype=dtype, prefix_caching=False)
     plain = tokens(llm.generate(PROMPTS, greedy(4)))
@@ -118,7 +118,7 @@ def everything(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["gqa", "latent", "latent_rope", "coded"])
-def test_a_selection_of_all_is_dense(layout, sparse, everything):
+def test_selecting_all_tokens_equals_dense(layout, sparse, everything):
     """Through the gathering path."""
     llm, dense = engine(sparse("llama", layout)), engine(sparse("llama", layout), dense=True)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
@@ -168,10 +168,10 @@ def test_drafts_share_a_selection(sparse, monkeypatch):
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_copies_are_no_longer_than_drafts(dense, sparse):
+def test_lookup_drafts_of_sparse_models_are_no_longer_than_others(dense, sparse):
     """Where what is verified together shares a selection; read densely, they may be."""
     speculation = engine(sparse("llama", "latent"), speculative="ngram", dense=dense).engine.speculation
-    assert speculation.copies.most == (8 if dense else 3)
+    assert speculation.lookup.max_tokens == (8 if dense else 3)
 
 
 @pytest.mark.parametrize("layout", ["gqa", "latent"])
@@ -197,13 +197,13 @@ def test_a_selection_is_shared(sparse):
 
 
 @pytest.mark.parametrize(("layout", "stored"), [("latent", "auto"), ("latent", "int8"), ("coded", "auto")])
-def test_kept_keys_change_nothing(layout, stored, sparse, monkeypatch):
+def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
     """To the bit, where rows are shared, copied, moved, given up and written again. The kernels of other forms are
     compared in tests/ops."""
     if (compiled := native.kernels()) is None:
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     # What is short reads much of what there is.
-    monkeypatch.setattr(kept_keys, "EACH", 1)
+    monkeypatch.setattr(decompressed_keys, "TOKENS_PER_KEY", 1)
     directory = sparse("llama", layout)
     texts = tokens(engine(directory, dtype="bfloat16", kv_cache_dtype=stored).generate(PROMPTS, greedy(30)))
 
@@ -215,7 +215,7 @@ def test_kept_keys_change_nothing(layout, stored, sparse, monkeypatch):
             llm = engine(directory, **options, cache_bytes=blocks * block)
             assert llm.engine.stats().cache_blocks == blocks
         rows = llm.engine.cache.rows
-        assert all((row.kept is not None) == keep for row in rows)
+        assert all((row.decompressed_keys is not None) == keep for row in rows)
         if drafter == "tree":
             branch(llm.engine, Branching([p + t for p, t in zip(PROMPTS, texts, strict=True)], 0.7), 4, 12)
         elif drafter == "chain":
@@ -228,7 +228,10 @@ def test_kept_keys_change_nothing(layout, stored, sparse, monkeypatch):
                 found += [(x.token_id, x.top) for completion in output.outputs for x in completion.logprobs]
         llm.engine.check_integrity()
         if keep:
-            places, steps = rows[0].kept.places[: rows[0].slots], int(rows[0].kept.places[-1])
+            places, steps = (
+                rows[0].decompressed_keys.metadata[: rows[0].slots],
+                int(rows[0].decompressed_keys.metadata[-1]),
+            )
             assert (places >= 0).any() and steps > 20, (places, steps)
         return found, llm.engine.stats()
 
@@ -256,7 +259,7 @@ def test_preemption_changes_nothing(layout, caching, sparse):
     assert found[14][1] == pytest.approx(found[200][1], abs=1e-4)
 
 
-def test_bytes_are_counted(sparse):
+def test_index_and_key_bytes_are_counted(sparse):
     both = [engine(sparse("llama", "latent"), dense=dense) for dense in (False, True)]
     for llm in both:
         llm.generate([PROMPTS[0]], greedy(2))
@@ -264,14 +267,14 @@ def test_bytes_are_counted(sparse):
     assert layer.block_bytes(16) == bare.block_bytes(16) + 16 * 16
     if native.kernels() is not None:
         both.append(engine(sparse("llama", "latent"), dtype="bfloat16"))
-        kept = both[-1].engine.cache.rows[0].kept
+        kept = both[-1].engine.cache.rows[0].decompressed_keys
         size = both[-1].engine.cache.layers[0].block_bytes(16) - layer.block_bytes(16) + 16 * layer.width * 2
         assert size == 2 * 2 * kept.keys.shape[1] + 16 * 4 + 2 * 8
     for llm in both:
         assert llm.engine.cache.bytes == sum(t.nbytes for t in llm.engine.cache.tensors)
 
 
-def test_whole_blocks_are_refused(sparse):
+def test_rejects_unquantized_blocks_of_sparse_models(sparse):
     with pytest.raises(UserError, match="int4 keeps whole blocks, of which no selection is read"):
         engine(sparse("llama", "gqa"), kv_cache_dtype="int4")
     with pytest.raises(UserError, match="a multiple of 16"):
@@ -279,7 +282,7 @@ def test_whole_blocks_are_refused(sparse):
 
 
 @pytest.mark.parametrize("stored", ["int8", "bf16"])
-def test_packed_rows(stored, sparse):
+def test_sparse_reads_quantized_rows(stored, sparse):
     for layout in ("gqa", "latent"):
         directory = sparse("llama", layout)
         for dtype in ("float32", "bfloat16"):

@@ -1,4 +1,4 @@
-"""The closed forms against what they promise: optimal errors, exactness, and sums that add up."""
+"""Latent projections: optimality, exactness at the mean and at full rank, and allocation of ranks."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_roots():
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 31))
 def test_truncation_error_is_what_the_spectrum_predicts(seed, rank):
-    """E‖M^½ (y - ŷ)‖² over x ~ (mean, covariance) equals the sum of the dropped values: nothing is better."""
+    """E‖M^½ (y - ŷ)‖² over x ~ (mean, covariance) equals the sum of the dropped values, which is optimal."""
     p, m = random_layer(seed)
     spectrum = F.latent_spectrum(p, m, LAYER)
     down, up = spectrum.truncate(rank)
@@ -68,16 +68,16 @@ def test_truncation_error_is_what_the_spectrum_predicts(seed, rank):
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, HIDDEN))
-def test_a_cut_is_what_that_rank_gives(seed, rank):
-    """In both layouts; what was cut reads the mean input exactly, as the layer did."""
+def test_cutting_equals_solving_at_the_lower_rank(seed, rank):
+    """In both layouts; the outputs at the mean input stay exact."""
     p, m = random_layer(seed)
     candidates = F.channels(p, m, LAYER)
     split = F.split_rope(p, m, LAYER, candidates, candidates.best(2), 1.0)
     for make, part in ((F.to_latent, F.latent_spectrum(p, m, LAYER)), (F.to_latent_rope, split)):
-        cut, own = make(part, LAYER, HIDDEN).cut(rank), make(part, LAYER, rank)
-        assert cut.rank == rank and cut.dropped == own.dropped
-        assert set(cut.tensors()) == set(own.tensors())
-        for name, tensor in own.tensors().items():
+        cut, solved = make(part, LAYER, HIDDEN).cut(rank), make(part, LAYER, rank)
+        assert cut.rank == rank and cut.dropped == solved.dropped
+        assert set(cut.tensors()) == set(solved.tensors())
+        for name, tensor in solved.tensors().items():
             torch.testing.assert_close(cut.tensors()[name], tensor)
         spectrum = getattr(part, "spectrum", part)
         exact = F.by_head(spectrum.w @ m.mean + spectrum.bias, LAYER)
@@ -104,7 +104,7 @@ def test_no_other_projection_of_that_rank_is_better():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 1e6), min_size=24, max_size=48), min_size=1, max_size=6), st.integers(8, 24))
-def test_allocation_spends_all_it_can_and_beats_uniform(spectra, rank):
+def test_allocation_spends_the_total_and_beats_uniform(spectra, rank):
     values = {i: torch.tensor(sorted(s, reverse=True), dtype=torch.float64) for i, s in enumerate(spectra)}
     rank = rank // 8 * 8
     ranks = F.allocate(values, rank * len(values), minimum=8)
@@ -116,7 +116,8 @@ def test_allocation_spends_all_it_can_and_beats_uniform(spectra, rank):
 
 
 def logits(q_rows, k_rows, x, index, scale=1.0):
-    """[H, T, T] of rotated queries and keys; rows are (weight, bias), `index` the frequency of every pair."""
+    """Return the logits [H, T, T] of rotated queries and keys; rows are (weight, bias), `index` the frequency of every
+    pair."""
     T = x.shape[0]
     frequency = 100.0 ** -(torch.arange(LAYER.head_dim // 2, dtype=torch.float64) / (LAYER.head_dim // 2))
     angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency[index]
@@ -127,7 +128,7 @@ def logits(q_rows, k_rows, x, index, scale=1.0):
 
 @pytest.mark.parametrize("fold", [1, 2])
 def test_every_channel_has_mean_square_one(fold):
-    """One scale rounds all of a token's rotary key."""
+    """A token's rotary key is rounded with one scale."""
     p, m = random_layer(7)
     candidates = F.channels(p, m, LAYER, fold)
     split = F.split_rope(p, m, LAYER, candidates, candidates.best(len(candidates.gain)), 1.0)
@@ -140,7 +141,7 @@ def test_every_channel_has_mean_square_one(fold):
 @pytest.mark.parametrize("fold", [1, 2])
 @pytest.mark.parametrize("scale", [1.0, 1.3466])
 def test_every_channel_kept_gives_the_original_logits(fold, scale):
-    """With fold 1 nothing is approximated; folding turns neighbours alike, so it must differ."""
+    """With fold 1 the result is exact; folding merges neighbouring frequencies, so that it must differ."""
     p, m = random_layer(1)
     candidates = F.channels(p, m, LAYER, fold)
     split = F.split_rope(p, m, LAYER, candidates, candidates.best(len(candidates.gain)), scale)
@@ -160,7 +161,7 @@ def test_every_channel_kept_gives_the_original_logits(fold, scale):
         assert (turned - whole).abs().max() > 1e-3
 
 
-def test_channels_are_ordered_and_each_reads_what_it_writes():
+def test_channels_are_ordered_and_read_inverts_write():
     p, m = random_layer(4)
     candidates = F.channels(p, m, LAYER)
     assert (candidates.gain.diff() <= 0).all()
@@ -178,8 +179,8 @@ def test_one_per_pair_takes_deepseeks_frequencies():
         assert candidates.gain[i] == same.max()
 
 
-def test_what_loses_rope_carries_the_attention_scaling():
-    """YaRN scales cos and sin, so logits carry its square; a query that is not rotated must carry it itself."""
+def test_dimensions_that_lose_rope_are_multiplied_by_the_attention_scaling():
+    """YaRN scales cos and sin, so that logits contain its square; queries without RoPE must contain it, too."""
     p, m = random_layer(6)
     candidates = F.channels(p, m, LAYER)
     plain, scaled = (F.split_rope(p, m, LAYER, candidates, candidates.best(2), s) for s in (1.0, 1.3466))
@@ -207,7 +208,7 @@ def test_factored_query_is_exact_at_full_rank_and_at_the_mean():
 
 
 def test_moments_scale_out():
-    """Twice the tokens with the same statistics is the same layer."""
+    """Twice the tokens with the same statistics give the same spectrum."""
     p, m = random_layer(8)
     doubled = dataclasses.replace(m, **{f.name: 2 * getattr(m, f.name) for f in dataclasses.fields(m)})
     a, b = F.latent_spectrum(p, m, LAYER), F.latent_spectrum(p, doubled, LAYER)

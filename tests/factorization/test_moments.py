@@ -1,4 +1,4 @@
-"""Streamed moments against brute force on a tiny model: the same quantities by autograd and by explicit sums."""
+"""Streamed moments of tiny models against autograd and explicit sums."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ T = 20
 
 @pytest.fixture(params=["llama", "qwen2", "mistral", "qwen3", "gpt_oss"])
 def tiny(request, tiny_models):
-    """A model as transformers loads it, its spec, and collect(windows, folder) on its directory."""
+    """A model loaded by transformers, its spec, and collect(windows, folder) for its directory."""
     directory = tiny_models[request.param]
     model = load_original(directory)
 
@@ -34,14 +34,14 @@ def ids(n=2, t=T):
 
 
 def sinks_of(attention, layer):
-    """The learned sinks, or such that take no share."""
+    """Return the learned sinks, or -inf, which has no effect."""
     if not layer.sinks:
         return torch.full((layer.num_heads,), -torch.inf, dtype=torch.float64)
     return attention.sinks.detach().double()
 
 
 def test_fisher_and_weighted_inputs_are_gradients_of_the_sampled_loss(tiny, monkeypatch, tmp_path):
-    """The gradient of -log p(y) by k and v, from autograd through the whole model with the labels given."""
+    """The gradient of -log p(y) by k and v, by autograd through the whole model with the same labels."""
     model, _, collect = tiny
     tokens = ids(1)[0]
     labels = {}
@@ -52,7 +52,7 @@ def test_fisher_and_weighted_inputs_are_gradients_of_the_sampled_loss(tiny, monk
         return labels["gradient"]
 
     monkeypatch.setattr(moments, "_sampled_gradient", remember)
-    found = collect([tokens[None]], tmp_path)
+    collected = collect([tokens[None]], tmp_path)
     layer = 1
     attention = model.model.layers[layer].self_attn
     outs = {}
@@ -65,17 +65,19 @@ def test_fisher_and_weighted_inputs_are_gradients_of_the_sampled_loss(tiny, monk
         hook.remove()
     loss = (hidden[0] * labels["gradient"]).sum()
     g = torch.cat(torch.autograd.grad(loss, [outs["k_proj"], outs["v_proj"]]), -1)[0].double()
-    torch.testing.assert_close(found[layer].fisher, g.T @ g / T, rtol=1e-3, atol=1e-7 * float(g.square().max()))
+    torch.testing.assert_close(collected[layer].fisher, g.T @ g / T, rtol=1e-3, atol=1e-7 * float(g.square().max()))
     x, weight = outs["x"][0].detach().double(), g.square().sum(1)
     mean = weight @ x / weight.sum()
     centred = x - mean
-    torch.testing.assert_close(found[layer].mean, mean, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(collected[layer].mean, mean, rtol=1e-3, atol=1e-4)
     expected = (centred * weight[:, None]).T @ centred / weight.sum()
-    torch.testing.assert_close(found[layer].covariance, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        collected[layer].covariance, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
+    )
 
 
 def test_labels_are_drawn_from_the_model():
-    """The mean over draws of dl/dhidden is zero, and its covariance that of one-hot labels under p."""
+    """The mean of dl/dhidden over samples is zero, and its covariance that of one-hot labels under p."""
     head = torch.nn.Linear(6, 11, bias=False)
     hidden = torch.randn(1, 6, generator=torch.Generator().manual_seed(1)).expand(40000, 6)
     with torch.no_grad():
@@ -88,7 +90,7 @@ def test_labels_are_drawn_from_the_model():
 
 
 def test_gauss_newton_weights_against_explicit_sums(tiny, monkeypatch, tmp_path):
-    """Every row taken and very many keys drawn: the sampled sums come close to the full ones; the rest is exact."""
+    """With all rows and many sampled keys the sampled sums are close to the full ones; the others are exact."""
     model, spec, collect = tiny
     monkeypatch.setattr(moments, "DRAWS", 3000)
     tokens, at = ids(1)[0], 1
@@ -101,7 +103,7 @@ def test_gauss_newton_weights_against_explicit_sums(tiny, monkeypatch, tmp_path)
     H, D = layer.num_heads, layer.head_dim
 
     def pulled_back(u, key):
-        """u times the Jacobian of the norm at a key: diag(gamma)(I - n nᵀ/D)/sigma, n = key/sigma."""
+        """Return u times the Jacobian of the norm at a key: diag(gamma)(I - n nᵀ/D)/sigma, n = key/sigma."""
         if not layer.qk_norm:
             return u
         sigma = (key.square().mean() + attention.k_norm.variance_epsilon).sqrt()
@@ -126,8 +128,8 @@ def test_gauss_newton_weights_against_explicit_sums(tiny, monkeypatch, tmp_path)
             out = a @ vh[first : i + 1]
             for n, j in enumerate(range(first, i + 1)):
                 w = float(a[n] ** 2 * (block @ (vh[j] - out)).square().sum())
-                felt = pulled_back(rows[n], projected[group, j])
-                key_outer[h] += spec.softmax_scale**2 * w * torch.outer(felt, felt)
+                gradient = pulled_back(rows[n], projected[group, j])
+                key_outer[h] += spec.softmax_scale**2 * w * torch.outer(gradient, gradient)
                 query_outer[h] += spec.softmax_scale**2 * w * torch.outer(q[h, i], q[h, i])
                 phase[h] += w * torch.exp(-1j * theta * (i - j))
                 total[h] += w
@@ -140,11 +142,11 @@ def test_gauss_newton_weights_against_explicit_sums(tiny, monkeypatch, tmp_path)
 
 
 def test_key_weights_are_squared_jacobians_of_the_output(tiny, monkeypatch, tmp_path):
-    """By autograd, with no formula: every ∂(W_o o_i)/∂k_j for k_j as projected, norm, RoPE and softmax in between."""
+    """By autograd: every ∂(W_o o_i)/∂k_j for the projected k_j, through norm, RoPE and softmax."""
     model, spec, collect = tiny
     monkeypatch.setattr(moments, "DRAWS", 3000)
     tokens, at = ids(1)[0], 2
-    found = collect([tokens[None]], tmp_path)[at].key_outer
+    key_outer = collect([tokens[None]], tmp_path)[at].key_outer
     layer, attention, rotary = spec.layers[at], model.model.layers[at].self_attn, model.model.rotary_emb
     _, q, k, v = qkv(model, spec, at, tokens)
     q = norm_of(attention, "q_norm")(q)
@@ -163,7 +165,7 @@ def test_key_weights_are_squared_jacobians_of_the_output(tiny, monkeypatch, tmp_
 
             jacobian = torch.func.jacfwd(output)(k[h // layer.group, first : i + 1])
             expected += torch.einsum("cjd,cje->de", jacobian, jacobian)
-        torch.testing.assert_close(found[h], expected, rtol=0, atol=0.03 * float(found.abs().max()))
+        torch.testing.assert_close(key_outer[h], expected, rtol=0, atol=0.03 * float(key_outer.abs().max()))
 
 
 def test_windows_in_one_batch_or_several_give_the_same_sums(tiny, monkeypatch, tmp_path):
@@ -177,10 +179,10 @@ def test_windows_in_one_batch_or_several_give_the_same_sums(tiny, monkeypatch, t
         assert a.tokens == b.tokens == 4 * T
 
 
-def test_only_the_moments_are_left_on_disk_and_nothing_is_done_twice(tiny, tmp_path, monkeypatch):
+def test_only_the_moments_stay_on_disk_and_are_not_computed_again(tiny, tmp_path, monkeypatch):
     _, spec, collect = tiny
     collect([ids(1)], tmp_path)
-    kept = {path.name.split("-")[0] for path in tmp_path.iterdir()}
-    assert kept == {"moments", "backward"}
+    remaining = {path.name.split("-")[0] for path in tmp_path.iterdir()}
+    assert remaining == {"moments", "backward"}
     monkeypatch.setattr(LayerStream, "loaded", None)
     assert len(collect([ids(1)], tmp_path)) == spec.num_layers

@@ -1,4 +1,4 @@
-"""The pairs index: with all its numbers exact, with fewer the better the more."""
+"""The pairs index: exact with all pairs, and better with more pairs."""
 
 import pytest
 import torch
@@ -23,25 +23,25 @@ def as_complex(x):
     return torch.complex(*x.chunk(2, dim=-1))
 
 
-def turned(x, cos, sin):
+def rotated(x, cos, sin):
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def exact(keys, queries, cos, sin):
-    """[H, T, T]"""
-    k = turned(keys.view(T, G, -1).transpose(0, 1), cos, sin).repeat_interleave(H // G, dim=0)
-    return turned(queries, cos, sin) @ k.mT
+    """Return the exact logits [H, T, T]."""
+    k = rotated(keys.view(T, G, -1).transpose(0, 1), cos, sin).repeat_interleave(H // G, dim=0)
+    return rotated(queries, cos, sin) @ k.mT
 
 
 def observed(keys, queries, cos, sin):
     moments = PairMoments(G, P)
     moments.add(as_complex(keys.view(T, G, -1)), as_complex(queries.transpose(0, 1)), [torch.complex(cos, sin)])
-    return Candidates.turning(moments)
+    return Candidates.rotary(moments)
 
 
 def logits(tensors, features, queries, cos, sin):
-    """[H, T, T] of an index with keys that are not rounded."""
+    """Return the logits [H, T, T] of an index without rounding its keys."""
     index = PairsIndex(G, len(tensors["key.bias"]), features.shape[1], queries.shape[-1])
     index.load_state_dict(tensors)
     keys = index._turned(index.key(features)[None, None], cos[None], sin[None])[0, 0]
@@ -49,43 +49,43 @@ def logits(tensors, features, queries, cos, sin):
     return (index.queries(queries[None], cos[None], sin[None])[0] @ keys.T).detach()
 
 
-def test_all_pairs_give_the_logits_themselves():
+def test_all_pairs_give_the_exact_logits():
     keys, queries, cos, sin = text()
     tensors = observed(keys, queries, cos, sin).best(2 * P * G, keys, 0.25, 1.0)
     expected = 0.25 * exact(keys, queries, cos, sin)
     torch.testing.assert_close(logits(tensors, keys, queries, cos, sin), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_more_pairs_leave_less():
+def test_more_pairs_have_a_smaller_error():
     keys, queries, cos, sin = text()
-    found, expected = observed(keys, queries, cos, sin), exact(keys, queries, cos, sin)
-    assert (found.worth >= 0).all()
-    lost = [
-        float((logits(found.best(width, keys, 1.0, 1.0), keys, queries, cos, sin) - expected).square().mean())
+    candidates, expected = observed(keys, queries, cos, sin), exact(keys, queries, cos, sin)
+    assert (candidates.variance >= 0).all()
+    errors = [
+        float((logits(candidates.best(width, keys, 1.0, 1.0), keys, queries, cos, sin) - expected).square().mean())
         for width in (4, 8, 12, 16, 20, 24)
     ]
-    assert lost == sorted(lost, reverse=True) and lost[-1] < 1e-4 * lost[0]
-    # Pairs of the least worth, of as many numbers, leave more.
-    found.worth = -found.worth
-    worst = logits(found.best(8, keys, 1.0, 1.0), keys, queries, cos, sin) - expected
-    assert worst.square().mean() > 2 * lost[1]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-4 * errors[0]
+    # The same number of pairs with the smallest variance has a larger error.
+    candidates.variance = -candidates.variance
+    worst = logits(candidates.best(8, keys, 1.0, 1.0), keys, queries, cos, sin) - expected
+    assert worst.square().mean() > 2 * errors[1]
 
 
-def test_of_latents():
-    """Keys that are decompressed: the index reads what is cached."""
+def test_candidates_on_latents_are_exact():
+    """Keys are decompressed from latents: the index reads the cached latents."""
     keys, queries, cos, sin = text()
     generator = torch.Generator().manual_seed(1)
     latents, w = torch.randn(T, R, generator=generator), torch.randn(G * 2 * P, R, generator=generator)
     b = torch.randn(G * 2 * P, generator=generator)
     keys = latents @ w.T + b
-    found = observed(keys, queries, cos, sin).of_latents(w, b)
-    got = logits(found.best(2 * P * G, latents, 1.0, 1.0), latents, queries, cos, sin)
+    candidates = observed(keys, queries, cos, sin).on_latents(w, b)
+    got = logits(candidates.best(2 * P * G, latents, 1.0, 1.0), latents, queries, cos, sin)
     expected = exact(keys, queries, cos, sin)
     assert (got - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
-def test_what_does_not_turn():
-    """`latent_rope`: products with the latent, beside a rotary key that all heads share."""
+def test_unrotated_candidates_are_exact():
+    """`latent_rope`: products with the latent, beside a rotary key shared by all heads."""
     _, queries, cos, sin = text()
     generator = torch.Generator().manual_seed(2)
     latents, rope = torch.randn(T, R, generator=generator), torch.randn(T, 2 * P, generator=generator)
@@ -93,17 +93,18 @@ def test_what_does_not_turn():
     moments = PairMoments(1, P)
     moments.add(as_complex(rope[:, None]), as_complex(queries.transpose(0, 1)), [torch.complex(cos, sin)])
     outer = torch.einsum("gjtd,gjte->gde", *[still.unflatten(0, (G, -1))] * 2) / T
-    turning = Candidates.turning(moments)
-    turning.query = turning.query.expand(G, -1, -1, -1)
-    found = Candidates.still(torch.cov(latents.T), outer, w_uk).beside(turning)
-    features, asked = torch.cat((latents, rope), dim=1), torch.cat((still, queries), dim=-1)
-    got = logits(found.best(2 * len(found.worth), features, 1.0, 1.0), features, asked, cos, sin)
+    rotary = Candidates.rotary(moments)
+    rotary.query = rotary.query.expand(G, -1, -1, -1)
+    candidates = Candidates.unrotated(torch.cov(latents.T), outer, w_uk).concatenate(rotary)
+    features, all_queries = torch.cat((latents, rope), dim=1), torch.cat((still, queries), dim=-1)
+    tensors = candidates.best(2 * len(candidates.variance), features, 1.0, 1.0)
+    got = logits(tensors, features, all_queries, cos, sin)
     latent_part = still @ torch.einsum("gdr,tr->gtd", w_uk, latents).repeat_interleave(H // G, dim=0).mT
-    expected = latent_part + turned(queries, cos, sin) @ turned(rope, cos, sin).T
+    expected = latent_part + rotated(queries, cos, sin) @ rotated(rope, cos, sin).T
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
-def test_more_numbers_than_there_are():
+def test_rejects_more_pairs_than_candidates():
     keys, queries, cos, sin = text()
-    with pytest.raises(UserError, match="an index key of 32 numbers is more than a layer has: 24"):
+    with pytest.raises(UserError, match="an index key of width 32 exceeds the maximum of this layer, 24"):
         observed(keys, queries, cos, sin).best(32, keys, 1.0, 1.0)

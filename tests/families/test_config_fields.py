@@ -1,7 +1,7 @@
 """Every field of config.json that transformers declares for a supported family is read, irrelevant or refused.
 
-Each variant below is a tiny model: the engine's logits must be those of the class that transformers makes of the same
-config.json, and the spec must say what that class's config says, also where a field is left out.
+Each variant below is a tiny model: the engine's logits must equal those of transformers' class for the same
+config.json, and the spec must equal the config of that class, including defaults of absent fields.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Values of the fields that are read; several where one would not show everything.
+# Values of the fields that are read; several if one would not cover the field.
 VARIANTS = {
     "vocab_size": [270], "hidden_size": [48], "intermediate_size": [80], "num_hidden_layers": [2],
     "num_attention_heads": [8], "num_key_value_heads": [1, 4], "head_dim": [8, 20], "max_position_embeddings": [256],
@@ -43,9 +43,9 @@ VARIANTS = {
     "num_experts_per_tok": [1],
     "swiglu_alpha": [0.5], "swiglu_limit": [0.4],
 }  # fmt: skip
-# Of fields that say where a text ends or begins, and how weights are stored, no logits speak.
+# Fields without effect on the logits: beginning and end of a text, storage of weights.
 NOT_IN_LOGITS = {"eos_token_id", "bos_token_id", "dtype", "architectures"}
-# What config.json says where transformers 4 wrote it.
+# Fields of config.json as written by transformers 4.
 OLD = [
     ("llama", {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
     ("llama", {"rope_theta": 50.0, "rope_scaling": LINEAR, "rope_parameters": LLAMA3}),
@@ -63,7 +63,7 @@ def cases():
     for family in CLASSES:
         for name in sorted(declared(family) & VARIANTS.keys()):
             for value in VARIANTS[name]:
-                # Layers that slide need a window, and layer_types names each layer.
+                # Sliding layers need a window, and layer_types lists every layer.
                 if (family == "ministral" and name == "num_hidden_layers") or (
                     family in ("gpt_oss", "ministral") and value is None
                 ):
@@ -82,8 +82,8 @@ def edited(directory, values, remove=()):
 
 @torch.no_grad()
 def transformers_logprobs(directory, ids):
-    """[len(ids) - 1]: the log probability of every token but the first, by the class that transformers makes of
-    config.json."""
+    """Return the log probability of every token but the first, by transformers' class for config.json, [len(ids) -
+    1]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
 
@@ -98,21 +98,21 @@ IDS = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(0)).t
 
 
 @pytest.mark.parametrize(("family", "values"), cases())
-def test_a_field_that_is_read_means_what_it_means_in_transformers(family, values, tmp_path):
+def test_read_fields_have_transformers_meaning(family, values, tmp_path):
     directory = save_model(tmp_path, family, 0, **values)
     check_logprobs(directory)
     check_spec(directory)
 
 
 @pytest.mark.parametrize(("family", "values"), OLD)
-def test_older_spellings_mean_what_they_mean_in_transformers(family, values, tmp_path):
+def test_older_spellings_have_transformers_meaning(family, values, tmp_path):
     directory = edited(save_model(tmp_path, family, 0), values, {"rope_parameters"} - values.keys())
     check_logprobs(directory)
     check_spec(directory)
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_a_field_that_is_left_out_has_transformers_default(family, tmp_path):
+def test_absent_fields_have_transformers_defaults(family, tmp_path):
     save_model(tmp_path, family, 0)
     whole = json.loads((tmp_path / "config.json").read_text())
     needed = {
@@ -125,7 +125,7 @@ def test_a_field_that_is_left_out_has_transformers_default(family, tmp_path):
 
 
 def check_spec(directory):
-    """The spec says what transformers' config of the same file says."""
+    """Assert that the spec equals transformers' config of the same file."""
     spec, config = SourceModel.open(directory).spec, transformers.AutoConfig.from_pretrained(directory)
     rope = config.rope_parameters
     windows = [
@@ -155,15 +155,15 @@ def test_every_spelling_of_a_dtype(values, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_every_declared_field_has_its_use(family):
-    """A field that a new transformers adds must be looked at."""
+def test_every_declared_field_is_in_the_table(family):
+    """A field that a new version of transformers adds must be classified."""
     assert declared(family) <= FIELDS.keys()
     read = {name for name in declared(family) if FIELDS[name].use is Use.READ}
     assert read <= VARIANTS.keys() | NOT_IN_LOGITS
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_a_field_that_is_not_read_changes_no_logits(family, tmp_path):
+def test_irrelevant_fields_do_not_change_the_logits(family, tmp_path):
     directory = save_model(tmp_path, family, 0)
     before = transformers_logprobs(directory, IDS)
     unused = [name for name in declared(family) if FIELDS[name].use is Use.IRRELEVANT]
@@ -184,7 +184,7 @@ def test_a_field_that_is_not_read_changes_no_logits(family, tmp_path):
         ({"model_type": "mistral", "layer_types": [SLIDING, FULL, FULL], "sliding_window": None}, "sliding_window"),
     ],
 )
-def test_what_no_class_here_computes_is_refused_by_name(values, words, tmp_path):
+def test_unsupported_values_are_refused_by_name(values, words, tmp_path):
     directory = edited(save_model(tmp_path, "llama", 0), values)
     with pytest.raises(UserError, match=words):
         _ = SourceModel.open(directory).spec

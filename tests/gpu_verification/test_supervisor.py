@@ -1,4 +1,4 @@
-"""`verify-gpu` loses no case but the one at fault, reports what it did not reach, and needs no GPU to be tested."""
+"""`verify-gpu` loses only faulty cases and reports cases that it did not reach; tested without a GPU."""
 
 import dataclasses
 import inspect
@@ -27,7 +27,7 @@ def children_find_support(monkeypatch):
 
 
 @pytest.mark.usefixtures("children_find_support")
-def test_a_fault_costs_its_own_case_alone(tmp_path):
+def test_a_fault_loses_only_its_case(tmp_path):
     config = VerifyGpuConfig(twin="cpu", seconds=120)
     rows = Supervisor(tmp_path / "out", config, (STAGES[0], PLANTED)).run()
     assert {row["status"] for row in rows if row["stage"] == "probe"} == {"ok"}
@@ -38,7 +38,7 @@ def test_a_fault_costs_its_own_case_alone(tmp_path):
     }  # fmt: skip
     assert len(rows) == 6 + 9
     assert planted["wrong merge"]["measured"] == pytest.approx(0.01, rel=0.01)
-    # A crashed case is run once more by itself.
+    # A crashed case is repeated alone.
     assert "SIGSEGV" in planted["crash"]["detail"] and "SIGSEGV" in planted["crash"]["repeated"]
     assert "illegal memory access" in planted["broken context"]["repeated"]
     assert planted["exception"]["detail"].startswith("IndexError")
@@ -50,41 +50,41 @@ def test_a_fault_costs_its_own_case_alone(tmp_path):
     page = (tmp_path / "out" / "summary.md").read_text()
     assert "15 cases" in page and page.index("## Not ok") < page.index("## probe")
     assert "| planted: hang | at most 1e-05 relative error |  |  | timed out | longer than 1 s |" in page
-    # The inputs of the wrong case travel with the results.
+    # The inputs of the wrong case are among the results.
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "summary.md", "cases.jsonl", "log.txt", "mismatch.safetensors"
     }  # fmt: skip
 
 
 @pytest.mark.usefixtures("children_find_support")
-def test_what_the_time_does_not_suffice_for_is_skipped(tmp_path):
+def test_cases_beyond_the_time_limit_are_skipped(tmp_path):
     late = dataclasses.replace(PLANTED, name="late")
     run = Supervisor(tmp_path, VerifyGpuConfig(twin="cpu", seconds=10), (PLANTED, late))
-    # Time for the start of a process, at most.
-    run.deadline = run.began + 3.0
+    # Enough time to start a process, at most.
+    run.deadline = run.start_time + 3.0
     rows = run.run()
     assert rows[-1]["stage"] == "late" and rows[-1]["status"] == "skipped"
     assert rows[-1]["detail"] == "the run's time is over"
     assert "the run's time is over" in (tmp_path / "summary.md").read_text()
 
 
-def test_the_parent_loads_no_torch():
+def test_parent_does_not_import_torch():
     code = "import sys; from mlaforge.gpu_verification import supervisor; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_directory_of_others_is_refused(refused, tmp_path):
+def test_rejects_directories_with_other_files(refused, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     refused(("notes.txt", "verify-gpu did not write"), "verify-gpu", "--out", tmp_path, "--twin", "cpu")
 
 
-def test_an_unknown_stage_is_refused(refused, tmp_path):
+def test_rejects_unknown_stages(refused, tmp_path):
     refused(("probes", "probe"), "verify-gpu", "--out", tmp_path / "out", "--only", "probes")
 
 
 def test_every_triton_kernel_is_compiled():
-    """A kernel that is added to ops/ and not to the table of launches is found here."""
+    """Every kernel in ops/ is in the table of launches."""
     pytest.importorskip("triton")
     from mlaforge.gpu_verification.kernel_launches import LAUNCHES
     from mlaforge.ops.gpu_properties import GpuProperties
@@ -104,18 +104,18 @@ def test_every_triton_kernel_is_compiled():
         (EXACTLY, (100,), (99, 101)),
     ],
 )  # fmt: skip
-def test_predictions_hold(rule, right, wrong):
+def test_prediction_rules(rule, right, wrong):
     prediction = Prediction(100, "us", rule)
     assert all(prediction.holds(value) for value in right)
     assert not any(prediction.holds(value) for value in (*wrong, float("nan")))
 
 
-def test_counts_in_words():
+def test_counts_by_status():
     rows = [{"status": status} for status in ("ok", "off", "ok")]
     assert summary.counts(rows) == "2 ok, 1 off"
 
 
-def test_exit_code_says_whether_all_is_as_predicted(cli, monkeypatch, tmp_path):
+def test_exit_code_is_0_if_all_predictions_hold(cli, monkeypatch, tmp_path):
     def results(status):
         def run(out, config):
             out.mkdir(exist_ok=True)

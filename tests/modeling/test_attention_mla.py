@@ -1,4 +1,4 @@
-"""The attention mathematics against textbook softmax, and the sink from (out, lse)."""
+"""Attention against a textbook softmax, and the sink from (out, lse)."""
 
 import torch
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from support.tiny_models import load_original
 
 
 def textbook(q, k, v, visible, scale, sinks=None):
-    """Softmax attention in fp64 with the heads repeated, the sink as one more column."""
+    """Softmax attention in fp64 with repeated KV heads and the sink as one more column."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
     scores = (q.double() @ k.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
@@ -78,8 +78,8 @@ def test_chunks_of_queries_do_not_change_the_result(monkeypatch):
 
 @settings(max_examples=40, deadline=None)
 @given(shapes, st.booleans())
-def test_fused_attention_is_the_reference(shape, with_sinks):
-    """The sink as one more key, every width and mask; rows that see nothing but the sink give 0."""
+def test_fused_attention_matches_the_reference(shape, with_sinks):
+    """The sink as one more key, for every width and mask; rows that see only the sink give 0."""
     q, k, v, visible, sinks = problem(*shape)
     out, lse = attend(q, k, v, visible, 0.3)
     expected = out * sink_share(lse, sinks)[..., None] if with_sinks else out
@@ -96,8 +96,8 @@ def test_fused_attention_without_a_mask_is_causal():
     torch.testing.assert_close(attend_fused(q, k, v, None, 0.3, sinks), shared, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sink_that_takes_nothing_is_no_nan_in_half_precision():
-    """-1e4 over the scale is beyond fp16; infinity times the other keys' zero would be NaN."""
+def test_minus_infinity_sink_gives_no_nan_in_half_precision():
+    """-1e4 over the scale exceeds fp16; infinity times the other keys' zero would be NaN."""
     q, k, v, visible, sinks = problem(1, 1, 2, 2, 5, 5, 8, 8)
     visible[..., 0] = True
     q, k, v = (t.half() for t in (q, k, v))
@@ -106,7 +106,7 @@ def test_a_sink_that_takes_nothing_is_no_nan_in_half_precision():
 
 
 def test_a_rotation_table_has_no_gaps(tiny_models):
-    """Some families hand the same columns over twice; compiled kernels read a table as it lies."""
+    """Some families pass the same columns twice; compiled kernels read a contiguous table."""
     model = load_original(tiny_models["llama"]).model
     for table in RotationTable(model.rotary_emb, 8)(40, torch.zeros(1, 1)):
         assert table.shape == (1, 40, 8) and table[0].is_contiguous()

@@ -1,4 +1,4 @@
-"""Coded rows: what is read is the nearest whole number within its bits, and a row has the bytes that its bits need."""
+"""Coded rows: decoded values are the nearest integers within their bits, and rows have the expected bytes."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ codes = st.lists(st.integers(1, 12), min_size=1, max_size=LARGEST_CODE).map(
 
 
 @given(codes, st.sampled_from([0, 2, 6]), st.integers(0, 1 << 30))
-def test_what_is_read(counts, rope, seed):
+def test_decoded_rows(counts, rope, seed):
     code, generator = CodedRows(counts, rope), torch.Generator().manual_seed(seed)
     bits = torch.tensor([sum(i < count for count in counts) for i in range(counts[0])])
     row = torch.randn(2, 3, counts[0] + rope, generator=generator)
@@ -28,23 +28,23 @@ def test_what_is_read(counts, rope, seed):
     assert torch.equal(read[..., : counts[0]], nearest.bfloat16())
     rotary = row[..., counts[0] :]
     assert not rope or ((read[..., counts[0] :] - rotary).abs() <= rotary.abs().amax(-1, keepdim=True) / 80).all()
-    # What is read is a row of the code, where bf16 has its numbers.
+    # Decoded rows are fixed points, except where bf16 rounds.
     again = code.unpack(code.pack(read))
     assert len(counts) > 8 or torch.equal(again[..., : counts[0]], read[..., : counts[0]])
     assert torch.equal(code.rounded(row), read.to(row.dtype))
 
 
-def test_planes_are_bits_of_all_numbers():
-    """Two bits for the first eight of sixteen numbers, one for the others: -1 or 0."""
+def test_bit_planes_cover_all_coordinates():
+    """Two bits for the first eight of 16 coordinates, one for the others: -1 or 0."""
     row = torch.tensor([[-2.0, -1.0, 0.0, 1.0, -2.4, 5.0, 0.6, -9.0, -1.0, 0.0, -3.0, 3.0, 0.0, 0.0, 0.0, -1.0]])
     packed = CodedRows((16, 8)).pack(row)
-    # Codes 0 1 2 3 0 3 3 0 and 0 1 0 1 1 1 1 0, the first number in the lowest bit.
+    # Codes 0 1 2 3 0 3 3 0 and 0 1 0 1 1 1 1 0, the first coordinate in the lowest bit.
     assert packed.tolist() == [[0b01101010, 0b01111010, 0b01101100]]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number(bad):
-    """A code says none; a rotary key does."""
+def test_nan_becomes_zero(bad):
+    """Codes cannot represent NaN; a rotary key can."""
     code = CodedRows((8, 8, 8), 2)
     row = torch.ones(1, 10)
     row[0, 0] = bad
@@ -53,7 +53,7 @@ def test_what_is_no_number(bad):
     assert not code.unpack(code.pack(row))[0, 8:].isfinite().any()
 
 
-def test_gradients_pass():
+def test_gradients_pass_straight_through():
     row = torch.randn(4, 8, requires_grad=True)
     CodedRows((8, 8)).rounded(3 * row).sum().backward()
     assert torch.equal(row.grad, torch.full((4, 8), 3.0))

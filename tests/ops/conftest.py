@@ -1,4 +1,4 @@
-"""What several operations' tests share."""
+"""Fixtures shared by the tests of operations."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def fresh_memory_is_nan() -> Iterator[None]:
-    """torch.empty gives NaN, so that what was never written shows."""
+    """Make torch.empty return NaN, so that reads of uninitialised memory are detected."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

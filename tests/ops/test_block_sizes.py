@@ -1,8 +1,5 @@
-"""A row has one result: what attention makes of it is the same to the bit whatever blocks the cache has, down to single
-rows, which are the blocks of partial views and of selections.
-
-Of the kernels for AMX sixteen rows that lie one after another are a tile, and windows may begin inside of sixteen.
-"""
+"""Attention to a row is bitwise independent of block sizes, down to single rows, the blocks of partial views and of
+selections. The AMX kernels take 16 consecutive rows as a tile, and windows may begin within 16 rows."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -12,14 +9,14 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.speculation.drafter import ancestry
-from mlaforge.ops.kept_keys import EACH, KeptKeys
+from mlaforge.ops.decompressed_keys import TOKENS_PER_KEY, DecompressedKeys
 from mlaforge.ops.row_format import Int4, Int8, RowFormat
 from support.kernel_forms import EVERY_FORM
 from support.packed_caches import Cache, latent_format, latent_layer, make_cache, regrouped
 
 WINDOWS = [None, 5, 300]
 pytestmark = pytest.mark.parametrize("compiled", EVERY_FORM, indirect=True, scope="module")
-# Decoded and verified tokens and prompts, of less than a chunk of 256 and of some; and the text before a tree.
+# Decoding, verification and prompts, shorter and longer than a chunk of 256; and the text before a tree.
 CHAINS = [[(1, 1), (70, 1), (700, 9)], [(300, 4), (5, 5), (513, 1)], [(40, 40), (600, 70)], [(600, 3)]]
 BEFORE = [0, 37, 241, 505]
 SIZES = [1, 4, 8, 16]
@@ -28,7 +25,7 @@ Attend = Callable[[Cache, Tensor | None], tuple[Tensor, ...]]
 
 
 def steps(format: RowFormat, whole: tuple[int, ...]) -> Iterator[tuple[Cache, Tensor | None]]:
-    """Steps over caches in blocks of 16, or of what is packed together: chains, and then trees of drafted tokens."""
+    """Yield steps over caches in blocks of 16 (or of a unit): chains, then trees of drafted tokens."""
     chance, size = random.Random(0), max(16, format.tokens)
     for window in WINDOWS:
         for sequences in CHAINS:
@@ -41,19 +38,19 @@ def steps(format: RowFormat, whole: tuple[int, ...]) -> Iterator[tuple[Cache, Te
 
 
 def differing(attend: Attend, format: RowFormat, whole: tuple[int, ...] = ()) -> list[str]:
-    """The steps of which `attend` makes other bits where the same rows are in other blocks."""
-    found = []
+    """List the steps for which `attend` gives different bits when the same rows are in other blocks."""
+    mismatches = []
     for cache, tree_Tn in steps(format, whole):
-        # It may write rows.
+        # Copies, because `attend` may write rows.
         others = [regrouped(cache, size) for size in SIZES]
-        wanted = attend(cache, tree_Tn)
-        assert all(bool(x.isfinite().all()) for x in wanted)
+        expected = attend(cache, tree_Tn)
+        assert all(bool(x.isfinite().all()) for x in expected)
         for other in others:
             _, lengths, _, starts, size, window = other.view
-            if not all(map(torch.equal, attend(other, tree_Tn), wanted)):
+            if not all(map(torch.equal, attend(other, tree_Tn), expected)):
                 tokens = "a tree" if tree_Tn is not None else starts.diff().tolist()
-                found.append(f"blocks of {size}: {tokens} of {lengths.tolist()}, window {window}")
-    return found
+                mismatches.append(f"blocks of {size}: {tokens} of {lengths.tolist()}, window {window}")
+    return mismatches
 
 
 @pytest.mark.parametrize("stored", ["bf16", "int8", "int8-first-whole", "int4"])
@@ -67,13 +64,13 @@ def test_grouped_queries(heads, kv_heads, dim, stored, compiled):
         table, lengths, _, starts, size, window = cache.view
         q, rows = q_NHD[: len(cache.slots)], cache.rows(stored == "bf16")
         inputs = (q, *rows, G, D, G * D, *cache.view, 0.3, tree_Tn)
-        found = compiled.decode(*inputs)
+        actual = compiled.decode(*inputs)
         if window or tree_Tn is not None:
-            return found
-        # Where attention falls: as it is kept beside it, and by keys alone.
-        *same, kept = compiled.decode_and_watch(*inputs, list(range(len(table))))
-        assert all(map(torch.equal, same, found))
-        return *found, kept, compiled.attended(q[starts[1:].long() - 1], *rows, G, table, lengths, size, 0.3)
+            return actual
+        # Attention mass: recorded by attention, and by the separate kernel.
+        *same, mass = compiled.decode_with_mass(*inputs, list(range(len(table))))
+        assert all(map(torch.equal, same, actual))
+        return *actual, mass, compiled.attention_mass(q[starts[1:].long() - 1], *rows, G, table, lengths, size, 0.3)
 
     assert not differing(attend, format, whole)
 
@@ -88,17 +85,17 @@ def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
     def attend(cache: Cache, tree_Tn: Tensor | None) -> tuple[Tensor, ...]:
         layer = latent_layer(heads, kv_heads, rank, E, len(cache.slots))
         inputs = (*layer, *cache.rows(stored == "bf16"), cache.slots, *cache.view, 0.3, tree_Tn)
-        found = kernel(*inputs)
+        actual = kernel(*inputs)
         sequences, size = len(cache.view[1]), cache.view[4]
-        # A prompt, more than 64 queries' heads, keeps no keys.
+        # Prompts (more than 64 columns) do not cache decompressed keys.
         chosen = layout == "latent" and size == 1 and sequences == 1 and heads * len(cache.slots) <= 64
         if chosen and tree_Tn is None:
-            # As a selection of all that there is; the second time by keys that were kept.
+            # As a selection of all tokens; the second run reads cached keys.
             positions = torch.arange(int(cache.view[1]), dtype=torch.int32)[None]
-            kept = KeptKeys.empty(EACH * len(cache.decoded), layer[5].numel())
+            retained = DecompressedKeys.empty(TOKENS_PER_KEY * len(cache.decoded), layer[5].numel())
             for _ in range(2):
-                assert torch.equal(kernel(*inputs, positions, kept.keys, kept.places), found)
-            assert bool((kept.places[cache.slots] >= 0).all())
-        return (found,)
+                assert torch.equal(kernel(*inputs, positions, retained.keys, retained.metadata), actual)
+            assert bool((retained.metadata[cache.slots] >= 0).all())
+        return (actual,)
 
     assert not differing(attend, format)

@@ -1,4 +1,4 @@
-"""Which implementation runs, what is said about it, and what `MLAFORGE_OPS=check` does."""
+"""Selection of implementations, its log lines and errors, and `MLAFORGE_OPS=check`."""
 
 import dataclasses
 import re
@@ -20,9 +20,9 @@ from mlaforge.ops.dispatch import Op
 
 @pytest.fixture
 def op(monkeypatch):
-    """`fast` takes rows of even length, `other` everything, `far` is for another kind of device."""
+    """An op: `fast` supports rows of even length, `other` everything, `far` another kind of device."""
     monkeypatch.delenv("MLAFORGE_OPS", raising=False)
-    # The real one of this name stays known to whoever goes through all.
+    # Restores the real op of this name in the registry.
     monkeypatch.setattr(dispatch, "OPS", {})
     op = Op("paged_attention", lambda x: (x * 2,))
     op.register("fast", lambda x: (x + x,), lambda x: True if len(x) % 2 == 0 else "an odd number", device_type="cpu")
@@ -34,14 +34,14 @@ def op(monkeypatch):
 EVEN, ODD, LONG = torch.arange(4.0), torch.arange(5.0), torch.arange(9.0)
 
 
-def test_the_first_that_supports_the_inputs_is_chosen_and_passing_over_is_said_once(op, capsys):
+def test_first_supporting_implementation_runs_and_skips_are_logged_once(op, capsys):
     assert op.choose(EVEN)[0] == "fast"
     assert capsys.readouterr().err == ""
     for _ in range(2):
         assert op.choose(ODD)[0] == "wrong"
         assert op.choose(LONG)[0] == "reference"
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["paged_attention: not fast: an odd number", "paged_attention: not wrong: too long"]
+    assert lines == ["paged_attention: fast is not used: an odd number", "paged_attention: wrong is not used: too long"]
 
 
 def test_argument_before_environment_before_support(op, monkeypatch):
@@ -50,35 +50,35 @@ def test_argument_before_environment_before_support(op, monkeypatch):
     assert op(EVEN, implementation="reference")[0][3] == 6
     monkeypatch.setenv("MLAFORGE_OPS", "reference, paged_attention=wrong")
     assert op(EVEN)[0][3] == 7
-    # Another op's business.
+    # A word for another op.
     monkeypatch.setenv("MLAFORGE_OPS", "dispatch=wrong")
     assert op(EVEN)[0][3] == 6
 
 
 @pytest.mark.parametrize(
-    ("wanted", "words"),
+    ("choice", "words"),
     [
         ("far", "paged_attention: far cannot run here: it is far away"),
         ("fsat", "paged_attention has no implementation 'fsat'; it has fast, wrong, far, reference"),
-        ("attention=fast", "MLAFORGE_OPS names 'attention', which is no op; this one is paged_attention"),
+        ("attention=fast", "MLAFORGE_OPS names 'attention', which is not an op; this op is paged_attention"),
     ],
 )
-def test_what_cannot_be_is_refused(op, monkeypatch, wanted, words):
-    if "=" not in wanted:
+def test_rejects_unknown_and_unsupported_implementations(op, monkeypatch, choice, words):
+    if "=" not in choice:
         with pytest.raises(runtime.UserError, match=re.escape(words)):
-            op(EVEN, implementation=wanted)
-    monkeypatch.setenv("MLAFORGE_OPS", wanted)
+            op(EVEN, implementation=choice)
+    monkeypatch.setenv("MLAFORGE_OPS", choice)
     with pytest.raises(runtime.UserError, match=re.escape(words)):
         op(EVEN)
 
 
-def test_check_compares_and_keeps_the_inputs(op, monkeypatch, tmp_path):
+def test_check_compares_and_saves_the_inputs(op, monkeypatch, tmp_path):
     monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
     monkeypatch.setenv("MLAFORGE_OPS", "check")
     assert op(EVEN)[0].tolist() == [0, 2, 4, 6]
     assert not list(tmp_path.iterdir())
     with pytest.raises(
-        AssertionError, match=r"wrong, output 0: 1 of 5 numbers differ, worst \(3,\): 7 instead"
+        AssertionError, match=r"wrong, output 0: 1 of 5 elements differ, worst \(3,\): 7 instead"
     ) as error:
         op(ODD)
     path = Path(str(error.value).split("saved as ")[1])
@@ -89,7 +89,7 @@ NUMBERS = st.floats(width=32)
 
 
 @given(st.lists(NUMBERS, max_size=5), st.lists(NUMBERS, max_size=5))
-def test_differences_finds_exactly_what_differs(a, b):
+def test_differences_finds_exactly_the_mismatches(a, b):
     b = (b + a)[: len(a)]
     said = differences(torch.tensor(a), torch.tensor(b), 1e-5, 1e-4)
     same = all(
@@ -104,18 +104,18 @@ def test_differences_finds_exactly_what_differs(a, b):
 @pytest.mark.parametrize(
     ("actual", "words"),
     [
-        ([0.0, torch.nan, 2.0], "1 places differ in nan, first (1,): nan instead of 1"),
-        ([0.0, torch.inf, 2.0], "1 places differ in +inf, first (1,)"),
-        ([0.0, 1.1, 2.5], "2 of 3 numbers differ, worst (2,): 2.5 instead of 2"),
+        ([0.0, torch.nan, 2.0], "1 elements differ in nan, first (1,): nan instead of 1"),
+        ([0.0, torch.inf, 2.0], "1 elements differ in +inf, first (1,)"),
+        ([0.0, 1.1, 2.5], "2 of 3 elements differ, worst (2,): 2.5 instead of 2"),
         ([0.0, 1.0], "[2] torch.float32 instead of [3]"),
     ],
 )
-def test_differences_are_told_with_the_worst_place(actual, words):
+def test_differences_name_the_worst_position(actual, words):
     assert differences(torch.tensor(actual), torch.tensor([0.0, 1.0, 2.0]), 1e-5, 1e-4).startswith(words)
 
 
-def test_saved_inputs_come_back_as_they_were(tmp_path):
-    """Strides and shared memory included: which path an implementation takes may hang on them."""
+def test_saved_inputs_are_restored_exactly(tmp_path):
+    """Including strides and shared memory, on which an implementation's code path may depend."""
     rows = torch.randn(12, 1, 10, dtype=torch.bfloat16)
     view = CacheView(
         torch.tensor([[0, 2]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""What is read of a GPU, by a GPU that is not there."""
+"""GPU properties, with a mocked GPU."""
 
 from types import SimpleNamespace
 
@@ -10,13 +10,13 @@ from mlaforge.ops.gpu_properties import SHARED_MEMORY, gpu_properties
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """What a test pretends of a device is not remembered."""
+    """Clear the cache, so that mocked properties do not leak."""
     yield
     gpu_properties.cache_clear()
 
 
 @pytest.mark.parametrize("optin", [{"shared_memory_per_block_optin": 101376}, {}])
-def test_a_device_is_read_once(optin, monkeypatch):
+def test_device_properties_are_cached(optin, monkeypatch):
     calls = []
     ada = SimpleNamespace(major=8, minor=9, multi_processor_count=142, **optin)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: (calls.append(device), ada)[1])

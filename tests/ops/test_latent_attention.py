@@ -1,4 +1,4 @@
-"""The compiled kernels of latent attention, from a layer's projections to its heads' outputs."""
+"""Compiled kernels of latent attention, from a layer's projections to its heads' outputs."""
 
 import itertools
 
@@ -23,7 +23,7 @@ pytestmark = [
     "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (300, 200)]], ids=str
 )
 def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, compiled):
-    """The kernel from projections to heads' outputs against absorbed attention by its definition, in fp32."""
+    """Compare with absorbed attention by its definition, in fp32."""
     H, G, D, V, R, E = heads, kv_heads, 16, 24, rank, rope
     step = make_step(Shape(H, 1, R + E, R, aliased=True), sequences, 16, window, dtype=torch.bfloat16)
     generator, view, N = torch.Generator().manual_seed(1), step.view, len(step.q)
@@ -32,7 +32,7 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, comp
         return torch.randn(*size, generator=generator)
 
     w_uk, w_uv, b_k, b_v = normal(G, D, R).bfloat16() / 4, normal(G, V, R).bfloat16() / 4, normal(G, D), normal(G, V)
-    both, sink_H = normal(N, H * (D + E) + R + E).bfloat16(), normal(H)
+    qkv, sink_H = normal(N, H * (D + E) + R + E).bfloat16(), normal(H)
     index, angles = torch.randperm(E, generator=generator)[: E // 2], normal(N, 1, E)
     turn = torch.complex(angles.cos(), angles.sin())
     rows = step.k[:, 0].contiguous()
@@ -43,11 +43,11 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, comp
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
     out = compiled.latent_rope(
-        both, turn, index, torch.stack([pack(w.T) for w in w_uk]), torch.stack([pack(w) for w in w_uv]), b_k, b_v,
+        qkv, turn, index, torch.stack([pack(w.T) for w in w_uk]), torch.stack([pack(w) for w in w_uv]), b_k, b_v,
         sink_H if sinks else None, rows, None, [0], view.slots_N, view.block_table_SB, view.seq_lens_S, view.first_S,
         view.query_start_S1, view.block_size, view.window or 0, 0.3, None,
     )  # fmt: skip
-    q, row = both.float().split([H * (D + E), R + E], dim=1)
+    q, row = qkv.float().split([H * (D + E), R + E], dim=1)
     wanted_rows = torch.cat((row[:, :R], turned(row[:, None, R:])[:, 0]), dim=1)
     torch.testing.assert_close(rows[view.slots_N].float(), wanted_rows, rtol=2**-8, atol=1e-6)
     nope, rotary = q.view(N, H, D + E).split([D, E], dim=-1)
@@ -55,12 +55,12 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, comp
     absorbed = torch.cat((torch.einsum("ngjd,gdr->ngjr", nope, w_uk.float()).flatten(1, 2), turned(rotary)), dim=-1)
     keys = rows[:, None].float()
     latent, lse = paged_attention(absorbed, keys, keys[..., :R], view, 0.3, implementation="reference")
-    wanted = torch.einsum("ngjr,gvr->ngjv", latent.unflatten(1, (G, H // G)), w_uv.float()) + b_v[:, None]
+    expected = torch.einsum("ngjr,gvr->ngjv", latent.unflatten(1, (G, H // G)), w_uv.float()) + b_v[:, None]
     if sinks:
         shift = torch.einsum("ngjd,gd->ngj", nope, b_k).flatten(1, 2) * 0.3
-        wanted = wanted * torch.sigmoid(lse + shift - sink_H).unflatten(1, (G, H // G))[..., None]
-    size = wanted.abs().amax()
-    torch.testing.assert_close(out.float(), wanted.flatten(1), rtol=2e-2, atol=float(1e-2 * size))
+        expected = expected * torch.sigmoid(lse + shift - sink_H).unflatten(1, (G, H // G))[..., None]
+    size = expected.abs().amax()
+    torch.testing.assert_close(out.float(), expected.flatten(1), rtol=2e-2, atol=float(1e-2 * size))
 
 
 @pytest.mark.parametrize("window", [None, 300], ids=["all", "window"])
@@ -68,7 +68,7 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, comp
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rank"), [(9, 3, 64, 310), (4, 2, 24, 66)])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, window, compiled):
-    """A token gets the same to the bit decoded or in a prompt, alone or beside others, whatever blocks they share."""
+    """A token's result is bitwise equal decoded or in a prompt, alone or with others, with any shared blocks."""
     H, G, D, V, R, L = heads, kv_heads, dim, 16, rank, 704
     generator, columns = torch.Generator().manual_seed(1), L // block_size
 
@@ -76,14 +76,16 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
         return torch.randn(*size, generator=generator)
 
     queries, angles, rows = normal(L, H * D).bfloat16(), normal(L, D // 2), normal(8 * L, R).bfloat16()
-    own = torch.randperm(8 * columns, generator=generator).to(torch.int32).view(8, columns)
+    blocks = torch.randperm(8 * columns, generator=generator).to(torch.int32).view(8, columns)
     norm = (normal(D).bfloat16(), normal(D).bfloat16()) if norms else (None, None)
     w_uk, w_uv = pack(normal(G * D, R) / 8, 32), torch.stack([pack(normal(V, R)) for _ in range(G)])
     biases = normal(G * D).bfloat16(), normal(G, V)
 
     def attended(*sequences: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
-        """Of each its last T tokens: (text, length, T, blocks that are the first text's)."""
-        table = torch.stack([torch.cat((own[0, :shared], own[text, shared:])) for text, _, _, shared in sequences])
+        """Run sequences (text, length, T, blocks shared with the first text); returns the last T tokens of each."""
+        table = torch.stack(
+            [torch.cat((blocks[0, :shared], blocks[text, shared:])) for text, _, _, shared in sequences]
+        )
         lengths, queried = ([sequence[at] for sequence in sequences] for at in (1, 2))
         tokens = [torch.arange(length - T, length) for _, length, T, _ in sequences]
         slots = torch.cat([
@@ -94,9 +96,9 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
         ]
         table = torch.stack([row.roll(-before // block_size) for row, before in zip(table, first, strict=True)])
         numbers = (torch.tensor(x, dtype=torch.int32) for x in (lengths, first, [0, *itertools.accumulate(queried)]))
-        both = torch.cat((queries[torch.cat(tokens)], rows[slots]), dim=1)
+        qkv = torch.cat((queries[torch.cat(tokens)], rows[slots]), dim=1)
         out = compiled.latent(
-            both, angles.cos(), angles.sin(), w_uk, w_uv, *biases, *norm, 1e-5, None, rows, None, [0], slots, table,
+            qkv, angles.cos(), angles.sin(), w_uk, w_uv, *biases, *norm, 1e-5, None, rows, None, [0], slots, table,
             *numbers, block_size, window or 0, 0.05, None,
         )  # fmt: skip
         assert out.isfinite().all()
@@ -111,9 +113,9 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
         [(0, 640, 40, 0), (1, 700, 1, 70), (2, 690, 30, 30), (3, 650, 30, 9), (4, 300, 100, 2), (5, 300, 3, 0)],
     ]
     for sequences in steps:
-        for (text, length, T, shared), found in zip(sequences, attended(*sequences), strict=True):
+        for (text, length, T, shared), actual in zip(sequences, attended(*sequences), strict=True):
             (alone,) = attended((text, length, length, shared))
-            assert torch.equal(found, alone[length - T :])
+            assert torch.equal(actual, alone[length - T :])
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
@@ -124,7 +126,7 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
     "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (5000, 20), (300, 200)]], ids=str
 )
 def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, compiled):
-    """The kernel from projections to heads' outputs against attention over decompressed keys by its definition."""
+    """Compare with attention over decompressed keys by its definition."""
     H, G, D, V, R = heads, kv_heads, 16, 24, rank
     step = make_step(Shape(H, 1, R, R, aliased=True), sequences, 16, window, dtype=torch.bfloat16)
     generator, view, N = torch.Generator().manual_seed(1), step.view, len(step.q)
@@ -141,17 +143,17 @@ def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, compiled
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
     w_uk, w_uv, b_k, b_v = normal(G, D, R).bfloat16() / 8, normal(G, V, R).bfloat16() / 4, normal(G, D), normal(G, V)
-    both, sink_H, angles = normal(N, H * D + R).bfloat16(), normal(H), normal(max(view.max_seq_len, 1), D // 2)
+    qkv, sink_H, angles = normal(N, H * D + R).bfloat16(), normal(H), normal(max(view.max_seq_len, 1), D // 2)
     q_norm, k_norm = (normal(D).bfloat16(), normal(D).bfloat16()) if norms else (None, None)
     b_k = b_k.bfloat16()
     rows = step.k[:, 0].contiguous()
     out = compiled.latent(
-        both, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1), 32), torch.stack([pack(w) for w in w_uv]),
+        qkv, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1), 32), torch.stack([pack(w) for w in w_uv]),
         b_k.flatten(), b_v, q_norm, k_norm, 1e-5, sink_H if sinks else None, rows, None, [0], view.slots_N,
         view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size, view.window or 0,
         0.3, None,
     )  # fmt: skip
-    q, c = both.float().split([H * D, R], dim=1)
+    q, c = qkv.float().split([H * D, R], dim=1)
     assert torch.equal(rows[view.slots_N].float(), c)
     keys = torch.zeros(len(rows), G, D)
     at = []
@@ -163,8 +165,8 @@ def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, compiled
     queries = turned(normed(q.view(N, H, D), q_norm), torch.tensor(at))
     values = rows[:, None].float().expand(-1, G, -1)
     latent, lse = paged_attention(queries, keys, values, view, 0.3, implementation="reference")
-    wanted = torch.einsum("ngjr,gvr->ngjv", latent.unflatten(1, (G, H // G)), w_uv.float()) + b_v[:, None]
+    expected = torch.einsum("ngjr,gvr->ngjv", latent.unflatten(1, (G, H // G)), w_uv.float()) + b_v[:, None]
     if sinks:
-        wanted = wanted * torch.sigmoid(lse - sink_H).unflatten(1, (G, H // G))[..., None]
-    size = wanted.abs().amax()
-    torch.testing.assert_close(out.float(), wanted.flatten(1), rtol=3e-2, atol=float(1.5e-2 * size))
+        expected = expected * torch.sigmoid(lse - sink_H).unflatten(1, (G, H // G))[..., None]
+    size = expected.abs().amax()
+    torch.testing.assert_close(out.float(), expected.flatten(1), rtol=3e-2, atol=float(1.5e-2 * size))

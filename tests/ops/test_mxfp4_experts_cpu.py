@@ -12,12 +12,12 @@ from mlaforge.ops.mxfp4 import dequantize
 from mlaforge.ops.mxfp4_experts import Mxfp4Experts
 from mlaforge.ops.native import kernels
 
-# Of a token's result: activations of 16 bits, whose largest number sets the step; and bf16 in and out.
+# Relative errors of a token's result: 16-bit activations, whose step depends on the largest; and bf16 input and output.
 EXACT, ROUNDED = 4e-3, 8e-3
 
 
 def pair(experts, hidden, intermediate, seed=0, alpha=1.702, limit=7.0):
-    """Random experts as they are stored, and transformers' with the same weights."""
+    """Random experts in packed form, and transformers' module with the same weights."""
     config = GptOssConfig(
         num_local_experts=experts, hidden_size=hidden, intermediate_size=intermediate, swiglu_alpha=alpha,
         swiglu_limit=limit,
@@ -51,30 +51,30 @@ def mixture(compiled, packed):
     return lambda x, chosen, weights: compiled.mixture_mxfp4(x, chosen, weights, *packed.packed)
 
 
-def apart(found, wanted):
-    """Of the norm, for the worst token."""
-    return ((found.double() - wanted.double()).norm(dim=-1) / wanted.double().norm(dim=-1)).max()
+def apart(actual, expected):
+    """Error relative to the norm, for the worst token."""
+    return ((actual.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)).max()
 
 
-# Widths that fill registers of 2 and of 4 groups, and those that leave one to three groups.
+# Widths that fill registers of 2 and of 4 groups, and widths with remainders of one to three groups.
 @settings(max_examples=12)
 @given(
     st.integers(1, 5), st.sampled_from([32, 64, 96, 128, 160, 224, 576]), st.sampled_from([32, 96, 128, 192, 288]),
     st.integers(1, 19), st.integers(0, 9),
 )  # fmt: skip
-def test_a_mixture_is_that_of_unpacked_experts(compiled, experts, hidden, intermediate, count, seed):
+def test_mixture_matches_unpacked_experts(compiled, experts, hidden, intermediate, count, seed):
     packed, oracle = pair(experts, hidden, intermediate, seed)
     x, chosen, weights = tokens(count, hidden, experts, min(2, experts), seed)
-    wanted = oracle(x, chosen, weights)
-    assert apart(mixture(compiled, packed)(x, chosen, weights), wanted) < EXACT
-    found = mixture(compiled, packed)(x.bfloat16(), chosen, weights.bfloat16())
-    wanted = oracle(x.bfloat16().float(), chosen, weights.bfloat16().float())
-    assert found.dtype == torch.bfloat16
-    assert apart(found, wanted) < ROUNDED
+    expected = oracle(x, chosen, weights)
+    assert apart(mixture(compiled, packed)(x, chosen, weights), expected) < EXACT
+    actual = mixture(compiled, packed)(x.bfloat16(), chosen, weights.bfloat16())
+    expected = oracle(x.bfloat16().float(), chosen, weights.bfloat16().float())
+    assert actual.dtype == torch.bfloat16
+    assert apart(actual, expected) < ROUNDED
 
 
-def test_a_token_has_one_result(compiled):
-    """Whatever tokens are computed beside it, and however many of them share its experts."""
+def test_a_tokens_result_is_batch_invariant(compiled):
+    """For any other tokens in the batch, and any number of tokens per expert."""
     packed, _ = pair(4, 160, 96)
     x, chosen, weights = tokens(41, 160, 4, 2)
     native = mixture(compiled, packed)
@@ -83,16 +83,16 @@ def test_a_token_has_one_result(compiled):
         assert torch.equal(native(x[first:last], chosen[first:last], weights[first:last]), whole[first:last])
 
 
-def test_experts_that_nobody_chose_are_not_read(compiled):
+def test_inactive_experts_are_not_read(compiled):
     packed, oracle = pair(6, 64, 64)
     x, _, weights = tokens(5, 64, 6, 2)
     chosen = torch.tensor([[1, 4]]).expand(5, 2)
-    wanted = oracle(x, chosen, weights)
+    expected = oracle(x, chosen, weights)
     for expert in (0, 2, 3, 5):
         packed.gate_up_proj_scales[expert] = 255
         packed.down_proj_bias[expert] = torch.nan
-    assert apart(mixture(compiled, packed)(x, chosen, weights), wanted) < EXACT
-    assert apart(packed(x.requires_grad_(), chosen, weights), wanted) < 1e-4
+    assert apart(mixture(compiled, packed)(x, chosen, weights), expected) < EXACT
+    assert apart(packed(x.requires_grad_(), chosen, weights), expected) < 1e-4
 
 
 def test_the_gate_is_clamped_as_the_config_says(compiled):
@@ -102,7 +102,7 @@ def test_the_gate_is_clamped_as_the_config_says(compiled):
         assert apart(mixture(compiled, packed)(x, chosen, weights), oracle(x, chosen, weights)) < EXACT
 
 
-def test_what_is_no_number_stays_with_its_token(compiled):
+def test_nan_stays_with_its_token(compiled):
     packed, _ = pair(3, 64, 64)
     x, chosen, weights = tokens(6, 64, 3, 2)
     native = mixture(compiled, packed)
@@ -110,10 +110,10 @@ def test_what_is_no_number_stays_with_its_token(compiled):
     for value in (torch.nan, torch.inf):
         spoilt = x.clone()
         spoilt[2, 33] = value
-        found = native(spoilt, chosen, weights)
-        assert not torch.isfinite(found[2]).any()
+        actual = native(spoilt, chosen, weights)
+        assert not torch.isfinite(actual[2]).any()
         others = [0, 1, 3, 4, 5]
-        assert torch.equal(found[others], whole[others])
+        assert torch.equal(actual[others], whole[others])
 
 
 def test_no_tokens_and_zeros(compiled):
@@ -125,14 +125,14 @@ def test_no_tokens_and_zeros(compiled):
     assert apart(native(zeros, chosen, weights), oracle(zeros, chosen, weights)) < EXACT
 
 
-def test_an_expert_that_is_none_is_refused(compiled):
+def test_rejects_invalid_expert_ids(compiled):
     packed, _ = pair(3, 64, 64)
     x, chosen, weights = tokens(4, 64, 3, 2)
     with pytest.raises(RuntimeError, match="expert 3 of 3"):
         mixture(compiled, packed)(x, chosen.where(chosen != 1, 3), weights)
 
 
-def test_gradients_are_those_of_unpacked_experts():
+def test_gradients_match_unpacked_experts():
     packed, oracle = pair(4, 96, 64)
     x, chosen, weights = tokens(9, 96, 4, 2)
     grads = []
@@ -140,22 +140,22 @@ def test_gradients_are_those_of_unpacked_experts():
         inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
         out = experts(inputs[0], chosen, inputs[1])
         grads.append(torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), inputs))
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_without_a_gradient_the_compiled_kernel_runs(monkeypatch):
     packed, oracle = pair(2, 64, 64)
     x, chosen, weights = tokens(3, 64, 2, 1)
-    wanted = oracle(x, chosen, weights)
+    expected = oracle(x, chosen, weights)
     monkeypatch.setattr(mxfp4_experts, "kernels", lambda: None)
     exact = packed(x, chosen, weights)
-    assert apart(exact, wanted) < 1e-5
+    assert apart(exact, expected) < 1e-5
     monkeypatch.undo()
     if kernels() is None:
         pytest.skip("no compiled kernels")
     with torch.no_grad():
-        found = packed(x, chosen, weights)
-    assert not torch.equal(found, exact)
-    assert apart(found, wanted) < EXACT
+        actual = packed(x, chosen, weights)
+    assert not torch.equal(actual, exact)
+    assert apart(actual, expected) < EXACT
     assert torch.equal(packed(x.clone().requires_grad_(), chosen, weights).detach(), exact)

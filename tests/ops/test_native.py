@@ -1,4 +1,4 @@
-"""The compiled CPU kernels against torch in fp64, and what happens where they cannot be had."""
+"""Compiled CPU kernels against torch in fp64, and behaviour if they cannot be compiled."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from mlaforge.ops import mxfp4_experts, native, packed_attention, paged_attentio
 from mlaforge.ops.dispatch import OPS
 from mlaforge.ops.native import kernels, pack
 
-# bf16 keeps 8 bits: half a unit in the last place of the result.
+# Half a unit in the last place of bf16's 8 bits.
 ROUNDED = 2**-8
 
 
-def near(found, wanted, scale):
-    """Within rounding of the result, where fp32 sums of terms as large as `scale` went before."""
-    error = (found.double() - wanted).abs()
-    assert bool((error <= ROUNDED * wanted.abs() + 1e-5 * scale).all()), float(error.max())
+def near(actual, expected, scale):
+    """Assert closeness within the rounding of the result, whose fp32 sums have terms as large as `scale`."""
+    error = (actual.double() - expected).abs()
+    assert bool((error <= ROUNDED * expected.abs() + 1e-5 * scale).all()), float(error.max())
 
 
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 9))
@@ -26,23 +26,23 @@ def test_linear(compiled, N, M, half, with_bias, with_plus, seed):
     torch.manual_seed(seed)
     x, w, b, plus = (torch.randn(*s).bfloat16() for s in ((N, 2 * half), (M, 2 * half), (M,), (N, M)))
     packed = pack(w)
-    found = compiled.linear(x, packed, M, b if with_bias else None, plus if with_plus else None)
-    wanted = x.double() @ w.double().T + (b.double() if with_bias else 0) + (plus.double() if with_plus else 0)
-    assert found.dtype == torch.bfloat16
-    near(found, wanted, 2 * half)
+    actual = compiled.linear(x, packed, M, b if with_bias else None, plus if with_plus else None)
+    expected = x.double() @ w.double().T + (b.double() if with_bias else 0) + (plus.double() if with_plus else 0)
+    assert actual.dtype == torch.bfloat16
+    near(actual, expected, 2 * half)
 
 
 def test_sums_in_fp32(compiled):
     torch.manual_seed(0)
     x, w, b, plus = (torch.randn(*shape).bfloat16() for shape in ((5, 96), (33, 96), (33,), (5, 33)))
-    found = compiled.linear(x, pack(w), 33, b, plus, wide=True)
-    assert found.dtype == torch.float32
-    assert torch.equal(found.bfloat16(), compiled.linear(x, pack(w), 33, b, plus))
-    torch.testing.assert_close(found.double(), x.double() @ w.double().T + b + plus, rtol=1e-5, atol=1e-4)
+    actual = compiled.linear(x, pack(w), 33, b, plus, wide=True)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual.bfloat16(), compiled.linear(x, pack(w), 33, b, plus))
+    torch.testing.assert_close(actual.double(), x.double() @ w.double().T + b + plus, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("K", [32, 250, 576])
-def test_a_row_has_one_product(compiled, K):
+def test_products_are_batch_invariant(compiled, K):
     torch.manual_seed(0)
     x, packed = torch.randn(70, K).bfloat16(), pack(torch.randn(100, K))
     whole = compiled.linear(x, packed, 100, None, None)
@@ -50,11 +50,11 @@ def test_a_row_has_one_product(compiled, K):
         assert torch.equal(compiled.linear(x[first:last], packed, 100, None, None), whole[first:last])
 
 
-def test_linear_takes_rows_that_are_parts_of_wider_ones(compiled):
+def test_linear_accepts_strided_rows(compiled):
     torch.manual_seed(0)
     wide, w, plus = torch.randn(5, 96).bfloat16(), torch.randn(33, 64).bfloat16(), torch.randn(33, 5).bfloat16().T
-    found = compiled.linear(wide[:, 16:80], pack(w), 33, None, plus)
-    near(found, wide[:, 16:80].double() @ w.double().T + plus.double(), 64)
+    actual = compiled.linear(wide[:, 16:80], pack(w), 33, None, plus)
+    near(actual, wide[:, 16:80].double() @ w.double().T + plus.double(), 64)
 
 
 @given(st.integers(1, 20), st.integers(1, 100), st.floats(1e-3, 1e3), st.integers(0, 9))
@@ -83,15 +83,15 @@ def test_rope_and_store(compiled, N, heads, kv_heads, head_dim, seed):
     rows = torch.full((50, width), torch.nan).bfloat16()
     turned = (heads + kv_heads) * head_dim
     pairs = torch.view_as_complex(x[:, :turned].double().view(N, heads + kv_heads, -1, 2)) * turn.to(torch.complex128)
-    wanted = torch.cat((torch.view_as_real(pairs).view(N, -1), x[:, turned:].double()), dim=1)
+    expected = torch.cat((torch.view_as_real(pairs).view(N, -1), x[:, turned:].double()), dim=1)
     compiled.rope_and_store(x, turn, rows, None, [0], slots, heads + kv_heads, head_dim)
-    near(x, wanted, 1)
+    near(x, expected, 1)
     assert torch.equal(rows[slots], x[:, -width:])
     others = torch.ones(50, dtype=torch.bool).index_fill(0, slots, False)
     assert bool(rows[others].isnan().all())
 
 
-def test_without_a_compiler_it_says_so_and_the_engine_has_torch(monkeypatch, capsys):
+def test_without_a_compiler_the_reason_is_logged_and_torch_is_used(monkeypatch, capsys):
     kernels.cache_clear()
     monkeypatch.setattr(native, "compiler", lambda: None)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
@@ -118,7 +118,7 @@ def test_a_failing_compiler_leaves_nothing_behind(monkeypatch, capsys, tmp_path)
     assert list((runtime.cache_home() / "native").iterdir()) == []
 
 
-def test_they_can_be_turned_off(monkeypatch, capsys):
+def test_kernels_can_be_disabled(monkeypatch, capsys):
     kernels.cache_clear()
     monkeypatch.setenv("MLAFORGE_NATIVE", "0")
     try:
@@ -128,8 +128,8 @@ def test_they_can_be_turned_off(monkeypatch, capsys):
     assert "MLAFORGE_NATIVE is 0" in capsys.readouterr().err
 
 
-def test_the_form_is_the_fastest_that_the_processor_has(monkeypatch):
-    """AMX is of use only where the system lets a process have it."""
+def test_fastest_supported_form_is_used(monkeypatch):
+    """AMX also needs permission from the operating system."""
     for amx, allowed, avx512, avx2, best in (
         (True, True, True, True, "amx"), (True, False, True, True, "avx512"), (False, False, True, True, "avx512"),
         (False, False, False, True, "avx2"), (False, False, False, False, None),
@@ -145,7 +145,7 @@ def test_the_form_is_the_fastest_that_the_processor_has(monkeypatch):
         assert native.form() == ("avx2" if avx2 else None)
 
 
-def test_a_form_that_nobody_knows_is_refused(monkeypatch):
+def test_rejects_unknown_forms(monkeypatch):
     monkeypatch.setenv("MLAFORGE_NATIVE", "avx1024")
     with pytest.raises(runtime.UserError, match=r"^MLAFORGE_NATIVE='avx1024' is not known; use 0, 1, amx, avx512 or"):
         native.form()
@@ -163,11 +163,11 @@ def test_kernels_for_cpus_name_the_device_of_other_tensors(monkeypatch):
         "mxfp4_experts": (hidden, chosen, weights, *experts),
     }
     modules = (paged_attention, packed_attention, mxfp4_experts)
-    # Operations that are registered later have a case here too.
+    # Operations that are registered later need a case here too.
     assert {module.OP.name for module in modules} == set(cases) == {n for n, op in OPS.items() if "native" in op.names}
     monkeypatch.setenv("MLAFORGE_OPS", "native")
     for name, inputs in cases.items():
-        message = f"^{name}: native cannot run here: it reads host memory, these are on meta$"
+        message = f"^{name}: native cannot run here: it needs CPU tensors, the inputs are on meta$"
         with pytest.raises(runtime.UserError, match=message):
             OPS[name].choose(*inputs, implementation="native")
         with pytest.raises(runtime.UserError, match=message):

@@ -1,6 +1,5 @@
-"""Attention over packed rows as an operation: every implementation gives that over what the rows decode to, to the bit
-unless they are int8, and the inputs of a mismatch can be run again. The compiled kernels in all their forms:
-test_packed_rows.py."""
+"""Attention over packed rows: every implementation equals attention over the decoded rows, bitwise except for int8, and
+mismatching inputs can be replayed. All forms of the compiled kernels: test_packed_rows.py."""
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ H, G, D, SIZE, BLOCKS = 4, 2, 8, 32, 12
 
 
 class Tables:
-    """Of two sequences; where the newest block is whole, block 10 and 11 are theirs."""
+    """Block tables of two sequences; if the newest blocks are unquantized, these are blocks 10 and 11."""
 
     block_size = SIZE
 
@@ -35,17 +34,17 @@ class Tables:
 
 
 def problem(form, dtype):
-    """Queries, rows that are all written, a view of two sequences, and the rows in numbers."""
+    """Queries, rows that are all written, a view of two sequences, and the decoded rows."""
     generator = torch.Generator().manual_seed(0)
-    whole = bool(form.whole)
+    whole = bool(form.unquantized_blocks)
     row = torch.randn(BLOCKS * SIZE, form.width, generator=generator)
     packed = (BLOCKS - 2 * whole) * SIZE
     rows = PagedRows.empty(form, packed, dtype, CPU, 2 * SIZE * whole)
     form.write(rows.packed, torch.arange(len(rows.packed)), row[:packed])
     numbers = form.read(rows.packed, torch.arange(len(rows.packed)))
-    if rows.whole is not None:
+    if rows.unquantized is not None:
         rows.write(torch.arange(packed, len(row)), row[packed:])
-        numbers = torch.cat((numbers, rows.whole))
+        numbers = torch.cat((numbers, rows.unquantized))
     (view,) = make_views([(0, 97, 101), (1, 40, 41)], Tables(whole), CPU)
     q = torch.randn(5, H, D, generator=generator).to(dtype)
     return q, rows, view, numbers.to(dtype)
@@ -53,29 +52,29 @@ def problem(form, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [Int8((D,) * 2 * G), Int4(G, D), Plain(2 * G * D, torch.float8_e4m3fn)], ids=str)
-def test_it_is_attention_over_what_is_read(form, dtype):
+def test_packed_attention_equals_attention_over_decoded_rows(form, dtype):
     q, rows, view, numbers = problem(form, dtype)
-    wanted = paged_attention(q, *numbers.view(-1, 2, G, D).unbind(1), view, 0.3)
-    found = op.packed_attention(q, rows, view, 0.3, implementation="reference")
+    expected = paged_attention(q, *numbers.view(-1, 2, G, D).unbind(1), view, 0.3)
+    actual = op.packed_attention(q, rows, view, 0.3, implementation="reference")
     if dtype == torch.float32:
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(actual, expected)
     elif kernels() is not None:
         again = op.packed_attention(q, rows, view, 0.3)
-        assert all(map(torch.equal, wanted, found))
+        assert all(map(torch.equal, expected, actual))
         tolerance = dict(zip(("atol", "rtol"), TOLERANCES[dtype] if isinstance(form, Int8) else (0, 0), strict=True))
-        torch.testing.assert_close(again, found, **tolerance)
+        torch.testing.assert_close(again, actual, **tolerance)
 
 
 @pytest.mark.skipif(kernels() is None, reason="there is nothing to be compared")
-def test_a_mismatch_is_kept(monkeypatch, tmp_path):
+def test_a_mismatch_is_saved_for_replay(monkeypatch, tmp_path):
     monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
     monkeypatch.setenv("MLAFORGE_OPS", "check")
     q, rows, view, _ = problem(Int4(G, D), torch.bfloat16)
-    wanted = op.packed_attention(q, rows, view, 0.3)
+    expected = op.packed_attention(q, rows, view, 0.3)
     monkeypatch.setattr(op.OP, "reference", lambda *inputs: [x + 1 for x in op.reference(*inputs)])
     with pytest.raises(AssertionError, match="packed_attention native, output 0"):
         op.packed_attention(q, rows, view, 0.3)
     (path,) = (tmp_path / "mismatches").iterdir()
     monkeypatch.setenv("MLAFORGE_OPS", "")
     for name in (None, "native"):
-        assert torch.equal(op.replay(path, name)[0], wanted[0])
+        assert torch.equal(op.replay(path, name)[0], expected[0])

@@ -1,9 +1,6 @@
-"""The compiled kernels on packed rows, to the bit: attention is that over a bf16 cache which holds what they decode to,
-and what is written is what ops/row_format.py writes. Grouped-query rows that all are int8 are read in whole numbers:
-within the rounding of queries and weights to 16 bits of what fp64 makes of them.
-
-What nobody wrote is NaN, in either cache.
-"""
+"""Compiled kernels on packed rows, bitwise: attention equals attention over a bf16 cache of the decoded rows, and
+written bytes equal those of ops/row_format.py. Grouped-query rows that are all int8 are multiplied as integers:
+compared with fp64 within the rounding of queries and weights to 16 bits. Unwritten rows are NaN in both caches."""
 
 import itertools
 import random
@@ -16,8 +13,8 @@ from mlaforge.ops.row_format import Coded, Int4, Int8
 from support.packed_caches import CPU, Cache, latent_format, latent_layer, make_cache
 
 
-def same(found: Tensor, wanted: Tensor) -> bool:
-    return bool(wanted.isfinite().all()) and torch.equal(found, wanted)
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return bool(expected.isfinite().all()) and torch.equal(actual, expected)
 
 
 INT8 = {"smollm2": (9, 3, 64), "one-head": (4, 1, 80), "no-whole-vector": (6, 2, 20), "narrow": (4, 4, 6)}
@@ -37,19 +34,19 @@ SEQUENCES = [
     [(8, 8, (0,)), (8, 16, (0,)), (8, 64, (0, -1)), (4, 32, (-1,)), (4, 64, (0, -1))],
     ids=str,
 )
-def test_attention_is_that_over_the_decoded_rows(bits, block_size, whole, sequences, shape, window, compiled):
+def test_attention_equals_attention_over_decoded_rows(bits, block_size, whole, sequences, shape, window, compiled):
     H, G, D = shape
     format = Int8((D,) * 2 * G) if bits == 8 else Int4(G, D)
     cache = make_cache(format, sequences, block_size, window, whole)
     q = torch.randn(len(cache.slots), H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
     step = (G, D, G * D, *cache.view, 0.3, None)
-    found, wanted = (compiled.decode(q, *cache.rows(decoded), *step) for decoded in (False, True))
-    assert same(found[0], wanted[0]) and same(found[1], wanted[1])
+    actual, expected = (compiled.decode(q, *cache.rows(decoded), *step) for decoded in (False, True))
+    assert same(actual[0], expected[0]) and same(actual[1], expected[1])
 
 
 def codes(cache: Cache) -> tuple[Tensor, Tensor]:
-    """What the rows hold, and their scales, as they are: [L, 2, G, D] and [L, 2, G, 1], in fp64."""
-    G, (D, *_), W = len(cache.format.parts) // 2, cache.format.parts, cache.format.width
+    """Codes and scales of the rows: [L, 2, G, D] and [L, 2, G, 1], in fp64."""
+    G, (D, *_), W = len(cache.format.group_sizes) // 2, cache.format.group_sizes, cache.format.width
     scale = cache.packed[:, W:].contiguous().view(torch.bfloat16).double().view(-1, 2, G, 1)
     return cache.packed[:, :W].view(torch.int8).double().view(-1, 2, G, D), scale
 
@@ -57,12 +54,11 @@ def codes(cache: Cache) -> tuple[Tensor, Tensor]:
 def in_whole_numbers(
     cache: Cache, q_NHD: Tensor, scaling: float
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Attention in fp64 over the cache's codes times their scales, [N, H, D] and its lse [N, H]; how far from it they
-    can be where queries are rounded to parts of 32767 of their largest number, weights times the scales of their values
-    to parts of 32767 of a chunk's largest, and the rest is fp32.
-
-    A query's number is then wrong by half a part, a score by `off`, half a part times the sum of a key's magnitudes, so
-    the lse by `off` and a weight by a factor of e^(2 off). Half a part of a weight brings that times a value's code."""
+    """Attention in fp64 over codes times scales, [N, H, D], its lse [N, H], and error bounds of both for queries
+    rounded to 1/32767 of their largest element, weights times value scales rounded to 1/32767 of a chunk's largest, and
+    fp32 otherwise. An element of a query is off by half a step, a score by `off`, half a step times the sum of a key's
+    magnitudes, so the lse by `off` and a weight by a factor of e^(2 off). Half a step of a weight contributes that
+    times a value's code."""
     table, lengths, firsts, starts, size, window = cache.view
     rows, scales = codes(cache)
     results: list[list[Tensor]] = [[], [], [], []]
@@ -95,28 +91,28 @@ def in_whole_numbers(
 @pytest.mark.parametrize("window", [None, 40, 300], ids=["all", "narrow", "wide"])
 @pytest.mark.parametrize("shape", [*INT8.values(), (16, 2, 128), (72, 8, 16), (20, 20, 8)], ids=str)
 @pytest.mark.parametrize("block_size", [8, 16, 64])
-def test_int8_in_whole_numbers(block_size, shape, window, compiled):
+def test_int8_in_integers(block_size, shape, window, compiled):
     H, G, D = shape
     for sequences in SEQUENCES:
         cache = make_cache(Int8((D,) * 2 * G), sequences, block_size, window)
         q = torch.randn(len(cache.slots), H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
         step = (G, D, G * D, *cache.view, 0.3, None)
-        found = compiled.decode(q, *cache.rows(decoded=False), *step)
+        actual = compiled.decode(q, *cache.rows(decoded=False), *step)
         if G > 16 or D % 4:
             # These rows are decoded.
-            wanted = compiled.decode(q, *cache.rows(decoded=True), *step)
-            assert same(found[0], wanted[0]) and same(found[1], wanted[1])
+            expected = compiled.decode(q, *cache.rows(decoded=True), *step)
+            assert same(actual[0], expected[0]) and same(actual[1], expected[1])
             continue
-        for x, wanted, error in zip(found, *in_whole_numbers(cache, q, 0.3), strict=True):
-            assert bool(((x.double() - wanted).abs() <= error).all())
+        for x, expected, error in zip(actual, *in_whole_numbers(cache, q, 0.3), strict=True):
+            assert bool(((x.double() - expected).abs() <= error).all())
 
 
 @pytest.mark.parametrize("window", [None, 40, 300], ids=["all", "narrow", "wide"])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 1, 80), (6, 2, 20), (4, 2, 80), (72, 8, 16)], ids=str)
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("decoded", [False, True], ids=["int8", "bf16"])
-def test_a_token_has_one_result(decoded, block_size, shape, window, compiled):
-    """In a prompt, among drafted tokens, alone, and whoever is beside it; to the bit."""
+def test_a_tokens_result_is_batch_invariant(decoded, block_size, shape, window, compiled):
+    """Bitwise equal in a prompt, among drafted tokens, alone, and with any other tokens."""
     H, G, D = shape
     sequences = [(600, 130), (5, 1), (513, 4)]
     cache = make_cache(Int8((D,) * 2 * G), sequences, block_size, window, shared=0 if window else 4)
@@ -126,7 +122,7 @@ def test_a_token_has_one_result(decoded, block_size, shape, window, compiled):
     def attend(q, *view):
         return compiled.decode(q, *cache.rows(decoded), G, D, G * D, *view, *cache.view[4:], 0.3, None)
 
-    found = attend(q, *cache.view[:4])
+    actual = attend(q, *cache.view[:4])
     for s, (length, T) in enumerate(sequences):
         for m, n in itertools.pairwise(sorted({0, *range(T // 3, min(T, T // 3 + 20)), T - 1, T})):
             ends, begins = (
@@ -135,11 +131,11 @@ def test_a_token_has_one_result(decoded, block_size, shape, window, compiled):
             )
             part = slice(int(starts[s]) + m, int(starts[s]) + n)
             alone = attend(q[part], table[s : s + 1], ends, firsts[s : s + 1], begins)
-            assert same(alone[0], found[0][part]) and same(alone[1], found[1][part]), (s, m, n)
+            assert same(alone[0], actual[0][part]) and same(alone[1], actual[1][part]), (s, m, n)
 
 
-def test_a_value_that_is_no_number_shows(compiled):
-    """In the columns of its head; others have what they had."""
+def test_nan_values_propagate(compiled):
+    """NaN reaches the columns of its head; others are unchanged."""
     cache = make_cache(Int8((64,) * 4), [(300, 1)], 16)
     q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     step = (2, 64, 128, *cache.view, 0.3, None)
@@ -153,15 +149,15 @@ def test_a_value_that_is_no_number_shows(compiled):
 
 @pytest.mark.parametrize("format", [Int8((64,) * 6), Int4(3, 64)], ids=["int8", "int4"])
 def test_shared_blocks_and_trees(format, compiled):
-    """Sequences that share their first blocks; and a tree of drafted tokens behind text."""
+    """Sequences that share their first blocks; and a tree of drafted tokens after text."""
     q = torch.randn(7, 9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     shared = make_cache(format, [(300, 1), (200, 4), (290, 2)], 32, whole=(-1,), shared=4)
     tree = torch.tensor([[0, -1, -1, -1], [0, 1, -1, -1], [0, -1, 1, -1], [0, 1, -1, 2]], dtype=torch.int32)
     tree = torch.where(tree >= 0, tree.amax(1, keepdim=True) - tree, tree)
     for cache, tree_Tn in ((shared, None), (make_cache(format, [(302, 4)], 32, whole=(-1,)), tree)):
         step = (3, 64, 192, *cache.view, 0.3, tree_Tn)
-        found, wanted = (compiled.decode(q[: len(cache.slots)], *cache.rows(d), *step) for d in (False, True))
-        assert same(found[0], wanted[0]) and same(found[1], wanted[1])
+        actual, expected = (compiled.decode(q[: len(cache.slots)], *cache.rows(d), *step) for d in (False, True))
+        assert same(actual[0], expected[0]) and same(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
@@ -170,14 +166,14 @@ def test_shared_blocks_and_trees(format, compiled):
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
 @pytest.mark.parametrize("stored", ["int8", "coded"])
 def test_latents(stored, layout, whole, heads, kv_heads, rank, rope, window, compiled):
-    """The rows that the kernel writes are those of bf16, packed; what it then attends over is what they decode to."""
+    """The kernel writes packed bf16 rows, and attends over the decoded ones."""
     E = rope if layout == "latent_rope" else 0
     R = rank if stored == "int8" else rank // 8 * 8
     cache = make_cache(latent_format(stored, R, E), [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)], 16, window, whole)
     format, first = cache.format, latent_layer(heads, kv_heads, R, E, len(cache.slots))
     kernel = getattr(compiled, layout)
     before = cache.packed.clone()
-    found = kernel(*first, *cache.rows(decoded=False), cache.slots, *cache.view, 0.3, None)
+    actual = kernel(*first, *cache.rows(decoded=False), cache.slots, *cache.view, 0.3, None)
 
     exact = cache.decoded.clone()
     kernel(*first, exact, None, [0], cache.slots, *cache.view, 0.3, None)
@@ -187,13 +183,13 @@ def test_latents(stored, layout, whole, heads, kv_heads, rank, rope, window, com
     assert torch.equal(cache.read()[cache.slots[~packed]], exact[cache.slots[~packed]])
 
     cache.decoded.copy_(cache.read())
-    wanted = kernel(*first, *cache.rows(decoded=True), cache.spare, *cache.view, 0.3, None)
-    assert same(found, wanted)
+    expected = kernel(*first, *cache.rows(decoded=True), cache.spare, *cache.view, 0.3, None)
+    assert same(actual, expected)
 
 
 def test_coded_rows(compiled):
-    """Planes of every number and length, one alone too, and of rows that are no numbers, tiny or ties: written as the
-    definition writes them; and a token that sees itself alone gets its row."""
+    """Planes of every number and length, including a single one, and rows with NaN, tiny values and ties: written as
+    defined; and a token that sees only itself gets its row."""
     chance, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(80):
         eights = [chance.randint(1, chance.choice([1, 9, 24])) for _ in range(chance.randint(1, 11))]
@@ -203,21 +199,23 @@ def test_coded_rows(compiled):
         x[2:5, :: chance.randint(1, 9)] = torch.tensor([torch.nan, torch.inf, -torch.inf])[:, None]
         x[5:8] *= torch.tensor([1e-30, 1e30, 0.0])[:, None]
         rows, slots = format.empty(16 * N, CPU).fill_(255), 16 * torch.randperm(N, generator=generator)
-        wanted = rows.clone()
-        format.write(wanted, slots, x.bfloat16())
+        expected = rows.clone()
+        format.write(expected, slots, x.bfloat16())
         turn = torch.ones(N, 1, 1, dtype=torch.complex64)
-        compiled.rope_and_store(x.bfloat16(), turn, rows, None, format.numbers, slots, 0, 2)
-        torch.testing.assert_close(format.read(rows, slots), format.read(wanted, slots), rtol=0, atol=0, equal_nan=True)
-        # A scale that is no number may be any of them.
-        rows[slots[2]] = wanted[slots[2]]
-        assert torch.equal(rows, wanted), format
+        compiled.rope_and_store(x.bfloat16(), turn, rows, None, format.descriptor, slots, 0, 2)
+        torch.testing.assert_close(
+            format.read(rows, slots), format.read(expected, slots), rtol=0, atol=0, equal_nan=True
+        )
+        # A NaN scale may have any NaN encoding.
+        rows[slots[2]] = expected[slots[2]]
+        assert torch.equal(rows, expected), format
 
         table, ones = (slots // 16).int()[:, None], torch.ones(N, dtype=torch.int32)
         view = (table, ones, 0 * ones, torch.arange(N + 1, dtype=torch.int32), 16, 0)
         q = torch.zeros(N, 1, format.width).bfloat16()
-        found, _ = compiled.decode(q, rows, None, format.numbers, 1, format.width, 0, *view, 1.0, None)
+        actual, _ = compiled.decode(q, rows, None, format.descriptor, 1, format.width, 0, *view, 1.0, None)
         finite = x.isfinite().all(1)
-        assert torch.equal(found[finite, 0], format.read(rows, slots[finite])), format
+        assert torch.equal(actual[finite, 0], format.read(rows, slots[finite])), format
 
 
 @pytest.mark.parametrize(("G", "D"), [(3, 64), (2, 20), (1, 6)])
@@ -229,12 +227,12 @@ def test_rope_and_store(G, D, size, compiled):
     x[5] = 0
     turn, slots = torch.complex(angles.cos(), angles.sin()), torch.randperm(60, generator=generator)[:N]
     rows, whole = format.empty(30, CPU).fill_(255), torch.full((30, format.width), torch.nan).bfloat16()
-    wanted, wanted_whole, packed = rows.clone(), whole.clone(), slots < 30
-    compiled.rope_and_store(x, turn, rows, whole, format.numbers, slots, 2 + G, D)
+    expected, wanted_whole, packed = rows.clone(), whole.clone(), slots < 30
+    compiled.rope_and_store(x, turn, rows, whole, format.descriptor, slots, 2 + G, D)
     row = x[:, 2 * D :]
-    format.write(wanted, slots[packed], row[packed])
+    format.write(expected, slots[packed], row[packed])
     wanted_whole[slots[~packed] - 30] = row[~packed]
-    assert torch.equal(rows, wanted)
+    assert torch.equal(rows, expected)
     assert torch.equal(whole.view(torch.int16), wanted_whole.view(torch.int16))
 
 
@@ -247,34 +245,34 @@ def test_blocks_are_packed(block_size, size, G, D, compiled):
     whole[:block_size, 1] = 3.0
     whole[7] = 0
     rows = format.empty(4 * units, CPU).fill_(255)
-    wanted = rows.clone()
+    expected = rows.clone()
     source, target = torch.tensor([4, 8, 5]), torch.tensor([3, 0, 2])
-    compiled.pack_blocks(rows, whole, format.numbers, source, target, block_size)
+    compiled.pack_blocks(rows, whole, format.descriptor, source, target, block_size)
     at = (target[:, None] * units + torch.arange(units)).flatten()
-    format.write(wanted, at, whole.view(5, -1)[source - 4].view(-1, format.width))
-    assert torch.equal(rows, wanted)
+    format.write(expected, at, whole.view(5, -1)[source - 4].view(-1, format.width))
+    assert torch.equal(rows, expected)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("format", [Int8((64, 64)), Int4(1, 64)], ids=["int8", "int4"])
-def test_what_is_no_number_stays_none(format, bad, compiled):
+def test_nan_stays_nan(format, bad, compiled):
     x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[3, 5] = x[9, 70] = bad
     rows = format.empty(32 // format.tokens, CPU)
-    wanted = rows.clone()
+    expected = rows.clone()
     if format.tokens == 1:
-        compiled.rope_and_store(x.clone(), torch.ones(32, 1, 32, dtype=torch.complex64), rows, None, format.numbers,
+        compiled.rope_and_store(x.clone(), torch.ones(32, 1, 32, dtype=torch.complex64), rows, None, format.descriptor,
                                 torch.arange(32), 0, 64)  # fmt: skip
     else:
-        compiled.pack_blocks(rows, x, format.numbers, torch.tensor([1]), torch.tensor([0]), 32)
+        compiled.pack_blocks(rows, x, format.descriptor, torch.tensor([1]), torch.tensor([0]), 32)
     units = torch.arange(len(rows))
-    format.write(wanted, units, x)
-    torch.testing.assert_close(format.read(rows, units), format.read(wanted, units), rtol=0, atol=0, equal_nan=True)
+    format.write(expected, units, x)
+    torch.testing.assert_close(format.read(rows, units), format.read(expected, units), rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_of_another_size_are_refused(compiled):
+def test_rejects_rows_of_another_size(compiled):
     x, turn, slots = torch.zeros(1, 384).bfloat16(), torch.ones(1, 1, 32, dtype=torch.complex64), torch.zeros(1).long()
     rows = torch.zeros(4, 300, dtype=torch.uint8)
     for format in ([1, *(64,) * 6], [2, 3, 64], [2, 3], [9]):
-        with pytest.raises(RuntimeError, match=r"int8 has 396 bytes|int4 have 7296 bytes|are not known"):
+        with pytest.raises(RuntimeError, match=r"int8 has 396 bytes|int4 have 7296 bytes|are not supported"):
             compiled.rope_and_store(x, turn, rows, None, format, slots, 3, 64)

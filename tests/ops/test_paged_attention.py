@@ -16,7 +16,7 @@ IMPLEMENTATIONS = [pytest.param(name, marks=[needs_triton] if name == "triton" e
 
 
 def attention(step: Step, implementation: str) -> tuple[Tensor, Tensor]:
-    """By this implementation; skips what those that are made for some inputs only do not take."""
+    """Run this implementation; skip inputs that it does not support."""
     if implementation in ("native", "runs"):
         reason = OP.implementations[implementation].supports(*step.inputs)
         if reason is not True:
@@ -47,7 +47,7 @@ def test_prefill_beside_decode(window, implementation):
 
 
 def cached_rows(shape: Shape, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values as the engine keeps them: parts of one bf16 row per slot, NaN all over."""
+    """Keys and values in the engine's layout: parts of one bf16 row per slot, initially NaN."""
     width = shape.key if shape.aliased else shape.key_heads * (shape.key + shape.value)
     rows = torch.full((blocks * block_size, width), torch.nan, dtype=torch.bfloat16)
     if shape.aliased:
@@ -65,8 +65,8 @@ DECODING = {
 }
 
 
-# Sequences (length, query tokens) and a block size: more tokens than one task takes, several sequences, some of several
-# query tokens (verification) or many (prompts).
+# Sequences (length, query tokens) and a block size: more tokens than one task takes, several sequences, some with
+# several query tokens (verification) or many (prompts).
 STEPS = [
     ([(1, 1)], 8),
     ([(5, 1), (300, 1), (700, 1)], 16),
@@ -97,7 +97,7 @@ def test_runs_on_the_engines_rows(sequences, block_size, shape, window):
 
 
 def engine_step(shape: Shape, sequences: list[tuple[int, int]], block_size: int, window: int | None) -> Step:
-    """As `make_step`, from rows as the engine has them."""
+    """As `make_step`, with rows in the engine's layout."""
     step = make_step(shape, sequences, block_size=block_size, window=window, dtype=torch.bfloat16)
     k, v = cached_rows(shape, len(step.k) // block_size, block_size)
     for slots in step.slots:
@@ -110,8 +110,9 @@ def engine_step(shape: Shape, sequences: list[tuple[int, int]], block_size: int,
 @pytest.mark.skipif(DEVICE != "cpu", reason="kernels of the CPU")
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("shape", [DECODING["smollm2"], DECODING["nine-per-head"]], ids=["gqa", "mla"])
-def test_a_query_token_has_one_result(shape, window, compiled):
-    """Decoded, verified among others, or in a prompt; blocks before its window gone or not: equal to the bit."""
+def test_a_query_tokens_result_is_batch_invariant(shape, window, compiled):
+    """Bitwise equal when decoded, verified among others, or in a prompt, with or without the blocks before its
+    window."""
     step = engine_step(shape, [(700, 300)], 16, window)
     whole, lse = attention(step, "native")
     for first, last in ((0, 1), (3, 8), (17, 140), (299, 300)):
@@ -124,7 +125,7 @@ def test_a_query_token_has_one_result(shape, window, compiled):
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("length", [9, 200, 300])
 def test_threads_change_nothing(length, window, compiled):
-    """Where a text has fewer chunks than there are threads, key heads go to several."""
+    """A text with fewer chunks than threads is split by KV heads."""
     step, threads = engine_step(DECODING["smollm2"], [(length, 5)], 16, window), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -132,14 +133,15 @@ def test_threads_change_nothing(length, window, compiled):
         for count in (1, 2, 4):
             torch.set_num_threads(count)
             out, lse = attention(step, "native")
-            assert torch.equal(out, torch.cat([own for own, _ in alone])), count
-            assert torch.equal(lse, torch.cat([own for _, own in alone])), count
+            assert torch.equal(out, torch.cat([part_out for part_out, _ in alone])), count
+            assert torch.equal(lse, torch.cat([part_out for _, part_out in alone])), count
     finally:
         torch.set_num_threads(threads)
 
 
 def part_of(step: Step, first: int, last: int) -> Step:
-    """Query tokens [first, last) of a step's only sequence as a step of their own, blocks before their window gone."""
+    """Query tokens [first, last) of a step's only sequence as a separate step, without the blocks before their
+    window."""
     view = step.view
     before = int(view.seq_lens_S) - len(step.q)
     gone = max(0, before + 1 + first - view.window - int(view.first_S)) // 16 if view.window else 0
@@ -176,7 +178,7 @@ def test_rows_in_fp8_are_cast_where_they_are_read(dtype, shape, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lengths", [[(0, 1), (20, 1), (0, 1)], [(0, 2)]], ids=["some", "all"])
 def test_a_row_that_sees_nothing(lengths, implementation):
-    """Sequences that only fill up a graph's batch have length 0."""
+    """Padding sequences of a graph's batch have length 0."""
     step = make_step(SHAPES["group-3"], lengths)
     out, lse = attention(step, implementation)
     assert_right(step, (out, lse))

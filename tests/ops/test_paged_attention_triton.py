@@ -1,4 +1,4 @@
-"""The Triton kernel of paged attention alone: how it cuts its work, what it refuses, and that it compiles for a GPU."""
+"""The Triton kernel of paged attention: its tiling, its unsupported inputs, and its compilation for GPUs."""
 
 import ast
 import dataclasses
@@ -31,7 +31,7 @@ def test_triton_against_dense_attention(step, splits):
 
 
 def test_many_sequences_are_found_and_splits_merged():
-    """More sequences than one search step looks at, most of them with nothing in the second split."""
+    """More sequences than one search step covers, most of them with an empty second split."""
     from mlaforge.ops import paged_attention_triton
 
     step = make_step(SHAPES["mha"], [(1, 1), (7, 2)] * 3 + [(64, 60), (3, 2), (1, 1)])
@@ -42,7 +42,7 @@ def test_many_sequences_are_found_and_splits_merged():
 
 
 def test_kernels_read_no_globals_of_their_modules():
-    """A compiled kernel refuses to run once a global that it read has another value."""
+    """A compiled kernel fails once a global that it read has changed."""
     import importlib
 
     for name in ("paged_attention_triton", "mxfp4_experts_triton", "token_selection_triton"):
@@ -86,11 +86,11 @@ def test_pieces_cover_a_row(value, more, in_key):
     [
         ({"dtype": torch.float64}, "float64"),
         ({"k": torch.float16}, "differ in dtype"),
-        ({"v": 700}, "values of 700 numbers do not fit into registers"),
-        ({"strided": True}, "one after another"),
+        ({"v": 700}, "values of 700 elements do not fit into registers"),
+        ({"strided": True}, "contiguous"),
     ],
 )
-def test_the_kernel_says_what_it_cannot_do(change, words):
+def test_rejects_unsupported_inputs(change, words):
     step = make_step(SHAPES["mha"], [(5, 1)])
     q, k, v, view, scale = step.inputs
     if "dtype" in change:
@@ -146,7 +146,7 @@ def test_rows_that_fit_no_tile_name_the_shared_memory(monkeypatch):
 @pytest.mark.parametrize(("capability", "kibibytes"), [(80, 163), (89, 99), (120, 99)])
 def test_kernels_compile_for_smaller_gpus_and_fit(capability, kibibytes, monkeypatch):
     """On real shapes, without a GPU, each in a process where nothing is interpreted."""
-    from mlaforge.gpu_verification.compilation import compiled
+    from mlaforge.gpu_verification.compilation import compile_in_subprocess
     from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 
     gpu = GpuProperties.of_capability(*divmod(capability, 10))
@@ -156,19 +156,19 @@ def test_kernels_compile_for_smaller_gpus_and_fit(capability, kibibytes, monkeyp
         "mla-512-64 fp32", "merge", "selection score", "experts 20b gate",
     ]  # fmt: skip
     for name in names + ["gqa-128-prefill fp8 rows", "mla-512-64 fp8 rows"] * (capability >= 89):
-        line = compiled(name, capability)
+        line = compile_in_subprocess(name, capability)
         assert "error" not in line and line["shared"] <= kibibytes * 1024, line
         assert line["spilled"] <= LAUNCHES[name](gpu).spilled and not line["wgmma"], line
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper_and_fits(monkeypatch):
-    from mlaforge.gpu_verification.compilation import compiled
+    from mlaforge.gpu_verification.compilation import compile_in_subprocess
     from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     for name, make in LAUNCHES.items():
-        line = compiled(name, 90)
+        line = compile_in_subprocess(name, 90)
         assert "error" not in line and line["shared"] <= 227 * 1024, line
         assert line["spilled"] <= make(GpuProperties.of_capability(9, 0)).spilled, line
         assert line["wgmma"] or (line["tile"] or [0])[0] < 64, f"{name} does not use the asynchronous tensor cores"

@@ -1,5 +1,5 @@
-"""Row formats: what is read is what was written, to the error that the format's definition allows; and the bytes as the
-native kernels read them, by a second reading of the definition, number by number."""
+"""Row formats: decoded rows equal the written ones within the format's error, and the bytes match a second
+implementation of the format, element by element."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.ops.row_format import INT4_TOKENS, Int4, Int8, Plain, numbered
+from mlaforge.ops.row_format import INT4_TOKENS, Int4, Int8, Plain, format_from_descriptor
 
 FP8 = Plain(12, torch.float8_e4m3fn)
 FORMATS = [Int8((8, 8)), Int8((5,)), Int8((24, 7)), Int8((16,) * 6), Int4(1, 2), Int4(2, 16), Int4(3, 20), FP8]
@@ -19,7 +19,7 @@ def bf16(*shape, seed=0, scale=1.0):
 
 
 def filled(format, row_NW, units=None):
-    """Rows of which some units were written, the others being NaN, and those units."""
+    """Rows of which some units are written and the others are NaN, and the numbers of these units."""
     count = len(row_NW) // format.tokens
     rows = format.empty(count + 3, CPU)
     rows.view(torch.uint8).fill_(255)
@@ -34,35 +34,37 @@ def through(format, row_NW):
 
 
 def steps(format, x_NW):
-    """The distance of two neighbouring codes at each number, as wide as its scale's rounding can make it."""
+    """Distance of neighbouring codes at each element, including the rounding of its scale."""
     if isinstance(format, Int8):
-        each = [part.abs().amax(1, keepdim=True).expand_as(part) / 127 for part in x_NW.split(format.parts, dim=1)]
-        step = torch.cat(each, dim=1)
+        steps = [
+            part.abs().amax(1, keepdim=True).expand_as(part) / 127 for part in x_NW.split(format.group_sizes, dim=1)
+        ]
+        step = torch.cat(steps, dim=1)
     else:
         k, v = x_NW.view(-1, INT4_TOKENS, 2, format.num_kv_heads, format.head_dim).unbind(2)
-        each = [(p.amax(d, keepdim=True) - p.amin(d, keepdim=True)).expand_as(p) for p, d in ((k, 1), (v, 3))]
-        step = torch.stack(each, dim=2).reshape(x_NW.shape) / 15
+        steps = [(p.amax(d, keepdim=True) - p.amin(d, keepdim=True)).expand_as(p) for p, d in ((k, 1), (v, 3))]
+        step = torch.stack(steps, dim=2).reshape(x_NW.shape) / 15
     return step * (1 + 2**-7)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(FORMATS[:-1]), st.integers(0, 2**31), st.floats(-18, 18), st.booleans())
-def test_a_number_read_is_within_half_a_step(format, seed, magnitude, outlier):
+def test_decoded_values_are_within_half_a_step(format, seed, magnitude, outlier):
     x = bf16(2 * INT4_TOKENS, format.width, seed=seed, scale=10**magnitude)
     if outlier:
         x[3, 1] *= 3000
     got, x = through(format, x).float(), x.float()
-    # What is read is rounded to bf16, which has 8 bits.
+    # Decoded values are rounded to bf16's 8 bits.
     assert ((got - x).abs() <= steps(format, x) / 2 + (got.abs() + steps(format, x)) * 2**-8).all()
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_read_rows_are_bf16_and_have_no_neighbours(format):
-    """Whatever else is written in the same call, and in which order."""
+def test_decoded_rows_are_bf16_and_independent(format):
+    """For any other rows written in the same call, in any order."""
     x = bf16(4 * format.tokens, format.width)
     rows, units = filled(format, x)
     assert format.read(rows, units).dtype == torch.bfloat16
-    assert numbered(format.numbers, rows) == format
+    assert format_from_descriptor(format.descriptor, rows) == format
     assert len(rows[0].view(torch.uint8)) == format.unit_bytes
     one = format.empty(len(rows), CPU)
     for at in (2, 0, 3, 1):
@@ -71,13 +73,13 @@ def test_read_rows_are_bf16_and_have_no_neighbours(format):
         assert torch.equal(one[unit].view(torch.uint8), rows[unit].view(torch.uint8))
     others = [unit for unit in range(len(rows)) if unit not in units]
     assert all((rows[unit].view(torch.uint8) == 255).all() for unit in others)
-    # Read again, in another order, they are the same.
+    # Decoding again in another order gives the same rows.
     back = format.read(rows, units.flip(0)).view(4, format.tokens, -1).flip(0).flatten(0, 1)
     assert torch.equal(back, format.read(rows, units))
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_equal_numbers_and_zeros_are_exact(format):
+def test_constant_and_zero_groups_are_exact(format):
     for value in (0.0, 1.0, -0.3125, 448.0):
         x = torch.full((INT4_TOKENS, format.width), value).bfloat16()
         exact = isinstance(format, Int4 | Plain) or value == 0.0
@@ -86,8 +88,8 @@ def test_equal_numbers_and_zeros_are_exact(format):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_what_is_no_number_stays_none(format, bad):
-    """And nothing else is touched but what shares its scale."""
+def test_nan_stays_nan(format, bad):
+    """Only elements that share the scale are affected."""
     x = bf16(2 * INT4_TOKENS, format.width)
     clean = through(format, x)
     x[5, 0] = bad
@@ -100,8 +102,8 @@ def test_what_is_no_number_stays_none(format, bad):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_what_was_never_written_is_none(format):
-    """A cache full of 255 is one full of NaN."""
+def test_unwritten_rows_are_nan(format):
+    """A cache filled with 255 decodes to NaN."""
     rows = format.empty(2, CPU)
     rows.view(torch.uint8).fill_(255)
     assert format.read(rows, torch.tensor([0, 1])).isnan().all()
@@ -121,7 +123,7 @@ def test_fp8_saturates():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_plain_rows_are_what_they_were(dtype):
+def test_plain_rows_are_unchanged(dtype):
     x = torch.randn(4, 6).to(dtype)
     assert torch.equal(through(Plain(6, dtype), x), x)
 
@@ -130,7 +132,7 @@ def test_plain_rows_are_what_they_were(dtype):
 
 
 def number(pair):
-    """A bf16 number from its two bytes."""
+    """A bf16 value from its two bytes."""
     return np.array([(pair[0] | pair[1] << 8) << 16], dtype=np.uint32).view(np.float32)[0]
 
 
@@ -142,15 +144,15 @@ def test_bytes_of_int8(parts):
     assert len(data) == even + 2 * len(parts) and data[sum(parts) : even] == [0] * (sum(parts) % 2)
     place, want = 0, []
     for part, width in enumerate(parts):
-        scale, own = number(data[even + 2 * part :][:2]), x[0, place : place + width].float().numpy()
-        assert np.abs(own).max() / 127 <= scale < np.abs(own).max() / 127 * (1 + 2**-6)
-        for i, value in enumerate(own):
+        scale, values = number(data[even + 2 * part :][:2]), x[0, place : place + width].float().numpy()
+        assert np.abs(values).max() / 127 <= scale < np.abs(values).max() / 127 * (1 + 2**-6)
+        for i, value in enumerate(values):
             code = data[place + i] - 256 * (data[place + i] > 127)
             assert code == np.rint(np.float32(value) / np.float32(scale))
             want.append(code * scale)
         place += width
     assert torch.equal(format.read(rows, units[:1])[0], torch.tensor(np.array(want)).bfloat16())
-    assert format.numbers == [1, *parts]
+    assert format.descriptor == [1, *parts]
 
 
 def test_bytes_of_int4():
@@ -177,4 +179,4 @@ def test_bytes_of_int4():
                 want[t, which * C + c] = np.float32(nibbles[which]) * scales[which] + least[which]
             assert least[0] == x[:, c].min() and least[1] == x[t, C + c // D * D :][:D].min()
     assert torch.equal(format.read(rows, units[:1]), torch.tensor(want).bfloat16())
-    assert format.numbers == [2, G, D]
+    assert format.descriptor == [2, G, D]

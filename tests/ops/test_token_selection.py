@@ -1,4 +1,4 @@
-"""The choice of tokens: the compiled kernels beside the reference, and the reference beside the model's own."""
+"""Token selection: the compiled kernels against the reference, and the reference against the model."""
 
 import dataclasses
 
@@ -19,8 +19,8 @@ from support.paged_steps import DEVICE, SHAPES, make_step, needs_triton
 G, P = 2, 6
 
 
-def made(lengths, queries, block_size=16, seed=0):
-    """A view of sequences whose blocks lie anywhere, and how many slots there are."""
+def make_view(lengths, queries, block_size=16, seed=0):
+    """A view of sequences with shuffled blocks, and the number of slots."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // block_size) for length in lengths]
     blocks = torch.randperm(sum(counts) + 3, generator=generator).int()
@@ -64,10 +64,10 @@ cases = st.tuples(
 
 @settings(max_examples=40)
 @given(case=cases)
-def test_kernels_choose_as_the_reference(compiled, case):
+def test_kernels_select_as_the_reference(compiled, case):
     lengths, topk, sink, window, stride, sinks, H, W, seed = case
-    view, slots = made(lengths, [min(length, 3) for length in lengths], seed=seed)
-    own = index(
+    view, slots = make_view(lengths, [min(length, 3) for length in lengths], seed=seed)
+    token_index = index(
         H, W, 12, 20, seed, sink=sink, window=window, stride=stride, topk=topk,
         sinks=torch.linspace(-1, 2, H) if sinks else None,
     )  # fmt: skip
@@ -80,23 +80,23 @@ def test_kernels_choose_as_the_reference(compiled, case):
     counts = tuple(min(topk, length) for length in lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_selection, "kernels", lambda: compiled)
-        ours = own.choose(keys, q, turn, view, counts)
-    expected = own._reference(keys, q, turn, view, counts)
+        actual = token_index.choose(keys, q, turn, view, counts)
+    expected = token_index._reference(keys, q, turn, view, counts)
     for s, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        places = ours[1][s, :count].tolist()
+        places = actual[1][s, :count].tolist()
         assert places == sorted(set(places)) and places[-1] == length - 1
         always = {*range(min(sink, length)), *range(max(0, length - window), length)}
         always |= set(range(0, length, stride)) if stride else set()
         assert always <= set(places) or len(always) > count
-        # Rounding may exchange two tokens whose scores are next to each other.
+        # Rounding may swap two tokens with adjacent scores.
         assert len(set(places) & set(expected[1][s, :count].tolist())) >= count - 1
         block = view.block_table_SB[s].long()
-        for slot, place in zip(ours[0][s, :count].tolist(), places, strict=True):
+        for slot, place in zip(actual[0][s, :count].tolist(), places, strict=True):
             assert slot == block[place // 16] * 16 + place % 16
 
 
 def on_device(index, view):
-    """An index and a view on DEVICE."""
+    """Move an index and a view to DEVICE."""
     fields = {f.name: getattr(index, f.name) for f in dataclasses.fields(index)}
     moved = {name: value.to(DEVICE) for name, value in fields.items() if isinstance(value, torch.Tensor)}
     tensors = ("block_table_SB", "seq_lens_S", "first_S", "query_start_S1", "slots_N")
@@ -108,10 +108,10 @@ def on_device(index, view):
 @needs_triton
 @settings(max_examples=12)
 @given(case=cases)
-def test_triton_chooses_as_the_reference(case):
+def test_triton_selects_as_the_reference(case):
     lengths, topk, sink, window, stride, sinks, H, W, seed = case
-    view, slots = made(lengths, [min(length, 3) for length in lengths], seed=seed)
-    own, view = on_device(index(
+    view, slots = make_view(lengths, [min(length, 3) for length in lengths], seed=seed)
+    token_index, view = on_device(index(
         H, W, 12, 20, seed, sink=sink, window=window, stride=stride, topk=topk,
         sinks=torch.linspace(-1, 2, H) if sinks else None,
     ), view)  # fmt: skip
@@ -120,44 +120,44 @@ def test_triton_chooses_as_the_reference(case):
     keys = keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator)).to(DEVICE)
     N = len(view.slots_N)
     q, turn = torch.randn(N, H * 12 + 5, generator=generator).to(DEVICE), turns(torch.arange(N)).to(DEVICE)
-    # The first sequence reads all of its tokens, as beside others a prompt does.
+    # The first sequence reads all of its tokens, like a prompt in a mixed step.
     counts = (lengths[0], *(min(topk, length) for length in lengths[1:]))
-    ours = own._triton(keys, q, turn, view, counts, 16)
-    expected = own._reference(keys, q, turn, view, counts, 16)
-    assert ours[0].shape == expected[0].shape and ours[0].dtype == torch.int32
+    actual = token_index._triton(keys, q, turn, view, counts, 16)
+    expected = token_index._reference(keys, q, turn, view, counts, 16)
+    assert actual[0].shape == expected[0].shape and actual[0].dtype == torch.int32
     for s, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        places = ours[1][s, :count].tolist()
+        places = actual[1][s, :count].tolist()
         assert places == sorted(set(places)) and places[-1] < length
-        # Those that are read in any case have equal scores.
+        # Tokens that are always read have equal scores.
         always = {*range(min(sink, length)), *range(max(0, length - window), length)}
         always |= set(range(0, length, stride)) if stride else set()
         assert always <= set(places) or set(places) <= always
         if always <= set(places):
             assert len(set(places) & set(expected[1][s, :count].tolist())) >= count - 1
         block = view.block_table_SB[s].tolist()
-        assert ours[0][s, :count].tolist() == [block[place // 16] * 16 + place % 16 for place in places]
+        assert actual[0][s, :count].tolist() == [block[place // 16] * 16 + place % 16 for place in places]
 
 
 @needs_triton
-def test_triton_says_what_it_cannot_choose_from(monkeypatch):
-    """A wrong dtype, and, where kernels are compiled, tensors of the CPU."""
+def test_triton_rejects_unsupported_inputs(monkeypatch):
+    """A wrong dtype, and CPU tensors if kernels are compiled."""
     from mlaforge.ops import token_selection_triton
 
-    view, slots = made([40], [1])
-    own, keys = index(2, 8, 12, 20), empty_keys(slots, 8, torch.device("cpu"))
+    view, slots = make_view([40], [1])
+    token_index, keys = index(2, 8, 12, 20), empty_keys(slots, 8, torch.device("cpu"))
     q, turn = torch.randn(1, 24), turns(torch.arange(1))
     with pytest.raises(UserError, match="index keys are torch.float32, not int8" if DEVICE == "cpu" else "on cpu"):
-        own._triton(keys.float(), q, turn, view, (10,), 1)
+        token_index._triton(keys.float(), q, turn, view, (10,), 1)
     monkeypatch.setattr(token_selection_triton, "INTERPRETED", False)
     with pytest.raises(UserError, match=r"it needs CUDA tensors, .* on cpu"):
-        own._triton(keys, q, turn, view, (10,), 1)
+        token_index._triton(keys, q, turn, view, (10,), 1)
 
 
 @pytest.mark.gpu
 @needs_triton
 @pytest.mark.parametrize("shape", ["mha", "mla"])
 def test_triton_attends_to_a_selection(shape):
-    """Paged attention's own kernel over rows chosen one by one, beside the reference."""
+    """The paged attention kernel over selected rows, against the reference."""
     step = make_step(SHAPES[shape], [(300, 1), (90, 3), (40, 1)])
     q, k, v, view, scale = step.inputs
     chosen = [torch.cat((torch.arange(0, length - 8, 7), torch.arange(length - 8, length))) for length in (300, 90, 40)]
@@ -165,34 +165,34 @@ def test_triton_attends_to_a_selection(shape):
     slots = view.block_table_SB.long().gather(1, positions.long() // view.block_size) * view.block_size
     slots = (slots + positions % view.block_size).int()
     some = narrowed(view, slots, positions, tuple(map(len, chosen)), False)
-    ours, expected = (paged_attention(q, k, v, some, scale, implementation=name) for name in ("triton", "reference"))
+    actual, expected = (paged_attention(q, k, v, some, scale, implementation=name) for name in ("triton", "reference"))
     whole = paged_attention(q, k, v, view, scale, implementation="reference")
-    for a, b in zip(ours, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.allclose(a, b, atol=2e-5)
-    assert not torch.allclose(ours[0], whole[0], atol=1e-2)
+    assert not torch.allclose(actual[0], whole[0], atol=1e-2)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("pre_rotated", [False, True])
 @pytest.mark.parametrize("coded", [False, True])
-def test_kernels_write_as_the_reference(compiled, turned, coded):
-    view, slots = made([40, 70], [40, 5])
+def test_kernels_write_as_the_reference(compiled, pre_rotated, coded):
+    view, slots = make_view([40, 70], [40, 5])
     halves = torch.full((12,), 4.0) if coded else None
-    own = index(4, 16, 12, 20, turned=turned, halves=halves)
-    both = (3 * torch.randn(45, 50)).bfloat16()
-    both[3, 35] = torch.nan
+    token_index = index(4, 16, 12, 20, pre_rotated=pre_rotated, halves=halves)
+    features_and_q = (3 * torch.randn(45, 50)).bfloat16()
+    features_and_q[3, 35] = torch.nan
     planes = []
     for native in (compiled, None):
         keys = empty_keys(slots, 16, torch.device("cpu"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_selection, "kernels", lambda native=native: native)
-            own.write(keys, both[:, 30:], turns(torch.arange(45)), view.slots_N)
+            token_index.write(keys, features_and_q[:, 30:], turns(torch.arange(45)), view.slots_N)
         planes.append(keys_at(keys, view.slots_N).int())
     assert (planes[0] - planes[1]).abs().max() <= 1 and (planes[0] == planes[1]).float().mean() > 0.99
     assert planes[0].abs().float().mean() > 5
 
 
-def test_the_reference_is_the_models():
-    """One sequence in one piece, by the module that checkpoints carry."""
+def test_the_reference_matches_the_model():
+    """One contiguous sequence, by the module in checkpoints."""
     torch.manual_seed(0)
     H, W, E, F, L, k = 4, 16, 12, 24, 90, 30
     module = PairsIndex(G, W, F, E)
@@ -205,26 +205,26 @@ def test_the_reference_is_the_models():
     turn = turns(torch.arange(L))
     cos, sin = turn.real[None, :, 0], turn.imag[None, :, 0]
     keys = module.keys(features, cos, sin)
-    asked = module.queries(q, cos[:, -1:], sin[:, -1:])
-    expected = sparsity.choose(asked, keys, torch.ones(1, 1, 1, L, dtype=torch.bool), k, None)[0, 0]
-    own = TokenIndex(
+    index_queries = module.queries(q, cos[:, -1:], sin[:, -1:])
+    expected = sparsity.choose(index_queries, keys, torch.ones(1, 1, 1, L, dtype=torch.bool), k, None)[0, 0]
+    token_index = TokenIndex(
         module.key.weight.detach(), module.key.bias.detach(), module.query.detach(), module.frequency, H, sink=3,
         window=8, topk=k,
     )  # fmt: skip
-    view, slots = made([L], [1])
-    whole, _ = made([L], [L])
+    view, slots = make_view([L], [1])
+    whole, _ = make_view([L], [L])
     plane = empty_keys(slots, W, torch.device("cpu"))
-    own.write(plane, features[0], turn, whole.slots_N)
+    token_index.write(plane, features[0], turn, whole.slots_N)
     assert torch.equal(keys_at(plane, whole.slots_N).float(), keys[0].detach())
-    _, positions = own.choose(plane, q.flatten(1)[:1], turn[-1:], view, (k,))
+    _, positions = token_index.choose(plane, q.flatten(1)[:1], turn[-1:], view, (k,))
     assert positions[0].tolist() == expected.tolist()
 
 
 def test_a_view_is_narrowed():
-    view, _ = made([50, 20, 90], [1, 1, 2])
-    assert view.reads(100, 8) is None and view.reads(30, 8) == (30, 20, 30)
-    # More query tokens than are read in any case: none of them could be left out.
-    assert view.reads(30, 1) == (30, 20, 90)
+    view, _ = make_view([50, 20, 90], [1, 1, 2])
+    assert view.selected_counts(100, 8) is None and view.selected_counts(30, 8) == (30, 20, 30)
+    # More query tokens than are always read: none could be left out.
+    assert view.selected_counts(30, 1) == (30, 20, 90)
     slots = torch.arange(96, dtype=torch.int32).view(3, 32)
     some = narrowed(view, slots, slots, (30, 20, 30), True)
     assert some.first_S.tolist() == [0, 32, 64] and some.seq_lens_S.tolist() == [30, 52, 94]

@@ -1,11 +1,11 @@
-"""The models that are planned for."""
+"""Models and a machine for plans."""
 
 import pytest
 
 from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning.costs import Gpu
-from mlaforge.planning.machines import decoding
+from mlaforge.planning.machines import decoding_cpu
 from support.configs import GPT_OSS, LLAMA
 
 
@@ -21,5 +21,5 @@ def llama() -> ModelSpec:
 
 @pytest.fixture
 def cpu() -> Gpu:
-    """Two cores with AMX, as benchmarks/engine-rows.json found them."""
-    return decoding(1.198e12, 20.46e9, 23.5, 2)
+    """Two cores with AMX, as measured in benchmarks/engine-rows.json."""
+    return decoding_cpu(1.198e12, 20.46e9, 23.5, 2)

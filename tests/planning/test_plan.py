@@ -1,4 +1,4 @@
-"""Plans against arithmetic done by hand: every expected number is worked out in place."""
+"""Plans against manual arithmetic: every expected number is derived in place."""
 
 import dataclasses
 
@@ -36,17 +36,17 @@ def test_ratio_counts_keys_and_values(gpt_oss: ModelSpec) -> None:
     assert rope.cached[1] == 448
 
 
-def test_windows_bound_the_cache_in_both(gpt_oss: ModelSpec) -> None:
-    # 12 full layers of 32768 tokens and 12 of 128; 1024 numbers of two bytes; 4 requests.
+def test_windows_bound_converted_and_original_caches(gpt_oss: ModelSpec) -> None:
+    # 12 full layers of 32768 tokens and 12 of 128; 1024 elements of two bytes; 4 requests.
     gqa = 4 * 2 * 1024 * (12 * 32768 + 12 * 128)
     assert unconverted(gpt_oss).cache_bytes(32768, 4) == gqa
     assert make_plan(gpt_oss, 0.5).cache_bytes(32768, 4) == gqa // 2
     full = make_plan(gpt_oss, 0.5, layers="full")
     assert full.converted == tuple(range(1, 24, 2))
     assert full.converted_fraction == 0.5
-    kept = 12 * 128 * 1024 + 12 * 32768 * 512
-    assert full.model_fraction(32768) == pytest.approx(kept / (12 * 128 * 1024 + 12 * 32768 * 1024))
-    # Below the window's 128 tokens every layer holds the same.
+    cached = 12 * 128 * 1024 + 12 * 32768 * 512
+    assert full.model_fraction(32768) == pytest.approx(cached / (12 * 128 * 1024 + 12 * 32768 * 1024))
+    # Below the window's 128 tokens every layer caches the same.
     assert dataclasses.replace(full, stored="fp32").cache_bytes(100) == 4 * 100 * (12 * 1024 + 12 * 512)
     assert full.cached_per_token == 12 * 1024 + 12 * 512
 
@@ -57,7 +57,7 @@ def test_full_budget_removes_nothing(gpt_oss: ModelSpec, llama: ModelSpec) -> No
     # [W_k; W_v] has 64 rows here but only 48 columns.
     assert make_plan(llama, 1.0).layers[0] == LayerPlan("latent", 48)
     assert make_plan(llama, 1.0, "latent_rope").layers[0] == LayerPlan("latent_rope", 32, 32)
-    # Nor is anything rounded away: one KV head of 20.
+    # A full budget is not rounded down either: one KV head of 20.
     odd = read_spec(LLAMA | {"num_key_value_heads": 1, "head_dim": 20})
     assert make_plan(odd, 1.0).layers[0] == LayerPlan("latent", 40)
     assert make_plan(odd, 1.0, "latent_rope").layers[0] == LayerPlan("latent_rope", 20, 20)
@@ -66,27 +66,27 @@ def test_full_budget_removes_nothing(gpt_oss: ModelSpec, llama: ModelSpec) -> No
 def test_ranks_round_down_to_eights(gpt_oss: ModelSpec, llama: ModelSpec) -> None:
     assert make_plan(gpt_oss, 0.3).layers[0].kv_lora_rank == 304  # 307.2
     assert make_plan(gpt_oss, 0.3, "latent_rope").layers[0] == LayerPlan("latent_rope", 240, 64)  # 243.2
-    # 2·5·40 = 400 numbers: 0.58 of them are 232, though floating point says 231.99999999999997.
+    # 2·5·40 = 400 elements: 0.58 of them are 232, 231.99999999999997 in floating point.
     wide = read_spec(LLAMA | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 40, "hidden_size": 400})
     assert make_plan(wide, 0.58).layers[0].kv_lora_rank == 232
     # 0.9 · 64 = 57.6 would be 56: more than the 48 that the hidden size supports.
     assert make_plan(llama, 0.9).layers[0].kv_lora_rank == 48
 
 
-def test_given_ranks(gpt_oss: ModelSpec, llama: ModelSpec) -> None:
+def test_explicit_ranks(gpt_oss: ModelSpec, llama: ModelSpec) -> None:
     assert make_plan(gpt_oss, kv_lora_rank=500).layers[0] == LayerPlan("latent", 500)
     rope = make_plan(gpt_oss, 1.0, "latent_rope", kv_lora_rank=512)
     assert rope.layers[0] == LayerPlan("latent_rope", 512, 64)
     rope = make_plan(gpt_oss, 0.5, "latent_rope", qk_rope_head_dim=32)
     assert rope.layers[0] == LayerPlan("latent_rope", 480, 32)
-    # Where 64 rotary dimensions are more than half of the budget, 0.75 · 64 numbers, half of it turns.
+    # 64 rotary dimensions exceed half of the budget, 0.75 · 64 elements, so half of the budget is rotary.
     assert make_plan(llama, 0.75, "latent_rope").layers[0] == LayerPlan("latent_rope", 24, 24)
     assert rank_limit(gpt_oss, gpt_oss.layers[0], "latent") == 1024
     assert rank_limit(llama, llama.layers[0], "latent_rope") == 48
     assert rank_limit(llama, llama.layers[0], "gqa") == 0
 
 
-def test_layers(gpt_oss: ModelSpec) -> None:
+def test_layer_selection(gpt_oss: ModelSpec) -> None:
     assert make_plan(gpt_oss, layers="0, 2,5-9 ").converted == (0, 2, 5, 6, 7, 8, 9)
     assert make_plan(gpt_oss, layers="23").converted == (23,)
     assert len(make_plan(gpt_oss).converted) == 24
@@ -94,7 +94,7 @@ def test_layers(gpt_oss: ModelSpec) -> None:
     assert unconverted(gpt_oss).converted_fraction == 1.0
 
 
-def test_ranks_may_be_replaced_layer_by_layer(gpt_oss: ModelSpec) -> None:
+def test_ranks_may_differ_by_layer(gpt_oss: ModelSpec) -> None:
     plan = make_plan(gpt_oss, 0.5, layers="1,3")
     narrow = dataclasses.replace(plan.layers[3], kv_lora_rank=256)
     plan = dataclasses.replace(plan, layers=(*plan.layers[:3], narrow, *plan.layers[4:]))
@@ -123,7 +123,7 @@ def test_ranks_may_be_replaced_layer_by_layer(gpt_oss: ModelSpec) -> None:
         ({"layers": "0-24"}, "layer 24 does not exist; the model has layers 0-23"),
     ],
 )
-def test_mistakes_are_named(gpt_oss: ModelSpec, options: dict, words: str) -> None:
+def test_rejects_invalid_options(gpt_oss: ModelSpec, options: dict, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         make_plan(gpt_oss, **options)
     assert "\n" not in str(caught.value)
@@ -135,7 +135,7 @@ def test_full_needs_a_full_layer() -> None:
         make_plan(windowed, layers="full")
 
 
-def test_key_norms_forbid_absorbing(llama: ModelSpec) -> None:
+def test_key_norms_exclude_latent_rope(llama: ModelSpec) -> None:
     normed = dataclasses.replace(llama.layers[2], qk_norm=True)
     spec = dataclasses.replace(llama, layers=(*llama.layers[:2], normed, llama.layers[3]))
     with pytest.raises(UserError, match=r"layer 2 .* key norm sits between projection and rotation"):
@@ -144,7 +144,7 @@ def test_key_norms_forbid_absorbing(llama: ModelSpec) -> None:
     assert make_plan(spec).converted == (0, 1, 2, 3)
 
 
-def test_norms_on_keys_leave_one_layout() -> None:
+def test_plan_of_a_model_with_key_norms_offers_latent_only() -> None:
     qwen3 = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"model_type": "qwen3", "hidden_size": 512}
     spec = read_spec(qwen3 | {"attention_bias": True, "use_sliding_window": True, "max_window_layers": 3})
     # transformers' default head size, not hidden / heads; and its default window, on the last layer.
@@ -155,14 +155,14 @@ def test_norms_on_keys_leave_one_layout() -> None:
     dense = ["gqa", "gqa, fp8", "latent 384", "latent 256", "latent 192"]
     sparse = ["gqa, 4096 read", "gqa, 2048 read", "latent 256, 4096 read"]
     assert [row.label for row in report.rows] == dense + sparse
-    # Said once, not for every budget.
+    # Reported once, not for every budget.
     assert [note for note in report.notes if "key norm" in note] == report.notes[:1]
     assert report.render().count("key norm sits between projection and rotation") == 1
     with pytest.raises(UserError, match="key norm"):
         run_plan(spec, PlanConfig(layout="latent_rope"))
 
 
-def test_a_family_that_another_ones_classes_compute() -> None:
+def test_mimo_is_read_as_qwen2() -> None:
     mimo = LLAMA | {"model_type": "mimo", "num_nextn_predict_layers": 1}
     same = read_spec(LLAMA | {"model_type": "qwen2"})
     assert read_spec(mimo) == dataclasses.replace(same, model_type="mimo")
@@ -178,16 +178,16 @@ def test_a_family_that_another_ones_classes_compute() -> None:
         ("t5", "'t5' is not supported; "),
     ],
 )
-def test_unsupported_families_are_told_which_are_and_what_one_needs(model_type: str, words: str) -> None:
+def test_unsupported_families_list_the_supported_ones_and_the_guide(model_type: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         read_spec(LLAMA | {"model_type": model_type})
-    said = str(caught.value)
-    assert "supported are gpt_oss, llama, mimo, ministral, mistral, qwen2, qwen3;" in said
-    assert "docs/adding-a-family.md" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert "supported are gpt_oss, llama, mimo, ministral, mistral, qwen2, qwen3;" in message
+    assert "docs/adding-a-family.md" in message
+    assert "\n" not in message
 
 
-# Drawn models: any mix of widths, hidden sizes from narrower to wider than the cache.
+# Random models: any mix of windows, hidden sizes narrower or wider than the cache.
 models = st.builds(
     lambda kv, group, half, hidden, windows: read_spec(
         LLAMA
@@ -213,7 +213,7 @@ budgets = st.floats(0.01, 1.0)
 layouts = st.sampled_from(["latent", "latent_rope"])
 
 
-def planned(spec: ModelSpec, budget: float, layout: str) -> Plan | None:
+def try_plan(spec: ModelSpec, budget: float, layout: str) -> Plan | None:
     try:
         return make_plan(spec, budget, layout)
     except UserError:
@@ -222,34 +222,34 @@ def planned(spec: ModelSpec, budget: float, layout: str) -> Plan | None:
 
 @given(models, budgets, layouts)
 def test_cache_stays_in_the_budget(spec: ModelSpec, budget: float, layout: str) -> None:
-    plan = planned(spec, budget, layout)
-    numbers = 2 * spec.layers[0].num_kv_heads * spec.layers[0].head_dim
+    plan = try_plan(spec, budget, layout)
+    elements = 2 * spec.layers[0].num_kv_heads * spec.layers[0].head_dim
     if plan is None:
-        # Refused only where fewer than 8 numbers are left after at most 64 rotary ones.
-        rope = min(64, numbers // 2) if layout == "latent_rope" else 0
-        assert budget * numbers < 8 + rope
+        # Rejected only if fewer than 8 elements remain after at most 64 rotary ones.
+        rope = min(64, elements // 2) if layout == "latent_rope" else 0
+        assert budget * elements < 8 + rope
         return
     for chosen, cached in zip(plan.layers, plan.cached, strict=True):
-        assert cached <= budget * numbers + 1e-6
-        assert 0 < chosen.kv_lora_rank <= min(numbers, spec.hidden_size)
+        assert cached <= budget * elements + 1e-6
+        assert 0 < chosen.kv_lora_rank <= min(elements, spec.hidden_size)
         assert chosen.qk_rope_head_dim % 2 == 0
-        assert chosen.qk_rope_head_dim <= numbers // 2
+        assert chosen.qk_rope_head_dim <= elements // 2
     assert plan.cache_bytes(50) <= budget * unconverted(spec).cache_bytes(50) + 1e-3
 
 
 @given(models, budgets, layouts)
-def test_the_least_budget_is_enough(spec: ModelSpec, budget: float, layout: str) -> None:
+def test_suggested_minimum_budget_suffices(spec: ModelSpec, budget: float, layout: str) -> None:
     try:
         make_plan(spec, budget, layout)
     except BudgetTooSmall as error:
-        assert error.least > budget
-        if error.least <= 1:
-            make_plan(spec, error.least, layout)
+        assert error.minimum > budget
+        if error.minimum <= 1:
+            make_plan(spec, error.minimum, layout)
 
 
 @given(models, budgets, budgets, layouts)
 def test_a_larger_budget_never_caches_less(spec: ModelSpec, one: float, two: float, layout: str) -> None:
-    small, large = (planned(spec, budget, layout) for budget in sorted((one, two)))
+    small, large = (try_plan(spec, budget, layout) for budget in sorted((one, two)))
     if small is not None:
         assert large is not None
         assert small.cache_bytes(100) <= large.cache_bytes(100)
@@ -257,7 +257,7 @@ def test_a_larger_budget_never_caches_less(spec: ModelSpec, one: float, two: flo
 
 @pytest.mark.parametrize("bits", [2.0, 3.0, 4.0, 6.5])
 @pytest.mark.parametrize("layout", LATENT_LAYOUTS)
-def test_coded_rows_have_the_bytes_of_their_bits(bits: float, layout: str, llama: ModelSpec) -> None:
+def test_coded_rows_match_their_bits(bits: float, layout: str, llama: ModelSpec) -> None:
     plan = coded_plan(llama, bits, layout, "all")
     assert 0.7 * bits / 16 < plan.converted_fraction <= bits / 16
     assert plan.model_fraction(4096) == pytest.approx(plan.converted_fraction)
@@ -265,19 +265,19 @@ def test_coded_rows_have_the_bytes_of_their_bits(bits: float, layout: str, llama
         assert chosen.kv_lora_rank == chosen.code[0] and list(chosen.code) == sorted(chosen.code, reverse=True)
 
 
-def test_layers_beside_coded_ones_are_stored_as_the_model_computes(llama: ModelSpec) -> None:
+def test_unconverted_layers_of_a_coded_plan_use_the_compute_dtype(llama: ModelSpec) -> None:
     plan = coded_plan(llama, 4, "latent", "0")
-    numbers = sum(layer.cached for layer in llama.layers[1:])
+    elements = sum(layer.cached for layer in llama.layers[1:])
     coded = plan.layers[0].cached_bytes(llama.layers[0], 10, "coded")
     for plain, itemsize in (("bf16", 2), ("fp32", 4)):
-        own = dataclasses.replace(plan, plain=plain)
-        assert own.cache_bytes(10) == coded + 10 * itemsize * numbers
-        assert own.model_fraction(10) == own.cache_bytes(10) / unconverted(llama, plain).cache_bytes(10)
+        variant = dataclasses.replace(plan, plain=plain)
+        assert variant.cache_bytes(10) == coded + 10 * itemsize * elements
+        assert variant.model_fraction(10) == variant.cache_bytes(10) / unconverted(llama, plain).cache_bytes(10)
 
 
-@pytest.mark.parametrize(("layout", "bits", "least"), [("latent", 0.9, 1.0), ("latent_rope", 1.2, 1.76)])
-def test_too_few_bits(layout: str, bits: float, least: float, llama: ModelSpec) -> None:
-    """The advice is in bits, and it is enough."""
-    with pytest.raises(UserError, match=rf"^bits = {bits}, as a budget .* for the latent.*; use at least {least:g}$"):
+@pytest.mark.parametrize(("layout", "bits", "minimum"), [("latent", 0.9, 1.0), ("latent_rope", 1.2, 1.76)])
+def test_rejects_too_few_bits(layout: str, bits: float, minimum: float, llama: ModelSpec) -> None:
+    """The suggested minimum is in bits and suffices."""
+    with pytest.raises(UserError, match=rf"^bits = {bits}, as a budget .* for the latent.*; use at least {minimum:g}$"):
         coded_plan(llama, bits, layout, "all")
-    coded_plan(llama, least, layout, "all")
+    coded_plan(llama, minimum, layout, "all")

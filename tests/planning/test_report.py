@@ -1,4 +1,4 @@
-"""What `plan` says of a model: its advice, its table, and the mistakes that it names."""
+"""Report of `plan`: recommendation, tables, and errors."""
 
 import json
 import math
@@ -19,12 +19,12 @@ from support.configs import GPT_OSS, GPT_OSS_120B, LLAMA, SMOLLM2
 def test_report_of_gpt_oss() -> None:
     options = resolve(PlanConfig, layout="latent_rope", budget=0.5, layers="full", drafts=2, gpu="h200")
     report = run_plan(read_spec(GPT_OSS), options)
-    assert report.asked is not None and report.asked.form is not None  # the form of that budget is the same
+    assert report.requested is not None and report.requested.form is not None  # the form of that budget is the same
     text = report.render()
-    assert "Yours (>): latent_rope 448+64" in text
+    assert "Requested (>): latent_rope 448+64" in text
     assert "64 query, 8 KV, head_dim 64" in text
     assert "24: 12 full, 12 sliding" in text
-    assert "1024 numbers per token" in text
+    assert "1024 elements per token" in text
     assert "yarn, theta 150000, cos and sin x 1.347, factor 32.0" in text
     assert "32, 4 a token" in text
     assert "75.00%" in text
@@ -35,17 +35,17 @@ def test_report_of_gpt_oss() -> None:
     ]  # fmt: skip
     assert answer["rows"][1]["stored"] == "fp8" and answer["rows"][1]["typical_loss"] > 1
     assert sum(row["recommended"] for row in answer["rows"]) == 1
-    asked = next(row for row in answer["rows"] if row["asked"])
-    assert asked["intensity"] == pytest.approx(2 * 64 * (2 * 448 + 64) / (2 * 512))
-    assert asked["parts"]["lm_head"]["bytes"] == 2 * 201088 * 2880
-    assert asked["requests"] > answer["rows"][0]["requests"]
+    requested = next(row for row in answer["rows"] if row["asked"])
+    assert requested["intensity"] == pytest.approx(2 * 64 * (2 * 448 + 64) / (2 * 512))
+    assert requested["parts"]["lm_head"]["bytes"] == 2 * 201088 * 2880
+    assert requested["requests"] > answer["rows"][0]["requests"]
 
 
-def test_the_recommendation_stands_first(cpu: Gpu) -> None:
-    """One sentence with what to do, then why, then the tables, then what they were computed for."""
+def test_recommendation_comes_first(cpu: Gpu) -> None:
+    """Recommendation, reasons, tables, record."""
     report = run_plan(read_spec(SMOLLM2), PlanConfig(context="8k"), gpu=cpu)
     lines = report.render().splitlines()
-    assert lines[0] == report.chosen.sentence == report.as_dict()["recommendation"]
+    assert lines[0] == report.recommendation.sentence == report.as_dict()["recommendation"]
     options = "mlaforge sparsify --topk 1024, --kv-cache-dtype int8"
     assert lines[0].startswith(f"Sparsify the original with an 8-bit cache ({options}): 4 requests of 8,192 ")
     assert lines[1].startswith("Why: ")
@@ -55,8 +55,8 @@ def test_the_recommendation_stands_first(cpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(("config", "weights", "read"), [(GPT_OSS, 13.75, 3.70), (GPT_OSS_120B, 65.2, 4.97)])
-def test_what_a_stated_machine_would_do(config: dict, weights: float, read: float, cpu: Gpu) -> None:
-    """Weights in all, and what a token reads of them: four experts of 4.25 bits, attention and head in bf16; in GB."""
+def test_stated_memory_and_bandwidth(config: dict, weights: float, read: float, cpu: Gpu) -> None:
+    """Total weights and those read per token, in GB: four experts of 4.25 bits, attention and head in bf16."""
     for memory in (24.0, 96.0, 128.0):
         report = run_plan(read_spec(config), PlanConfig(context="8k", batch=1, memory=memory, bandwidth=50.0), gpu=cpu)
         machine = report.rows[0].gpu
@@ -65,7 +65,7 @@ def test_what_a_stated_machine_would_do(config: dict, weights: float, read: floa
         fits = weights * 1e9 < memory * 2**30
         assert (report.rows[0].requests > 0) is fits
         assert any("the weights alone take" in note for note in report.notes) is not fits
-        one = report.several()[0]
+        one = report.weight_reads()[0]
         layers, E = config["num_hidden_layers"], 2880
         experts, attention = 4 * 3 * E * E * 4.25 / 8, 2 * E * 64 * (64 + 8 + 8 + 64)
         assert one["bytes"] == pytest.approx(layers * (experts + attention) + 2 * 201088 * E, rel=1e-6)
@@ -76,32 +76,32 @@ def test_what_a_stated_machine_would_do(config: dict, weights: float, read: floa
 
 def test_several_tokens_share_experts(cpu: Gpu) -> None:
     report = run_plan(read_spec(GPT_OSS), PlanConfig(context="8k", batch=3, drafts=3), gpu=cpu)
-    several = {each["tokens"]: each for each in report.several()}
-    # The batch's tokens and those with drafts are among them.
-    assert list(several) == [1, 2, 3, 4, 8, 12, 16, 64]
-    for tokens, each in several.items():
-        assert each["experts"] == pytest.approx(32 * (1 - (1 - 4 / 32) ** tokens))
-    assert several[1]["experts"] == 4 and several[2]["experts"] == 7.5
-    one, eight = several[1]["bytes"], several[8]["bytes"]
-    assert eight - one == pytest.approx(24 * (several[8]["experts"] - 4) * 3 * 2880 * 2880 * 4.25 / 8)
+    reads = {entry["tokens"]: entry for entry in report.weight_reads()}
+    # The batch and the batch with drafts are included.
+    assert list(reads) == [1, 2, 3, 4, 8, 12, 16, 64]
+    for tokens, entry in reads.items():
+        assert entry["experts"] == pytest.approx(32 * (1 - (1 - 4 / 32) ** tokens))
+    assert reads[1]["experts"] == 4 and reads[2]["experts"] == 7.5
+    one, eight = reads[1]["bytes"], reads[8]["bytes"]
+    assert eight - one == pytest.approx(24 * (reads[8]["experts"] - 4) * 3 * 2880 * 2880 * 4.25 / 8)
     lines = report.render().splitlines()
     table = lines[lines.index("Weights of a step of several tokens") :]
     assert table[3].split()[:2] == ["1", "4.0"] and table[7].split()[:2] == ["8", "21.0"]
-    assert json.loads(json.dumps(report.as_dict()))["several_tokens"] == report.several()
-    # All weights of a model without experts are read by one token already.
+    assert json.loads(json.dumps(report.as_dict()))["several_tokens"] == report.weight_reads()
+    # Without experts a single token reads all weights.
     dense = run_plan(read_spec(SMOLLM2), PlanConfig(), gpu=cpu)
-    assert dense.several() == [] and "several tokens" not in dense.render()
+    assert dense.weight_reads() == [] and "several tokens" not in dense.render()
 
 
-def test_no_plan_is_for_more_than_the_model_was_made_for(cpu: Gpu) -> None:
+def test_context_is_limited_to_the_model_s_maximum(cpu: Gpu) -> None:
     spec = read_spec(SMOLLM2)
-    unsaid = run_plan(spec, PlanConfig(), gpu=cpu)
-    assert unsaid.best.context == 8192 and unsaid.notes == []
+    default = run_plan(spec, PlanConfig(), gpu=cpu)
+    assert default.best.context == 8192 and default.notes == []
     beyond = run_plan(spec, PlanConfig(context="32k"), gpu=cpu)
     assert beyond.best.context == 8192
-    assert beyond.notes == ["the model was made for 8,192 positions: planned for those, not for 32,768"]
-    assert "32,768" not in beyond.chosen.sentence
-    # Of a model that was made for more, 32k.
+    assert beyond.notes == ["the model supports 8,192 positions: planned for these, not for 32,768"]
+    assert "32,768" not in beyond.recommendation.sentence
+    # The default is 32k for a model with a longer context.
     assert run_plan(read_spec(GPT_OSS), PlanConfig(gpu="h200")).best.context == 32768
     mixed = run_plan(read_spec(GPT_OSS | {"max_position_embeddings": 32768}), PlanConfig(gpu="h200", batch=10**4))
     choices = mixed.as_dict()["window_choices"]
@@ -109,46 +109,52 @@ def test_no_plan_is_for_more_than_the_model_was_made_for(cpu: Gpu) -> None:
     assert "128K" not in mixed.render()
 
 
-def test_weights_that_are_stored_in_fp32_run_in_bf16(cpu: Gpu) -> None:
+def test_fp32_weights_run_in_bf16(cpu: Gpu) -> None:
     spec = read_spec(SMOLLM2)
     assert spec.bits == 32
     row = run_plan(spec, PlanConfig(), gpu=cpu).rows[0]
-    numbers = 49152 * 576 + 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
-    assert row.plain.weight_bytes == 2 * numbers
+    parameters = 49152 * 576 + 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    assert row.plain.weight_bytes == 2 * parameters
 
 
-def test_report_adds_a_row_of_your_own(cpu: Gpu) -> None:
+def test_report_adds_the_requested_row(cpu: Gpu) -> None:
     spec = read_spec(LLAMA)
     report = run_plan(spec, PlanConfig(context="4k", kv_lora_rank=13), gpu=cpu)
-    assert report.rows[-1] is report.asked
+    assert report.rows[-1] is report.requested
     assert report.rows[-1].label == "latent 13" and report.rows[-1].form is None
     text = report.render()
     assert "T queries" not in text
-    assert "Note: the model was made for 2,048 positions: planned for those, not for 4,096" in text
+    assert "Note: the model supports 2,048 positions: planned for these, not for 4,096" in text
     assert report.as_dict()["rows"][-1]["typical_loss"] is None
     stored = run_plan(spec, PlanConfig(kv_cache_dtype="fp8"), gpu=cpu)
-    assert stored.asked is not None and stored.asked.label == "gqa, fp8"
-    both = run_plan(spec, PlanConfig(kv_cache_dtype="int8", layout="latent", budget=0.5), gpu=cpu)
-    assert both.asked is not None and both.asked.label == "latent 32, int8"
+    assert stored.requested is not None and stored.requested.label == "gqa, fp8"
+    combined = run_plan(spec, PlanConfig(kv_cache_dtype="int8", layout="latent", budget=0.5), gpu=cpu)
+    assert combined.requested is not None and combined.requested.label == "latent 32, int8"
     with pytest.raises(UserError, match="kv_cache_dtype int8 is not for coded rows"):
         run_plan(spec, PlanConfig(kv_cache_dtype="int8", bits=4.0), gpu=cpu)
 
 
-def test_what_was_made_is_its_own_row(llama: ModelSpec, cpu: Gpu) -> None:
-    """The bytes and numbers of its config.json, whatever the others are stored in."""
+def test_converted_models_have_a_row(llama: ModelSpec, cpu: Gpu) -> None:
+    """With the storage of its config.json, independent of kv_cache_dtype."""
     layers = range(llama.num_layers)
     codes = [[24, 16, 8 * (i + 1)] for i in layers]
     config = {"mla_layer_types": ["latent"] * len(layers), "mla_kv_lora_ranks": [24 for _ in layers]}
-    made = plan_of({**config, "mla_code_counts": codes}, llama)
-    report = run_plan(llama, PlanConfig(kv_cache_dtype="int8"), made, cpu)
-    assert report.asked is not None and report.asked.plan.layers == made.layers and report.asked is report.rows[-1]
-    assert report.asked.plan.stored == "coded"
-    assert made.cache_bytes(10) == 10 * sum(map(sum, codes)) // 8
-    assert made.bits == pytest.approx(sum(map(sum, codes)) / sum(layer.cached for layer in llama.layers))
+    converted = plan_of({**config, "mla_code_counts": codes}, llama)
+    report = run_plan(llama, PlanConfig(kv_cache_dtype="int8"), converted, cpu)
+    assert (
+        report.requested is not None
+        and report.requested.plan.layers == converted.layers
+        and report.requested is report.rows[-1]
+    )
+    assert report.requested.plan.stored == "coded"
+    assert converted.cache_bytes(10) == 10 * sum(map(sum, codes)) // 8
+    assert converted.bits == pytest.approx(sum(map(sum, codes)) / sum(layer.cached for layer in llama.layers))
     assert [layer["bytes"] for layer in report.layers()] == [sum(code) / 8 for code in codes]
-    assert "Layers of yours (>)" in report.render() and len(report.as_dict()["layers"]) == len(layers)
-    with pytest.raises(UserError, match="converted already"):
-        run_plan(llama, PlanConfig(bits=4.0), made, cpu)
+    assert "Layers of the requested configuration (>)" in report.render() and len(report.as_dict()["layers"]) == len(
+        layers
+    )
+    with pytest.raises(UserError, match="already converted"):
+        run_plan(llama, PlanConfig(bits=4.0), converted, cpu)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +175,10 @@ def test_what_was_made_is_its_own_row(llama: ModelSpec, cpu: Gpu) -> None:
         ({"kv_lora_rank": 49}, "kv_lora_rank 49 must be 1 to 48"),
     ],
 )
-def test_report_names_mistakes(options: dict, words: str, cpu: Gpu) -> None:
+def test_rejects_invalid_options(options: dict, words: str, cpu: Gpu) -> None:
     with pytest.raises(UserError, match=words):
         run_plan(read_spec(LLAMA), PlanConfig(**options), gpu=cpu)
 
 
-def test_context() -> None:
+def test_parse_context() -> None:
     assert [parse_context(text) for text in ("4096", "32k", "128K", "1m")] == [4096, 32768, 131072, 1048576]

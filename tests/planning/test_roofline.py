@@ -1,4 +1,4 @@
-"""FLOPs, bytes and time of a step against arithmetic done by hand: every expected number is worked out in place."""
+"""FLOPs, bytes and time of a step against manual arithmetic: every expected number is derived in place."""
 
 import pytest
 
@@ -29,11 +29,11 @@ def test_attention_of_the_other_layouts(gpt_oss: ModelSpec) -> None:
     assert latent[0].flops == 3 * 10 * (2 * 448 * 512 + 2 * 64 * 64 + 2 * 64 * 448)
     assert latent[1].flops - latent[0].flops == 3 * 10 * (2 * 64 * 64 + 2 * 64 * 448)
     assert latent[0].bytes == latent[1].bytes == 3 * 10 * 2 * 448
-    # Keys that do not stay on the chip are written and read: 512 numbers of two bytes, twice.
+    # Keys that do not stay on the chip are written and read: 512 elements of two bytes, twice.
     moved = attention_op(gpt_oss.layers[1], LayerPlan("latent", 448), 10, 3, keys_on_chip=False)
     assert moved.bytes - latent[0].bytes == 3 * 10 * 2 * 2 * 512
     assert moved.flops == latent[0].flops
-    # A sliding layer holds its 128 tokens and no more.
+    # A sliding layer caches at most its 128 tokens.
     assert attention_op(gpt_oss.layers[0], LayerPlan("gqa"), context=32768).bytes == 128 * 2 * 1024
 
 
@@ -65,7 +65,7 @@ def test_projections_of_a_converted_layer(gpt_oss: ModelSpec) -> None:
     q, kv_a, kv_b, o = 2880 * 64 * 128, 2880 * 448, 1024 * 384, 64 * 64 * 2880
     rope = projections(gpt_oss, layer, LayerPlan("latent_rope", 384, 64), tokens=3)
     assert rope.bytes == 2 * (q + kv_a + kv_b + o)
-    # Absorbed: 64 heads · 64 · 384 on the query's side and as many on the output's, in place of kv_b_proj.
+    # Absorbed: 64 heads · 64 · 384 on the query side and as many on the output side, instead of kv_b_proj.
     assert rope.flops == 3 * 2 * (q + kv_a + o + 2 * 64 * 64 * 384)
     latent = projections(gpt_oss, layer, LayerPlan("latent", 384), tokens=1)
     assert latent.bytes == 2 * (2880 * 64 * 64 + 2880 * 384 + kv_b + o)
@@ -79,7 +79,7 @@ def test_projections_of_a_converted_layer(gpt_oss: ModelSpec) -> None:
     [(GPT_OSS, 20.9, 32, 24, 1.79), (GPT_OSS_120B, 116.8, 128, 36, 2.08)],
     ids=["20b", "120b"],
 )
-def test_verifying_reads_more_experts(config: dict, billions: float, experts: int, layers: int, ratio: float) -> None:
+def test_drafts_read_more_experts(config: dict, billions: float, experts: int, layers: int, ratio: float) -> None:
     spec = read_spec(config)
     assert spec.num_params == pytest.approx(billions * 1e9, rel=0.005)
     plan = unconverted(spec)
@@ -95,7 +95,7 @@ def test_verifying_reads_more_experts(config: dict, billions: float, experts: in
 
 
 def test_step_is_the_sum_of_its_parts(llama: ModelSpec) -> None:
-    gpu = Gpu("cpu", 0.12, 0.03, 23.5, "made up", achievable=1.0, rows_read={"int8": 15e9})
+    gpu = Gpu("cpu", 0.12, 0.03, 23.5, "made up", achievable=1.0, row_bandwidths={"int8": 15e9})
     step = decode_step(unconverted(llama), gpu, context=100, batch=2, queries=1)
     # fp32 weights, bf16 cache. One token does 2 FLOP per 4 bytes of weight: bandwidth-bound (ridge 8.6).
     attention = 2 * 100 * 64 * 2  # bytes; GQA does 4·4·16 = 256 FLOP per 128 bytes
@@ -105,11 +105,11 @@ def test_step_is_the_sum_of_its_parts(llama: ModelSpec) -> None:
     assert step.total == pytest.approx((4 * attention + weights) / 30e9)
     assert step.limit == "weight bandwidth"
     assert step.limits["cache bandwidth"] == pytest.approx(4 * attention / 30e9)
-    # Rows of 16 numbers a byte each and a scale of two bytes to each of 4 parts, read at 15 GB/s at most.
+    # int8 rows of 16 elements and 4 scales of two bytes, read at 15 GB/s at most.
     packed = decode_step(unconverted(llama, "int8"), gpu, context=100, batch=2, queries=1)
     assert packed.seconds["attention"] == pytest.approx(4 * 2 * 100 * (64 + 8) / 15e9)
     assert packed.costs["attention"].bytes == 4 * 2 * 100 * (64 + 8)
-    # Many query tokens turn weights into compute.
+    # Many query tokens make weights compute-bound.
     assert decode_step(unconverted(llama), gpu, 1, 1000).limit == "weight compute"
 
 
@@ -124,16 +124,16 @@ def test_requests_fill_the_memory_beside_the_weights() -> None:
     assert row.perfect_speedup == pytest.approx(4 / row.verify_ratio)
 
 
-def test_a_selection_is_read_and_index_keys_of_all(gpt_oss):
+def test_sparse_layers_read_a_selection_and_all_index_keys(gpt_oss):
     layer = gpt_oss.layers[1]
     H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     sparse = LayerPlan("gqa", topk=1024, index=32)
     cost = attention_op(layer, sparse, 8192, 3, 2)
     assert cost.bytes == 3 * (1024 * 2 * 2 * G * d + 8192 * 32)
     assert cost.flops == 3 * (1024 * 2 * 4 * H * d + 8192 * 2 * H * 32)
-    # All is read of what is not more than a selection, and by a window.
+    # Contexts up to topk are read in full.
     assert attention_op(layer, sparse, 1000) == attention_op(layer, LayerPlan("gqa"), 1000)
     latent = LayerPlan("latent", 448, topk=1024, index=32)
-    on_chip, off = (attention_op(layer, latent, 8192, keys_on_chip=kept) for kept in (True, False))
+    on_chip, off = (attention_op(layer, latent, 8192, keys_on_chip=on_chip) for on_chip in (True, False))
     assert off.flops - on_chip.flops == pytest.approx(1024 * 6 / 7 * 2 * 448 * G * d)
     assert off.bytes - on_chip.bytes == 1024 * 2 * 2 * G * d

@@ -1,4 +1,4 @@
-"""What tests of connections share."""
+"""Fixtures of the connection tests."""
 
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -8,7 +8,7 @@ from mlaforge.serving import connection
 
 @pytest.fixture(params=["h11", "httptools"])
 def http_protocol(request, monkeypatch):
-    """Once for each of uvicorn's protocols, on which servers are then built."""
+    """Run a test with each of uvicorn's HTTP protocols."""
     base = H11Protocol
     if request.param == "httptools":
         pytest.importorskip("httptools")

@@ -1,4 +1,4 @@
-"""Keys, limits, clients that go, read slowly or say nothing; shutting down; an engine that dies."""
+"""API keys, limits, disconnected, slow and silent clients, shutdown, engine failure."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ def test_api_key(tokenizer):
         assert served.http.get("/v1/models", headers=headers).status_code == 200
 
 
-def test_body_size_announced_or_not(tokenizer):
+def test_body_size_is_limited_with_and_without_content_length(tokenizer):
     with serving(ScriptedEngine(tokenizer), max_body=1000) as served:
         json_type = {"content-type": "application/json"}
         for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
@@ -57,7 +57,7 @@ def test_body_size_announced_or_not(tokenizer):
             assert served.post("/v1/completions", content=content, headers=json_type).status_code == 200
 
 
-def test_full_queue(tokenizer):
+def test_a_full_queue_refuses_with_429(tokenizer):
     engine = ScriptedEngine(tokenizer)
     engine.hold.clear()
     with serving(engine, max_concurrent=2, max_queue=1) as served, ThreadPoolExecutor(3) as pool:
@@ -75,7 +75,7 @@ def test_full_queue(tokenizer):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_frees_its_blocks(tokenizer, stream):
+def test_a_disconnected_client_frees_its_blocks(tokenizer, stream):
     engine = ScriptedEngine(tokenizer, delay=0.01)
     with serving(engine, max_concurrent=1) as served:
         body = LONG | {"stream": stream, "n": 3}
@@ -83,7 +83,7 @@ def test_a_client_that_goes_frees_its_blocks(tokenizer, stream):
             until(lambda: engine.counts["steps"] > 3)
         served.settles()
         assert engine.counts["aborted_requests"] == 1 and engine.counts["generated_tokens"] < 1500
-        # One that goes while it waits for its place.
+        # A client that disconnects while it waits for a slot.
         engine.hold.clear()
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(httpx.post, f"{served.url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60)
@@ -97,7 +97,7 @@ def test_a_client_that_goes_frees_its_blocks(tokenizer, stream):
         assert 'mlaforge_requests_total{endpoint="completions",status="499"} 2.0' in served.http.get("/metrics").text
 
 
-def test_a_stream_that_is_closed_half_way(tokenizer):
+def test_closing_a_stream_aborts_its_request(tokenizer):
     engine = ScriptedEngine(tokenizer, delay=0.005)
     with serving(engine) as served:
         with served.client().completions.create(model="scripted", stream=True, **_no_eos()) as stream:
@@ -111,7 +111,7 @@ def _no_eos():
 
 
 def _raw(served, body, buffer=None):
-    """A connection that has sent a request and reads nothing."""
+    """Open a connection that has sent a request and does not read."""
     connection = socket.socket()
     if buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -121,12 +121,12 @@ def _raw(served, body, buffer=None):
     return connection
 
 
-def test_slow_reader_keeps_nobody_waiting_and_gets_everything(tokenizer):
+def test_a_slow_reader_delays_no_other_client_and_gets_everything(tokenizer):
     engine = ScriptedEngine(tokenizer)
     with serving(engine) as served:
         # Logprobs make chunks large enough to fill the sockets' buffers.
-        asked = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 20}
-        body = httpx.Request("POST", "http://x", json=asked).content
+        payload = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 20}
+        body = httpx.Request("POST", "http://x", json=payload).content
         with _raw(served, body, buffer=4096) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
             # The engine does not wait for the reader, and others are served.
@@ -141,15 +141,15 @@ def test_slow_reader_keeps_nobody_waiting_and_gets_everything(tokenizer):
         served.settles()
 
 
-def test_a_client_that_never_reads_loses_its_place(tokenizer):
+def test_a_client_that_never_reads_loses_its_slot(tokenizer):
     with serving(ScriptedEngine(tokenizer), client_timeout=0.3) as served:
-        asked = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 20}
-        with _raw(served, httpx.Request("POST", "http://x", json=asked).content, buffer=4096):
+        payload = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 20}
+        with _raw(served, httpx.Request("POST", "http://x", json=payload).content, buffer=4096):
             until(lambda: served.engine.counts["steps"] > 0)
             served.settles()
 
 
-def test_a_client_that_never_finishes_its_body(tokenizer):
+def test_an_unfinished_body_times_out_with_408(tokenizer):
     with serving(ScriptedEngine(tokenizer), client_timeout=0.2) as served, socket.socket() as connection:
         connection.connect(("127.0.0.1", served.port))
         head = (
@@ -161,7 +161,7 @@ def test_a_client_that_never_finishes_its_body(tokenizer):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_engine_death_reaches_everybody(tokenizer):
+def test_engine_failure_reaches_every_client(tokenizer):
     engine = ScriptedEngine(tokenizer)
     engine.fail_after = 20
     engine.hold.clear()
@@ -182,7 +182,7 @@ def test_engine_death_reaches_everybody(tokenizer):
         assert served.service.admission.admitted == 0
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer):
+def test_draining_finishes_running_requests_and_refuses_new_ones(tokenizer):
     engine = ScriptedEngine(tokenizer)
     engine.hold.clear()
     with serving(engine, max_concurrent=1) as served, ThreadPoolExecutor(2) as pool:
@@ -200,16 +200,16 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer):
 
 
 def _start(delay, drain):
-    """A server in a process of its own, on a port that it took and told; (process, url) once it answers."""
+    """Start a server in a subprocess on a free port; return (process, url) once it answers."""
     script = Path(__file__).parents[1] / "support" / "scripted_engine.py"
     paths = os.pathsep.join([str(script.parents[1]), str(script.parents[2] / "src")])
     process = subprocess.Popen(
         [sys.executable, str(script), str(delay), "0", str(drain)],
         env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    said = process.stderr.readline()
-    address = re.search(r"on (http://[\d.]+:\d+)/v1$", said)
-    assert address, said + process.stderr.read()
+    log_line = process.stderr.readline()
+    address = re.search(r"on (http://[\d.]+:\d+)/v1$", log_line)
+    assert address, log_line + process.stderr.read()
     url = address[1]
 
     def answers():
@@ -241,7 +241,7 @@ def test_sigterm_drains_and_exits_with_0(delay, drain, finished):
         reader.start()
         assert started.wait(60)
         process.send_signal(signal.SIGTERM)
-        # It still listens, and says no.
+        # It still listens and refuses new requests.
         statuses = []
 
         def refuses():
@@ -254,9 +254,9 @@ def test_sigterm_drains_and_exits_with_0(delay, drain, finished):
         until(refuses)
         reader.join(60)
         assert process.wait(60) == 0
-        told = [line for line in lines if line]
-        assert (told[-1] == "data: [DONE]") == finished
-        assert ('"error"' in told[-1]) == (not finished)
+        events = [line for line in lines if line]
+        assert (events[-1] == "data: [DONE]") == finished
+        assert ('"error"' in events[-1]) == (not finished)
         stderr = process.stderr.read()
         assert "Traceback" not in stderr and "draining" in stderr
         assert statuses[-1:] in ([503], [])
@@ -286,25 +286,26 @@ def test_a_second_sigterm_ends_it_whatever_it_is_doing():
         process.wait()
 
 
-def test_health_fails_where_no_step_ends(tokenizer, monkeypatch):
+def test_health_fails_if_no_step_finishes(tokenizer, monkeypatch):
     monkeypatch.setattr(app, "STUCK_SECONDS", 0.3)
     engine = ScriptedEngine(tokenizer)
     with serving(engine) as served, ThreadPoolExecutor() as pool:
         health = lambda: served.http.get("/health")  # noqa: E731
         assert health().status_code == 200
         engine.hold.clear()
-        asked = pool.submit(served.post, "/v1/completions", json=LONG | {"max_tokens": 5})
+        pending = pool.submit(served.post, "/v1/completions", json=LONG | {"max_tokens": 5})
         until(lambda: health().status_code == 503)
-        assert re.search(r"no step has ended for \d+ s", served.refused(health(), 503))
+        assert re.search(r"no engine step has finished for \d+ s", served.refused(health(), 503))
         engine.hold.set()
-        assert asked.result().status_code == 200
-        # Having nothing to do for long is no ill.
+        assert pending.result().status_code == 200
+        # A long idle time is no failure.
         time.sleep(0.5)
         assert health().status_code == 200
 
 
 def test_64_streaming_clients(tokenizer):
-    """A short version of benchmarks/load.py: mixed lengths, some leave early, nobody else loses anything."""
+    """A short version of benchmarks/load.py: mixed lengths, some clients disconnect early, no other one loses
+    tokens."""
     engine = ScriptedEngine(tokenizer)
     with serving(engine, max_concurrent=24) as served:
 
@@ -340,35 +341,35 @@ def test_64_streaming_clients(tokenizer):
     ({"client_timeout": float("nan")}, "client_timeout = nan must be above 0 and at most 86400"),
     ({"client_timeout": float("inf")}, "client_timeout = inf must be above 0 and at most 86400"),
 ])  # fmt: skip
-def test_impossible_options(options, word):
+def test_rejects_illegal_options(options, word):
     with pytest.raises(UserError, match=word):
         ServeConfig(**options)
 
 
 @pytest.mark.parametrize(("option", "words"), [
-    (("--api-key", ""), "--api-key is empty, as an unset variable is; give a key, or leave it out to serve anybody"),
+    (("--api-key", ""), "--api-key is empty, as an unset variable is; give a key, or omit it to serve without a key"),
     (("--api-key", " "), "--api-key is empty"), (("--client-timeout", "nan"), "client_timeout = nan must be above 0"),
     (("--max-n", "100"), "max_n = 100 must be at most max_num_seqs = 64"),
     (("--max-n", "5", "--max-num-seqs", "4"), "max_n = 5 must be at most max_num_seqs = 4"),
 ])  # fmt: skip
-def test_impossible_options_are_refused_before_anything_is_loaded(option, words, refused, tmp_path):
+def test_illegal_options_are_refused_before_loading(option, words, refused, tmp_path):
     refused(words, "serve", tmp_path / "no such model", *option)
 
 
-def test_the_key_of_the_environment(monkeypatch, refused, tmp_path):
+def test_api_key_from_the_environment(monkeypatch, refused, tmp_path):
     monkeypatch.setenv("MLAFORGE_API_KEY", "k")
-    assert server.checked(ServeConfig()).api_key == "k" and server.checked(ServeConfig(api_key="o")).api_key == "o"
+    assert server.validated(ServeConfig()).api_key == "k" and server.validated(ServeConfig(api_key="o")).api_key == "o"
     monkeypatch.delenv("MLAFORGE_API_KEY")
-    assert server.checked(ServeConfig()).api_key is None
-    # What was to fill it is missing: that is no wish to serve without a key.
+    assert server.validated(ServeConfig()).api_key is None
+    # An empty variable is no wish to serve without a key.
     monkeypatch.setenv("MLAFORGE_API_KEY", "")
-    refused("MLAFORGE_API_KEY is empty; give it a key, or unset it", "serve", tmp_path / "no such model")
+    refused("MLAFORGE_API_KEY is empty; set it to a key, or unset it", "serve", tmp_path / "no such model")
 
 
-def test_an_address_that_is_taken():
+def test_rejects_a_port_in_use():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"{port} cannot be listened on"):
+        with pytest.raises(UserError, match=f"cannot listen on .*:{port}"):
             server.run(ScriptedEngine(ByteTokenizer()), ServeConfig(port=port))

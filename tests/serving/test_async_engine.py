@@ -1,4 +1,4 @@
-"""The engine's thread and its streams, without HTTP."""
+"""AsyncEngine and its streams, without HTTP."""
 
 import asyncio
 import threading
@@ -47,8 +47,8 @@ async def settled(engine):
         await asyncio.sleep(0.005)
 
 
-def test_thousands_of_prompts_stand_in_nobodys_way(run):
-    """Of one stream the engine has a share at a time; another's request is taken at once, and all are answered."""
+def test_thousands_of_prompts_delay_no_other_request(run):
+    """The engine has a share of a stream at a time; a request of another stream is accepted at once."""
 
     async def test(engine):
         inner, most = engine.engine, 0
@@ -57,7 +57,7 @@ def test_thousands_of_prompts_stand_in_nobodys_way(run):
         def counted(*arguments):
             nonlocal most
             add(*arguments)
-            most = max(most, sum(len(own) for name, own in inner.running.items() if name != "other"))
+            most = max(most, sum(len(sequences) for name, sequences in inner.running.items() if name != "other"))
 
         inner.add, inner.delay = counted, 0.001
         params = SamplingParams(max_tokens=3, n=4, ignore_eos=True)
@@ -77,7 +77,7 @@ def test_thousands_of_prompts_stand_in_nobodys_way(run):
     run(test)
 
 
-def test_deltas_make_the_answer(run):
+def test_deltas_concatenate_to_the_answer(run):
     async def test(engine):
         tokens, outputs = [], 0
         async for output in engine.generate("a", [1, 2, 3], LONG):
@@ -89,7 +89,7 @@ def test_deltas_make_the_answer(run):
     run(test)
 
 
-def test_leaving_aborts(run):
+def test_closing_the_iterator_aborts_the_request(run):
     async def test(engine):
         iterator = engine.generate("a", [1], LONG)
         await anext(iterator)
@@ -100,7 +100,7 @@ def test_leaving_aborts(run):
     run(test, delay=0.005)
 
 
-def test_cancelling_aborts_whether_running_or_not_yet_taken(run):
+def test_cancelling_aborts_running_and_queued_requests(run):
     async def test(engine):
         async def read(name):
             async for _ in engine.generate(name, [1], LONG):
@@ -119,7 +119,7 @@ def test_cancelling_aborts_whether_running_or_not_yet_taken(run):
     run(test)
 
 
-def test_refusal_concerns_its_request_alone(run):
+def test_a_refusal_affects_only_its_request(run):
     async def test(engine):
         good = asyncio.create_task(anext(engine.generate("good", [1], SamplingParams(max_tokens=1))))
         with pytest.raises(UserError, match="too long"):
@@ -129,7 +129,7 @@ def test_refusal_concerns_its_request_alone(run):
     run(test)
 
 
-def test_one_refusal_of_several_ends_all_of_the_stream(run):
+def test_one_refused_request_ends_the_whole_stream(run):
     async def test(engine):
         async with engine.open({"a": ([1], LONG), "b": ([1] * 600, LONG)}) as stream:
             with pytest.raises(UserError):
@@ -139,9 +139,9 @@ def test_one_refusal_of_several_ends_all_of_the_stream(run):
     run(test, delay=0.002)
 
 
-def test_a_dead_thread_reaches_every_waiter(run, monkeypatch):
-    seen = []
-    monkeypatch.setattr(threading, "excepthook", seen.append)
+def test_a_dead_thread_fails_every_stream(run, monkeypatch):
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
 
     async def test(engine):
         engine.engine.fail_after = 10
@@ -157,10 +157,10 @@ def test_a_dead_thread_reaches_every_waiter(run, monkeypatch):
             await anext(engine.generate("late", [1], LONG))
 
     run(test)
-    assert len(seen) == 1
+    assert len(errors) == 1
 
 
-def test_draining_waits_and_then_ends(run):
+def test_draining_waits_and_then_fails_the_rest(run):
     async def test(engine):
         short = asyncio.create_task(anext(engine.generate("s", [1], SamplingParams(max_tokens=1))))
         await asyncio.sleep(0)
@@ -198,14 +198,14 @@ def test_closing_ends_streams(run):
     run(test, delay=0.005)
 
 
-def test_closing_leaves_a_step_behind_that_does_not_end(tokenizer, monkeypatch):
+def test_closing_abandons_a_hanging_step(tokenizer, monkeypatch):
     monkeypatch.setattr(async_engine, "CLOSE_SECONDS", 0.1)
 
     async def test():
         engine = AsyncEngine(ScriptedEngine(tokenizer))
         engine.engine.hold.clear()
         async with engine.open({"a": ([1], LONG)}) as stream:
-            # Without a step under way the thread ends at once, as it should.
+            # Without a running step the thread would end at once.
             assert engine.engine.began.wait(60)
             engine.close()
             assert engine._thread.is_alive()
@@ -217,13 +217,13 @@ def test_closing_leaves_a_step_behind_that_does_not_end(tokenizer, monkeypatch):
     asyncio.run(test())
 
 
-def test_a_request_that_the_engine_gives_up(run):
-    """Its stream says why; the others go on."""
+def test_a_request_that_fails_in_the_engine(run):
+    """Its stream raises the reason; other requests continue."""
 
     async def test(engine):
         step = engine.engine.step
 
-        def gives_up():
+        def fail():
             outputs = step()
             for output in outputs:
                 if output.request_id == "bad":
@@ -231,7 +231,7 @@ def test_a_request_that_the_engine_gives_up(run):
                     engine.engine.running.pop("bad", None)
             return outputs
 
-        engine.engine.step = gives_up
+        engine.engine.step = fail
         good = asyncio.create_task(anext(engine.generate("good", [1], SamplingParams(max_tokens=1))))
         with pytest.raises(UserError, match="too costly"):
             async for output in engine.generate("bad", [1], LONG):
@@ -242,19 +242,19 @@ def test_a_request_that_the_engine_gives_up(run):
     run(test)
 
 
-def test_idle_costs_nothing(run):
+def test_an_idle_engine_uses_no_cpu(run):
     async def test(engine):
         await anext(engine.generate("a", [1], SamplingParams(max_tokens=1)))
         before = time.process_time(), engine.engine.counts["steps"]
         await asyncio.sleep(0.5)
         assert engine.engine.counts["steps"] == before[1]
-        # Of half a second; a thread that asks again and again would take all of it.
+        # Within half a second, which a polling thread would use completely.
         assert time.process_time() - before[0] < 0.25
 
     run(test)
 
 
-def test_what_is_not_read_is_one_output(run):
+def test_unread_outputs_are_merged_into_one(run):
     async def test(engine):
         async with engine.open({"a": ([1], LONG)}) as stream:
             while stream._open:
@@ -270,12 +270,12 @@ PIECES = st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans(
 
 
 @given(st.lists(PIECES, min_size=1, max_size=5), st.integers(0, 5))
-def test_merging_is_associative_and_loses_nothing(steps, cut):
-    """Merged in any order of brackets, an answer is the same; texts and tokens are the sums of the steps'."""
+def test_merging_outputs_is_associative_and_complete(steps, cut):
+    """The result is independent of the grouping; texts and tokens are the concatenation of the steps'."""
     outputs = []
     for at, step in enumerate(steps):
-        made = {i: Completion(i, [at], text, [Logprobs(at, -1.0)] if p else None) for i, text, p in step}
-        outputs.append(RequestOutput("r", [1], list(made.values()), finished=at == len(steps) - 1))
+        completions = {i: Completion(i, [at], text, [Logprobs(at, -1.0)] if p else None) for i, text, p in step}
+        outputs.append(RequestOutput("r", [1], list(completions.values()), finished=at == len(steps) - 1))
 
     def fold(outputs):
         result = outputs[0]
@@ -286,10 +286,10 @@ def test_merging_is_associative_and_loses_nothing(steps, cut):
     whole = fold(outputs)
     cut = min(cut, len(outputs) - 1)
     parts = [fold(outputs[:cut]), fold(outputs[cut:])] if cut else outputs
-    made = [sorted(output.outputs, key=lambda c: c.index) for output in (fold(parts), whole)]
-    assert made[0] == made[1]
+    merged = [sorted(output.outputs, key=lambda c: c.index) for output in (fold(parts), whole)]
+    assert merged[0] == merged[1]
     assert whole.finished
     for completion in whole.outputs:
-        mine = [c for output in outputs for c in output.outputs if c.index == completion.index]
-        assert completion.text == "".join(c.text for c in mine)
-        assert completion.token_ids == [t for c in mine for t in c.token_ids]
+        parts_of_choice = [c for output in outputs for c in output.outputs if c.index == completion.index]
+        assert completion.text == "".join(c.text for c in parts_of_choice)
+        assert completion.token_ids == [t for c in parts_of_choice for t in c.token_ids]

@@ -1,4 +1,4 @@
-"""Bodies that are too large or never come: everybody sees the answer, and nobody else waits."""
+"""Request bodies that are too large, slow or unfinished."""
 
 import asyncio
 import http.client
@@ -12,13 +12,13 @@ import httpx
 import openai
 import pytest
 
-from mlaforge.serving.bodies import Bodies, Incoming
+from mlaforge.serving.bodies import Bodies, BodyReceive
 from mlaforge.serving.wire import ApiError
 from support.raw_client import BODY, HEAD, answer, connected, request
 from support.scripted_engine import ByteTokenizer, ScriptedEngine
 from support.serving import serving, until
 
-# More than the buffers of both sides hold: who sends it before reading needs a server that goes on reading.
+# Larger than the socket buffers of both sides: a client that sends it before reading needs a server that reads on.
 LARGE = b"x" * (8 << 20)
 
 
@@ -30,18 +30,18 @@ def served(http_protocol):
 
 
 @pytest.mark.parametrize("fields", [(), (b"Connection: close",)], ids=["kept", "closed"])
-def test_who_sends_everything_before_reading_is_told_that_it_is_too_large(served, fields):
+def test_clients_that_send_before_reading_get_the_413(served, fields):
     for body in (b"x" * 1001, LARGE):
         with connected(served.port) as client:
             client.sendall(request(body, *fields))
-            head, told = answer(client)
-            assert head.startswith(b"HTTP/1.1 413") and b"body_too_large" in told
+            head, response_body = answer(client)
+            assert head.startswith(b"HTTP/1.1 413") and b"body_too_large" in response_body
             if not fields:
                 client.sendall(request())
                 assert answer(client)[0].startswith(b"HTTP/1.1 200")
 
 
-def test_in_chunks(served):
+def test_a_chunked_body_that_is_too_large_gets_413(served):
     with connected(served.port) as client:
         client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(64):
@@ -50,7 +50,7 @@ def test_in_chunks(served):
         assert answer(client)[0].startswith(b"HTTP/1.1 413")
 
 
-def test_python_s_own_client(served):
+def test_python_clients_get_the_413(served):
     client = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     for _ in range(2):
         client.request("POST", "/v1/completions", LARGE, {"Content-Type": "application/json"})
@@ -58,12 +58,14 @@ def test_python_s_own_client(served):
         assert response.status == 413 and b"body_too_large" in response.read()
     client.close()
     with pytest.raises(urllib.error.HTTPError) as refused:
-        asked = urllib.request.Request(f"{served.url}/v1/completions", LARGE, {"Content-Type": "application/json"})
-        urllib.request.urlopen(asked, timeout=20)
+        http_request = urllib.request.Request(
+            f"{served.url}/v1/completions", LARGE, {"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(http_request, timeout=20)
     assert refused.value.code == 413
 
 
-def test_openai_s_client_and_httpx(served):
+def test_openai_and_httpx_clients_get_the_413(served):
     with pytest.raises(openai.APIStatusError) as refused:
         served.client().completions.create(model="scripted", prompt="x" * len(LARGE))
     assert refused.value.status_code == 413 and refused.value.code == "body_too_large"
@@ -81,7 +83,7 @@ def test_openai_s_client_and_httpx(served):
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 @pytest.mark.parametrize("expect", ["Expect: 100-continue", "Expect:"])
-def test_curl(served, expect, tmp_path):
+def test_curl_gets_the_413(served, expect, tmp_path):
     (tmp_path / "large").write_bytes(LARGE)
     fields = ["-H", "Content-Type: application/json", "-H", expect]
     command = ["curl", "-s", *fields, "--data-binary", f"@{tmp_path}/large", f"{served.url}/v1/completions"]
@@ -89,8 +91,8 @@ def test_curl(served, expect, tmp_path):
     assert b"body_too_large" in done.stdout
 
 
-def test_half_a_body_keeps_nobody_out(http_protocol):
-    """As many as may run and wait, and more, have sent half a request."""
+def test_unfinished_bodies_occupy_no_slot(http_protocol):
+    """More clients than slots and queue have sent half a request."""
     with serving(ScriptedEngine(ByteTokenizer()), max_concurrent=2, max_queue=2, client_timeout=20.0) as served:
         half = request()[: -len(BODY) // 2]
         clients = [connected(served.port) for _ in range(8)]
@@ -106,7 +108,7 @@ def test_half_a_body_keeps_nobody_out(http_protocol):
         served.settles()
 
 
-def test_who_waits_is_bounded_by_bytes():
+def test_waiting_requests_are_limited_by_bytes():
     engine = ScriptedEngine(ByteTokenizer())
     engine.hold.clear()
     body = BODY.ljust(1000)
@@ -114,14 +116,14 @@ def test_who_waits_is_bounded_by_bytes():
         clients = [connected(served.port) for _ in range(17)]
         clients[0].sendall(request(body))
         until(lambda: served.service.admission.running == 1)
-        # Of sixteen there are as many bytes as may wait.
+        # Sixteen bodies reach the byte limit of waiting requests.
         for client in clients[1:]:
             client.sendall(request(body))
         until(lambda: served.service.admission.admitted == 17)
         with connected(served.port) as client:
             client.sendall(request(body))
-            head, told = answer(client)
-            assert head.startswith(b"HTTP/1.1 429") and b"queue_full" in told and b"retry-after" in head
+            head, response_body = answer(client)
+            assert head.startswith(b"HTTP/1.1 429") and b"queue_full" in response_body and b"retry-after" in head
         engine.hold.set()
         for client in clients:
             assert answer(client)[0].startswith(b"HTTP/1.1 200")
@@ -130,12 +132,12 @@ def test_who_waits_is_bounded_by_bytes():
 
 
 class Sender:
-    """A request whose body comes when a test sends it."""
+    """A request whose body is sent by the test."""
 
     def __init__(self, bodies, announced=100):
         self.parts = asyncio.Queue()
         scope = {"headers": [(b"content-length", str(announced).encode())]}
-        self.read = asyncio.ensure_future(bodies.read(scope, Incoming(self.parts.get)))
+        self.read = asyncio.ensure_future(bodies.read(scope, BodyReceive(self.parts.get)))
 
     async def send(self, size, more=True):
         self.parts.put_nowait({"type": "http.request", "body": b"x" * size, "more_body": more})
@@ -143,9 +145,9 @@ class Sender:
             await asyncio.sleep(0)
 
 
-def test_where_room_is_short_the_silent_one_is_given_up():
+def test_the_idlest_body_is_abandoned_when_memory_is_short():
     async def run():
-        bodies = Bodies(most=100, timeout=60, room=250)
+        bodies = Bodies(max_size=100, timeout=60, max_total=250)
         silent, slow, quick = Sender(bodies), Sender(bodies), Sender(bodies)
         await slow.send(50)
         await silent.send(90)
@@ -160,7 +162,7 @@ def test_where_room_is_short_the_silent_one_is_given_up():
         await slow.send(10, more=False)
         await quick.send(20, more=False)
         assert (len(await slow.read), len(await quick.read)) == (100, 100)
-        # What was given up or has come whole takes no room.
+        # Abandoned and complete bodies occupy no memory.
         others = [Sender(bodies) for _ in range(2)]
         for other in others:
             await other.send(99)
@@ -171,9 +173,9 @@ def test_where_room_is_short_the_silent_one_is_given_up():
     asyncio.run(run())
 
 
-def test_a_body_has_its_time():
+def test_a_slow_body_times_out():
     async def run():
-        sender = Sender(Bodies(most=100, timeout=0.05, room=100))
+        sender = Sender(Bodies(max_size=100, timeout=0.05, max_total=100))
         await sender.send(50)
         with pytest.raises(ApiError) as late:
             await sender.read
@@ -182,7 +184,7 @@ def test_a_body_has_its_time():
     asyncio.run(run())
 
 
-def test_what_comes_late_of_a_body_that_is_too_large_is_not_waited_for(http_protocol):
+def test_a_slow_oversized_body_is_not_read_to_its_end(http_protocol):
     with serving(ScriptedEngine(ByteTokenizer()), max_body=1000, client_timeout=0.3) as served:
         with connected(served.port) as client, pytest.raises(OSError):
             client.sendall(HEAD + b"Content-Length: 100000000\r\n\r\nx")

@@ -1,4 +1,4 @@
-"""`chat`, `generate --chat` and `LLM.chat` with a model that speaks harmony: answers without channels, as served."""
+"""`chat`, `generate --chat` and `LLM.chat` with a harmony model: answers are the final text, as served."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def encoding():
 
 @pytest.fixture
 def speaking(encoding, monkeypatch):
-    """speaking(text) -> the engine of every LLM made from now on, which answers everybody with this text."""
+    """speaking(text) -> the engine of every later LLM, which answers every prompt with this text."""
 
     def script(text):
         engine = ScriptedEngine(HarmonyTokenizer(encoding), script=encoding.encode(text, allowed_special="all"))
@@ -65,29 +65,31 @@ def test_the_terminal_shows_the_final_text(speaking, tiny_models, cli):
     )
 
 
-def test_what_was_thought_is_not_sent_back(speaking, tiny_models, encoding):
+def test_reasoning_is_not_part_of_later_prompts(speaking, tiny_models, encoding):
     engine = speaking(ANSWER)
-    asked = []
+    requests = []
     add = engine.add
-    engine.add = lambda request_id, ids, params: (asked.append((ids, params)), add(request_id, ids, params))
+    engine.add = lambda request_id, ids, params: (requests.append((ids, params)), add(request_id, ids, params))
     talk = Conversation(str(tiny_models["gpt_oss"]), ChatConfig(system="Be brief."))
-    for said in ("Hi", "And now?"):
-        assert "".join(piece.text for piece in talk.answer(said)) == "It is 4 °C 🙂."
+    for text in ("Hi", "And now?"):
+        assert "".join(piece.text for piece in talk.answer(text)) == "It is 4 °C 🙂."
     assert [message["content"] for message in talk.messages[1:]] == [
         "Hi",
         "It is 4 °C 🙂.",
         "And now?",
         "It is 4 °C 🙂.",
     ]
-    first, second = (encoding.decode(ids) for ids, _ in asked)
+    first, second = (encoding.decode(ids) for ids, _ in requests)
     assert "<|start|>developer<|message|># Instructions\n\nBe brief." in first and first.endswith("<|start|>assistant")
-    said = "<|start|>assistant<|channel|>final<|message|>It is 4 °C 🙂.<|end|><|start|>user<|message|>And now?<|end|>"
-    assert said in second and "Easy" not in second
-    # As the server ends answers: <|return|> and <|call|>.
-    assert {params.stop_token_ids for _, params in asked} == {(200002, 200012)}
+    second_turn = (
+        "<|start|>assistant<|channel|>final<|message|>It is 4 °C 🙂.<|end|><|start|>user<|message|>And now?<|end|>"
+    )
+    assert second_turn in second and "Easy" not in second
+    # The same stop tokens as in the server: <|return|> and <|call|>.
+    assert {params.stop_token_ids for _, params in requests} == {(200002, 200012)}
 
 
-def test_an_answer_that_is_broken_off_is_not_kept(speaking, tiny_models):
+def test_an_interrupted_answer_is_not_in_the_history(speaking, tiny_models):
     engine = speaking(ANSWER)
     talk = Conversation(str(tiny_models["gpt_oss"]), ChatConfig())
     answer = talk.answer("Hi")
@@ -97,7 +99,7 @@ def test_an_answer_that_is_broken_off_is_not_kept(speaking, tiny_models):
     assert talk.messages == [] and not engine.has_work and engine.counts["aborted_requests"] == 1
 
 
-def test_a_screen_shows_what_was_thought_dimmed(monkeypatch, capsys):
+def test_a_terminal_shows_reasoning_dimmed(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show(
         Completion(0, [], text, reasoning_content=thought)
@@ -119,11 +121,11 @@ def test_generate_shows_the_final_text(speaking, tiny_models, cli, tmp_path):
         "Easy, 漢.",
         len(engine.script),
     )
-    # Without --chat the prompt is text, and so is what follows it.
+    # Without --chat the prompt is plain text, and so is the continuation.
     assert "analysisEasy" in printed(cli("generate", tiny_models["gpt_oss"]))
 
 
-def test_an_answer_without_room_is_said(speaking, tiny_models, cli):
+def test_an_answer_without_final_text_is_reported(speaking, tiny_models, cli):
     speaking(ANSWER)
     cut = ("--max-new-tokens", 5)
     assert printed(cli("chat", tiny_models["gpt_oss"], *cut, stdin="Hi\n")) == f"> {NO_ANSWER}\n> "
@@ -137,7 +139,7 @@ def test_no_harmony_uses_the_template(verb, speaking, uninstalled, tiny_models, 
 
 
 @pytest.mark.parametrize("verb", [("chat",), ("generate", "--chat")], ids=["chat", "generate"])
-def test_a_missing_package_is_named(verb, speaking, uninstalled, tiny_models, refused):
+def test_a_missing_package_is_reported(verb, speaking, uninstalled, tiny_models, refused):
     speaking(ANSWER)
     words = "this model speaks harmony: pip install '.[harmony]' in mlaforge's checkout, or use --no-harmony"
     refused(words, *verb, tiny_models["gpt_oss"])
@@ -146,7 +148,7 @@ def test_a_missing_package_is_named(verb, speaking, uninstalled, tiny_models, re
 # In a script
 
 
-def test_several_conversations(speaking):
+def test_chat_accepts_several_conversations(speaking):
     engine = speaking(ANSWER)
     llm = LLM("gpt-oss")
     for messages, params in (
@@ -157,12 +159,12 @@ def test_several_conversations(speaking):
         outputs = llm.chat(messages, params or SamplingParams(max_tokens=100))
         conversations = messages if isinstance(messages[0], list) else [messages]
         assert [output.prompt_token_ids for output in outputs] == list(map(llm.chat_prompt, conversations))
-        for completion in (each for output in outputs for each in output.outputs):
+        for completion in (completion for output in outputs for completion in output.outputs):
             assert (completion.text, completion.reasoning_content) == ("It is 4 °C 🙂.", "Easy, 漢.")
             assert (completion.token_ids, completion.finish_reason) == (engine.script, "stop")
 
 
-def test_a_streams_pieces_are_the_whole(speaking):
+def test_streamed_pieces_equal_the_whole_answer(speaking):
     speaking(ANSWER)
     pieces = [output.outputs[0] for output in LLM("gpt-oss").stream_chat(HI, SamplingParams(max_tokens=100))]
     assert "".join(piece.text for piece in pieces) == "It is 4 °C 🙂." and sum(bool(piece.text) for piece in pieces) > 3
@@ -172,8 +174,8 @@ def test_a_streams_pieces_are_the_whole(speaking):
 @pytest.mark.parametrize(
     ("text", "shown"), [("No channel.", "No channel."), (THOUGHT[:20], ""), (CALL, CALL)], ids=["none", "cut", "a call"]
 )
-def test_what_cannot_be_read_is_told(text, shown, speaking):
-    """Nor can a call, where no tool was offered."""
+def test_unparsable_answers_are_flagged(text, shown, speaking):
+    """Including a call without any tools in the request."""
     speaking(text + "<|return|>" * (text == "No channel."))
     (output,) = LLM("gpt-oss").chat(HI, SamplingParams(max_tokens=40))
     (answer,) = output.outputs
@@ -182,9 +184,9 @@ def test_what_cannot_be_read_is_told(text, shown, speaking):
 
 
 @pytest.mark.parametrize("field", [{"stop": "x"}, {"regex": "a"}, {"json_schema": {"type": "object"}}], ids=str)
-def test_what_would_bind_the_channels(field, speaking):
+def test_constraints_on_channels_are_refused(field, speaking):
     speaking(ANSWER)
-    words = f"{next(iter(field))} would bind harmony's channels too; use harmony=False, or say it in a message"
+    words = f"{next(iter(field))} would apply to harmony's channels too; use harmony=False, or ask in a message"
     with pytest.raises(UserError, match=words):
         LLM("gpt-oss").chat(HI, SamplingParams(**field))
     (output,) = LLM("gpt-oss", harmony=False).chat(HI, SamplingParams(max_tokens=4))
@@ -201,7 +203,7 @@ def test_what_would_bind_the_channels(field, speaking):
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}, "tool_calls must be"),
     ({"role": "assistant", "tool_calls": "f"}, "messages.0: tool_calls must be calls of"),
 ])  # fmt: skip
-def test_messages_that_are_none(message, words, speaking):
+def test_rejects_invalid_messages(message, words, speaking):
     speaking(ANSWER)
     with pytest.raises(UserError) as caught:
         LLM("gpt-oss").chat_prompt([message])

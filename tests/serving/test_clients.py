@@ -1,6 +1,6 @@
-"""Clients of other people against `mlaforge serve`: lm-eval and vLLM's serving benchmark.
+"""Third-party clients of `mlaforge serve`: lm-eval and vLLM's serving benchmark.
 
-Both are installed in environments of their own; how is in docs/serving.md, section "Real clients".
+Both are installed in separate environments; see docs/serving.md, section "Real clients".
 """
 
 import json
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
 def served(request, tiny_models, tmp_path_factory):
-    """(model's directory, url) of `mlaforge serve` in a process of its own, in fp32."""
+    """(model's directory, url) of `mlaforge serve` in a subprocess, in fp32."""
     directory = tiny_models["llama"] if request.param == "tiny" else request.getfixturevalue("smollm2")
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "mlaforge", "serve", str(directory), "--port", str(port), "--dtype", "float32"]
@@ -67,7 +67,7 @@ def run(command, **environment):
 
 
 class Oracle:
-    """transformers' own answers, on the strings that lm-eval was given."""
+    """Answers of transformers to the prompts of lm-eval."""
 
     def __init__(self, directory):
         self.model = load_original(directory)
@@ -78,17 +78,17 @@ class Oracle:
 
     @torch.no_grad()
     def score(self, ids, start):
-        """Log probability of ids[start:] and whether greedy generation would have made them."""
+        """Return the log probability of ids[start:], and whether greedy generation gives them."""
         logprobs_TV = self.model(torch.tensor([ids])).logits[0, start - 1 : -1].double().log_softmax(-1)
-        wanted = torch.tensor(ids[start:])
-        own_T = logprobs_TV.gather(1, wanted[:, None])[:, 0]
-        return own_T.sum().item(), bool((logprobs_TV.argmax(-1) == wanted).all())
+        labels = torch.tensor(ids[start:])
+        token_logprobs_T = logprobs_TV.gather(1, labels[:, None])[:, 0]
+        return token_logprobs_T.sum().item(), bool((logprobs_TV.argmax(-1) == labels).all())
 
     def greedy(self, text, tokens, stops):
         ids = self.ids(text)
         out = self.model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
-        said = self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
-        return min((said.split(stop)[0] for stop in stops), key=len)
+        text = self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+        return min((text.split(stop)[0] for stop in stops), key=len)
 
 
 @pytest.mark.parametrize("tokenized", [True, False])
@@ -96,13 +96,14 @@ def test_lm_eval_measures_what_transformers_measures(served, tokenized, tmp_path
     """Log probabilities of choices and of whole texts to 1e-3, greedy texts exactly."""
     lm_eval = executable("MLAFORGE_LM_EVAL")
     directory, url = served
-    told = {
+    model_args = {
         "model": "m", "base_url": f"{url}/v1/completions", "tokenizer": directory, "tokenized_requests": tokenized,
         "max_length": 512,
     }  # fmt: skip
     run(
         [
-            lm_eval, "--model", "local-completions", "--model_args", ",".join(f"{k}={v}" for k, v in told.items()),
+            lm_eval, "--model", "local-completions", "--model_args",
+            ",".join(f"{k}={v}" for k, v in model_args.items()),
             "--include_path", ".", "--tasks", "six_choice,six_generated,six_rolling", "--log_samples",
             "--output_path", tmp_path / "out",
         ],
@@ -112,18 +113,18 @@ def test_lm_eval_measures_what_transformers_measures(served, tokenized, tmp_path
     docs = [json.loads(line) for line in (TASKS / "gsm8k_six.jsonl").read_text().splitlines()]
     tasks = ("six_choice", "six_generated", "six_rolling")
     samples = [sorted(_samples(tmp_path / "out", task), key=lambda sample: sample["doc_id"]) for task in tasks]
-    assert [len(found) for found in samples] == [len(docs)] * 3
+    assert [len(task_samples) for task_samples in samples] == [len(docs)] * 3
     worst = 0.0
     for doc, choice, generated, rolling in zip(docs, *samples, strict=True):
         prompt = f"Question: {doc['question']}\nAnswer:"
-        for text, (found, greedy) in zip(doc["choices"], (resps[0] for resps in choice["resps"]), strict=True):
+        for text, (logprob, greedy) in zip(doc["choices"], (resps[0] for resps in choice["resps"]), strict=True):
             expected, is_greedy = oracle.score(oracle.ids(f"{prompt} {text}"), len(oracle.ids(prompt)))
-            worst = max(worst, abs(float(found) - expected))
+            worst = max(worst, abs(float(logprob) - expected))
             assert str(greedy) == str(is_greedy)
         first = oracle.tokenizer.bos_token_id
         expected, _ = oracle.score([first, *oracle.ids(doc["solution"])], 1)
-        found = rolling["resps"][0][0]
-        worst = max(worst, abs(float(found[0] if isinstance(found, list) else found) - expected))
+        logprob = rolling["resps"][0][0]
+        worst = max(worst, abs(float(logprob[0] if isinstance(logprob, list) else logprob) - expected))
         assert generated["resps"][0][0] == oracle.greedy(prompt, 24, ["\n\n", "Question:"])
     print(f"largest difference of a log probability: {worst:.1e}")
     assert worst < 1e-3

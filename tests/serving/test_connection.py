@@ -1,4 +1,4 @@
-"""Clients that say too little for too long, on both of uvicorn's HTTP protocols; and what connections cost."""
+"""Timeouts of slow and silent connections on both of uvicorn's HTTP protocols, and TCP options."""
 
 import socket
 import time
@@ -9,24 +9,24 @@ from support.raw_client import HEAD, answer, connected, cut, request
 from support.scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
 from support.serving import serving, until
 
-# Its answer is larger than the buffers of both sides.
+# Its answer is larger than the socket buffers of both sides.
 LARGE = b'{"prompt": "x", "max_tokens": 400, "ignore_eos": true, "logprobs": 20}'
 
 
 @pytest.mark.parametrize("said", [b"", b"POST /v1/compl", HEAD, HEAD + b"Content-Le"], ids=["", "line", "head", "half"])
-def test_half_a_head_is_waited_for_no_longer_than_the_timeout(http_protocol, said):
+def test_an_incomplete_request_head_times_out(http_protocol, sent):
     with serving(ScriptedEngine(ByteTokenizer()), client_timeout=0.3) as served:
         for before in (b"", request()):
             with connected(served.port) as client:
                 client.sendall(before)
                 if before:
                     assert answer(client)[0].startswith(b"HTTP/1.1 200")
-                client.sendall(said)
+                client.sendall(sent)
                 assert cut(client)
         served.settles()
 
 
-def test_a_head_that_comes_byte_by_byte_is_not_waited_for_longer(http_protocol):
+def test_a_head_sent_byte_by_byte_times_out(http_protocol):
     with serving(ScriptedEngine(ByteTokenizer()), client_timeout=0.5) as served, connected(served.port) as client:
         began = time.monotonic()
         with pytest.raises(OSError):
@@ -35,8 +35,8 @@ def test_a_head_that_comes_byte_by_byte_is_not_waited_for_longer(http_protocol):
                 time.sleep(0.05)
 
 
-def test_who_says_everything_may_take_its_time(http_protocol):
-    """Neither a long answer nor several requests sent at once are cut; nor is a client that pauses between requests."""
+def test_long_answers_and_pauses_do_not_time_out(http_protocol):
+    """Long answers, pipelined requests and pauses between requests do not time out."""
     engine = ScriptedEngine(ByteTokenizer(), delay=0.04)
     with serving(engine, client_timeout=2.0) as served, connected(served.port) as client:
         client.sendall(request(b'{"prompt": "x", "max_tokens": 80, "ignore_eos": true}'))
@@ -50,8 +50,8 @@ def test_who_says_everything_may_take_its_time(http_protocol):
             assert b'"completion_tokens":3' in answer(client)[1]
 
 
-def test_what_is_never_fetched_of_an_answer_is_dropped(http_protocol, tmp_path):
-    """The answer is complete, the client reads no more: closing would wait for it for ever."""
+def test_an_answer_that_is_never_read_is_dropped(http_protocol, tmp_path):
+    """The answer is complete, the client does not read: closing would wait for ever."""
     with serving(ScriptedEngine(load_tokenizer(tmp_path)), client_timeout=0.5) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", served.port))
@@ -61,8 +61,8 @@ def test_what_is_never_fetched_of_an_answer_is_dropped(http_protocol, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [(), (b"Connection: close",)], ids=["kept", "closed"])
-def test_who_fetches_slowly_gets_everything(http_protocol, fields, tmp_path):
-    """Several times the timeout after the answer's end."""
+def test_a_slow_reader_gets_the_whole_answer(http_protocol, fields, tmp_path):
+    """Reading takes several times the timeout after the end of the answer."""
     with serving(ScriptedEngine(load_tokenizer(tmp_path)), client_timeout=0.5) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", served.port))
@@ -77,10 +77,10 @@ def test_who_fetches_slowly_gets_everything(http_protocol, fields, tmp_path):
 
 
 def test_short_answers_do_not_wait_for_acknowledgements():
-    """40 ms for each request on a connection that is kept, where small packets wait for each other."""
+    """Without TCP_NODELAY each request on a persistent connection takes 40 ms more."""
     with serving(ScriptedEngine(ByteTokenizer())) as served, connected(served.port) as client:
         client.sendall(request())
         answer(client)
-        (kept,) = served.server.server_state.connections
-        own = kept.transport.get_extra_info("socket")
-        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        (connection,) = served.server.server_state.connections
+        server_socket = connection.transport.get_extra_info("socket")
+        assert server_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

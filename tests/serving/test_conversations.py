@@ -1,6 +1,6 @@
-"""What a conversation is turned into: the same prompt by the server and by `LLM.chat`, with nothing of it left out.
+"""Prompts of conversations: the same in the server and in `LLM.chat`, and complete.
 
-A template that ignores a role, a second system message, tools or an effort would answer another question.
+A template that ignores a role, a second system message, tools or an effort changes the meaning of a request.
 """
 
 import types
@@ -20,7 +20,7 @@ from support.serving import serving
 ALL = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}(" \
     "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}){% endfor %}{% endfor %}"  # fmt: skip
 WITH_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + ALL
-# Of roles system, user, assistant and tool; as in Llama 2 and Mistral a system message is read where it is first.
+# Roles system, user, assistant and tool; as in Llama 2 and Mistral only a first system message is read.
 FIRST_SYSTEM = (
     "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% endif %}{% for m in messages %}"
     "{% if m.role in ('user', 'assistant', 'tool') %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
@@ -38,28 +38,28 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture
-def both(tokenizer, monkeypatch):
-    """both(template, messages, ...) -> the prompt as the server and LLM.chat make it, or what both refuse it with."""
+def prompt_of(tokenizer, monkeypatch):
+    """prompt_of(template, messages, ...) -> the prompt or the error, which must be equal in the server and LLM.chat."""
 
-    def ask(template, messages, tools=(), ignored_tools="error", **more):
+    def build(template, messages, tools=(), ignored_tools="error", **more):
         tokenizer.chat_template = template
         engine = types.SimpleNamespace(tokenizer=tokenizer, model_name="m")
         monkeypatch.setattr("mlaforge.engine.llm.Engine", lambda *_: engine)
         chat = Chat(tokenizer, None, Prompts(tokenizer, 4096), ignored_tools)
-        asked = {"messages": messages, **({"tools": list(tools)} if tools else {}), **more}
+        payload = {"messages": messages, **({"tools": list(tools)} if tools else {}), **more}
         try:
-            served = tokenizer.decode(chat.prompt(ChatRequest.read(asked)))
+            served = tokenizer.decode(chat.prompt(ChatRequest.read(payload)))
         except ApiError as error:
             assert error.status == 400
             served = error.message
         try:
-            own = tokenizer.decode(LLM("m", ignored_tools=ignored_tools).chat_prompt(messages, tools, **more))
+            llm_prompt = tokenizer.decode(LLM("m", ignored_tools=ignored_tools).chat_prompt(messages, tools, **more))
         except UserError as error:
-            own = str(error)
-        assert served == own
-        return own
+            llm_prompt = str(error)
+        assert served == llm_prompt
+        return llm_prompt
 
-    return ask
+    return build
 
 
 @pytest.mark.parametrize(("messages", "expected"), [
@@ -68,8 +68,8 @@ def both(tokenizer, monkeypatch):
     ([USER, {"role": "assistant", "content": "x", "tool_calls": []}], "<user>Hi.<assistant>x"),
     ([{"role": "developer", "content": "Be brief."}, USER], "<developer>Be brief.<user>Hi."),
 ])  # fmt: skip
-def test_one_prompt_for_all(messages, expected, both):
-    assert both(ALL, messages) == expected
+def test_server_and_llm_build_the_same_prompt(messages, expected, prompt_of):
+    assert prompt_of(ALL, messages) == expected
 
 
 @pytest.mark.parametrize("template", [FIRST_SYSTEM, RAISING], ids=["ignored", "refused"])
@@ -80,8 +80,8 @@ def test_one_prompt_for_all(messages, expected, both):
         "<system>You are a bot.\n\nBe brief.<user>Hi.",
     ),
 ])  # fmt: skip
-def test_a_developer_is_the_system_where_a_template_knows_none(template, messages, expected, both):
-    assert both(template, messages) == expected
+def test_developer_messages_become_system_messages_if_unsupported(template, messages, expected, prompt_of):
+    assert prompt_of(template, messages) == expected
 
 
 @pytest.mark.parametrize(("messages", "options", "why"), [
@@ -89,19 +89,19 @@ def test_a_developer_is_the_system_where_a_template_knows_none(template, message
     ([USER, {"role": "developer", "content": "Be brief."}], {}, "messages.1: the model's chat template leaves out"),
     ([USER], {"tools": TOOLS}, "the model's chat template ignores tools; describe them in a message"),
 ])  # fmt: skip
-def test_what_a_template_leaves_out_is_told(messages, options, why, both):
-    assert both(FIRST_SYSTEM, messages, **options).startswith(why)
-    assert not both(WITH_TOOLS, messages, **options).startswith(why)
+def test_messages_and_tools_that_a_template_ignores_are_refused(messages, options, why, prompt_of):
+    assert prompt_of(FIRST_SYSTEM, messages, **options).startswith(why)
+    assert not prompt_of(WITH_TOOLS, messages, **options).startswith(why)
 
 
-def test_ignored_tools_and_efforts_are_a_line_where_that_is_wanted(both, capsys, monkeypatch):
-    monkeypatch.setattr(chat_template, "_TOLD", set())
-    assert both(ALL, [USER], TOOLS, "log") == "<user>Hi."
-    assert both(ALL, [USER], reasoning_effort="low") == "<user>Hi."
-    told = capsys.readouterr().err
-    assert told.splitlines() == ["the model's chat template ignores tools",
+def test_ignored_tools_and_efforts_are_logged_on_request(prompt_of, capsys, monkeypatch):
+    monkeypatch.setattr(chat_template, "_LOGGED", set())
+    assert prompt_of(ALL, [USER], TOOLS, "log") == "<user>Hi."
+    assert prompt_of(ALL, [USER], reasoning_effort="low") == "<user>Hi."
+    log = capsys.readouterr().err
+    assert log.splitlines() == ["the model's chat template ignores tools",
                                  "the model's chat template ignores reasoning_effort"]  # fmt: skip
-    assert both(ALL + "{{ reasoning_effort }}", [USER], reasoning_effort="low") == "<user>Hi.low"
+    assert prompt_of(ALL + "{{ reasoning_effort }}", [USER], reasoning_effort="low") == "<user>Hi.low"
     assert not capsys.readouterr().err
 
 
@@ -114,7 +114,7 @@ def test_ignored_tools_and_efforts_are_a_line_where_that_is_wanted(both, capsys,
     ({"role": "assistant", "tool_calls": "f"}, "messages.0: tool_calls must be calls of"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "arguments are not JSON"),
 ])  # fmt: skip
-def test_messages_that_are_none(message, why, tokenizer):
+def test_rejects_invalid_messages(message, why, tokenizer):
     tokenizer.chat_template = ALL
     with pytest.raises(UserError) as caught:
         chat_template.text(tokenizer, [message])
@@ -122,7 +122,7 @@ def test_messages_that_are_none(message, why, tokenizer):
 
 
 def test_served(tokenizer):
-    """A 400 by default, an answer by option; a forced call does without, because its grammar has the tool's schema."""
+    """400 by default, an answer by option or for a forced call, whose grammar has the tool's schema."""
     tokenizer.chat_template = ALL
     body = {"messages": [USER], "tools": TOOLS, "max_tokens": 4}
     with serving(ScriptedEngine(tokenizer)) as served:

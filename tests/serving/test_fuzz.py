@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an answer or a 4xx in OpenAI's shape: never a 500, never a traceback."""
+"""Arbitrary requests get an answer or a 4xx in OpenAI's shape, never a 500 or a traceback."""
 
 import json
 import string
@@ -68,15 +68,15 @@ def test_any_value_in_any_field(served, path, data):
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES)
-def test_any_json_is_no_request(served, path, value):
+def test_arbitrary_json_never_gives_a_500(served, path, value):
     assert send(served, path, value).status_code in (200, 400, 404)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damaged_json(served, path, data):
-    """A valid body with bytes cut out, put in or changed."""
+def test_damaged_json_never_gives_a_500(served, path, data):
+    """A valid body with removed, inserted or changed bytes."""
     body = bytearray(json.dumps(VALID[path] | {"temperature": 0.5, "stop": ["é"]}, ensure_ascii=False).encode())
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(body)))
@@ -101,7 +101,7 @@ def test_unknown_fields_are_named(served, path, name):
     b'{"a":' * 5000 + b"1" + b"}" * 5000,
     b'{"tools": ' + b"[" * 150 + b"]" * 150 + b"}", b'{"prompt": "\\ud800"}', b'{"messages": "\\udc00 \\ud800"}',
 ])  # fmt: skip
-def test_what_is_no_json_object(served, path, body):
+def test_rejects_bodies_that_are_not_json_objects(served, path, body):
     assert send(served, path, body).status_code == 400
 
 
@@ -126,7 +126,7 @@ def test_what_is_no_json_object(served, path, body):
     ({"max_tokens": 10**6}, "max_tokens"), ({"temprature": 1}, "temprature"), ({"stream": "yes"}, "stream"),
 ])  # fmt: skip
 @pytest.mark.parametrize("path", PATHS)
-def test_the_field_is_named(served, path, change, param):
+def test_errors_name_the_field(served, path, change, param):
     status = 404 if "model" in change else 400
     served.refused(served.post(path, json=VALID[path] | change), status, param)
 
@@ -135,7 +135,7 @@ def test_the_field_is_named(served, path, change, param):
     None, [], [[]], "", [True], [1.5], ["a", 1], ["a", ["b"]], [1, "a"], [[1], "a"], [[1, True]], [-1], [10**6],
     [[10**30]], {"a": 1}, 5, True, ["a"] * 9, "x" * 600, [[1] * 600],
 ])  # fmt: skip
-def test_what_is_no_prompt(served, prompt):
+def test_rejects_non_prompt_inputs(served, prompt):
     served.refused(served.post(PATHS[0], json={"prompt": prompt}), 400, "prompt")
 
 
@@ -149,15 +149,15 @@ CONTEXT = "This model's maximum context length is 512 tokens, but the prompt has
     (3, {"max_tokens": 100_000}, "max_tokens", "3 tokens and max_tokens is 100000; set max_tokens to at most 509"),
 ])  # fmt: skip
 @pytest.mark.parametrize("path", PATHS)
-def test_what_does_not_fit_is_said_in_words_that_clients_know(served, path, length, options, param, why):
-    """And by what must be smaller: a max_tokens beyond the context is no prompt that is too long."""
+def test_context_overflow_has_openais_message(served, path, length, options, param, why):
+    """The error names the field that must be smaller: max_tokens beyond the context is not a prompt error."""
     text, chat = "a" * length, path != PATHS[0]
-    # The template of this tokenizer adds text of its own.
-    asked = {"prompt": [1] * length} if not chat else {"messages": [{"role": "user", "content": text}]}
-    answer = served.post(path, json={**asked, **options})
+    # The template of this tokenizer adds text.
+    payload = {"prompt": [1] * length} if not chat else {"messages": [{"role": "user", "content": text}]}
+    answer = served.post(path, json={**payload, **options})
     field = "messages" if chat and (param == "prompt" or length > 490) else param
-    said = served.refused(answer, 400, field)
-    assert said.startswith(CONTEXT) and (chat or why in said)
+    message = served.refused(answer, 400, field)
+    assert message.startswith(CONTEXT) and (chat or why in message)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_said_in_words_that_clients_know(served, path, leng
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content.0.type"),
     ([{"role": "user", "content": "x", "mood": "good"}], "messages.0.mood"),
 ])  # fmt: skip
-def test_what_is_no_conversation(served, messages, param):
+def test_rejects_invalid_conversations(served, messages, param):
     served.refused(served.post(PATHS[1], json={"messages": messages}), 400, param)
 
 
@@ -185,11 +185,11 @@ def test_harmless_fields_and_nulls_change_nothing(served, path):
     ("GET", "/v1/completions", 405), ("GET", "/nothing", 404), ("POST", "/v1/models", 405), ("OPTIONS", PATHS[1], 405),
     ("GET", "/docs", 404), ("GET", "/openapi.json", 404),
 ])  # fmt: skip
-def test_other_paths_and_methods(served, method, path, status):
+def test_unknown_paths_and_methods_are_refused(served, method, path, status):
     served.refused(served.http.request(method, path), status)
 
 
-def test_only_json_is_taken_and_no_other_origin_is_welcome(served):
+def test_only_json_and_no_other_origin_is_accepted(served):
     served.refused(served.post(PATHS[0], content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}), 415)
     served.refused(served.post(PATHS[0], data={"prompt": "x"}), 415)
     answer = served.post(PATHS[0], json=VALID[PATHS[0]], headers={"origin": "http://evil.example"})
@@ -200,7 +200,7 @@ def test_only_json_is_taken_and_no_other_origin_is_welcome(served):
     ("", 200), ("; charset=utf-8", 200), (';CHARSET="UTF-8" ; x=y', 200), ("; charset=us-ascii", 200),
     ("; charset=latin-1", 415), ("; charset=utf-16", 415), ("; x=y; charset=utf-8; charset=rot13", 415),
 ])  # fmt: skip
-def test_a_body_is_in_utf_8(served, parameters, status):
+def test_rejects_other_encodings_than_utf_8(served, parameters, status):
     headers = {"content-type": "application/json" + parameters}
     answer = served.post(PATHS[0], content='{"prompt": "é", "max_tokens": 1}'.encode(), headers=headers)
     assert answer.status_code == status
@@ -209,15 +209,15 @@ def test_a_body_is_in_utf_8(served, parameters, status):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions/", "/v1/chat/completions//", "/v1/models/", "/health/", "/version/"])
-def test_a_slash_at_the_end_of_a_path(served, path):
-    """No redirect, which some clients follow with a GET and some not at all."""
+def test_a_trailing_slash_is_ignored(served, path):
+    """Without a redirect, which some clients follow with a GET and some not at all."""
     body = VALID.get(path.rstrip("/"))
     answer = served.http.get(path) if body is None else served.post(path, json=body)
     assert answer.status_code == 200 and answer.json()
     served.refused(served.http.get("/"), 404)
 
 
-def test_the_hottest_that_openai_takes(served):
+def test_openais_maximal_temperature_is_accepted(served):
     for path in PATHS:
         assert served.post(path, json=VALID[path] | {"temperature": 2}).status_code == 200
 
@@ -226,8 +226,8 @@ def test_the_hottest_that_openai_takes(served):
     b'{"a":[' + b"[]," * 200_000 + b"1]}", b'{"a":[' + b'{"b":1},' * 100_000 + b"1]}",
     b"{" + b",".join(b'"%d":1' % i for i in range(100_001)) + b"}",
 ])  # fmt: skip
-def test_what_would_be_parsed_for_seconds(served, body):
-    """Python's lock is held meanwhile: 4.3 s for 7.5 MB of empty lists. Marks inside of strings count for nothing."""
+def test_rejects_json_that_takes_seconds_to_parse(served, body):
+    """Parsing blocks all threads: 4.3 s for 7.5 MB of empty lists. Marks inside strings are not counted."""
     assert "more than 100000 lists, objects and fields" in served.refused(send(served, PATHS[0], body), 400)
     for text in ("[{:" * 100_000, '\\"[' * 100_000):
         assert parse_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
@@ -236,10 +236,10 @@ def test_what_would_be_parsed_for_seconds(served, body):
     served.refused(served.post(PATHS[1], json={"messages": messages}), 400, "messages.0.tool_calls")
 
 
-def test_what_the_engine_refuses_is_a_400(served):
+def test_engine_refusals_are_400(served):
     assert "regex" in served.refused(served.post(PATHS[0], json={"prompt": "x", "regex": "("}), 400, "regex")
-    asked = {"prompt": "x", "regex": "(", "stream": True}
-    served.refused(served.post(PATHS[0], json=asked), 400, "regex")
+    payload = {"prompt": "x", "regex": "(", "stream": True}
+    served.refused(served.post(PATHS[0], json=payload), 400, "regex")
 
 
 NESTED = {"type": "string"}
@@ -253,17 +253,17 @@ for _ in range(70):
     ({"enum": [f"value {i}" for i in range(50_000)]}, "more than 10000 enum values"),
     (NESTED, "more than 64 levels of nesting"), ({"description": "x" * 200_000}, "longer than 128 KiB"),
 ], ids=lambda part: str(part)[:20])  # fmt: skip
-def test_schemas_that_are_too_large(served, path, schema, reason):
+def test_rejects_schemas_that_are_too_large(served, path, schema, reason):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    for asked in ({"guided_json": schema}, {"response_format": form}):
-        assert reason in served.refused(served.post(path, json=VALID[path] | asked), 400)
+    for payload in ({"guided_json": schema}, {"response_format": form}):
+        assert reason in served.refused(served.post(path, json=VALID[path] | payload), 400)
     written = served.refused(served.post(path, json=VALID[path] | {"guided_json": json.dumps(schema)}), 400)
     assert reason in written or "longer than 128 KiB" in written
     assert "longer" in served.refused(served.post(path, json=VALID[path] | {"guided_regex": "a" * 200_000}), 400)
 
 
 @given(VALUES)
-def test_depth(value):
+def test_depth_equals_a_naive_recursion(value):
     def naive(value):
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
         return 0 if inner is None else 1 + max(map(naive, inner), default=0)
@@ -272,7 +272,7 @@ def test_depth(value):
 
 
 @given(VALUES.filter(lambda v: isinstance(v, dict)))
-def test_what_is_parsed_can_be_encoded(value):
+def test_parsed_json_can_be_serialised(value):
     try:
         parsed = parse_object(json.dumps(value).encode())
     except ApiError as error:
@@ -286,8 +286,8 @@ def test_what_is_parsed_can_be_encoded(value):
     {"messages": [{"role": "user", **{f"k{i}": 0 for i in range(10**5)}}]}, {"stop_token_ids": ["a"] * 10**6},
     {"logit_bias": {str(i): True for i in range(10**5)}}, {"tools": [1] * 10**6},
 ])  # fmt: skip
-def test_a_million_mistakes_cost_as_much_as_one(crowd):
-    """pydantic would write each of them down, in gigabytes."""
+def test_a_million_errors_use_little_memory(crowd):
+    """pydantic would record all of them, in gigabytes."""
     tracemalloc.start()
     try:
         with pytest.raises(ApiError):
@@ -298,17 +298,17 @@ def test_a_million_mistakes_cost_as_much_as_one(crowd):
 
 
 @given(VALUES, st.integers(1, 3))
-def test_what_is_written_in_pieces_is_the_same(value, at_once):
+def test_serialising_in_slices_gives_the_same_bytes(value, slice_size):
     text = json.dumps([value, {"a": [value] * 7, "b": [[value]] * 4, "\u2028": {}}])
     value = json.loads(text, parse_constant=str)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "AT_ONCE", at_once)
+        patch.setattr(wire, "SLICE", slice_size)
         assert wire.dumps_long(value) == wire.dumps(value)
 
 
 @given(st.text() | st.text("a\x85\u2028\u2029\r\n\x0b\x0c\x1c"))
 def test_an_event_is_one_line_to_every_client(text):
-    """httpx's iter_lines cuts at U+0085, U+2028 and U+2029 too, as Python's splitlines does."""
+    """httpx's iter_lines also splits at U+0085, U+2028 and U+2029, like Python's splitlines."""
     first, second = event({"text": text}).decode().splitlines()
     assert second == ""
     assert json.loads(first.removeprefix("data: ")) == {"text": text}

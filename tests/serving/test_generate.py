@@ -1,4 +1,4 @@
-"""`generate` and `chat` on the command line say what the engine gives."""
+"""`generate` and `chat` on the command line print the engine's output."""
 
 import itertools
 import json
@@ -32,18 +32,18 @@ def printed(done):
 
 
 def answers(llm, turns, **params):
-    """What a conversation of these turns of the user must give, one prompt of its own each."""
-    messages, found = [], []
-    for said in turns:
-        messages.append({"role": "user", "content": said})
+    """Return the expected answers of a conversation, each computed from a separate prompt."""
+    messages, texts = [], []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
         text = llm.chat(messages, SamplingParams(**params))[0].outputs[0].text
         messages.append({"role": "assistant", "content": text})
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
-def test_a_chat_through_stdin(llama, llm, cli):
-    """Turns build on each other until /new; the end of the input ends it."""
+def test_chat_reads_turns_from_stdin(llama, llm, cli):
+    """Turns continue the conversation until /new; the end of the input ends the chat."""
     done = cli(
         "chat", llama, *QUICK, "--max-new-tokens", 12, "--temperature", 0, stdin="Hello\nAnd you?\n/new\nAnd you?\n"
     )  # fmt: skip
@@ -59,19 +59,19 @@ def test_an_empty_line_ends_a_chat(llama, cli):
 
 
 def test_a_chat_with_a_system_prompt_and_a_seed(llama, llm, cli):
-    """At the default temperature: the seed alone decides."""
-    told = [
+    """At the default temperature the output depends on the seed alone."""
+    outputs = [
         printed(cli("chat", llama, *QUICK, "--max-new-tokens", 9, "--seed", seed, *more, stdin="Hi\n"))
         for seed, more in ((1, ()), (1, ()), (2, ()), (1, ("--system", "Be brief.")))
     ]
-    assert told[0] == told[1] and len(set(told)) == 3
+    assert outputs[0] == outputs[1] and len(set(outputs)) == 3
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = llm.chat(messages, SamplingParams(temperature=0.7, top_p=0.95, seed=1, max_tokens=9))[0].outputs[0].text
-    assert told[3] == f"> {text}\n> "
+    assert outputs[3] == f"> {text}\n> "
 
 
-def test_a_turn_that_is_broken_off_is_not_kept(llama):
-    """And what it held is given back."""
+def test_an_interrupted_turn_is_not_in_the_history(llama):
+    """Its blocks are released."""
     talk = Conversation(str(llama), ChatConfig(dtype="float32", device="cpu", cache_bytes=1 << 20, temperature=0.0))
     answer = talk.answer("Tell me everything.")
     next(answer)
@@ -81,12 +81,12 @@ def test_a_turn_that_is_broken_off_is_not_kept(llama):
     assert talk.llm.engine.stats().cache_blocks_used == 0
     before = talk.llm.engine.stats().cached_prompt_tokens
     assert "".join(piece.text for piece in talk.answer("Tell me everything.")) == talk.messages[-1]["content"]
-    # What had been computed of it is found again.
+    # Its computed prefix is reused.
     assert talk.llm.engine.stats().cached_prompt_tokens - before == 32
     assert [message["role"] for message in talk.messages] == ["user", "assistant"]
 
 
-def test_ctrl_c_breaks_an_answer_off_and_the_chat_goes_on(llama, llm, cli, monkeypatch):
+def test_ctrl_c_interrupts_an_answer_but_not_the_chat(llama, llm, cli, monkeypatch):
     steps = itertools.count()
     step = Engine.step
 
@@ -100,7 +100,7 @@ def test_ctrl_c_breaks_an_answer_off_and_the_chat_goes_on(llama, llm, cli, monke
     monkeypatch.undo()
     (hello,) = answers(llm, ["Hello"], temperature=0.0, max_tokens=5)
     (later,) = answers(llm, ["And you?"], temperature=0.0, max_tokens=12)
-    first, _, rest = printed(done).partition(" [broken off]")
+    first, _, rest = printed(done).partition(" [interrupted]")
     # Of a character that is not whole yet nothing was shown.
     assert first.startswith("> ") and hello.rstrip("\ufffd").startswith(first[2:].rstrip("\ufffd")) and len(first) > 2
     assert rest == f"\n> {later}\n> "
@@ -117,12 +117,12 @@ def test_chat_needs_a_template(model):
 def generated(cli, model, *more):
     """The text that the command prints."""
     text = printed(cli("generate", model, *QUICK, "--prompt", "The capital", "--max-new-tokens", 10, *more))
-    found = re.search(r"\A\n> The capital\n\n\[llama: [\d.]+ tokens/s, [^\n]*\]\n(.*)\n\n\Z", text, re.DOTALL)
-    assert found, text
-    return found[1]
+    match = re.search(r"\A\n> The capital\n\n\[llama: [\d.]+ tokens/s, [^\n]*\]\n(.*)\n\n\Z", text, re.DOTALL)
+    assert match, text
+    return match[1]
 
 
-def test_generate_draws_with_a_seed(llama, llm, cli):
+def test_generate_samples_with_a_seed(llama, llm, cli):
     params = {"max_tokens": 10}
     (greedy,) = llm.generate("The capital", SamplingParams(temperature=0.0, **params))
     assert generated(cli, llama) == generated(cli, llama, "--seed", 5) == greedy.outputs[0].text
@@ -148,7 +148,7 @@ def test_generate_with_the_chat_template(llama, llm, cli):
     ((), "two\nlines, é\n\n", "two\nlines, é\n"), (("--prompt", "ab"), "The capital\n", "ab"),
     ((), None, "The capital of France is"),
 ])  # fmt: skip
-def test_a_prompt_is_piped_in(options, piped, prompt, llama, llm, cli):
+def test_generate_reads_a_piped_prompt(options, piped, prompt, llama, llm, cli):
     done = cli("generate", llama, "--dtype", "float32", "--cache-bytes", 1 << 20, "--max-new-tokens", 10, *options,
                stdin=piped)  # fmt: skip
     (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=10))
@@ -158,7 +158,7 @@ def test_a_prompt_is_piped_in(options, piped, prompt, llama, llm, cli):
 @pytest.mark.parametrize(("piped", "words"), [
     ("", "--prompt - reads standard input, which is empty"), (b"\xff\xfe", "standard input is not UTF-8: byte 0"),
 ])  # fmt: skip
-def test_what_is_piped_in_is_no_text(piped, words, llama, cli):
+def test_rejects_piped_input_that_is_not_text(piped, words, llama, cli):
     done = cli("generate", llama, "--prompt", "-", stdin=piped)
     assert done.exit_code == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
@@ -175,11 +175,11 @@ def test_what_is_piped_in_is_no_text(piped, words, llama, cli):
         (("--prompt", ""), "the prompt is empty"),
     ],
 )
-def test_generate_refuses(options, words, llama, refused):
+def test_generate_rejects_illegal_options(options, words, llama, refused):
     refused(words, "generate", llama, "--dtype", "float32", "--cache-bytes", 31 * 16 * 768, *options)
 
 
-def test_generate_keeps_what_it_measured(llama, llm, cli, tmp_path):
+def test_generate_writes_its_measurements(llama, llm, cli, tmp_path):
     out = tmp_path / "out"
     first = printed(cli("generate", llama, out, *QUICK, "--max-new-tokens", 6, "--temperature", 1, "--seed", 3))
     (run,) = json.loads((out / "manifest.json").read_text())["metrics"]["runs"]
@@ -188,14 +188,14 @@ def test_generate_keeps_what_it_measured(llama, llm, cli, tmp_path):
     assert (run["text"], run["new_tokens"]) == (drawn.outputs[0].text, 6)
     assert run["cached_tokens"] == len(prompt) + 5
     assert run["cache_bytes"] == -(-run["cached_tokens"] // 16) * 16 * 768
-    # Another seed is another result, the same one is read.
+    # Another seed is another result; the same seed returns the stored one.
     again = ("generate", llama, out, *QUICK, "--max-new-tokens", 6, "--temperature", 1)
     assert printed(cli(*again, "--seed", 3)) == first
     assert cli(*again, "--seed", 4).exit_code == 2
 
 
-def test_two_models_beside_each_other_are_computed_in_one_dtype(llama, converted, cli, monkeypatch, tmp_path):
-    """Whatever `auto` would choose for the second one alone; and it is said once."""
+def test_two_compared_models_use_one_dtype(llama, converted, cli, monkeypatch, tmp_path):
+    """Independent of the choice of `auto` for the second one alone; logged once."""
     units = iter(["AMX", None])
     monkeypatch.setattr("mlaforge.engine.execution.model.bfloat16_unit", lambda: next(units))
     more = ("--max-new-tokens", 2, "--device", "cpu", "--cache-bytes", 1 << 20)

@@ -1,6 +1,6 @@
 """Harmony end to end: a model with packed experts and the real vocabulary, through `LLM.chat`, `chat` and `serve`.
 
-The model says its answers in the channels (support/harmony_checkpoint.py); nothing between is a stand-in.
+The model generates fixed answers in channels (support/harmony_checkpoint.py); no component is mocked.
 """
 
 import datetime
@@ -44,14 +44,14 @@ def encoding():
 
 @pytest.fixture(scope="module")
 def checkpoint(encoding, tmp_path_factory):
-    spoken = harmony.Harmony(encoding)
+    chat_format = harmony.Harmony(encoding)
 
     def said(prompt, answer):
         return prompt, encoding.encode(answer, allowed_special="all")
 
     texts = [
-        said(spoken.render(HI), ANSWER), said(spoken.render(HI, (), "low"), BRIEF),
-        said(spoken.render(WEATHER, TOOLS), CALL),
+        said(chat_format.render(HI), ANSWER), said(chat_format.render(HI, (), "low"), BRIEF),
+        said(chat_format.render(WEATHER, TOOLS), CALL),
     ]  # fmt: skip
     template = Path(TEMPLATE).read_text(encoding="utf-8") if TEMPLATE else None
     return harmony_checkpoint.save(tmp_path_factory.mktemp("harmony") / "gpt-oss", encoding, texts, template)
@@ -62,7 +62,7 @@ def llm(checkpoint):
     return LLM(str(checkpoint), device="cpu", dtype="float32", cache_bytes=1 << 24)
 
 
-def test_the_tokenizer_is_harmonys(llm, encoding):
+def test_the_tokenizer_equals_harmonys(llm, encoding):
     for text in (
         "Hello, world! It's 12345 °C\r\n\n  漢字かな 🙂 naïveté's  \tx",
         ANSWER,
@@ -113,7 +113,7 @@ def test_tools_are_called_in_a_script(llm):
         llm.chat(WEATHER, GREEDY, tools=[{"name": "weather"}])
 
 
-def test_in_a_terminal(checkpoint, cli):
+def test_chat_and_generate_in_a_terminal(checkpoint, cli):
     options = ("--device", "cpu", "--dtype", "float32", "--temperature", 0, "--cache-bytes", 1 << 24)
     done = cli("chat", checkpoint, *options, stdin="Hi\n")
     assert done.exit_code == 0 and done.stdout == "> It is 4 °C.\n> ", done.stderr
@@ -126,16 +126,16 @@ def test_served(checkpoint):
     config = EngineConfig(device="cpu", dtype="float32", cache_bytes=1 << 24)
     with serving(Engine(checkpoint, config)) as served:
         client = served.client()
-        asked = {"model": served.service.model, "temperature": 0}
-        (choice,) = client.chat.completions.create(messages=HI, **asked).choices
+        options = {"model": served.service.model, "temperature": 0}
+        (choice,) = client.chat.completions.create(messages=HI, **options).choices
         assert (choice.message.content, choice.message.reasoning_content) == ("It is 4 °C.", "Easy, 漢.")
-        (choice,) = client.chat.completions.create(messages=HI, reasoning_effort="low", **asked).choices
+        (choice,) = client.chat.completions.create(messages=HI, reasoning_effort="low", **options).choices
         assert choice.message.content == "Briefly: 4."
-        (choice,) = client.chat.completions.create(messages=WEATHER, tools=TOOLS, **asked).choices
+        (choice,) = client.chat.completions.create(messages=WEATHER, tools=TOOLS, **options).choices
         (call,) = choice.message.tool_calls
         assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
         assert choice.finish_reason == "tool_calls"
-        stream = client.chat.completions.create(messages=WEATHER, tools=TOOLS, stream=True, **asked)
+        stream = client.chat.completions.create(messages=WEATHER, tools=TOOLS, stream=True, **options)
         deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
         parts = [part.function.arguments for delta in deltas for part in delta.tool_calls or ()]
         assert "".join(parts) == ARGUMENTS and len(parts) > 3
@@ -147,13 +147,13 @@ def test_served(checkpoint):
 @pytest.mark.skipif(TEMPLATE is None, reason="MLAFORGE_GPT_OSS_TEMPLATE names no file with GPT-OSS's chat template")
 @pytest.mark.parametrize("effort", [None, "high"])
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["none", "tools"])
-def test_the_template_asks_as_harmony_does(checkpoint, llm, tools, effort):
-    """What the model's own template writes is read by who speaks harmony: the same turns, effort and tools."""
-    told = {"tools": list(tools) or None, "reasoning_effort": effort or "medium"}
-    text = llm.tokenizer.apply_chat_template(WEATHER, add_generation_prompt=True, tokenize=False, **told)
+def test_the_chat_template_agrees_with_harmony(checkpoint, llm, tools, effort):
+    """The model's chat template and harmony render the same turns, effort and tools."""
+    settings = {"tools": list(tools) or None, "reasoning_effort": effort or "medium"}
+    text = llm.tokenizer.apply_chat_template(WEATHER, add_generation_prompt=True, tokenize=False, **settings)
     ours = llm.tokenizer.decode(llm.chat_prompt(WEATHER, tools, effort))
     for part in (
-        f"Reasoning: {told['reasoning_effort']}", datetime.date.today().isoformat(), "# Valid channels: analysis",
+        f"Reasoning: {settings['reasoning_effort']}", datetime.date.today().isoformat(), "# Valid channels: analysis",
         "<|start|>user<|message|>Weather in Köln?<|end|><|start|>assistant",
     ):  # fmt: skip
         assert part in text and part in ours

@@ -1,4 +1,4 @@
-"""Long prompts: refused before they cost anything, and nobody waits for them."""
+"""Long prompts: early refusal, and tokenization that delays no other request."""
 
 import random
 import threading
@@ -14,43 +14,43 @@ from support.serving import serving
 
 
 class WordTokenizer(ByteTokenizer):
-    """A token for each word, of `longest` letters at most; it notes what it is given, and waits where that asks it."""
+    """One token per word of at most `longest` letters; records the lengths of its inputs, and blocks on `wait`."""
 
     def __init__(self, longest=20):
         self.longest, self.lengths = longest, []
-        self.waiting, self.forget_interrupts = threading.Event(), threading.Event()
+        self.waiting, self.release = threading.Event(), threading.Event()
 
     def __call__(self, text, add_special_tokens=True):
         self.lengths.append(len(text))
         if text.startswith("wait"):
             self.waiting.set()
-            assert self.forget_interrupts.wait(30)
+            assert self.release.wait(30)
         return {"input_ids": [1] * len(text.split())}
 
     def get_vocab(self):
         return {"x" * self.longest: 1}
 
 
-def test_what_is_surely_too_long_is_not_tokenized():
+def test_certainly_too_long_prompts_are_not_tokenized():
     tokenizer = WordTokenizer()
     prompts = Prompts(tokenizer, max_model_len=100)
     tokenizer.lengths.clear()
-    # 7,000,000 bytes are at least 7,000,000 / (4 * 20) tokens, whatever they are.
+    # 7,000,000 bytes are at least 7,000,000 / (4 * 20) tokens.
     with pytest.raises(PromptTooLong, match="at least 87500 tokens, and there is room for 99"):
         prompts.encode("x" * 7_000_000, True)
     assert not tokenizer.lengths
-    # Where the bytes alone leave a doubt, a piece is enough.
+    # If the bytes do not decide, one piece suffices.
     with pytest.raises(PromptTooLong, match="at least"):
         prompts.encode("x " * 3950, True)
     assert sum(tokenizer.lengths) <= PIECE
-    # What fits is tokenized whole, however long its tokens are.
+    # A prompt that fits is tokenized completely, independent of the length of its tokens.
     words = " ".join(["x" * 20] * 99)
     assert prompts.encode(words, True) == [1] * 99 and tokenizer.lengths[-1] == len(words)
     prompts.close()
 
 
-def test_pieces_refuse_nothing_that_fits(tmp_path):
-    """Texts in the real tokenizer's tokens, at the very limit."""
+def test_prompts_that_just_fit_are_accepted(tmp_path):
+    """Texts of exactly the maximal length in tokens of the real tokenizer."""
     tokenizer = load_tokenizer(tmp_path)
     dice = random.Random(0)
     for text in ("the quick brown fox " * 900, "".join(dice.choices("aé漢🙂 \n", k=9000)), "é" * 12000):
@@ -60,7 +60,7 @@ def test_pieces_refuse_nothing_that_fits(tmp_path):
         prompts.close()
 
 
-def test_several_threads_tokenize_as_one(tmp_path):
+def test_tokenizing_in_several_threads_gives_the_same_ids(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     prompts = Prompts(tokenizer, 10**6)
     dice = random.Random(0)
@@ -71,8 +71,8 @@ def test_several_threads_tokenize_as_one(tmp_path):
     prompts.close()
 
 
-def test_nobody_waits_for_a_long_prompt():
-    """While one is tokenized, others are asked, answered and streamed."""
+def test_long_prompts_delay_no_other_request():
+    """While one is tokenized, other requests are answered and streamed."""
     tokenizer = WordTokenizer(longest=100_000)
     long = {"prompt": "wait" + " " * 70_000, "max_tokens": 2}
     with serving(ScriptedEngine(tokenizer)) as served, ThreadPoolExecutor(2) as pool:
@@ -81,22 +81,22 @@ def test_nobody_waits_for_a_long_prompt():
         for stream in (True, False):
             answer = served.post("/v1/completions", json={"prompt": "x", "max_tokens": 40, "stream": stream})
             assert answer.status_code == 200
-        assert not any(each.done() for each in late)
-        tokenizer.forget_interrupts.set()
-        assert [each.result().status_code for each in late] == [200, 200]
+        assert not any(future.done() for future in late)
+        tokenizer.release.set()
+        assert [future.result().status_code for future in late] == [200, 200]
         served.settles()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_prompt_of_seven_million_characters(path, tmp_path, monkeypatch):
+def test_rejects_a_prompt_of_seven_million_characters(path, tmp_path, monkeypatch):
     text = "x" * 7_000_000
     tokenizer = load_tokenizer(tmp_path)
-    asked = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    payload = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
     with serving(ScriptedEngine(tokenizer)) as served:
-        # It would be a 500 if anything were tokenized.
+        # Tokenizing anything would give a 500.
         with monkeypatch.context() as patch:
             patch.setattr(type(tokenizer), "__call__", None)
-            answer = served.post(path, json=asked)
-        served.refused(answer, 400, "prompt" if "prompt" in asked else "messages")
+            answer = served.post(path, json=payload)
+        served.refused(answer, 400, "prompt" if "prompt" in payload else "messages")
         assert answer.json()["error"]["code"] == "context_length_exceeded"
         served.settles()

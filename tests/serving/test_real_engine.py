@@ -1,4 +1,4 @@
-"""The server over the real engine: a tiny random model, all endpoints, blocks that come back."""
+"""The server with the real engine and a tiny random model: all endpoints, released blocks."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from support.serving import serving, until
 
 @pytest.fixture(scope="module")
 def served(tiny_models):
-    # A cache so small that 24 clients preempt each other.
+    # The cache is so small that 24 clients preempt each other.
     config = EngineConfig(device="cpu", dtype="float32", cache_bytes=2**20)
     with serving(Engine(tiny_models["llama"], config)) as served:
         yield served
@@ -27,28 +27,30 @@ def served(tiny_models):
 
 def test_streamed_equals_whole_equals_batched(served):
     client = served.client()
-    asked = {"model": served.service.model, "max_tokens": 40, "temperature": 0}
+    payload = {"model": served.service.model, "max_tokens": 40, "temperature": 0}
     prompts = ["Hello", "the quick brown fox", "x"]
-    batched = [c.text for c in client.completions.create(**asked, prompt=prompts).choices]
+    batched = [c.text for c in client.completions.create(**payload, prompt=prompts).choices]
     for prompt, expected in zip(prompts, batched, strict=True):
-        chunks = client.completions.create(**asked, prompt=prompt, stream=True)
+        chunks = client.completions.create(**payload, prompt=prompt, stream=True)
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected
     served.settles()
 
 
-def test_scores_of_a_prompt_are_those_of_generating_it(served):
-    """Echoed log probabilities of a greedy continuation are those that generating it gave."""
+def test_echoed_scores_equal_those_of_generation(served):
+    """Echoed log probabilities of a greedy continuation equal those of generating it."""
     client, model = served.client(), served.service.model
     prompt = served.engine.tokenizer("Hello")["input_ids"]
-    asked = {"model": model, "temperature": 0, "logprobs": 1}
-    made = client.completions.create(**asked, prompt=prompt, max_tokens=20, extra_body={"ignore_eos": True})
-    found = made.choices[0].logprobs
+    payload = {"model": model, "temperature": 0, "logprobs": 1}
+    generation = client.completions.create(**payload, prompt=prompt, max_tokens=20, extra_body={"ignore_eos": True})
+    generated = generation.choices[0].logprobs
     ids = _generated(served, prompt, 20)
     for max_tokens in (0, 1):
-        told = client.completions.create(**asked, prompt=[prompt + ids], max_tokens=max_tokens, echo=True)
-        scored = told.choices[0].logprobs
-        assert scored.tokens[len(prompt) : len(prompt) + 20] == found.tokens
-        assert scored.token_logprobs[len(prompt) : len(prompt) + 20] == pytest.approx(found.token_logprobs, abs=1e-4)
+        scoring = client.completions.create(**payload, prompt=[prompt + ids], max_tokens=max_tokens, echo=True)
+        scored = scoring.choices[0].logprobs
+        assert scored.tokens[len(prompt) : len(prompt) + 20] == generated.tokens
+        assert scored.token_logprobs[len(prompt) : len(prompt) + 20] == pytest.approx(
+            generated.token_logprobs, abs=1e-4
+        )
         assert len(scored.tokens) == len(prompt) + 20 + max_tokens
 
 
@@ -69,10 +71,10 @@ def test_chat_and_constraints(served):
     assert answer["usage"]["completion_tokens"] <= 8
     served.refused(served.post("/v1/completions", json={"prompt": "x", "n": 100}), 400, "n")
     pytest.importorskip("llguidance")
-    asked = {"prompt": "x", "regex": "[ab]{5}", "max_tokens": 20}
-    text = served.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    payload = {"prompt": "x", "regex": "[ab]{5}", "max_tokens": 20}
+    text = served.post("/v1/completions", json=payload).json()["choices"][0]["text"]
     assert len(text) == 5 and set(text) <= {"a", "b"}
-    served.refused(served.post("/v1/completions", json=asked | {"regex": "a("}), 400, "regex")
+    served.refused(served.post("/v1/completions", json=payload | {"regex": "a("}), 400, "regex")
     served.settles()
 
 
@@ -86,7 +88,7 @@ BOMBS = [
 
 @contextlib.contextmanager
 def another_client(served):
-    """Streams answers without end; yields the times at which its tokens came."""
+    """Stream endless answers; yield the arrival times of the tokens."""
     times, done = [], threading.Event()
 
     def read():
@@ -110,8 +112,8 @@ def another_client(served):
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=str)
-def test_a_costly_grammar_delays_nobody(served, bomb, monkeypatch):
-    """It is refused with the reason, while another's tokens keep coming."""
+def test_a_costly_grammar_delays_no_other_request(served, bomb, monkeypatch):
+    """It is refused with the reason, while another request keeps generating."""
     pytest.importorskip("llguidance")
     monkeypatch.setattr(grammar, "CHECK", {**grammar.CHECK, "seconds": 0.5, "nice": 0})
     served.post("/v1/completions", json={"prompt": "x", "regex": "a"})
@@ -121,7 +123,7 @@ def test_a_costly_grammar_delays_nobody(served, bomb, monkeypatch):
         ended = time.perf_counter()
         assert "cannot be followed: it takes more" in reason
         came = [began, *(at for at in times if began < at < ended), ended]
-        # Of a second or two at least, in which there are steps of milliseconds.
+        # In an interval of one or two seconds with steps of milliseconds.
         longest = max(after - before for before, after in itertools.pairwise(came))
         assert len(came) > 20 and longest < 0.5 * (ended - began), (len(came), longest, ended - began)
         assert served.http.get("/health").status_code == 200
@@ -129,14 +131,14 @@ def test_a_costly_grammar_delays_nobody(served, bomb, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_becomes_too_costly_on_the_way(served, monkeypatch, stream):
-    """Compiled at once, but each mask takes 25 ms. Nobody else waits for them, and at last its request is ended."""
+def test_a_grammar_that_becomes_too_costly_ends_its_request(served, monkeypatch, stream):
+    """It compiles quickly, but each mask takes 25 ms. Other requests are not delayed, and it is ended finally."""
     pytest.importorskip("llguidance")
     monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.5})
-    asked = {"prompt": "x", "regex": f"x(a{{{100_000 + stream}}})", "max_tokens": 400, "stream": stream}
+    payload = {"prompt": "x", "regex": f"x(a{{{100_000 + stream}}})", "max_tokens": 400, "stream": stream}
     with another_client(served) as times:
         began = len(times)
-        answer = served.post("/v1/completions", json=asked, timeout=60)
+        answer = served.post("/v1/completions", json=payload, timeout=60)
         if stream:
             events = [line for line in answer.text.splitlines() if line.startswith("data: ")]
             assert "processor time" in json.loads(events[-1][6:])["error"]["message"]
@@ -147,7 +149,7 @@ def test_a_grammar_that_becomes_too_costly_on_the_way(served, monkeypatch, strea
     served.settles()
 
 
-def test_many_clients_some_of_which_leave(served):
+def test_many_clients_with_disconnects(served):
     async def one(client, i):
         stream = await client.completions.create(
             model=served.service.model, prompt=f"{i % 5} " * (i % 9 + 1), max_tokens=150 + 5 * i, stream=True,
@@ -173,18 +175,20 @@ def test_many_clients_some_of_which_leave(served):
 
 
 def test_metrics_of_speculation(tiny_models):
-    """Counters agree with each other and with the engine; per request it can be left out."""
+    """Counters agree with each other and with the engine; a request can disable speculation."""
     config = EngineConfig(device="cpu", dtype="float32", cache_bytes=2**20, speculative="ngram")
     with serving(Engine(tiny_models["llama"], config)) as served:
-        asked = {"prompt": [1, 2, 3, 4] * 9, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-        plain = served.post("/v1/completions", json={**asked, "speculate": False}).json()
+        payload = {"prompt": [1, 2, 3, 4] * 9, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        plain = served.post("/v1/completions", json={**payload, "speculate": False}).json()
         assert "mlaforge_speculation_steps_total 0.0" in served.http.get("/metrics").text
-        assert served.post("/v1/completions", json=asked).json()["choices"] == plain["choices"]
+        assert served.post("/v1/completions", json=payload).json()["choices"] == plain["choices"]
         lines = dict(line.rsplit(" ", 1) for line in served.http.get("/metrics").text.splitlines() if line[0] != "#")
-        found = {name[21:]: float(value) for name, value in lines.items() if name.startswith("mlaforge_speculation_")}
+        counters = {
+            name[21:]: float(value) for name, value in lines.items() if name.startswith("mlaforge_speculation_")
+        }
         stats = served.engine.stats().speculation
-        assert found["steps_total"] == stats.steps > 0 and found["tokens_total"] == stats.tokens == 59
-        assert found["drafted_tokens_total"] == stats.drafted >= found["accepted_tokens_total"] == stats.accepted
-        per_position = [v for name, v in found.items() if name.startswith("accepted_tokens_per_position")]
+        assert counters["steps_total"] == stats.steps > 0 and counters["tokens_total"] == stats.tokens == 59
+        assert counters["drafted_tokens_total"] == stats.drafted >= counters["accepted_tokens_total"] == stats.accepted
+        per_position = [v for name, v in counters.items() if name.startswith("accepted_tokens_per_position")]
         assert sum(per_position) == stats.accepted
-        assert found["draft_seconds_total"] + found["verify_seconds_total"] <= found["step_seconds_total"]
+        assert counters["draft_seconds_total"] + counters["verify_seconds_total"] <= counters["step_seconds_total"]

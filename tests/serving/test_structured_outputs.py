@@ -1,4 +1,4 @@
-"""What binds an answer, by OpenAI's and vLLM's names; log probabilities by token id."""
+"""Constraints on answers, by OpenAI's and vLLM's names; log probabilities by token id."""
 
 import json
 import re
@@ -34,19 +34,19 @@ def test_vllm_s_structured_outputs(outputs, binding):
     ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"), ({"jsn": SCHEMA}, "not permitted"),
     ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace"), ("a", "valid dictionary"),
 ])  # fmt: skip
-def test_what_structured_outputs_does_not_take(outputs, word):
+def test_rejects_invalid_structured_outputs(outputs, word):
     with pytest.raises(ApiError, match=word) as refused:
         CompletionRequest.read({"prompt": "x", "structured_outputs": outputs}).constraint()
     assert refused.value.status == 400 and refused.value.param.split(".")[0] == "structured_outputs"
 
 
-def test_one_thing_binds_an_answer():
-    asked = {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"regex": "a"}}
-    text = ChatRequest.read(asked | {"response_format": {"type": "text"}})
+def test_constraints_exclude_each_other():
+    payload = {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"regex": "a"}}
+    text = ChatRequest.read(payload | {"response_format": {"type": "text"}})
     assert text.constraint() == {"regex": "a"}
     for other in ({"response_format": {"type": "json_object"}}, {"guided_regex": "b"}):
         with pytest.raises(ApiError, match="exclude each other"):
-            ChatRequest.read(asked | other).constraint()
+            ChatRequest.read(payload | other).constraint()
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +57,19 @@ def served(tiny_models):
         served.settles()
 
 
-def completed(served, **asked):
-    body = {"prompt": "x", "max_tokens": 120, **asked}
+def completed(served, **payload):
+    body = {"prompt": "x", "max_tokens": 120, **payload}
     return served.post("/v1/completions", json=body).json()["choices"][0]
 
 
-def test_choices_are_taken_letter_by_letter(served):
-    said = {completed(served, structured_outputs={"choice": ODD}, seed=seed)["text"] for seed in range(40)}
-    assert said <= set(ODD) and len(said) > 3
+def test_choices_are_literal_strings(served):
+    texts = {completed(served, structured_outputs={"choice": ODD}, seed=seed)["text"] for seed in range(40)}
+    assert texts <= set(ODD) and len(texts) > 3
 
 
 @pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, {"min_tokens": 100}], ids=str)
 def test_a_finished_object_ends_the_answer(served, more):
-    """A model that knows nothing has no wish to end; the object is its end all the same."""
+    """A random model rarely ends by itself; the end of the object ends the answer."""
     schema = {**SCHEMA, "properties": {"a": {"enum": [1, 22, 333]}}}
     for seed in range(5):
         choice = completed(served, structured_outputs={"json": schema}, seed=seed, **more)
@@ -78,7 +78,7 @@ def test_a_finished_object_ends_the_answer(served, more):
 
 
 def test_line_breaks_do_not_fill_an_answer(served):
-    """To this model they are what it likes best."""
+    """A logit bias makes line breaks the most likely token."""
     line_break = served.engine.tokenizer("\n")["input_ids"][0]
     choice = completed(
         served, structured_outputs={"json": {**SCHEMA, "properties": {"a": {"enum": [1]}}}},
@@ -89,9 +89,9 @@ def test_line_breaks_do_not_fill_an_answer(served):
 
 
 @pytest.mark.parametrize("pattern", ["\\", "a\\", "\\\\\\"])
-def test_a_backslash_that_escapes_nothing(served, pattern):
-    for asked in ({"regex": pattern}, {"structured_outputs": {"regex": pattern}}):
-        served.refused(served.post("/v1/completions", json={"prompt": "x", **asked}), 400, "regex")
+def test_rejects_a_trailing_backslash_in_a_regex(served, pattern):
+    for payload in ({"regex": pattern}, {"structured_outputs": {"regex": pattern}}):
+        served.refused(served.post("/v1/completions", json={"prompt": "x", **payload}), 400, "regex")
     assert completed(served, regex=pattern + "\\")["text"] == re.sub(r"\\\\", r"\\", pattern + "\\")
 
 
@@ -102,29 +102,29 @@ def scripted(tmp_path_factory):
 
 
 def test_tokens_as_token_ids(scripted):
-    """vLLM's `token_id:N`, wherever log probabilities name a token, whole and streamed; nothing else changes."""
+    """vLLM's `token_id:N` for every token in log probabilities, full and streamed; nothing else changes."""
     ids = scripted.engine.tokenizer("ab")["input_ids"]
-    asked = {"prompt": "ab", "max_tokens": 3, "logprobs": 2, "echo": True}
-    made = [scripted.engine.expected(ids, 0, at) for at in range(3)]
-    plain = scripted.post("/v1/completions", json=asked).json()["choices"][0]
-    named = scripted.post("/v1/completions", json=asked | {"return_tokens_as_token_ids": True}).json()["choices"][0]
-    assert named["logprobs"]["tokens"] == [f"token_id:{token}" for token in [*ids, *made]]
-    for token, top in zip(made, named["logprobs"]["top_logprobs"][2:], strict=True):
+    payload = {"prompt": "ab", "max_tokens": 3, "logprobs": 2, "echo": True}
+    generated = [scripted.engine.expected(ids, 0, at) for at in range(3)]
+    plain = scripted.post("/v1/completions", json=payload).json()["choices"][0]
+    named = scripted.post("/v1/completions", json=payload | {"return_tokens_as_token_ids": True}).json()["choices"][0]
+    assert named["logprobs"]["tokens"] == [f"token_id:{token}" for token in [*ids, *generated]]
+    for token, top in zip(generated, named["logprobs"]["top_logprobs"][2:], strict=True):
         assert list(top) == [f"token_id:{token}", f"token_id:{(token + 1) % scripted.engine.vocab_size}"]
     for name in ("text_offset", "token_logprobs"):
         assert named["logprobs"][name] == plain["logprobs"][name]
     assert named["text"] == plain["text"]
 
-    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
-    plain = scripted.post("/v1/chat/completions", json=asked).json()["choices"][0]["logprobs"]["content"]
-    asked["return_tokens_as_token_ids"] = True
-    named = scripted.post("/v1/chat/completions", json=asked).json()["choices"][0]["logprobs"]["content"]
+    payload = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
+    plain = scripted.post("/v1/chat/completions", json=payload).json()["choices"][0]["logprobs"]["content"]
+    payload["return_tokens_as_token_ids"] = True
+    named = scripted.post("/v1/chat/completions", json=payload).json()["choices"][0]["logprobs"]["content"]
     known = {f"token_id:{token}": token for token in range(scripted.engine.vocab_size)}
     for before, after in zip(plain, named, strict=True):
         assert scripted.service.tokens.text(known[after["token"]]) == before["token"]
         assert after["top_logprobs"][0]["token"] == after["token"] and after["bytes"] == before["bytes"]
     stream = scripted.client().chat.completions.create(
-        model="scripted", stream=True, **{k: v for k, v in asked.items() if not k.startswith("return")},
+        model="scripted", stream=True, **{k: v for k, v in payload.items() if not k.startswith("return")},
         extra_body={"return_tokens_as_token_ids": True},
     )  # fmt: skip
     streamed = [entry.token for chunk in stream for entry in (chunk.choices[0].logprobs or _none).content]

@@ -1,4 +1,4 @@
-"""Tools that must be called: what binds the answer, and the answer read as calls in any pieces."""
+"""Forced tool calls: the constraint on the answer, and incremental parsing of calls."""
 
 import json
 
@@ -21,7 +21,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "now", "parameters": {"properties": {}, "additionalProperties": False}}},
 ]
-ASKED = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 400}
+PAYLOAD = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 400}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -40,14 +40,14 @@ def valid(call):
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_required(served, parallel):
+def test_required_tool_calls(served, parallel):
     client, names = served.client(), set()
-    asked = {"model": served.service.model, **ASKED, "tool_choice": "required", "parallel_tool_calls": parallel}
+    payload = {"model": served.service.model, **PAYLOAD, "tool_choice": "required", "parallel_tool_calls": parallel}
     ended = 0
     for seed in range(10):
-        (choice,) = client.chat.completions.create(**asked, seed=seed).choices
+        (choice,) = client.chat.completions.create(**payload, seed=seed).choices
         if choice.finish_reason == "length" and parallel:
-            # A model that knows nothing calls on and on.
+            # A random model may call without end.
             continue
         ended, calls = ended + 1, choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
@@ -55,7 +55,7 @@ def test_required(served, parallel):
         assert all(call.type == "function" and valid(call.function) for call in calls)
         names |= {call.function.name for call in calls}
         streamed, reasons = [], []
-        for chunk in client.chat.completions.create(**asked, seed=seed, stream=True):
+        for chunk in client.chat.completions.create(**payload, seed=seed, stream=True):
             for piece in chunk.choices[0].delta.tool_calls or ():
                 if piece.id is not None:
                     assert piece.index == len(streamed)
@@ -68,13 +68,13 @@ def test_required(served, parallel):
 
 
 def test_a_named_tool(served):
-    asked = {**ASKED, "tool_choice": NAMED}
-    (choice,) = served.post("/v1/chat/completions", json=asked).json()["choices"]
+    payload = {**PAYLOAD, "tool_choice": NAMED}
+    (choice,) = served.post("/v1/chat/completions", json=payload).json()["choices"]
     (call,) = choice["message"]["tool_calls"]
-    # As OpenAI and vLLM have it for a named one.
+    # As in OpenAI's and vLLM's APIs for a named tool.
     assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
     assert valid(call["function"]) and call["function"]["name"] == "weather"
-    chunks = served.client().chat.completions.create(model=served.service.model, **asked, stream=True)
+    chunks = served.client().chat.completions.create(model=served.service.model, **payload, stream=True)
     pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
     assert pieces[0].function.name == "weather" and all(piece.function.name is None for piece in pieces[1:])
     assert len({piece.id for piece in pieces if piece.id}) == 1 and len(pieces) > 2
@@ -82,9 +82,9 @@ def test_a_named_tool(served):
 
 
 @pytest.mark.parametrize("most", [1, 5, 30])
-def test_a_call_that_is_cut(served, most):
-    asked = {**ASKED, "tool_choice": "required", "max_tokens": most}
-    (choice,) = served.post("/v1/chat/completions", json=asked).json()["choices"]
+def test_a_truncated_call_has_finish_reason_length(served, most):
+    payload = {**PAYLOAD, "tool_choice": "required", "max_tokens": most}
+    (choice,) = served.post("/v1/chat/completions", json=payload).json()["choices"]
     assert choice["finish_reason"] == "length"
 
 
@@ -102,9 +102,9 @@ def test_a_call_that_is_cut(served, most):
     ({"tool_choice": "required", "tools": [*TOOLS, {"type": "function", "function": {
         "name": "f", "parameters": {"$defs": {"City": {"type": "null"}}}}}]}, "tools"),
 ], ids=str)  # fmt: skip
-def test_what_cannot_be_forced(changes, param):
+def test_rejects_invalid_forced_calls(changes, param):
     with pytest.raises(ApiError) as refused:
-        ChatRequest.read({**ASKED, **changes}).constraint()
+        ChatRequest.read({**PAYLOAD, **changes}).constraint()
     assert refused.value.status == 400 and refused.value.param == param
 
 
@@ -118,8 +118,8 @@ CALLS = st.lists(st.tuples(st.sampled_from(["f", "g.h-1"]), st.dictionaries(st.t
 
 
 @given(calls=CALLS, size=st.integers(1, 9), indent=st.none() | st.integers(0, 2))
-def test_calls_in_any_pieces(calls, size, indent):
-    text = json.dumps([{"name": name, "parameters": given} for name, given in calls], indent=indent)
+def test_calls_are_parsed_in_pieces_of_any_size(calls, size, indent):
+    text = json.dumps([{"name": name, "parameters": parameters} for name, parameters in calls], indent=indent)
     reader, whole = CallsReader(), []
     for at in range(0, len(text), size):
         for piece in reader.read(text[at : at + size]):

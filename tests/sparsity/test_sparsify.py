@@ -240,7 +240,7 @@ def test_calibration_passages_are_recorded(sparse, dense):
     [
         ("latent", ("--topk", "100"), "above the 132 tokens that are always read (sink 4, window 128)"),
         ("latent", ("--width", "20"), "width = 20 must be a multiple of 8"),
-        ("latent", ("--width", "64"), "64 numbers is more than a layer has: 32"),
+        ("latent", ("--width", "64"), "width 64 exceeds the maximum of this layer, 32"),
         ("sparse", (), "is sparse already; sparsify the model that it was made from"),
         ("mistral", (), "no layer without a sliding window"),
         ("latent", ("--placement", "measured", "--topk", "1024"), "8192 tokens, and the model's context is"),
@@ -271,7 +271,7 @@ def test_rejects_text_too_short_for_placement(dense, refused, tmp_path):
         ({"index_topk": None}, "no 'index_topk'"),
         ({"index_kind": None}, "no 'index_kind'"),
         ({"index_kind": "trees"}, "index_kind"),
-        ({"index_topk": 10}, "above the 10 tokens that are read in any case"),
+        ({"index_topk": 10}, "above the 10 tokens that are always selected"),
         ({"indexer_types": ["full", "full"]}, "a list of 3"),
         ({"indexer_types": ["shared", "full", "full"]}, "full before the first shared"),
         ({"indexer_types": ["full", "dense", "full"]}, "does not call for"),
@@ -310,7 +310,7 @@ def test_evaluation_uses_the_selection_of_decoding(options, sparse, dense, evalu
     assert untested not in capsys.readouterr().err
     # Reference: the whole model on each window.
     source = SourceModel.open(directory)
-    ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, judged=True).ids
+    ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, evaluation=True).ids
     model = loading.load_model(source, "float32")
     losses = []
     for model.model.sparsity.prompts in (True, False):
@@ -361,12 +361,12 @@ def test_refits_use_the_selection_of_each_text(sparse, tiny_models, monkeypatch)
     student, teacher = (SourceModel.open(model) for model in (sparse("llama", "latent", share=2), tiny_models["llama"]))
     windows = tokens(3, 64)
     with (
-        LayerStream(student, torch.float32, "cpu") as shard_bytes,
-        LayerStream(teacher, torch.float32, "cpu") as theirs,
+        LayerStream(student, torch.float32, "cpu") as student_stream,
+        LayerStream(teacher, torch.float32, "cpu") as teacher_stream,
     ):
         for chosen in (windows, *windows.split(1)):
-            refit.steer(shard_bytes, theirs, chosen)
-    layers = shard_bytes.num_layers
+            refit.refit_student(student_stream, teacher_stream, chosen)
+    layers = student_stream.num_layers
     for n in range(3):
         for layer in range(layers):
             (alone,) = calls[layers * (1 + n) + layer]
@@ -380,7 +380,7 @@ def test_stages_without_sparsity_reject_sparse_models(sparse, tiny_models, refus
     refused("shares token selections", *heals, "--gradient-checkpointing")
     original = ("heal", "--teacher", tiny_models["llama"], "--student", sparse("llama", "gqa"), "--out", out)
     refused("has no converted layer, so only all of it can be trained: give --subset all", *original)
-    refused("export the model that it was made of", "export", "deepseek", model, out)
+    refused("export the dense converted model", "export", "deepseek", model, out)
 
 
 def test_rejects_a_model_that_overflows(tiny_models, calibration_file, tmp_path):

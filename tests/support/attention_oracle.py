@@ -1,26 +1,28 @@
-"""Queries, keys and values of a model as transformers projects them, in fp64."""
+"""Projected queries, keys and values of a transformers model, in fp64."""
 
 import torch
 
 
 def qkv(model, spec, layer, tokens):
-    """Inputs, and q, k, v [heads, T, D] as projected, of one window at one layer."""
-    seen = {}
+    """Return the inputs and the projected q, k, v [heads, T, D] of one window at one layer."""
+    captured = {}
     attention = model.model.layers[layer].self_attn
     hooks = [
-        getattr(attention, f"{n}_proj").register_forward_hook(lambda _, a, out, n=n: seen.update({n: out, "x": a[0]}))
+        getattr(attention, f"{n}_proj").register_forward_hook(
+            lambda _, a, out, n=n: captured.update({n: out, "x": a[0]})
+        )
         for n in "qkv"
     ]
     model(tokens[None])
     for hook in hooks:
         hook.remove()
     shape = len(tokens), -1, spec.layers[layer].head_dim
-    shaped = [seen[n][0].view(shape).transpose(0, 1).detach().double() for n in "qkv"]
-    return seen["x"][0].detach().double(), *shaped
+    shaped = [captured[n][0].view(shape).transpose(0, 1).detach().double() for n in "qkv"]
+    return captured["x"][0].detach().double(), *shaped
 
 
 def rotated(x, rotary, by):
-    """R_by x for x [..., D] and one position offset `by`, with what YaRN scales cos and sin by, for q and for k."""
+    """Return R_by x for x [..., D] and a position offset `by`, times YaRN's factor of cos and sin for q and for k."""
     half = x.shape[-1] // 2
     turn = rotary.attention_scaling**2 * torch.exp(1j * rotary.inv_freq.double() * by)
     z = torch.complex(x[..., :half], x[..., half:]) * turn
@@ -28,7 +30,7 @@ def rotated(x, rotary, by):
 
 
 def norm_of(attention, name):
-    """What a layer does to projected queries or keys before RoPE, in fp64."""
+    """Return a layer's norm of queries or keys in fp64; the identity if it has none."""
     if not hasattr(attention, name):
         return lambda x: x
     module = getattr(attention, name)

@@ -1,8 +1,8 @@
-"""How contiguous blocks are."""
+"""Contiguity of blocks."""
 
 import itertools
 
 
 def runs(blocks):
-    """Into how many stretches of consecutive numbers a table falls."""
+    """Return the number of runs of consecutive block numbers in a table."""
     return 1 + sum(b != a + 1 for a, b in itertools.pairwise(blocks))

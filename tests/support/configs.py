@@ -1,4 +1,4 @@
-"""config.json of models of which every expected number is worked out by hand."""
+"""config.json of models whose expected numbers are computed by hand."""
 
 from __future__ import annotations
 

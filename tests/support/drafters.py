@@ -1,4 +1,4 @@
-"""Drafters for tests and benchmarks: ones that know the answer, and ones that draw."""
+"""Drafters for tests and benchmarks, with known texts or random tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlaforge.engine.speculation.drafter import Draft
 
 
 class Knowing:
-    """Proposes what a known text says next, each token right with probability `right`, else a random one."""
+    """Proposes the continuation of a known text; each token is correct with probability `right`, else random."""
 
     boundaries: tuple[int, ...] = ()
 
@@ -34,7 +34,7 @@ class Knowing:
 
 
 class Drawing:
-    """Draws each token from a q of its own making, known exactly: a softmax of random numbers over a few tokens."""
+    """Samples each token from a known q: a softmax of random numbers over a few tokens."""
 
     boundaries: tuple[int, ...] = ()
 
@@ -46,10 +46,10 @@ class Drawing:
         return [self._draft(count) for _, count in budgets]
 
     def _draft(self, count):
-        some = torch.randn(count, len(self.tokens), generator=self.generator).softmax(-1)
+        q = torch.randn(count, len(self.tokens), generator=self.generator).softmax(-1)
         q_KV = torch.zeros(count, self.vocab_size)
-        q_KV[:, self.tokens] = some
-        drawn = torch.multinomial(some, 1, generator=self.generator)[:, 0]
+        q_KV[:, self.tokens] = q
+        drawn = torch.multinomial(q, 1, generator=self.generator)[:, 0]
         return Draft(self.tokens[drawn].tolist(), q_KV)
 
     def observe(self, starts, states_NS):
@@ -57,13 +57,13 @@ class Drawing:
 
 
 class Branching(Knowing):
-    """As Knowing, and trees of random shape, in which what the text says next stands with probability `right`."""
+    """Knowing with trees of random shape, which contain the next token of the text with probability `right`."""
 
     def propose_tree(self, sequence, tokens, depth):
-        """Several children of a node, never twice the same."""
+        """Return a tree whose nodes have distinct children."""
         known = sequence.token_ids
         text = next((t for t in self.texts if t[: len(known)] == known), known)[len(known) :]
-        # Per node, the sequence's newest token first: its level, whether the text goes so, its children.
+        # For each node, starting with the sequence's newest token: its level, whether it is on the text, its children.
         levels, true, children = [0], [True], [set()]
         ids, parents = [], []
         for _ in range(tokens):
@@ -71,8 +71,8 @@ class Branching(Knowing):
             if levels[at] == depth:
                 continue
             token = int(torch.randint(0, self.vocab_size, (), generator=self.generator))
-            goes = true[at] and levels[at] < len(text) and text[levels[at]] not in children[at]
-            if goes and torch.rand((), generator=self.generator) < self.right:
+            can_follow = true[at] and levels[at] < len(text) and text[levels[at]] not in children[at]
+            if can_follow and torch.rand((), generator=self.generator) < self.right:
                 token = text[levels[at]]
             if token in children[at]:
                 continue

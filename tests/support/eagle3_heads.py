@@ -1,4 +1,4 @@
-"""Random EAGLE-3 heads for the tiny models, and what a head proposes as plain PyTorch computes it."""
+"""Random EAGLE-3 heads for the tiny models, and their drafts in plain PyTorch."""
 
 import torch
 from transformers import LlamaConfig
@@ -21,12 +21,12 @@ HEADS = {
     "all norms": {**ALL, "draft_vocab_size": 260},
     "window": {"sliding_window": 9, "norm_before_residual": True},
     "another size": {"layer": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20},
-                     "own_embedding": True, "norm_before_residual": True},
+                     "has_embed_tokens": True, "norm_before_residual": True},
 }  # fmt: skip
 
 
 def make(layer=None, tokens=None, seed=0, **fields):
-    """A random head. `tokens`: its vocabulary, by default every third token of the target."""
+    """Return a random head. `tokens`: its vocabulary, by default every third token of the target."""
     torch.manual_seed(seed)
     tokens = list(range(0, 260, 3)) if tokens is None else tokens
     settings = {"target_hidden_size": 64, "draft_vocab_size": len(tokens), "boundaries": (0, 1, 2), **fields}
@@ -50,11 +50,11 @@ def saved(folder, **fields):
 
 @torch.no_grad()
 def draft_logits(head, oracle, token_ids, drafted):
-    """Logits that the head proposes `drafted` from, and what follows, after token_ids: a whole pass per token."""
+    """Return the head's logits for `drafted` after token_ids, with a full pass per token."""
     ids, window = torch.tensor([token_ids]), head.config.sliding_window
-    found = oracle.model(ids, output_hidden_states=True).hidden_states
-    states = torch.cat([found[boundary] for boundary in head.config.boundaries], dim=-1)[:, :-1]
-    embedding = head.embed_tokens if head.config.own_embedding else oracle.model.get_input_embeddings()
+    hidden_states = oracle.model(ids, output_hidden_states=True).hidden_states
+    states = torch.cat([hidden_states[boundary] for boundary in head.config.boundaries], dim=-1)[:, :-1]
+    embedding = head.embed_tokens if head.config.has_embed_tokens else oracle.model.get_input_embeddings()
     hidden, rest, logits = head.fuse(states.float()), ids[:, 1:], []
     for token in [*drafted, None]:
         distance = torch.arange(hidden.shape[1])[:, None] - torch.arange(hidden.shape[1])
@@ -68,24 +68,24 @@ def draft_logits(head, oracle, token_ids, drafted):
 
 
 def recorded(drafter, least=0.0):
-    """Every (text, how many tokens were asked for, draft) that it proposes from now on, likely by `least`."""
-    seen, propose = [], drafter.propose
+    """Record (text, number of requested tokens, draft) of all later proposals, with minimal probability `least`."""
+    records, propose = [], drafter.propose
 
-    def watching(asked, _):
-        drafts = propose(asked, least)
-        seen.extend((list(s.token_ids), count, d) for (s, count), d in zip(asked, drafts, strict=True))
+    def record(budgets, _):
+        drafts = propose(budgets, least)
+        records.extend((list(s.token_ids), count, d) for (s, count), d in zip(budgets, drafts, strict=True))
         return drafts
 
-    drafter.propose = watching
-    return seen
+    drafter.propose = record
+    return records
 
 
-def check_drafts(seen, head, oracle):
-    """The likeliest tokens of the plain path, or as likely to 1e-3."""
-    assert seen
-    for text, _, draft in seen:
+def check_drafts(records, head, oracle):
+    """Assert that drafts are the likeliest tokens of the plain path, or as likely to 1e-3."""
+    assert records
+    for text, _, draft in records:
         assert draft is not None
         logits = draft_logits(head, oracle, text, draft.token_ids)
-        own = [head.target_ids.tolist().index(token) for token in draft.token_ids]
-        gap = logits.max(-1).values - logits[range(len(own)), own]
+        indices = [head.target_ids.tolist().index(token) for token in draft.token_ids]
+        gap = logits.max(-1).values - logits[range(len(indices)), indices]
         assert float(gap.max()) < 1e-3, (len(text), draft.token_ids, gap)

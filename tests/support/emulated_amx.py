@@ -1,8 +1,8 @@
-"""The AMX form of the CPU kernels on tiles that emulated_amx.h keeps in memory: it runs wherever AVX-512 does and takes
-several times as long.
+"""The AMX form of the CPU kernels on tiles emulated in memory (emulated_amx.h): runs on any AVX-512 machine, several
+times slower.
 
-`MLAFORGE_EMULATE_AMX=1 pytest ...` has the tests of this process take it for AMX (tests/conftest.py); processes that a
-test starts do not know of it.
+`MLAFORGE_EMULATE_AMX=1 pytest ...` makes the tests of this process use it as AMX (tests/conftest.py); subprocesses of a
+test do not.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ HEADER = Path(__file__).with_suffix(".h")
 
 
 def flags() -> tuple[str, ...]:
-    # What was compiled is known by its flags: those of another header are others.
+    # Libraries are identified by their flags, so the flags include the header's hash.
     key = hashlib.sha256(HEADER.read_bytes()).hexdigest()[:16]
     return (*native.AVX512, f"-DEMULATED_AMX={key}", "-include", str(HEADER))
 
 
 def replace_amx(patch: pytest.MonkeyPatch) -> None:
-    """Has everything take this processor for one with AMX, whose kernels are emulated."""
+    """Make this processor appear to have AMX, with emulated kernels."""
     patch.setitem(native.FORMS, "amx", flags())
     for answer in ("_is_amx_tile_supported", "_init_amx"):
         patch.setattr(torch.cpu, answer, lambda: True)
@@ -35,8 +35,8 @@ def replaces_amx() -> bool:
 
 
 def add_form(patch: pytest.MonkeyPatch) -> None:
-    """Has ops/native.py know the emulated form as `EMULATED`, beside the processor's own; where it replaces AMX it
-    does not run twice."""
+    """Register the emulated form as `EMULATED` in ops/native.py, in addition to the processor's forms; not if it
+    replaces AMX."""
     processor_runs = native.runs
 
     def runs(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that answers at once, for tests of peers: argv is a port and a file for what it was asked."""
+"""An OpenAI endpoint that answers at once, for tests of peers. argv: port, file for the requests, maximal tokens."""
 
 import json
 import sys
@@ -13,17 +13,17 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(b"{}")
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        payload = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with open(LOG, "a") as file:
-            file.write(json.dumps(asked) + "\n")
-        made = min(MOST, asked["max_tokens"])
-        events = [{"choices": [{"text": "x"}]}] * made + [{"choices": [], "usage": {"completion_tokens": made}}]
+            file.write(json.dumps(payload) + "\n")
+        count = min(MOST, payload["max_tokens"])
+        events = [{"choices": [{"text": "x"}]}] * count + [{"choices": [], "usage": {"completion_tokens": count}}]
         self.answer("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode() + b"data: [DONE]\n\n")
 
     def answer(self, body):
         self.send_response(200)
         self.end_headers()
-        # In pieces, so that they have times of their own.
+        # In pieces with different arrival times.
         for line in body.splitlines(keepends=True):
             self.wfile.write(line)
             self.wfile.flush()

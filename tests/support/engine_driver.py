@@ -1,7 +1,8 @@
-"""What the engine's tests share: an engine that is watched at every step, and transformers as the oracle of its tokens.
+"""Helpers of the engine's tests: an engine that is checked after every step, and transformers as the oracle of its
+tokens.
 
-A watched engine begins with NaN in every row of its cache, so that a slot that is read before it was written shows; and
-after every step its tables are checked, its limits, and that the work was what the plan said.
+A watched engine starts with NaN in every row of its cache, so that reading a slot before it is written shows. After
+every step its tables, its limits and its counts of work are checked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TIE = 1e-4
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
-    """The likeliest tokens, and exactly so many."""
+    """Exactly `max_tokens` greedy tokens."""
     return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **more})
 
 
@@ -36,7 +37,7 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 class Oracle:
-    """transformers' own greedy continuations in fp32, each computed once."""
+    """transformers' greedy continuations in fp32, each computed once."""
 
     def __init__(self, directory: Path):
         converted = "mla_layer_types" in json.loads((directory / "config.json").read_text())
@@ -61,9 +62,9 @@ class Oracle:
         return self.model(torch.tensor([ids])).logits[0].float()
 
     def check(self, prompt: list[int], got: list[int], count: int, tie: float = TIE) -> None:
-        """`got` is the greedy continuation of `count` tokens. Where it first differs from transformers' the two
-        candidates must be a tie, their logits less than `tie` apart, and so must what follows be after its own
-        beginning."""
+        """Assert that `got` is the greedy continuation of `count` tokens. Where it first differs from transformers'
+        both candidates must be a tie, with logits less than `tie` apart, and the rest must be greedy after its own
+        beginning, up to ties."""
         want = self.continuation(prompt, count)
         if got == want:
             return
@@ -71,19 +72,21 @@ class Oracle:
         at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
         logits = self.logits([*prompt, *got])[len(prompt) - 1 : -1]
         gap = logits.max(-1).values - logits[range(count), got]
-        told = f"token {at} of {count} after {len(prompt)}: {got[at]}, transformers has {want[at]}; gaps {gap.tolist()}"
-        assert float(logits[at, want[at]] - logits[at, got[at]]) < tie, told
-        assert float(gap.max()) < tie, told
+        message = (
+            f"token {at} of {count} after {len(prompt)}: {got[at]}, transformers has {want[at]}; gaps {gap.tolist()}"
+        )
+        assert float(logits[at, want[at]] - logits[at, got[at]]) < tie, message
+        assert float(gap.max()) < tie, message
 
 
 def prompt_logprobs(directory: Path, ids: list[int]) -> torch.Tensor:
-    """[len(ids) - 1]: the log probability of every token but the first, by the engine in fp32."""
+    """Log probabilities of all tokens but the first, by the engine in fp32: [len(ids) - 1]."""
     (output,) = watched(directory).generate([ids], greedy(1, prompt_logprobs=0))
     return torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]])
 
 
 def watched(model: Path, **options: Any) -> LLM:
-    """An LLM in fp32 with a small cache, all its rows NaN, whose engine is checked after every step."""
+    """Return an LLM in fp32 with a small cache full of NaN, whose engine is checked after every step."""
     llm = LLM(model, **{"dtype": "float32", "device": "cpu", "cache_bytes": 1 << 20, **options})
     poison(llm.engine)
     watch(llm.engine)
@@ -91,8 +94,10 @@ def watched(model: Path, **options: Any) -> LLM:
 
 
 def poison(engine: Engine) -> None:
-    """What has not been written reads as NaN, however it is stored."""
-    numbers = {rows.kept.places.data_ptr() for rows in engine.cache.rows if rows.kept is not None}
+    """Fill the cache with NaN, in every format."""
+    numbers = {
+        rows.decompressed_keys.metadata.data_ptr() for rows in engine.cache.rows if rows.decompressed_keys is not None
+    }
     for tensor in engine.cache.tensors:
         if tensor.data_ptr() not in numbers:
             tensor.view(torch.uint8).fill_(255)
@@ -109,38 +114,38 @@ def watch(engine: Engine) -> None:
         assert stats.computed_tokens - before.computed_tokens <= engine.scheduler.max_num_batched_tokens
         assert stats.running <= engine.scheduler.max_num_seqs
         for sequence in engine.scheduler.running:
-            for group, its in enumerate(engine.tables.groups):
-                _, blocks = engine.tables.table(sequence.number, group)
-                most = most_blocks(engine.tables, group, len(sequence.token_ids), config.max_num_batched_tokens)
-                assert len(blocks) <= most, f"{its.name}: {len(blocks)} blocks, at most {most} are needed"
+            for index, group in enumerate(engine.tables.groups):
+                _, blocks = engine.tables.table(sequence.number, index)
+                most = most_blocks(engine.tables, index, len(sequence.token_ids), config.max_num_batched_tokens)
+                assert len(blocks) <= most, f"{group.name}: {len(blocks)} blocks, at most {most} are needed"
         return outputs
 
     engine.step = checked  # type: ignore[method-assign]
 
 
 def most_blocks(tables: BlockTables, group: int, length: int, chunk: int) -> int:
-    """The most blocks that one sequence of up to `length` tokens holds in this group when every `reserve` asks for at
-    most `chunk` tokens beyond the computed ones."""
-    whole = -(-length // tables.block_size)
+    """Most blocks that one sequence of up to `length` tokens uses in this group when every `reserve` adds at most
+    `chunk` tokens to the computed ones."""
+    all_blocks = -(-length // tables.block_size)
     window = tables.groups[group].window
     if window is None:
-        return whole
-    # So many neighbouring positions, at the worst alignment.
+        return all_blocks
+    # Neighbouring positions, at the worst alignment.
     span = window - 1 + tables.lookback + chunk
-    return min(whole, (span + 2 * tables.block_size - 2) // tables.block_size)
+    return min(all_blocks, (span + 2 * tables.block_size - 2) // tables.block_size)
 
 
 def vars_of(tables: BlockTables) -> Any:
-    """Everything that they are, comparable."""
+    """The whole state of tables, comparable."""
     return [vars(pool) for pool in tables._pools], tables._sequences
 
 
 def renew(
     engine: Engine, spare: int, longest: int, *, block_size: int, caching: bool = True, max_num_seqs: int = 4,
-    max_step: int = 16, num_whole: int = 0,
+    max_step: int = 16, num_unquantized: int = 0,
 ) -> None:  # fmt: skip
-    """Gives a loaded engine new, empty tables of other sizes: one sequence of `longest` tokens fits, and `spare` blocks
-    more; where some blocks are whole there are `num_whole`. The cache's memory stays, as NaN."""
+    """Give a loaded engine new, empty tables of other sizes: one sequence of `longest` tokens fits, plus `spare`
+    blocks, and `num_unquantized` ones where the group has such blocks. The cache's memory stays, filled with NaN."""
     engine.config = dataclasses.replace(
         engine.config, block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_step
     )
@@ -151,21 +156,23 @@ def renew(
     for index, group in enumerate(engine.tables.groups):
         blocks = most_blocks(probe, index, longest, max_step) + spare
         assert blocks * block_size <= slots[index], f"{group.name} has {slots[index]} slots, not {blocks * block_size}"
-        groups.append(dataclasses.replace(group, num_blocks=blocks, num_whole=num_whole if group.whole else 0))
+        groups.append(
+            dataclasses.replace(group, num_blocks=blocks, num_unquantized=num_unquantized if group.unquantized else 0)
+        )
     engine.cache.groups, engine.cache.block_size = groups, block_size
     for index, (layer, rows) in enumerate(zip(cache.layers, cache.rows, strict=True)):
-        # Whole blocks follow the others.
-        if rows.whole is not None:
+        # Unquantized blocks follow the others.
+        if rows.unquantized is not None:
             units = groups[layer.group].num_blocks * block_size // rows.format.tokens
             cache.rows[index] = dataclasses.replace(rows, packed=rows.packed[:units])
-            engine.model.layers[index].attention.keep_in(cache.rows[index])
+            engine.model.layers[index].attention.bind_cache(cache.rows[index])
     engine.tables = BlockTables(groups, block_size, caching)
     engine.scheduler = Scheduler(engine.tables, max_num_seqs, max_step, engine.scheduler.replays)
     poison(engine)
 
 
 def idle(engine: Engine) -> None:
-    """Nothing is running, waiting, remembered or held."""
+    """Assert that nothing runs, waits, is remembered or uses a block."""
     stats = engine.stats()
     assert not engine.has_work and not engine._requests
     assert (stats.running, stats.waiting, stats.cache_blocks_used, stats.cache_bytes_used) == (0, 0, 0, 0)

@@ -8,8 +8,8 @@ def save_gguf(
     path: Path, keys: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, parts: int = 1,
     without: str | None = None, quantized: bool = False,
 ) -> Path:  # fmt: skip
-    """Writes it to `path`, the first of `parts`, with `keys` in its header and `tensors` beside its own; those with
-    `without` in their names are left out. `quantized`: matrices in Q4_0."""
+    """Write the file to `path`, the first of `parts`, with additional `keys` and `tensors`, without the tensors that
+    have `without` in their names. `quantized`: matrices in Q4_0."""
     import gguf
     import numpy as np
     from tokenizers import pre_tokenizers

@@ -1,8 +1,8 @@
-"""A tiny GPT-OSS with MXFP4 experts and the real o200k_harmony vocabulary, made to say given answers.
+"""A tiny GPT-OSS with MXFP4 experts and the real o200k_harmony vocabulary that generates fixed answers.
 
-The vocabulary is taken out of oss-harmony, which carries it; GPT-OSS's chat template is in no installed package.
-Attention is the mean over what was said and the experts give nothing, so that a state tells where in which text it is;
-the vocabulary head is then solved for, exactly, from the states of the texts that are to be said.
+The vocabulary comes from openai-harmony; no installed package has GPT-OSS's chat template. Attention is the mean over
+the text and the experts output zero, so that a state identifies the position in a text; the LM head is then solved
+exactly from the states of the fixed texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ HIDDEN = 256
 
 
 def tokenizer(encoding: Any) -> Any:
-    """transformers' tokenizer of harmony's vocabulary: the same ranks as merges, the same ids of special tokens."""
+    """Return a transformers tokenizer with harmony's vocabulary: its ranks as merges, the same ids of special
+    tokens."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -38,24 +39,24 @@ def tokenizer(encoding: Any) -> Any:
     merges = []
     for token in ranks:
         pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
-        known = [(left, right) for left, right in pairs if left in ranks and right in ranks]
-        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        splits = [(left, right) for left, right in pairs if left in ranks and right in ranks]
+        merges += sorted(splits, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     vocabulary = {words[token]: i for token, i in ranks.items()}
-    made = Tokenizer(models.BPE(vocabulary, [(words[a], words[b]) for a, b in merges], ignore_merges=True))
-    made.pre_tokenizer = pre_tokenizers.Sequence([
+    bpe = Tokenizer(models.BPE(vocabulary, [(words[a], words[b]) for a, b in merges], ignore_merges=True))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
-    made.decoder = decoders.ByteLevel()
+    bpe.decoder = decoders.ByteLevel()
     special = [encoding.decode([i]) for i in range(ORDINARY, ALL)]
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    bpe.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<|startoftext|>", eos_token="<|return|>", pad_token="<|endoftext|>"
+        tokenizer_object=bpe, bos_token="<|startoftext|>", eos_token="<|return|>", pad_token="<|endoftext|>"
     )
 
 
 def model(texts: list[tuple[list[int], list[int]]]) -> Any:
-    """A GPT-OSS in fp32 that answers each prompt, token ids, with its answer, both ends included."""
+    """Return a GPT-OSS in fp32 that answers each prompt with its answer, both token ids."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(0)
@@ -64,38 +65,38 @@ def model(texts: list[tuple[list[int], list[int]]]) -> Any:
         num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, eos_token_id=200002,
         layer_types=["sliding_attention", "full_attention"], max_position_embeddings=4096, pad_token_id=199999,
     )  # fmt: skip
-    made = GptOssForCausalLM(config).float().eval()
+    causal_lm = GptOssForCausalLM(config).float().eval()
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in causal_lm.named_parameters():
             if "norm" not in name:
                 parameter.normal_() if "embed" in name else parameter.zero_()
             if name.endswith("sinks"):
                 parameter.fill_(-1e4)
-        attention = made.model.layers[1].self_attn
+        attention = causal_lm.model.layers[1].self_attn
         torch.nn.init.normal_(attention.v_proj.weight)
         torch.nn.init.normal_(attention.o_proj.weight)
-        states, wanted = [], []
+        states, labels = [], []
         for prompt, answer in texts:
             ids = torch.tensor([prompt + answer[:-1]])
-            states.append(made.model(ids).last_hidden_state[0, len(prompt) - 1 :].double())
-            wanted += answer
-        made.lm_head.weight.zero_()
-        answers = sorted(set(wanted))
-        target = torch.zeros(len(wanted), len(answers), dtype=torch.float64)
-        target[range(len(wanted)), [answers.index(token) for token in wanted]] = 20.0
+            states.append(causal_lm.model(ids).last_hidden_state[0, len(prompt) - 1 :].double())
+            labels += answer
+        causal_lm.lm_head.weight.zero_()
+        answers = sorted(set(labels))
+        target = torch.zeros(len(labels), len(answers), dtype=torch.float64)
+        target[range(len(labels)), [answers.index(token) for token in labels]] = 20.0
         rows = torch.cat(states)
-        assert len(rows) <= HIDDEN, "more tokens than a head of this width can tell apart"
-        made.lm_head.weight[answers] = (torch.linalg.pinv(rows) @ target).T.float()
-    return made
+        assert len(rows) <= HIDDEN, "more tokens than a head of this width can distinguish"
+        causal_lm.lm_head.weight[answers] = (torch.linalg.pinv(rows) @ target).T.float()
+    return causal_lm
 
 
 def save(directory: Path, encoding: Any, texts: list[tuple[list[int], list[int]]], template: str | None) -> Path:
-    """The checkpoint, its experts packed as public ones are."""
+    """Save the checkpoint with packed experts, like public checkpoints."""
     from support.tiny_models import save_packed
 
     plain = directory.with_name(f"{directory.name}-plain")
     model(texts).save_pretrained(plain)
-    spoken = tokenizer(encoding)
-    spoken.chat_template = template
-    spoken.save_pretrained(plain)
+    harmony_tokenizer = tokenizer(encoding)
+    harmony_tokenizer.chat_template = template
+    harmony_tokenizer.save_pretrained(plain)
     return save_packed(plain, directory, torch.float32)

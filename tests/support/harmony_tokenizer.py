@@ -1,10 +1,10 @@
-"""A tokenizer that speaks harmony, for tests of chats."""
+"""A tokenizer with harmony's vocabulary, for chat tests."""
 
 from mlaforge.engine.request import harmony
 
 
 class HarmonyTokenizer:
-    """As much of a tokenizer as a chat needs, over harmony's own vocabulary."""
+    """Minimal tokenizer for chats, with harmony's vocabulary."""
 
     eos_token_id = 200002
     all_special_ids = (200002,)
@@ -26,8 +26,8 @@ class HarmonyTokenizer:
         return self.encoding.decode([token_id])
 
     def decode(self, ids, skip_special_tokens=True):
-        kept = [i for i in ids if not (skip_special_tokens and i >= 199998)]
-        return self.encoding.decode(kept)
+        visible = [i for i in ids if not (skip_special_tokens and i >= 199998)]
+        return self.encoding.decode(visible)
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": self.encoding.encode(text, disallowed_special=())}

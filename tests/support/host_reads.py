@@ -1,4 +1,4 @@
-"""What would make the host wait for a device, counted on the CPU: readings, and indices that are host lists."""
+"""Counts on the CPU what would make the host wait for a device: reads of values, and indices that are host lists."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ READINGS = ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__inde
 
 @contextlib.contextmanager
 def host_reads() -> Iterator[list[str]]:
-    """The names of readings so far; `list` is an index that is a host list."""
+    """Yield the names of the reads so far; `list` is an index that is a host list."""
     reads: list[str] = []
-    index = torch.Tensor.__getitem__
+    getitem = torch.Tensor.__getitem__
 
-    def indexed(tensor: torch.Tensor, at: Any) -> torch.Tensor:
-        if any(isinstance(each, list) for each in (at if isinstance(at, tuple) else (at,))):
+    def counted_getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+        if any(isinstance(item, list) for item in (index if isinstance(index, tuple) else (index,))):
             reads.append("list")
-        return index(tensor, at)
+        return getitem(tensor, index)
 
     with pytest.MonkeyPatch.context() as patched:
         for name in READINGS:
@@ -29,7 +29,7 @@ def host_reads() -> Iterator[list[str]]:
                 torch.Tensor, name,
                 lambda tensor, *rest, name=name, former=former: reads.append(name) or former(tensor, *rest),
             )  # fmt: skip
-        patched.setattr(torch.Tensor, "__getitem__", indexed)
-        # It reads whether its distribution is one.
+        patched.setattr(torch.Tensor, "__getitem__", counted_getitem)
+        # multinomial checks its distribution on the host.
         patched.setattr(torch, "multinomial", lambda *_, **__: pytest.fail("multinomial waits"))
         yield reads

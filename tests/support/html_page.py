@@ -1,4 +1,4 @@
-"""A page as a parser sees it."""
+"""Parsed HTML pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Checks nesting and ids while it reads; `text` is what a reader sees."""
+    """Parser that checks nesting and collects ids; `text` is the visible text."""
 
     def __init__(self, html: str):
         super().__init__()

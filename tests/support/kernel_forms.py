@@ -1,4 +1,4 @@
-"""In which forms of the CPU kernels tests ran: the end of `make test` says it, because no machine has all of them."""
+"""Report of the CPU kernel forms that tests ran in, for the end of `make test`, because no machine has all of them."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-# AMX's kernels on tiles in memory (emulated_amx.py), beside the processor's own forms.
+# AMX kernels on emulated tiles (emulated_amx.py).
 EMULATED = "emulated_amx"
 EVERY_FORM = ["amx", EMULATED, "avx512", "avx2"]
 
-# Of a report: the form in which its test ran.
+# User property of a report: the form that its test ran in.
 PROPERTY = "kernel_form"
 
 
 def note(item: pytest.Item) -> None:
-    """Has the report of a test with the fixture `compiled` say in which form it runs."""
+    """Record the form of a test with the fixture `compiled` in its report."""
     callspec = getattr(item, "callspec", None)
     form = callspec.params.get("compiled") if callspec else None
     # Other tests have a parameter of that name.
@@ -24,7 +24,7 @@ def note(item: pytest.Item) -> None:
 
 
 def summary(reports: Iterable[Any]) -> str | None:
-    """None where no test of the kernels ran."""
+    """Return the summary line; None if no kernel test ran."""
     ran = Counter(value for report in reports for name, value in report.user_properties if name == PROPERTY)
     if not ran:
         return None

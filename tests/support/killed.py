@@ -1,6 +1,6 @@
-"""Commands and trainings in processes of their own, to be killed.
+"""Commands and trainings in separate processes, to be killed.
 
-They are forked from one process that has imported what takes seconds to import, and done nothing else.
+They are forked from a server process that has preloaded the slow imports.
 """
 
 import importlib
@@ -20,14 +20,14 @@ PROCESSES.set_forkserver_preload(IMPORTED)
 
 
 def started(function, *arguments):
-    """function(*arguments), which can be imported by its name, in a process of its own."""
+    """Start function(*arguments) in a new process; the function must be importable by name."""
     process = PROCESSES.Process(target=function, args=arguments)
     process.start()
     return process
 
 
 def command(*arguments):
-    """The command line, which ends the process."""
+    """Run the command line, which ends the process."""
     from mlaforge.cli.main import main
 
     sys.argv = ["mlaforge", *map(str, arguments)]
@@ -35,7 +35,7 @@ def command(*arguments):
 
 
 def finish_artifact(out, manifest, moment):
-    """Ends a resumable artifact, and itself before the change of the file system that has the number `moment`."""
+    """Finish a resumable artifact, and exit before the file-system change number `moment`."""
     from mlaforge.artifact import WORK, writing
 
     counted = 0
@@ -57,42 +57,42 @@ def finish_artifact(out, manifest, moment):
 
 
 def _train(stage, models, out, config, threads, test):
-    """It waits for the test after every checkpoint (training/loop.py)."""
+    """Train, waiting for the test after every checkpoint (training/loop.py)."""
     from mlaforge.training import loop
 
-    whole = loop.Trainer._save
+    save = loop.Trainer._save
 
-    def slow(self):
-        whole(self)
+    def save_and_wait(self):
+        save(self)
         test.send(self.optimizer.step)
         test.recv()
 
-    loop.Trainer._save = slow
+    loop.Trainer._save = save_and_wait
     torch.set_num_threads(threads)
     importlib.import_module(stage).run(*map(str, models), out, config)
 
 
 def killed_after(steps, stage, models, out, config):
-    """Runs stage.run(*models, out, config), whose checkpoints come after `steps`, and kills it after the last one."""
-    ours, theirs = PROCESSES.Pipe()
-    # The same bits are promised for the same number of threads.
-    process = started(_train, stage.__name__, models, out, config, torch.get_num_threads(), theirs)
-    theirs.close()
+    """Run stage.run(*models, out, config), which writes checkpoints after `steps`, and kill it after the last one."""
+    parent, child = PROCESSES.Pipe()
+    # Results are bitwise equal only for the same number of threads.
+    process = started(_train, stage.__name__, models, out, config, torch.get_num_threads(), child)
+    child.close()
     for step in steps:
-        assert ours.poll(120) and ours.recv() == step
+        assert parent.poll(120) and parent.recv() == step
         if step != steps[-1]:
-            ours.send("go on")
+            parent.send("continue")
     process.kill()
     process.join()
     assert not out.exists()
 
 
-def check_same_tensors(ours, theirs):
-    """That two directories' weights are the same to the bit."""
-    names = {path.name for path in ours.glob("*.safetensors")}
-    assert names == {path.name for path in theirs.glob("*.safetensors")} != set()
+def check_same_tensors(directory, expected):
+    """Assert that the weights in two directories are bitwise equal."""
+    names = {path.name for path in directory.glob("*.safetensors")}
+    assert names == {path.name for path in expected.glob("*.safetensors")} != set()
     for file in names:
-        a, b = load_file(ours / file), load_file(theirs / file)
+        a, b = load_file(directory / file), load_file(expected / file)
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name

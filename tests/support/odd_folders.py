@@ -1,5 +1,4 @@
-"""Model directories as other tools leave them: those that have one meaning, which is transformers', and those that are
-refused with what would be right."""
+"""Unusual model directories of other tools: those that are loaded like in transformers, and those that are refused."""
 
 import json
 import shutil
@@ -11,26 +10,26 @@ from support.tiny_models import ALTERNATING, INDEX, WEIGHTS, save_model, save_pa
 
 
 def edit_config(directory, **changes):
-    """Changes keys of config.json; `...` takes one away."""
+    """Change keys of config.json; `...` removes one."""
     path = directory / "config.json"
     config = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
 
 
 def rename(directory, name_of):
-    """Gives every tensor the name that `name_of` makes of its own; those that it makes None of go."""
+    """Rename every tensor by `name_of`; tensors renamed to None are removed."""
     tensors = {name_of(name): tensor for name, tensor in load_file(directory / WEIGHTS).items()}
     tensors.pop(None, None)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / WEIGHTS, {"format": "pt"})
 
 
-def head_of_its_own(directory):
+def untied_head(directory):
     save_model(directory, "llama", 0)
     edit_config(directory, tie_word_embeddings=True)
 
 
 def stale_index(directory):
-    """The whole model, and beside it the index of shards that are gone."""
+    """A single file, and the index of missing shards."""
     save_model(directory, "llama", 0)
     shutil.copytree(directory, directory / "old")
     shutil.move(shard(directory / "old") / INDEX, directory / INDEX)
@@ -48,7 +47,7 @@ def rope_in_two_places(directory):
 
 
 def unpacked_experts(directory):
-    """A GPT-OSS that was fine-tuned in bf16; its config still says MXFP4."""
+    """A GPT-OSS fine-tuned in bf16 whose config still declares MXFP4."""
     save_model(directory / "whole", "gpt_oss", 0)
     save_packed(directory / "whole", directory / "packed")
     for path in (directory / "whole").iterdir():
@@ -111,7 +110,7 @@ def tekken(directory):
 
 
 SOUND = {
-    "a head of its own, said to be tied": head_of_its_own,
+    "a head of its own, said to be tied": untied_head,
     "the whole file beside a stale index": stale_index,
     "a mistral with layer_types": windows_by_layer,
     "RoPE in two places": rope_in_two_places,
@@ -119,7 +118,7 @@ SOUND = {
 }
 REFUSED = {
     "two sets of weights": (two_sets, "two sets of weights"),
-    "an index of absent shards": (absent_shards, "3 files of which none is there"),
+    "an index of absent shards": (absent_shards, "3 files, all of which are missing"),
     "compiled": (wrapped("_orig_mod."), "torch.compile"),
     "data parallel": (wrapped("module."), "DataParallel"),
     "without a head": (base_model, "AutoModelForCausalLM"),

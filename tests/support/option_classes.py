@@ -1,4 +1,4 @@
-"""Every class of options, wherever it stands."""
+"""All option dataclasses."""
 
 import dataclasses
 import importlib.util
@@ -8,7 +8,7 @@ import mlaforge
 
 
 def option_classes() -> list[type]:
-    """The dataclasses that the packages' config.py define."""
+    """Return the dataclasses defined in the packages' config.py."""
     modules = [
         importlib.import_module(f"mlaforge.{package.name}.config")
         for package in pkgutil.iter_modules(mlaforge.__path__)

@@ -16,9 +16,9 @@ POSITIONS = 1000  # whose angles a layer has
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Of one layer, and what a step's queries see of it. `decoded` is the same cache in bf16, whose `spare` slots
-    nobody sees; in `mixed` ones some blocks are whole. `view` are an operation's arguments from the block table on, but
-    for scale and tree."""
+    """Cache of one layer and its view in a step. `decoded`: the same cache in bf16, with invisible `spare` slots;
+    `mixed`: some blocks are unpacked. `view`: arguments of an operation from the block table on, except scale and
+    tree."""
 
     format: RowFormat
     packed: Tensor
@@ -31,10 +31,10 @@ class Cache:
 
     def rows(self, decoded: bool) -> tuple:
         whole = self.whole if self.mixed else None
-        return (self.decoded, None, [0]) if decoded else (self.packed, whole, self.format.numbers)
+        return (self.decoded, None, [0]) if decoded else (self.packed, whole, self.format.descriptor)
 
     def read(self) -> Tensor:
-        """All rows as they are now, by the reference."""
+        """Return all rows, decoded by the reference."""
         return torch.cat((self.format.read(self.packed, torch.arange(len(self.packed))), self.whole))
 
 

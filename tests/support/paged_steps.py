@@ -1,6 +1,6 @@
-"""Steps of paged attention over random caches, and what they must give: dense attention on gathered rows.
+"""Steps of paged attention over random caches, and the expected results: dense attention on gathered rows.
 
-Unused slots of a cache are NaN, so a row that nobody may see shows wherever it leaks.
+Unused slots of a cache are NaN, so that reading an invisible row is detected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def need_interpreter() -> None:
-    """Skips a test that runs Triton's kernels on tensors of the CPU."""
+    """Skip a test unless Triton's kernels run on CPU tensors."""
     pytest.importorskip("triton")
     if not triton_interpreted():
         pytest.skip("it runs in Triton's interpreter, which a machine with a GPU does not use")
@@ -33,7 +33,7 @@ def need_interpreter() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """value None: the values are the keys' own first columns (an MLA row)."""
+    """Shape of heads. `aliased`: the values are the first columns of the keys (an MLA row)."""
 
     heads: int
     key_heads: int
@@ -132,14 +132,14 @@ def make_step(
 
 
 def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
-    """(start, length) of the stretches of consecutive slots."""
+    """Yield (start, length) of the runs of consecutive slots."""
     for _, group in itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0]):
         stretch = [slot for _, slot in group]
         yield stretch[0], len(stretch)
 
 
 def expected(step: Step) -> tuple[Tensor, Tensor]:
-    """Dense attention on what is gathered by the test's own list of slots, with the mask written out by position."""
+    """Return dense attention on rows gathered by the step's list of slots, with an explicit mask by position."""
     outs, lses = [], []
     begin = 0
     for s, slots in enumerate(step.slots):

@@ -1,4 +1,4 @@
-"""A stage of `verify-gpu` with planted faults: a wrong merge, a process that dies, one that hangs, a broken context."""
+"""A stage of `verify-gpu` with injected faults: a wrong merge, a crash, a hang, a broken context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlaforge.gpu_verification import correctness
-from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Unfit
+from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Unsupported
 from mlaforge.gpu_verification.context import Context
 from mlaforge.ops import paged_attention_triton as attention
 
@@ -49,7 +49,7 @@ def wrong_merge(context: Context, shape: Any) -> Outcome:
 
 
 def broken_context(context: Context) -> Outcome:
-    """As after an illegal memory access: every later CUDA call fails."""
+    """Like an illegal memory access: every later CUDA call fails."""
 
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -59,4 +59,4 @@ def broken_context(context: Context) -> Outcome:
 
 
 def too_large() -> Outcome:
-    raise Unfit("99 GiB are needed")
+    raise Unsupported("99 GiB are needed")

@@ -1,4 +1,4 @@
-"""A client that sends what a test says, byte by byte if need be, and reads when it likes."""
+"""A raw socket client, for tests that control every byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BODY = b'{"prompt": "x", "max_tokens": 3}'
 
 
 def request(body: bytes = BODY, *fields: bytes) -> bytes:
-    """A whole request with these further header fields."""
+    """Return a complete request with additional header fields."""
     length = b"Content-Length: %d" % len(body)
     return HEAD + b"\r\n".join([*fields, length]) + b"\r\n\r\n" + body
 
@@ -21,25 +21,25 @@ def connected(port: int) -> socket.socket:
 
 
 def answer(client: socket.socket) -> tuple[bytes, bytes]:
-    """The head and the body of one answer, which must come whole."""
+    """Read one complete response; return its head and body."""
     received = b""
     while b"\r\n\r\n" not in received:
-        received += _some(client)
+        received += _receive(client)
     head, _, body = received.partition(b"\r\n\r\n")
     length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
     while len(body) < int(length[15:]):
-        body += _some(client)
+        body += _receive(client)
     return head, body
 
 
-def _some(client: socket.socket) -> bytes:
-    some = client.recv(1 << 16)
-    assert some, "the connection was closed before the answer's end"
-    return some
+def _receive(client: socket.socket) -> bytes:
+    part = client.recv(1 << 16)
+    assert part, "the connection was closed before the end of the answer"
+    return part
 
 
 def cut(client: socket.socket) -> bool:
-    """Whether the server closes the connection without a word; waited for."""
+    """Wait, and return whether the server closes the connection without a response."""
     try:
         return client.recv(1) == b""
     except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""Manifests and results as the stages, `bench` and `gate` write them, with numbers of their own."""
+"""Manifests and results in the format of the stages, `bench` and `gate`, with invented numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MACHINE = {"mlaforge": "0.1.0", "torch": "2.13.0", "device": "test machine"}
 
 
 def conversion(layout: str = "latent", ratio: float = 1.021, layers: int = 4) -> Manifest:
-    """A manifest as `convert` writes it. Layer 0 has a sliding window and stays GQA."""
+    """Return a manifest of `convert`. Layer 0 has a sliding window and stays GQA."""
     rotary = 64 if layout == "latent_rope" else 0
     records: list[dict[str, Any]] = [
         {

@@ -1,7 +1,7 @@
-"""An engine without a model: the interface that the server needs, deterministic tokens, and scripted misfortune.
+"""An engine without a model: the server's interface, deterministic tokens and scripted failures.
 
-Token t of continuation c of a prompt is a function of the prompt, c and t alone (`expected`), so that answers can be
-foretold. One token per sequence and step; every 16 tokens of a sequence hold a block until it ends.
+Token t of continuation c of a prompt is a function of the prompt, c and t alone (`expected`), so that answers are
+predictable. One token per sequence and step; every 16 tokens of a sequence hold a block until it ends.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Sequence:
     prompt: list[int]
     params: SamplingParams
     index: int
-    made: list[int] = dataclasses.field(default_factory=list)
-    told: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
     finish_reason: str | None = None
 
 
 class ScriptedEngine:
-    """Options of misfortune: `delay` seconds a step, `fail_after` steps, `hold` an event each step waits for."""
+    """`delay`: seconds per step; `fail_after`: number of steps; `hold`: event that each step waits for."""
 
     max_model_len = 512
     model_name = "scripted"
@@ -94,29 +94,29 @@ class ScriptedEngine:
         if sequence.finish_reason:
             return None
         params = sequence.params
-        token = self.expected(sequence.prompt, sequence.index, len(sequence.made))
-        sequence.made.append(token)
+        token = self.expected(sequence.prompt, sequence.index, len(sequence.token_ids))
+        sequence.token_ids.append(token)
         self.counts["generated_tokens"] += 1
-        text = self.tokenizer.decode(sequence.made, skip_special_tokens=params.skip_special_tokens)
+        text = self.tokenizer.decode(sequence.token_ids, skip_special_tokens=params.skip_special_tokens)
         stop_reason = None
-        if found := [s for s in params.stop if s in text]:
-            sequence.finish_reason, stop_reason = "stop", found[0]
-            text = text[: text.index(found[0])]
+        if stops := [s for s in params.stop if s in text]:
+            sequence.finish_reason, stop_reason = "stop", stops[0]
+            text = text[: text.index(stops[0])]
         elif token in params.stop_token_ids:
             sequence.finish_reason, stop_reason = "stop", token
         elif token == self.tokenizer.eos_token_id and not params.ignore_eos:
             sequence.finish_reason = "stop"
-        elif len(sequence.made) >= min(params.max_tokens or 10**9, self.max_model_len - len(sequence.prompt)):
+        elif len(sequence.token_ids) >= min(params.max_tokens or 10**9, self.max_model_len - len(sequence.prompt)):
             sequence.finish_reason = "length"
-        # What may still change is held back: half a character, the beginning of a stop string.
-        held = "" if sequence.finish_reason else "\ufffd"
-        stable = text.rstrip(held) if held else text
+        # Withhold text that may still change: half a character, the beginning of a stop string.
+        incomplete = "" if sequence.finish_reason else "\ufffd"
+        stable = text.rstrip(incomplete) if incomplete else text
         for stop in () if sequence.finish_reason else params.stop:
             for size in range(len(stop) - 1, 0, -1):
                 if stable.endswith(stop[:size]):
                     stable = stable[:-size]
                     break
-        new, sequence.told = stable[len(sequence.told) :], max(stable, sequence.told, key=len)
+        new, sequence.text = stable[len(sequence.text) :], max(stable, sequence.text, key=len)
         logprobs = None if params.logprobs is None else [self._logprobs(token, params.logprobs)]
         return Completion(sequence.index, [token], new, logprobs, sequence.finish_reason, stop_reason)
 
@@ -131,26 +131,26 @@ class ScriptedEngine:
         outputs = []
         for request_id, sequences in list(self.running.items()):
             params, prompt = sequences[0].params, sequences[0].prompt
-            first = not sequences[0].made
-            made = [c for c in map(self._advance, sequences) if c is not None]
+            first = not sequences[0].token_ids
+            completions = [c for c in map(self._advance, sequences) if c is not None]
             finished = all(s.finish_reason for s in sequences)
-            known: list[Logprobs | None] | None = None
+            prompt_logprobs: list[Logprobs | None] | None = None
             if first and params.prompt_logprobs is not None:
-                known = [None, *(self._logprobs(t, params.prompt_logprobs) for t in prompt[1:])]
-            outputs.append(RequestOutput(request_id, prompt, made, finished, known))
+                prompt_logprobs = [None, *(self._logprobs(t, params.prompt_logprobs) for t in prompt[1:])]
+            outputs.append(RequestOutput(request_id, prompt, completions, finished, prompt_logprobs))
             if finished:
                 del self.running[request_id]
                 self.counts["finished_requests"] += 1
         return outputs
 
     def stats(self) -> EngineStats:
-        held = [len(s.prompt) + len(s.made) for group in self.running.values() for s in group]
-        used = sum(-(-length // BLOCK) for length in held)
+        lengths = [len(s.prompt) + len(s.token_ids) for group in self.running.values() for s in group]
+        used = sum(-(-length // BLOCK) for length in lengths)
         return EngineStats(running=len(self.running), cache_blocks=4096, cache_blocks_used=used, **self.counts)
 
 
 class ByteTokenizer:
-    """As much of a tokenizer as the server needs, without the seconds that importing transformers takes."""
+    """Minimal tokenizer for the server, without the slow import of transformers."""
 
     eos_token_id = 256
     all_special_ids = (256,)
@@ -173,7 +173,7 @@ class ByteTokenizer:
 
 
 def main() -> None:
-    """python scripted_engine.py DELAY PORT DRAIN_TIMEOUT: serves it, for tests of signals."""
+    """python scripted_engine.py DELAY PORT DRAIN_TIMEOUT: serve it, for tests of signals."""
     import sys
 
     from mlaforge.serving import server

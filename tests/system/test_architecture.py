@@ -1,4 +1,4 @@
-"""docs/architecture.md is what the docstrings say today."""
+"""docs/architecture.md equals the page generated from the docstrings."""
 
 import importlib.util
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_the_code():
+def test_the_page_equals_the_docstrings():
     spec = importlib.util.spec_from_file_location("architecture", DOCS / "architecture.py")
     architecture = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(architecture)

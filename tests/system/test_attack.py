@@ -1,4 +1,4 @@
-"""`make attack` in small: every part against a real server and real commands, and what it calls a failure."""
+"""`make attack` in small: every part against a real server and real commands, and its classification of failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
-    """benchmarks/attack can be imported, here and in the processes that it starts."""
+    """Make benchmarks/attack importable, here and in its subprocesses."""
     monkeypatch.syspath_prepend(ROOT)
 
 
@@ -36,7 +36,7 @@ def specimens(tmp_path):
 
 
 def test_requests_and_connections(tiny_models, ledger, tmp_path, monkeypatch):
-    """Of kinds that are soon over. A tiny model's step is too short to be anybody's bar."""
+    """Kinds that end quickly. The steps of a tiny model are too short for latency limits."""
     from benchmarks.attack import connections, fuzz, requests, served
 
     monkeypatch.setattr(served, "ALONE", 0.1)
@@ -62,7 +62,7 @@ def test_requests_and_connections(tiny_models, ledger, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_falls_is_a_failure_and_is_replaced(tiny_models, ledger, tmp_path, monkeypatch):
+def test_a_crashed_server_is_a_failure_and_is_replaced(tiny_models, ledger, tmp_path, monkeypatch):
     from benchmarks.attack import served
 
     monkeypatch.setattr(served, "ALONE", 0.1)

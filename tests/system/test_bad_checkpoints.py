@@ -1,4 +1,4 @@
-"""Damaged model directories: every one is refused in one line that names what is wrong, and nothing is left behind."""
+"""Damaged model directories are refused in one line that names the damage, and no files are left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Changes keys of a config.json; `...` takes one away."""
+    """Change keys of a config.json; `...` removes one."""
     path = directory / "config.json"
     config = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
@@ -35,7 +35,7 @@ def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], An
 
 
 def put(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """Writes one value into the middle of a tensor."""
+    """Return a damage that writes one value into the middle of a tensor."""
     return lambda tensors: tensors[name].view(-1)[tensors[name].numel() // 2].fill_(value)
 
 
@@ -50,7 +50,7 @@ def truncate(path: Path, share: float) -> None:
 
 
 def link_to_nothing(path: Path) -> None:
-    """As in a hub cache whose blobs were tidied away."""
+    """Dangling links, as in a hub cache whose blobs were deleted."""
     path.unlink()
     path.symlink_to("gone")
 
@@ -61,8 +61,8 @@ def assert_same_weights(*directories: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_sharded_model_is_as_good_as_one_file(model, converts, tmp_path):
-    """The shards that the tests below damage are right before they do."""
+def test_a_sharded_model_converts_like_a_single_file(model, converts, tmp_path):
+    """The shards are valid before the tests below damage them."""
     converts(model("llama"), tmp_path / "one")
     converts(shard(tmp_path / "llama"), tmp_path / "three")
     assert_same_weights(tmp_path / "one", tmp_path / "three")
@@ -113,7 +113,7 @@ def test_damaged_tensors(how, model, refused, short, tmp_path):
 
 @pytest.mark.parametrize("how", ["missing tensor", "extra tensor", "wrong shape", "NaN"])
 @pytest.mark.parametrize("verb", ["eval", "generate"])
-def test_damaged_tensors_are_not_judged_either(verb, how, model, refused, evaluation_file, tmp_path):
+def test_damaged_tensors_are_not_evaluated(verb, how, model, refused, evaluation_file, tmp_path):
     directory = model("llama")
     edit_weights(directory, TENSORS[how][0])
     name = {"extra tensor": "ghost", "missing tensor": NORM}.get(how, DOWN)
@@ -144,8 +144,8 @@ def test_pickle_is_never_read(model, refused, short, tmp_path):
     assert not opened.exists()
 
 
-def test_a_table_of_rope_in_an_old_checkpoint_is_passed_over(model, converts, tmp_path):
-    """Llama 2 has one in every layer; what is converted is the same as without."""
+def test_the_rope_table_of_old_checkpoints_is_ignored(model, converts, tmp_path):
+    """Llama 2 has one in every layer; the conversion is the same as without."""
     converts(model("llama"), tmp_path / "without")
     edit_weights(
         tmp_path / "llama", lambda t: t.update({f"model.layers.{i}.self_attn.{TABLE}": torch.ones(8) for i in range(3)})
@@ -212,7 +212,7 @@ def test_layer_types_must_name_every_layer(model, refused, short, tmp_path):
     ],
 )
 @pytest.mark.parametrize("verb", ["convert", "eval", "generate", "plan"])
-def test_config_that_is_none(verb, content, word, model, refused, tmp_path, calibration_file):
+def test_rejects_invalid_config_files(verb, content, word, model, refused, tmp_path, calibration_file):
     directory = model("llama")
     if content in (None, "folder"):
         (directory / "config.json").unlink()
@@ -228,7 +228,7 @@ def test_other_quantisations_are_refused(model, refused, short, tmp_path):
     directory = model("llama")
     edit_config(directory, quantization_config={"quant_method": "fp8"})
     for words in (("convert", directory, tmp_path / "out", *short), ("plan", directory), ("generate", directory)):
-        refused(("'fp8'", "made from"), *words)
+        refused(("'fp8'", "original checkpoint"), *words)
 
 
 def test_a_converted_model_is_not_converted_again(model, converts, refused, short, tmp_path):
@@ -253,7 +253,7 @@ def test_damaged_tokenizer(damage, model, refused, short, tmp_path):
 
 
 def test_another_models_tokenizer(model, refused, short, evaluation_file, tmp_path):
-    """Its ids lie beyond the embedding: torch would say `index out of range in self`."""
+    """Its ids exceed the embedding; torch would raise `index out of range in self`."""
     directory = model("llama")
 
     def cut(tensors: dict[str, torch.Tensor]) -> None:
@@ -267,13 +267,13 @@ def test_another_models_tokenizer(model, refused, short, evaluation_file, tmp_pa
     refused(("tokenizer", "has 90"), "generate", directory, "--dtype", "float32")
 
 
-@pytest.mark.parametrize("judged", [2, 0])
+@pytest.mark.parametrize("eval_windows", [2, 0])
 @pytest.mark.parametrize("name", [DOWN, "model.layers.1.self_attn.v_proj.weight", "lm_head.weight"])
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_a_model_that_overflows(layout, name, judged, model, refused, short, tmp_path):
+def test_a_model_that_overflows_is_refused(layout, name, eval_windows, model, refused, short, tmp_path):
     directory = model("llama")
     edit_weights(directory, lambda tensors: tensors[name].fill_(3e38))
-    more = ("--eval-windows", judged, "--layout", layout, "--budget", 0.75)
+    more = ("--eval-windows", eval_windows, "--layout", layout, "--budget", 0.75)
     refused("overflows in torch.float32", "convert", directory, tmp_path / "out", *short, *more)
 
 
@@ -284,12 +284,12 @@ def test_an_original_whose_loss_is_not_a_number(model, refused, evaluation_file,
             "--seqlen", 64)  # fmt: skip
 
 
-@pytest.mark.parametrize("judged", [2, 0])
-def test_weights_that_do_not_fit_the_wanted_dtype(judged, model, refused, converts, short, tmp_path):
+@pytest.mark.parametrize("eval_windows", [2, 0])
+def test_weights_that_overflow_in_the_requested_dtype(eval_windows, model, refused, converts, short, tmp_path):
     """A finite fp32 weight of 1e6 is infinity in fp16: no such checkpoint may be written."""
     directory = model("llama")
     edit_weights(directory, put(DOWN, 1e6))
-    more = ("--eval-windows", judged)
+    more = ("--eval-windows", eval_windows)
     words = (DOWN, "torch.float16", "bfloat16")
     refused(words, "convert", directory, tmp_path / "out", *short, *more, "--dtype", "float16")
     converts(directory, tmp_path / "out", *more, "--dtype", "bfloat16")
@@ -297,10 +297,10 @@ def test_weights_that_do_not_fit_the_wanted_dtype(judged, model, refused, conver
 
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
-def test_an_attention_that_does_nothing_is_no_error(name, layout, model, converts, tmp_path):
+def test_a_layer_with_a_zero_projection_converts(name, layout, model, converts, tmp_path):
     """Models grown from smaller ones have layers whose o_proj is zero; no gradient reaches their keys and values."""
     directory = model("llama")
     edit_weights(directory, lambda tensors: tensors[f"model.layers.1.self_attn.{name}.weight"].zero_())
     converts(directory, tmp_path / "out", "--layout", layout, "--budget", 1.0)
-    found = json.loads((tmp_path / "out" / "manifest.json").read_text())["metrics"]
-    assert found["mla_ppl"] == pytest.approx(found["original_ppl"], rel=1e-4)
+    metrics = json.loads((tmp_path / "out" / "manifest.json").read_text())["metrics"]
+    assert metrics["mla_ppl"] == pytest.approx(metrics["original_ppl"], rel=1e-4)

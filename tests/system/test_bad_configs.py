@@ -1,5 +1,5 @@
-"""config.json, generation_config.json and tokenizer files that say what no model can have, and things in the place of a
-file that are none: one line that names the field, whichever verb reads it."""
+"""Invalid config.json, generation_config.json and tokenizer files, and pipes or devices in place of files: every
+command refuses them in one line that names the field."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WEIGHTS = "model.safetensors"
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Changes keys of a JSON file; `...` takes one away."""
+    """Change keys of a JSON file; `...` removes one."""
     values = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
 
 
-# Of an original's config.json: what is changed, and what the line names.
+# Changes of an original's config.json, and the expected message.
 ORIGINAL = {
     "architectures is text": ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' must be"),
     "architectures is a number": ({"architectures": 7}, "architectures = 7 must be a list"),
@@ -62,7 +62,7 @@ ORIGINAL = {
     "layer_types is text": ({"layer_types": "full_attention"}, "layer_types = 'full_attention' must be a list"),
     "layer_types of another kind": ({"layer_types": ["linear_attention"] * 3}, "layer_types"),
 }  # fmt: skip
-# Of a converted model's.
+# Changes of a converted model's config.json, and the expected message.
 CONVERTED = {
     "no architectures": ({"architectures": ...}, "has no 'architectures'"),
     "architectures is empty": ({"architectures": []}, "architectures = [] must be ['LlamaMlaForCausalLM']"),
@@ -102,13 +102,13 @@ CONVERTED = {
 
 @pytest.fixture
 def mla(converted, tmp_path) -> Path:
-    """A converted model, to be damaged."""
+    """A converted model, to be modified."""
     return Path(shutil.copytree(converted("llama", "latent"), tmp_path / "mla"))
 
 
 @pytest.fixture
 def reads(refused, evaluation_file, tmp_path):
-    """reads(words, directory): that several verbs refuse the directory in the same words."""
+    """reads(words, directory, ...): assert that several commands refuse the directory with the same message."""
 
     def check(words: tuple[str, ...] | str, directory: Path, *more: tuple[Any, ...]) -> None:
         refused(words, "eval", directory, tmp_path / "out", "--text", evaluation_file, "--seqlen", 64)
@@ -182,7 +182,7 @@ def test_mixtures_of_experts(how, model, reads, short, tmp_path):
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "index"]
 )
-def test_json_of_another_shape(name, content, model, reads, short, tmp_path):
+def test_rejects_json_of_another_type(name, content, model, reads, short, tmp_path):
     directory = model("llama")
     if name == "index":
         name = "model.safetensors.index.json"
@@ -200,7 +200,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("how", TOKENIZERS)
-def test_tokenizers_that_are_none(how, model, reads, short, tmp_path):
+def test_rejects_invalid_tokenizers(how, model, reads, short, tmp_path):
     directory = model("llama")
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     TOKENIZERS[how](tokenizer)
@@ -220,8 +220,8 @@ def test_end_tokens_of_the_generation_config(value, model, reads, short, tmp_pat
 @pytest.mark.parametrize(
     "name", ["config.json", WEIGHTS, "shard", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
 )
-def test_what_is_no_file(name, kind, model, reads, short, tmp_path, monkeypatch):
-    """A pipe that nobody writes into would be waited for, for ever."""
+def test_rejects_pipes_and_devices(name, kind, model, reads, short, tmp_path, monkeypatch):
+    """Reading a pipe would block for ever."""
     directory = model("llama")
     path = directory / ("model-00001-of-00001.safetensors" if name == "shard" else name)
     if name == "shard":
@@ -239,11 +239,11 @@ def test_what_is_no_file(name, kind, model, reads, short, tmp_path, monkeypatch)
         path.symlink_to("/dev/zero")
     plan = [("plan", directory)] if name == "config.json" else []
     convert = ("convert", directory, tmp_path / "out", *short)
-    reads((str(path), "no file"), directory, convert, *plan)
+    reads((str(path), "not a file"), directory, convert, *plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
-def test_tensors_of_another_kind(dtype, model, mla, reads, short, tmp_path):
+def test_rejects_tensors_of_another_dtype(dtype, model, mla, reads, short, tmp_path):
     directory, name = model("llama"), "model.layers.1.mlp.down_proj.weight"
     for folder, file in ((directory, WEIGHTS), (mla, "model-00001-of-00001.safetensors")):
         tensors = load_file(folder / file)

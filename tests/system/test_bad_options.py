@@ -1,4 +1,4 @@
-"""Options that no model or not this one can have, and an OUT that is not free: one line, and nothing is touched."""
+"""Illegal options and occupied output directories: one line of error, and no file is changed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OPTIONS = {
     "--device gpu": "use auto, cpu or cuda",
     "--device meta": "use auto, cpu or cuda",
     "--device mps": "use auto, cpu or cuda",
-    "--device cpu:9": "'cpu:9' was asked for, but a machine's processors are one device; use cpu",
+    "--device cpu:9": "'cpu:9' was requested, but a machine's processors are one device; use cpu",
     "--collapse 3": "divides head_dim / 2 = 8",
     "--collapse 0": "divides head_dim / 2 = 8",
     "--collapse two": "divides head_dim / 2 = 8",
@@ -63,25 +63,33 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_options_that_fit_no_model_or_not_this_one(options, tiny_models, refused, short, tmp_path):
+def test_rejects_options_that_do_not_fit_the_model(options, tiny_models, refused, short, tmp_path):
     refused(OPTIONS[options], "convert", tiny_models["llama"], tmp_path / "out", *short, *options.split())
 
 
 def test_full_layers_of_a_model_that_slides_everywhere(tiny_models, refused, short, tmp_path):
-    refused("all layers slide", "convert", tiny_models["mistral"], tmp_path / "out", *short, "--layers", "full")
+    refused(
+        "all layers have a sliding window",
+        "convert",
+        tiny_models["mistral"],
+        tmp_path / "out",
+        *short,
+        "--layers",
+        "full",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 @pytest.mark.parametrize("verb", ["convert", "eval", "generate"])
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
-def test_cuda_where_there_is_none(verb, device, tiny_models, refused, tmp_path, calibration_file):
+def test_rejects_cuda_without_a_gpu(verb, device, tiny_models, refused, tmp_path, calibration_file):
     more = [tmp_path / "out"] if verb == "convert" else []
     refused((f"'{device}'", "--device cpu"), verb, tiny_models["llama"], *more, "--device", device)
 
 
 @pytest.mark.parametrize("wrong", [["--budget", "half"], ["--rank", "8"], ["--nsamples", "2.5"]])
-def test_what_the_parser_refuses(wrong, tiny_models, cli, tree, tmp_path):
-    """Its messages have its own form, but name the option, exit with 2 and leave nothing either."""
+def test_parser_errors_name_the_option(wrong, tiny_models, cli, tree, tmp_path):
+    """They have another form, but exit with 2, name the option and leave no files."""
     done = cli("convert", tiny_models["llama"], tmp_path / "out", *wrong)
     assert done.exit_code == 2
     assert wrong[0] in done.stderr and "Traceback" not in done.stderr
@@ -101,7 +109,7 @@ def test_what_the_parser_refuses(wrong, tiny_models, cli, tree, tmp_path):
         ("serve", ["--device", "cpu:9"], "processors are one device"),
     ],
 )
-def test_options_of_the_other_verbs(verb, more, word, tiny_models, refused, tmp_path):
+def test_rejects_illegal_options_of_other_verbs(verb, more, word, tiny_models, refused, tmp_path):
     refused(word, verb, tiny_models["llama"], *more)
 
 
@@ -129,19 +137,19 @@ def test_chat_without_a_template(model, refused):
     ],
     ids=["folder with a file", "file", "dangling link", "another tool's manifest", "nearly our manifest"],
 )
-def test_out_is_not_ours(occupy, overwrite, tiny_models, refused, short, tmp_path):
+def test_rejects_an_out_not_made_by_mlaforge(occupy, overwrite, tiny_models, refused, short, tmp_path):
     occupy(tmp_path / "out")
     refused("not made by mlaforge", "convert", tiny_models["llama"], tmp_path / "out", *short, *overwrite)
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["plain", "overwrite"])
-def test_out_is_the_source(overwrite, model, refused, short):
+def test_rejects_the_source_as_out(overwrite, model, refused, short):
     directory = model("llama")
     refused("read and never written to", "convert", directory, directory, *short, *overwrite)
 
 
-def test_out_is_inside_an_input(model, converts, refused, short, evaluation_file, tmp_path):
-    """Of every stage, also where the way there is a detour or the input a folder of text."""
+def test_rejects_an_out_inside_an_input(model, converts, refused, short, evaluation_file, tmp_path):
+    """For every stage, also through relative paths and for folders of text."""
     words, directory, texts = "read and never written to", model("llama"), tmp_path / "texts"
     texts.mkdir()
     (texts / "text.txt").write_text(evaluation_file.read_text())
@@ -164,7 +172,7 @@ def test_out_is_inside_an_input(model, converts, refused, short, evaluation_file
         refused(words, *heal, "--out", out, "--overwrite")
 
 
-def test_out_below_a_file(tiny_models, refused, short, tmp_path):
+def test_rejects_an_out_below_a_file(tiny_models, refused, short, tmp_path):
     (tmp_path / "file").write_text("x")
     refused("Not a directory", "convert", tiny_models["llama"], tmp_path / "file" / "out", *short)
 
@@ -190,7 +198,7 @@ def test_out_with_another_config_is_replaced_only_with_overwrite(tiny_models, co
     assert json.loads((out / "manifest.json").read_text())["config"]["budget"] == 0.75
 
 
-def test_the_same_again_is_not_done_again(tiny_models, converts, tree, tmp_path, monkeypatch):
+def test_a_finished_result_is_not_computed_again(tiny_models, converts, tree, tmp_path, monkeypatch):
     out, source = tmp_path / "out", tiny_models["llama"]
     first = converts(source, out)
     before, times = tree(tmp_path), {p: p.stat().st_mtime_ns for p in [out, *out.iterdir()]}
@@ -203,16 +211,16 @@ def test_the_same_again_is_not_done_again(tiny_models, converts, tree, tmp_path,
     assert {p: p.stat().st_mtime_ns for p in [out, *out.iterdir()]} == times
 
 
-def test_a_result_with_a_file_gone_is_not_taken_for_finished(tiny_models, converts, refused, short, tmp_path):
+def test_a_result_with_a_missing_file_is_not_finished(tiny_models, converts, refused, short, tmp_path):
     out, source = tmp_path / "out", tiny_models["llama"]
     converts(source, out)
     (out / "tokenizer.json").unlink()
-    refused("files are gone", "convert", source, out, *short)
+    refused("files are missing", "convert", source, out, *short)
     converts(source, out, "--overwrite")
     assert (out / "tokenizer.json").is_file()
 
 
-def test_overwrite_does_not_take_the_users_own_files(tiny_models, converts, refused, short, tmp_path):
+def test_overwrite_keeps_the_users_files(tiny_models, converts, refused, short, tmp_path):
     out, source = tmp_path / "out", tiny_models["llama"]
     converts(source, out)
     (out / "notes.txt").write_text("three weeks of work")

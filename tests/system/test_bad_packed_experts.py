@@ -1,4 +1,4 @@
-"""Checkpoints whose MXFP4 experts are damaged: one line each that names the tensor, and nothing is left behind."""
+"""Damaged MXFP4 experts: one line of error that names the tensor, and no files are left behind."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def made(tiny_models, tmp_path_factory):
 
 @pytest.fixture
 def damaged(made, tmp_path):
-    """damaged(change) -> a copy whose tensors `change` has been at."""
+    """damaged(change) -> a copy with tensors modified by `change`."""
 
     def copy(change):
         directory = shutil.copytree(made, tmp_path / "damaged")
@@ -50,7 +50,7 @@ def put(name, value):
 
 
 def cut(name, *places):
-    """Leaves a part of a tensor."""
+    """Return a damage that truncates a tensor."""
     return lambda tensors: tensors.update({name: tensors[name][places].contiguous()})
 
 
@@ -74,19 +74,19 @@ def test_damaged_experts(verb, how, damaged, refused, short, evaluation_file, tm
     refused(words, verb, damaged(change), tmp_path / "out", *more)
 
 
-def test_another_number_of_experts_in_the_config(damaged, refused, short, tmp_path):
+def test_rejects_another_number_of_experts_in_the_config(damaged, refused, short, tmp_path):
     directory = damaged(lambda tensors: None)
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_local_experts": 8}))
     refused(("experts", "4", "8", "config.json calls for"), "convert", directory, tmp_path / "out", *short)
 
 
-def test_a_scale_that_is_no_number(damaged, refused, short, tmp_path):
+def test_rejects_a_nan_scale(damaged, refused, short, tmp_path):
     refused((SCALES, "the scale 255"), "convert", damaged(put(SCALES, 255)), tmp_path / "out", *short)
 
 
-def test_blocks_are_not_read_to_be_checked(made, monkeypatch):
-    """They are most of a checkpoint, and hold no NaN whatever they hold."""
+def test_checking_does_not_read_the_blocks(made, monkeypatch):
+    """They are most of a checkpoint, and have no encoding of NaN."""
     read, get = [], Reader.__getitem__
     monkeypatch.setattr(Reader, "__getitem__", lambda self, name: read.append(name) or get(self, name))
     with Reader(made) as reader:
@@ -98,7 +98,7 @@ def test_blocks_are_not_read_to_be_checked(made, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), None])
 @pytest.mark.parametrize("place", [0, 517, 999])
-def test_what_is_finite(dtype, value, place):
+def test_is_finite(dtype, value, place):
     tensor = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
     if value is not None:
         tensor[place] = value

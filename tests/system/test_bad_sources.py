@@ -1,4 +1,4 @@
-"""MODEL that is not there, a hub that gives nothing, and GGUF files: one line that names the local alternatives."""
+"""Missing models, an unreachable hub and damaged GGUF files: one line of error that names the alternatives."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from support.tiny_models import INDEX, shard
     ],
 )
 @pytest.mark.parametrize("verb", ["convert", "eval", "generate", "plan"])
-def test_a_model_that_is_not_there(verb, name, words, refused, tmp_path, monkeypatch):
+def test_rejects_a_missing_model(verb, name, words, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(words, verb, name, *(["out"] if verb == "convert" else []))
 
 
-def test_a_model_that_is_a_file(refused, tmp_path, calibration_file):
+def test_rejects_a_file_as_model(refused, tmp_path, calibration_file):
     refused("is a file; give a model directory", "convert", calibration_file, tmp_path / "out")
 
 
@@ -54,7 +54,7 @@ def test_a_hub_id_without_a_network(verb, refused, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path_factory, monkeypatch) -> Callable[[str], None]:
-    """hub(address) lets this process believe that it is online, with the hub at that address."""
+    """hub(address) sets the hub's address and disables offline mode in this process."""
     from huggingface_hub import constants
 
     def at(address: str) -> None:
@@ -70,7 +70,7 @@ def hub(tmp_path_factory, monkeypatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("answer", ["refuses", "stays silent"])
-def test_a_hub_that_does_not_answer(answer, hub, refused, tmp_path):
+def test_an_unresponsive_hub_is_reported(answer, hub, refused, tmp_path):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         if answer == "stays silent":
@@ -82,7 +82,7 @@ def test_a_hub_that_does_not_answer(answer, hub, refused, tmp_path):
 
 
 @pytest.mark.parametrize(("status", "code"), [(404, "RepoNotFound"), (401, "GatedRepo"), (500, "")])
-def test_a_hub_that_says_no(status, code, hub, refused, tmp_path):
+def test_hub_errors_are_reported(status, code, hub, refused, tmp_path):
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
@@ -101,7 +101,7 @@ def test_a_hub_that_says_no(status, code, hub, refused, tmp_path):
 
 
 class Repository(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's interface as a download needs, of the directory `files`; `served` are the files fetched."""
+    """Minimal hub server of the directory `files`; `served` records the downloaded files."""
 
     files: Path
     served: list[str]
@@ -139,7 +139,7 @@ class Repository(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def repository(hub, model) -> Iterator[type[Repository]]:
-    """A hub with a model in three shards, and beside them what other runtimes read."""
+    """A hub with a model in three shards, and files for other runtimes."""
     directory = shard(model("llama"))
     for name in ("original/params.json", "original/model.safetensors", "openvino/config.json",
                  "checkpoint-5/model.jinja", "consolidated.safetensors", "pytorch_model.bin"):  # fmt: skip
@@ -156,7 +156,7 @@ def repository(hub, model) -> Iterator[type[Repository]]:
         server.shutdown()
 
 
-def test_of_a_hub_model_only_what_it_loads_is_fetched(repository):
+def test_only_the_loaded_files_of_a_hub_model_are_fetched(repository):
     local = resolve.locate("org/name")
     foreign = ("original", "openvino", "checkpoint-5", "consolidated", "pytorch_model")
     assert not [name for name in repository.served if name.startswith(foreign)]
@@ -168,7 +168,7 @@ def test_of_a_hub_model_only_what_it_loads_is_fetched(repository):
 
 
 @pytest.mark.parametrize("gone", ["model-00002-of-00003.safetensors", INDEX, "tokenizer.json"])
-def test_a_part_of_a_hub_model_is_completed_or_named(gone, repository, refused, monkeypatch):
+def test_an_incomplete_hub_model_is_completed_or_refused(gone, repository, refused, monkeypatch):
     from huggingface_hub import constants
 
     local = resolve.locate("org/name")
@@ -184,7 +184,7 @@ def test_a_part_of_a_hub_model_is_completed_or_named(gone, repository, refused, 
         refused("no tokenizer", "generate", "org/name", "--dtype", "float32")
 
 
-def test_the_config_of_a_hub_model_alone(repository):
+def test_find_config_fetches_only_the_config(repository):
     assert resolve.find_config("org/name")["model_type"] == "llama"
     assert repository.served == ["config.json"]
 
@@ -207,16 +207,16 @@ def test_a_gguf_file_is_dequantised_once(gguf_file, converts, tree, tmp_path):
     assert gguf_file.read_bytes() == before
 
 
-def test_no_bar_of_any_library_is_drawn_where_there_is_no_terminal(gguf_file, evaluation_file):
-    """transformers has one for every tensor of a GGUF file, which asks nobody."""
+def test_libraries_draw_no_progress_bars_without_a_terminal(gguf_file, evaluation_file):
+    """transformers draws one while it reads the tensors of a GGUF file."""
     words = [sys.executable, "-m", "mlaforge", "eval", str(gguf_file), "--text", str(evaluation_file), "--windows", "2"]
     done = subprocess.run([*words, "--seqlen", "64", "--device", "cpu"], capture_output=True, text=True)
     assert done.returncode == 0 and "dequantising" in done.stderr, done.stderr
     assert "\r" not in done.stderr and "%" not in done.stderr, done.stderr
 
 
-def test_two_that_need_a_gguf_file_at_once(gguf_file, tree, tmp_path, capsys):
-    """One dequantises, the other waits for it."""
+def test_concurrent_users_dequantise_a_gguf_file_once(gguf_file, tree, tmp_path, capsys):
+    """One dequantises, the other waits."""
     with ThreadPoolExecutor(2) as pool:
         directories = list(pool.map(resolve.from_gguf, [gguf_file] * 2))
     assert len(set(directories)) == 1 and (directories[0] / "config.json").is_file()
@@ -241,11 +241,11 @@ def test_a_gguf_with_a_flipped_bit_in_its_header(bit, words, gguf_file, refused,
     refused(("tiny.gguf", words), "convert", gguf_file, tmp_path / "out", *short)
 
 
-def test_a_gguf_that_is_none(gguf_file, refused, short, tmp_path):
+def test_rejects_a_file_that_is_not_gguf(gguf_file, refused, short, tmp_path):
     gguf_file.write_text("No GGUF, but a letter to my aunt. " * 100)
     refused(("tiny.gguf", "cannot be read as GGUF"), "convert", gguf_file, tmp_path / "out", *short)
 
 
-def test_no_room_for_the_dequantised_model(gguf_file, refused, short, small_disk, tmp_path, monkeypatch):
+def test_a_full_disk_during_dequantisation_is_reported(gguf_file, refused, short, small_disk, tmp_path, monkeypatch):
     monkeypatch.setenv("MLAFORGE_HOME", str(small_disk(2**16) / "home"))
     refused("the disk is full", "convert", gguf_file, tmp_path / "out", *short)

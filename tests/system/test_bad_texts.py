@@ -1,4 +1,4 @@
-"""Texts that cannot be used, and texts on which nothing may be judged."""
+"""Unusable texts, and evaluation on text that the model was tuned on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("option", ["--calibration", "--evaluation", "--text"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_text_that_cannot_be_used(name, option, tiny_models, refused, short, tmp_path):
+def test_rejects_unusable_texts(name, option, tiny_models, refused, short, tmp_path):
     content, word = TEXTS[name]
     path = tmp_path / name
     if content is not None:
@@ -31,14 +31,14 @@ def test_text_that_cannot_be_used(name, option, tiny_models, refused, short, tmp
         refused((word, str(path)), "convert", tiny_models["llama"], tmp_path / "out", *short, option, path)
 
 
-def test_a_text_that_cannot_be_read(tiny_models, refused, short, tmp_path):
+def test_rejects_unreadable_texts(tiny_models, refused, short, tmp_path):
     text = "/proc/self/mem"  # a file that even root cannot read from its start
     refused((text, "cannot be read"), "convert", tiny_models["llama"], tmp_path / "out", *short, "--calibration", text)
     (tmp_path / "ring").symlink_to("ring")
     refused("ring", "convert", tiny_models["llama"], tmp_path / "out", *short, "--calibration", tmp_path / "ring")
 
 
-def test_a_folder_without_text(tiny_models, refused, short, tmp_path):
+def test_rejects_a_folder_without_text(tiny_models, refused, short, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "photo.png").write_bytes(b"\x89PNG")
     refused("holds no text file", "convert", tiny_models["llama"], tmp_path / "out", *short, "--calibration",
@@ -46,14 +46,14 @@ def test_a_folder_without_text(tiny_models, refused, short, tmp_path):
 
 
 @pytest.mark.parametrize("seqlen", [48, 64, 200])
-def test_nothing_is_judged_on_what_it_was_tuned_on(seqlen, tiny_models, refused, short, tmp_path, calibration_file):
-    """The same file twice, most of its windows on either side."""
+def test_evaluation_on_the_calibration_text_is_refused(seqlen, tiny_models, refused, short, tmp_path, calibration_file):
+    """The same file for both, with most of its windows."""
     more = ("--evaluation", calibration_file, "--seqlen", seqlen, "--nsamples", 40, "--eval-windows", 40)
     words = ("evaluation windows", "calibration text", calibration_file.name)
     refused(words, "convert", tiny_models["llama"], tmp_path / "out", *short, *more)
 
 
-def test_a_converted_model_remembers_what_it_was_tuned_on(
+def test_a_converted_model_records_its_calibration_passages(
     tiny_models, converts, cli, refused, tmp_path, calibration_file, evaluation_file
 ):
     converts(tiny_models["llama"], tmp_path / "out", "--nsamples", 40)

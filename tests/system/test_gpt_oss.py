@@ -1,4 +1,4 @@
-"""What only this family has: packed experts, learned sinks, windows beside full layers, YaRN on what loses RoPE."""
+"""Features of GPT-OSS: packed experts, learned sinks, sliding and full layers, YaRN on dimensions without RoPE."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from support.tiny_models import load_original, save_packed
 
 @pytest.fixture(scope="module")
 def packed(tiny_models, tmp_path_factory) -> Path:
-    """The tiny model in bf16 with its experts in MXFP4, as public checkpoints have it."""
+    """The tiny model in bf16 with MXFP4 experts, like public checkpoints."""
     return save_packed(tiny_models["gpt_oss"], tmp_path_factory.mktemp("packed") / "model")
 
 
@@ -45,8 +45,8 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("gptoss-*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
-def test_recipes_hold_what_their_comments_say(recipe):
-    """Every key is known, the plan fits the model, and the arithmetic in the comments is that of `plan`."""
+def test_recipes_agree_with_their_comments(recipe):
+    """Every key is known, the plan fits the model, and the numbers in the comments are those of `plan`."""
     layers, experts = {"gptoss-20b": (24, 32), "gptoss-120b": (36, 128)}[recipe.stem]
     config = resolve(ConvertConfig, recipe)
     spec = read_spec(GptOssConfig(num_hidden_layers=layers, num_local_experts=experts).to_dict())
@@ -56,8 +56,8 @@ def test_recipes_hold_what_their_comments_say(recipe):
     text = recipe.read_text()
     assert f"{layers} layers, {layers // 2} of them full" in text and f"{experts} experts" in text
     assert f"{chosen.plan.converted_fraction:.2%}".replace("%", " %") in text
-    held = {name: sizes[32768] / 2**20 for name, sizes in window_choices(chosen.plan).items()}
-    assert f"{held['full'] - held['all']:.2g} of {int(held['full'])} MiB" in text
+    cache_mib = {name: sizes[32768] / 2**20 for name, sizes in window_choices(chosen.plan).items()}
+    assert f"{cache_mib['full'] - cache_mib['all']:.2g} of {int(cache_mib['full'])} MiB" in text
     waiting = config.nsamples * config.seqlen * spec.hidden_size * layers
     assert f"{4 * waiting / 1e9:.0f} GB over" in text and f"{2 * waiting / 1e9:.0f} GB in bf16" in text
     tokens = config.nsamples * config.seqlen, config.eval_windows * config.seqlen
@@ -69,7 +69,7 @@ def tokens(t=40):
 
 
 def stored(directory: Path) -> dict[str, str]:
-    """SHA-256 of the bytes of every tensor of MXFP4."""
+    """Return the SHA-256 of every MXFP4 tensor."""
     digests = {}
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -101,7 +101,7 @@ def test_packed_experts_are_copied_byte_for_byte_and_the_rest_is_exact(layout, p
         torch.testing.assert_close(found[decided], wanted.logits[decided], rtol=0, atol=0.03)
 
 
-def test_full_layers_are_converted_by_default_and_sliding_ones_kept(tiny_models, run):
+def test_only_full_layers_are_converted_by_default(tiny_models, run):
     out, manifest = run(tiny_models["gpt_oss"], budget=0.5)
     config = json.loads((out / "config.json").read_text())
     assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
@@ -128,7 +128,7 @@ def test_full_layers_are_converted_by_default_and_sliding_ones_kept(tiny_models,
 
 
 def sink_shares(model, ids) -> torch.Tensor:
-    """[layers, B, H, T]: what each layer's softmax leaves to its sink, from `lse` by the definition."""
+    """Return the softmax share of each layer's sink, computed from `lse`, [layers, B, H, T]."""
     from mlaforge.modeling import latent_attention_mla as mla
 
     shares = []
@@ -149,8 +149,8 @@ def sink_shares(model, ids) -> torch.Tensor:
 
 @pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_the_sinks_share_is_the_originals(layout, absorb, tiny_models, converted):
-    """Exactly where nothing is removed, and nearer to it the more is kept."""
+def test_the_share_of_the_sinks_equals_the_originals(layout, absorb, tiny_models, converted):
+    """Exactly at full rank, and closer with a larger budget."""
     original = load_original(tiny_models["gpt_oss"])
     with torch.no_grad():
         kept = torch.stack(original(tokens(), output_attentions=True).attentions).sum(-1)

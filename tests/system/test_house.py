@@ -36,7 +36,7 @@ config
 cache sampling
 request execution
 speculation scheduler
-stats step contradictions memory
+stats step config_checks memory
 engine
 llm
 """
@@ -178,3 +178,50 @@ def test_files_stay_readable(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno <= 90, f"{path}:{node.lineno} {node.name} is long"
+
+
+# Pronouns, passives and vague adjectives: the noun that an identifier holds is the better name.
+VAGUE = set(re.findall(r"\w+", "own told made asked each found judged wanted kept held whoever burnt hush given both"))
+# Identifiers that may have such a part, each with its reason; at most 40.
+STANDARD = {
+    "HELD_OUT": "held-out data is the field's term",
+    "held_out": "held-out data is the field's term",
+    "connection_made": "method of asyncio.Protocol",
+}
+
+
+def identifiers(path: Path) -> set[str]:
+    """Names that a Python file defines, or all names of a C++ file."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return set(re.findall(r"[A-Za-z_]\w*", re.sub(r'//.*|/\*.*?\*/|"[^"\n]*"', "", text)))
+    names = {path.stem}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.alias) and node.asname:
+            names.add(node.asname)
+    return names
+
+
+def parts(name: str) -> set[str]:
+    """Lower-case parts of an identifier: KeptKeys and kept_keys have kept and keys."""
+    return {part.lower() for part in re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])", name)}
+
+
+def test_identifiers_are_nouns():
+    assert parts("KeptKeys") & VAGUE and parts("_own_N") & VAGUE and not parts("downs") & VAGUE
+    files = [path for path in sorted(ROOT.rglob("*")) if path.suffix in (".py", ".h", ".cpp")]
+    offenders = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in identifiers(path) - STANDARD.keys()
+        if parts(name) & VAGUE
+    }
+    assert len(STANDARD) <= 40 and not offenders, "\n".join(sorted(offenders))

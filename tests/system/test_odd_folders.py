@@ -1,5 +1,4 @@
-"""Model directories as other tools leave them go through every command with transformers' logits, or are refused by the
-name of what is wrong."""
+"""Unusual model directories of other tools: every command gives transformers' logits, or refuses them by name."""
 
 import json
 
@@ -35,11 +34,11 @@ def expected(sound):
 
 def test_logits_are_those_of_transformers(sound, expected):
     torch.testing.assert_close(logits(loading.load_model(sound, "float32")), expected, atol=1e-3, rtol=1e-3)
-    wanted = expected[:-1].log_softmax(-1)[range(len(IDS) - 1), IDS[1:]]
-    torch.testing.assert_close(prompt_logprobs(sound, IDS), wanted, atol=1e-3, rtol=1e-3)
+    expected_logprobs = expected[:-1].log_softmax(-1)[range(len(IDS) - 1), IDS[1:]]
+    torch.testing.assert_close(prompt_logprobs(sound, IDS), expected_logprobs, atol=1e-3, rtol=1e-3)
 
 
-def test_conversion_at_full_rank_keeps_the_logits(sound, expected, converts, tmp_path):
+def test_conversion_at_full_rank_preserves_the_logits(sound, expected, converts, tmp_path):
     converts(sound, tmp_path / "out", "--budget", 1.0, "--layout", "latent")
     torch.testing.assert_close(logits(loading.load_model(tmp_path / "out", "float32")), expected, atol=1e-3, rtol=1e-3)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -55,11 +54,11 @@ def test_an_export_has_the_logits_of_what_it_exports(kind, converts, cli, tmp_pa
     done = cli("export", "deepseek", tmp_path / "mla", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    ours = loading.load_model(tmp_path / "mla", "float32")
-    torch.testing.assert_close(logits(exported), logits(ours), atol=1e-3, rtol=1e-3)
+    converted = loading.load_model(tmp_path / "mla", "float32")
+    torch.testing.assert_close(logits(exported), logits(converted), atol=1e-3, rtol=1e-3)
 
 
-def test_other_commands_run(sound, cli, evaluation_file, tmp_path):
+def test_other_commands_accept_odd_folders(sound, cli, evaluation_file, tmp_path):
     for words in (
         ("eval", sound, "--text", evaluation_file, "--seqlen", 64, "--windows", 2),
         ("generate", sound, "--prompt", "A", "--max-new-tokens", 4, "--dtype", "float32"),
@@ -71,7 +70,7 @@ def test_other_commands_run(sound, cli, evaluation_file, tmp_path):
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("verb", ["convert", "generate"])
-def test_others_are_refused_by_name(kind, verb, refused, short, tmp_path):
+def test_other_folders_are_refused_by_name(kind, verb, refused, short, tmp_path):
     make, words = REFUSED[kind]
     (tmp_path / "model").mkdir()
     make(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What the wheel holds: its size is bounded."""
+"""Size limit of the wheel."""
 
 import tomllib
 from pathlib import Path
@@ -10,7 +10,7 @@ LARGEST = 25e6
 
 
 def test_the_packaged_files_fit_into_the_wheel():
-    """Before compression, of which the heads' int8 leaves little to gain."""
+    """Before compression, which hardly reduces int8 heads."""
     settings = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = settings["package-data"]["mlaforge"]
     matched = {pattern: {path for path in ROOT.glob(pattern) if path.is_file()} for pattern in patterns}

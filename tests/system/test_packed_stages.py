@@ -1,4 +1,4 @@
-"""Every stage takes a checkpoint whose experts are MXFP4 as it takes the same one unpacked, and unpacks it nowhere."""
+"""Every stage accepts MXFP4 experts, gives the same results as with unpacked ones, and never unpacks them."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ HEAL = {
 
 
 def with_unpacked(packed):
-    """That checkpoint, and beside it the same values unpacked."""
+    """The packed checkpoint, and one with the same values unpacked."""
     return {"packed": packed, "unpacked": save_unpacked(packed, packed.with_name(f"{packed.name}-unpacked"))}
 
 
@@ -47,7 +47,7 @@ def originals(tiny_models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def students(originals, calibration_file, tmp_path_factory):
-    """It converted. Read-only."""
+    """The converted models. Read-only."""
     out = tmp_path_factory.mktemp("packed") / "student"
     options = ConvertConfig(
         calibration=str(calibration_file), nsamples=4, seqlen=64, eval_windows=0, device="cpu", budget=0.5
@@ -58,7 +58,7 @@ def students(originals, calibration_file, tmp_path_factory):
 
 @pytest.fixture
 def never_unpacked(monkeypatch):
-    """Fails where a stage asks for experts in another form."""
+    """Fail if a stage unpacks experts."""
 
     def refused(*_):
         raise AssertionError("experts were unpacked")
@@ -69,7 +69,7 @@ def never_unpacked(monkeypatch):
 
 @pytest.mark.parametrize("form", ["originals", "students"])
 def test_a_whole_model_with_packed_experts(form, request, never_unpacked):
-    """Logits and gradients by inputs are the unpacked model's; experts are no parameters."""
+    """Logits and gradients by inputs equal the unpacked model's; experts are not parameters."""
     found = []
     ids = torch.arange(80)[None]
     for kind in KINDS:
@@ -86,7 +86,7 @@ def test_a_whole_model_with_packed_experts(form, request, never_unpacked):
 
 
 def test_healing_with_a_packed_teacher(originals, students, healing_file, tmp_path, never_unpacked):
-    """The packed teacher costs no quantisation: losses are those of the values that are stored."""
+    """The packed teacher is exact: losses are those of the stored values."""
     options = HealConfig(text=str(healing_file), **HEAL)
     losses = []
     for kind in KINDS:
@@ -157,7 +157,7 @@ def losses_on_questions(model, tokenizer, *_):
     return np.array(found), False, texts
 
 
-def test_a_judgement(originals, students, evaluation_file, tmp_path, never_unpacked, monkeypatch):
+def test_evaluation_by_criteria(originals, students, evaluation_file, tmp_path, never_unpacked, monkeypatch):
     """Every measure is the unpacked pair's. A packed product is off by 1e-4 of a layer's norm and in no direction, so
     that a mean over tokens is off by less (measured: 4e-6 of a perplexity, 2e-5 of a KL; in bf16 3e-3 of a perplexity).
     Of 189 tokens one may have two next ones as good as each other."""

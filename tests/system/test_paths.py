@@ -1,4 +1,4 @@
-"""Where things lie on somebody's machine stands in no record, in nothing that is published and in no file of ours."""
+"""No absolute paths in records, in published files and in tracked files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaforge.artifact import ABSOLUTE, Manifest, record_name, record_names, record_place, record_text, writing
+from mlaforge.artifact import ABSOLUTE_PATH, Manifest, record_name, record_names, record_path, record_text, writing
 from mlaforge.calibration.sources import Source, names
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
@@ -21,7 +21,7 @@ from mlaforge.runtime import UserError
 from support.recorded import MACHINE
 
 ROOT = Path(__file__).parents[2]
-# Written in parts, so that this file may be searched too.
+# Split, so that this file passes the search, too.
 HOME, WORK = "/" + "home/me", "/" + "work/models"
 PLACES = (
     f'{{"path": "{WORK}/tiny"}}', f"trained from {HOME}/tiny on", f"--data={HOME}/data", f"({HOME}/x/y)",
@@ -36,45 +36,45 @@ HARMLESS = (
 
 
 @pytest.mark.parametrize("text", PLACES)
-def test_a_place_is_seen(text: str) -> None:
-    assert ABSOLUTE.search(text)
-    assert not ABSOLUTE.search(record_text(text))
+def test_absolute_paths_are_recognised(text: str) -> None:
+    assert ABSOLUTE_PATH.search(text)
+    assert not ABSOLUTE_PATH.search(record_text(text))
 
 
 @pytest.mark.parametrize("text", DRIVES)
-def test_a_drive_is_seen(text: str) -> None:
-    assert ABSOLUTE.search(text)
+def test_drives_are_recognised(text: str) -> None:
+    assert ABSOLUTE_PATH.search(text)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_what_only_has_slashes_is_none(text: str) -> None:
-    assert not ABSOLUTE.search(text)
+def test_other_texts_with_slashes_are_not_paths(text: str) -> None:
+    assert not ABSOLUTE_PATH.search(text)
     assert record_text(text) == text
 
 
-def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_names_have_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     for name in ("a.txt", "models/a.txt"):
         (tmp_path / name).write_text("a")
     monkeypatch.chdir(tmp_path)
-    every = (tmp_path / "models" / "tiny", "models/tiny", "./models/tiny/", f"../{tmp_path.name}/models/tiny")
-    assert {record_name(place) for place in every} == {"tiny"}
+    paths = (tmp_path / "models" / "tiny", "models/tiny", "./models/tiny/", f"../{tmp_path.name}/models/tiny")
+    assert {record_name(path) for path in paths} == {"tiny"}
     assert record_name(".") == tmp_path.name
     config = HealConfig(text=f"a.txt, {tmp_path}/models/a.txt,embedded")
     assert record_names(config, "text", "swa_text") == {"text": ["a.txt", "a.txt", "embedded"], "swa_text": None}
-    # What is not here is no place.
+    # Names that do not exist here are not paths.
     assert record_name("org/name") == "org/name" and record_name("embedded") == "embedded"
-    assert record_place(tmp_path / "models" / "tiny") == "models/tiny" and record_place("../other/x") == "x"
+    assert record_path(tmp_path / "models" / "tiny") == "models/tiny" and record_path("../other/x") == "x"
     sources = [
         Source.parse(place) for place in ("a.txt", str(tmp_path / "models" / "a.txt"), f"rfc:{tmp_path}", "embedded")
     ]
     assert list(names(sources).values()) == ["a.txt", "a.txt (2)", f"rfc:{tmp_path.name}", "embedded"]
 
 
-def test_nothing_is_done_twice_wherever_the_user_stands(
+def test_a_finished_result_is_reused_from_any_working_folder(
     tiny_models: dict[str, Path], evaluation_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same model and text by other words are the same; another model or text of the same name is not."""
+    """Other paths of the same model and text give the same result; another model or text of the same name does not."""
     settings = {"windows": 2, "seqlen": 64, "device": "cpu"}
     for folder in ("models", "others"):
         (tmp_path / folder).mkdir()
@@ -101,7 +101,7 @@ def test_nothing_is_done_twice_wherever_the_user_stands(
 
 @pytest.mark.parametrize("name", ["manifest.json", "plan.json", "README.md", "notes.yaml"])
 @pytest.mark.parametrize("text", PLACES + DRIVES)
-def test_what_says_where_it_lay_is_not_published(name: str, text: str, tmp_path: Path) -> None:
+def test_files_with_absolute_paths_are_not_published(name: str, text: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     metrics = {"note": text} if name == "manifest.json" else {}
     with writing(model, Manifest("convert", {}, {}, metrics, environment=MACHINE)) as partial:
@@ -112,8 +112,8 @@ def test_what_says_where_it_lay_is_not_published(name: str, text: str, tmp_path:
     assert str(model / name) in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_what_only_has_slashes_is_published(tmp_path: Path) -> None:
-    """And what is not ours may hold anything: a vocabulary, a licence, the text of a calibration set."""
+def test_other_texts_with_slashes_are_published(tmp_path: Path) -> None:
+    """Third-party files may contain anything: a vocabulary, a licence, the text of a calibration set."""
     model = tmp_path / "model"
     foreign = ("tokenizer.json", "vocab.json", "merges.txt", "LICENSE.txt", "swa.jsonl")
     with writing(model, Manifest("convert", {}, {}, environment=MACHINE)) as partial:
@@ -125,15 +125,15 @@ def test_what_only_has_slashes_is_published(tmp_path: Path) -> None:
     assert published == {"config.json", "README.md", "manifest.json", *foreign}
 
 
-# Where people keep their files; elsewhere documents may name a place, such as /path/to/python.
-OWN = re.compile(r"/(?:home|root|Users|work|tmp|mnt|media|scratch|workspace|private)/|[A-Za-z]:[\\/]")
+# Folders of private files; documents may name other paths, such as /path/to/python.
+PRIVATE = re.compile(r"/(?:home|root|Users|work|tmp|mnt|media|scratch|workspace|private)/|[A-Za-z]:[\\/]")
 REGISTRIES = re.compile(
     r"\b(?:[\w-]+\.)*(?:artifactory|nexus|devpi|pypi|pythonhosted|npmjs|proxy\.golang|codeartifact)\.[a-z]{2,}\b", re.I
 )
 
 
 def tracked() -> list[Path]:
-    """The text files that git has; skips where this is no checkout."""
+    """Return the text files tracked by git; skip outside a checkout."""
     try:
         command = ["git", "-C", str(ROOT), "ls-files", "-z"]
         listed = subprocess.run(command, capture_output=True, check=True).stdout
@@ -143,13 +143,13 @@ def tracked() -> list[Path]:
     return [file for file in files if file.is_file() and file.suffix != ".safetensors"]
 
 
-def test_no_file_of_ours_says_where_something_lies() -> None:
-    seen = []
+def test_no_tracked_file_contains_an_absolute_path() -> None:
+    violations = []
     for file in tracked():
         text = file.read_text(encoding="utf-8")
-        for place in ABSOLUTE.finditer(text):
-            # What was measured is recorded by machines, which have no places to speak of.
-            if file.suffix == ".json" or OWN.match(place[0]):
-                seen.append(f"{file.relative_to(ROOT)}: {place[0]}")
-        seen += [f"{file.relative_to(ROOT)}: {host[0]}" for host in REGISTRIES.finditer(text)]
-    assert not seen, "\n".join(seen)
+        for path in ABSOLUTE_PATH.finditer(text):
+            # Recorded measurements (.json) must not contain any absolute path.
+            if file.suffix == ".json" or PRIVATE.match(path[0]):
+                violations.append(f"{file.relative_to(ROOT)}: {path[0]}")
+        violations += [f"{file.relative_to(ROOT)}: {host[0]}" for host in REGISTRIES.finditer(text)]
+    assert not violations, "\n".join(violations)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, real weights: the fast facts here, the measured bars in the slow tests below."""
+"""SmolLM2-135M-Instruct with real weights: fast checks first, then slow tests of quality."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def loaded(smollm2):
     return loading.load_model(smollm2, "float32").requires_grad_(False)
 
 
-def test_it_is_the_model_it_claims_to_be(smollm2, loaded):
+def test_the_model_has_the_expected_geometry(smollm2, loaded):
     tokenizer = source_model.load_tokenizer(smollm2)
     ids = tokenizer("The capital of France is", return_tensors="pt")
     out = loaded.generate(**ids, max_new_tokens=1, do_sample=False)
@@ -40,7 +40,7 @@ def calibrated(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["latent", "latent_rope"])
 def full_rank(request, smollm2, calibrated):
-    """Converted, with nothing removed."""
+    """Converted at full rank."""
     out = calibrated / request.param
     converted(smollm2, out, layout=request.param, budget=1.0, nsamples=1, seqlen=128, eval_windows=0)
     return out
@@ -59,7 +59,7 @@ def test_full_rank_gives_the_original_logits(full_rank, smollm2, loaded):
             torch.testing.assert_close(model(**ids).logits, expected, rtol=0, atol=1e-4)
 
 
-def test_the_engine_in_bf16_has_its_perplexity(full_rank, smollm2, loaded, evaluation_file):
+def test_the_bf16_engine_has_the_originals_perplexity(full_rank, smollm2, loaded, evaluation_file):
     """That of transformers in fp32, which is the original's, on 256 tokens: measured, within 0.2 %. Keys turned as if
     they stood half as far made it three times as large."""
     ids = source_model.load_tokenizer(smollm2)(evaluation_file.read_text())["input_ids"][:256]

@@ -1,4 +1,4 @@
-"""docs/scaling.md says what its command prints, and that follows from the sizes of the models."""
+"""docs/scaling.md equals the output of its command, which follows from the sizes of the models."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ def scaling(monkeypatch):
     return scaling
 
 
-def test_the_tables_are_the_command_s(scaling):
-    told = [line for line in (ROOT / "docs" / "scaling.md").read_text().splitlines() if line.startswith("| ")]
-    assert [line for line in told if line in set(scaling.lines())] == list(scaling.lines())
+def test_the_tables_equal_the_commands_output(scaling):
+    documented = [line for line in (ROOT / "docs" / "scaling.md").read_text().splitlines() if line.startswith("| ")]
+    assert [line for line in documented if line in set(scaling.lines())] == list(scaling.lines())
 
 
 def test_bytes_of_a_request(scaling):

@@ -1,4 +1,4 @@
-"""The simulated CUDA device (tests/support/simulated_cuda.py): values, devices, and what counts as a wait."""
+"""The simulated CUDA device (tests/support/simulated_cuda.py): values, devices, and host synchronisations."""
 
 import warnings
 
@@ -89,7 +89,7 @@ def test_a_copy_of_pageable_memory_is_a_wait(simulation, x, name):
 
 
 @pytest.mark.parametrize("name", NO_WAIT)
-def test_what_needs_no_value_is_no_wait(simulation, x, name):
+def test_operations_without_values_are_no_wait(simulation, x, name):
     NO_WAIT[name](x)
     assert not simulation.waits, list(map(str, simulation.waits))
     assert simulation.uploaded == {"pinned": 12, "on_device": 24}.get(name, 0)

@@ -1,4 +1,4 @@
-"""What of vLLM's plugin can be held to without vLLM; the rest is tests/vllm_plugin/test_vllm.py."""
+"""Tests of the vLLM plugin that run without vLLM; the others are in tests/vllm_plugin/test_vllm.py."""
 
 import subprocess
 import sys
@@ -15,13 +15,13 @@ from mlaforge.checkpoint import loading, reader
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.pages import even_pages
 
-# GPT-OSS leaves its sliding layers as they are.
+# GPT-OSS leaves its sliding layers unconverted.
 CASES = [("llama", "latent"), ("biased_llama", "latent_rope"), ("gpt_oss", "latent_rope"), ("qwen3", "latent")]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_what_ranks_compute_adds_up(case, ranks, converted):
+def test_rank_outputs_sum_to_the_full_output(case, ranks, converted):
     """Four query heads and two KV heads: with four ranks a KV head is on two of them."""
     directory = converted(*case)
     model, raw = loading.load_model(directory, "float32"), reader.read_config(directory)
@@ -62,12 +62,12 @@ def test_pages_are_of_one_size(widths, block_size, drafted):
 
 
 def test_gpt_oss_20b_s_pages():
-    """12 layers of 512 + 64 numbers, 12 of 2 x 8 x 64; a draft head of 1,024 beside them."""
+    """12 layers of 512 + 64 elements, 12 of 2 x 8 x 64; beside them a draft head of 1,024."""
     assert even_pages([6912, 12288], 128) == ([128, 64], [6912, 13824])
     assert even_pages([6912, 12288], 128, 1024) == ([128, 64], [7168, 14336])
 
 
-def test_it_is_found_and_stays_light():
+def test_entry_point_is_registered_and_light():
     root = Path(vllm_plugin.__file__).parents[3]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["vllm.general_plugins"] == {"mlaforge": "mlaforge.vllm_plugin:register"}

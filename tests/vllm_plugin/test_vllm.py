@@ -205,7 +205,7 @@ def served(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_tokens_are_those_of_transformers(name, served, tiny):
+def test_tokens_match_transformers(name, served, tiny):
     """Chunked prefill, several requests at once, and the second time from cached prefixes."""
     told = served[name]
     assert faults(tiny(name), PROMPTS, told["rounds"][0]) == []
@@ -259,11 +259,11 @@ def test_speculation_changes_no_token(name, kind, served, tiny):
     ("no sinks", "gpt_oss latent"), ("no window", "gpt_oss latent"), ("no window, llama's shape", "mistral latent"),
     ("all read", "llama latent sparse"),
 ])  # fmt: skip
-def test_without_sinks_or_windows_it_is_another_model(name, of, served, tiny):
+def test_removing_sinks_or_windows_changes_tokens(name, of, served, tiny):
     assert max(faults(tiny(of), PROMPTS, served[name]["rounds"][0]), default=0.0) > 0.1
 
 
-def test_what_cannot_be_served_is_said(served):
+def test_unsupported_configurations_are_rejected(served):
     assert "swiglu_limit = 9.0" in served["other experts"]["error"]
     assert "--kv-cache-dtype fp8" in served["fp8 cache"]["error"]
 
@@ -426,7 +426,7 @@ def test_n_grams_are_accepted(name, served_real):
 
 
 @pytest.mark.parametrize("name", ["no sinks", "no window"])
-def test_the_stand_in_needs_sinks_and_windows(name, real, prompts, served_real):
+def test_gpt_oss_stand_in_needs_sinks_and_windows(name, real, prompts, served_real):
     made = served_real[name]["rounds"][0]
     assert max(faults(real["gpt_oss latent_rope"], prompts[-2:], made), default=0.0) > 0.1
 

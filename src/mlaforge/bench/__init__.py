@@ -1,1 +1,1 @@
-"""What is measured, and what is judged: scenarios, kernels, conversions; gates."""
+"""Benchmarks (scenarios, kernels, conversions) and the gates that judge them."""

@@ -1,62 +1,64 @@
-"""What a user may set of `bench`."""
+"""Options of `bench`."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from mlaforge.config import DTYPES, Options, option
-from mlaforge.engine.config import ENGINE_DTYPES, MOST_DRAFTED, SPECPV
+from mlaforge.engine.config import ENGINE_DTYPES, MAX_DRAFT_TOKENS, SPECPV
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig(Options):
-    """Options of `bench`. What is not given is as the scenario's file says (bench/scenarios)."""
+    """Options of `bench`. Defaults come from the scenario's file (bench/scenarios)."""
 
     first = ("scope", "context", "batch", "num_speculative_tokens", "draft")
 
     scope: str = option(
-        "auto", "how much: full, micro (the cases that gates ask for) or cpu (scaled-down twins); auto: cpu without a "
+        "auto", "size of the run: full, micro (the cases that gates need) or cpu (scaled down); auto: cpu without a "
         "GPU, else micro", choices=("auto", "cpu", "micro", "full"),
     )  # fmt: skip
-    context: tuple[int, ...] | None = option(None, "prompt of each request; k is 1024", "tokens", least=2)
+    context: tuple[int, ...] | None = option(
+        None, "prompt length of each request; the suffix k means 1024", "tokens", least=2
+    )
     batch: tuple[int, ...] | None = option(None, "requests that decode together", "requests", least=1)
     num_speculative_tokens: tuple[int, ...] | None = option(
-        None, "drafted tokens per step, 0 for plain decoding", "tokens", least=0, most=MOST_DRAFTED
+        None, "drafted tokens per step; 0: plain decoding", "tokens", least=0, most=MAX_DRAFT_TOKENS
     )
     draft: tuple[str, ...] | None = option(
-        None, "who drafts: ngram, replay (what plain decoding gave: the ceiling of any drafter), or the directory of "
-        "an EAGLE-3 head",
+        None, "drafter: ngram, replay (the output of plain decoding: the upper bound of any drafter), or the directory "
+        "of an EAGLE-3 head",
     )  # fmt: skip
     specpv: tuple[str, ...] | None = option(
-        None, "how drafted tokens are judged: off, by all of the cache at once; lossless, by a part of it first, at "
-        "every step; lossy, by a part alone", choices=SPECPV,
+        None, "verification of drafted tokens: off, full cache; lossless, a part of the cache first at every step; "
+        "lossy, a part only", choices=SPECPV,
     )  # fmt: skip
-    tokens: int | None = option(None, "decoded tokens of each request that are timed", "tokens", least=1)
+    tokens: int | None = option(None, "timed decoded tokens of each request", "tokens", least=1)
     rounds: int | None = option(None, "measured repetitions", "repetitions", least=1)
-    warm_up: int | None = option(None, "repetitions before them that do not count", "repetitions", least=0)
+    warm_up: int | None = option(None, "unmeasured repetitions before the measured ones", "repetitions", least=0)
     cache_fraction: tuple[float, ...] | None = option(
-        None, "share of the free memory for caches, all models together", "fraction", above=0, most=1
+        None, "share of the free memory for the caches of all models together", "fraction", above=0, most=1
     )
-    prefix_caching: bool | None = option(None, "keep what was computed of a prompt")
+    prefix_caching: bool | None = option(None, "reuse cached prompt prefixes")
     dtype: tuple[str, ...] | None = option(
         None, "dtype of the engine's weights, as in `generate`", choices=ENGINE_DTYPES
     )
     transformers: tuple[str, ...] | None = option(
-        None, "dtype of transformers beside it; auto: the engine's, none: without it", choices=(*DTYPES, "none")
+        None, "dtype of the transformers baseline; auto: the engine's; none: no baseline", choices=(*DTYPES, "none")
     )
     text: tuple[str, ...] | None = option(
-        None, "text that prompts are cut from: a file, a folder, or embedded, which is the default", repeat=True
+        None, "source of the prompts: a file, a folder, or embedded (default)", repeat=True
     )
     peer: tuple[str, ...] | None = option(
         None, "YAML file of another engine with an OpenAI endpoint (docs/bench.md)", repeat=True
     )
     import_: tuple[str, ...] | None = option(
-        None, "results of another run, to stand beside these and be marked so", repeat=True
+        None, "results of another run to show beside these, marked as imported", repeat=True
     )
-    perf: bool = option(False, "check the invariants of PERF_MODE first; a broken one ends the run")
-    force: bool = option(False, "begin the full scope though the micro gates were not green; this is recorded")
-    roof: str = option("auto", "machine whose roof counts, as in `plan`; auto: this one")
-    op: str = option("paged_attention", "kernels: the operation")
-    implementation: str | None = option(None, "kernels: by whom (default: what would be chosen)")
-    device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
-    out: str = option("results", "folder; each run gets a folder in it, named by its time")
+    perf: bool = option(False, "check the invariants of PERF_MODE first and stop if one is broken")
+    force: bool = option(False, "run the full scope before the micro gates are green; results record it")
+    roof: str = option("auto", "machine of the roofline, as in `plan`; auto: this machine")
+    op: str = option("paged_attention", "kernels: operation to measure")
+    implementation: str | None = option(None, "kernels: implementation to measure (default: the dispatched one)")
+    device: str = option("auto", "compute device: auto, cpu, cuda, cuda:1, ...")
+    out: str = option("results", "output folder; each run writes a subfolder named by its time")

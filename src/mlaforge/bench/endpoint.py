@@ -1,15 +1,15 @@
-"""Any other engine as a peer: a file's command starts it, requests go to its OpenAI endpoint.
+"""Any other engine as a peer: a YAML file's command starts it and its OpenAI endpoint serves the requests.
 
-The file, YAML (docs/bench.md shows vLLM, llama.cpp, SGLang and TensorRT-LLM):
+The file (docs/bench.md shows vLLM, llama.cpp, SGLang and TensorRT-LLM):
 
-    name: vllm                      how results call it
+    name: vllm                      name in results
     command: vllm serve {model} --port {port} --max-model-len {longest}
-    environment: {OMP_NUM_THREADS: "2"}      on top of ours
-    url: http://127.0.0.1:{port}/v1          the default; without a command: an endpoint that runs already
-    model: "{model}"                its name in the API
-    dtype: bfloat16                 for the roof
-    start_seconds: 600              how long starting may take
-    body: {ignore_eos: true}        more fields of every request
+    environment: {OMP_NUM_THREADS: "2"}      added to this process's environment
+    url: http://127.0.0.1:{port}/v1          the default; without a command: a running endpoint
+    model: "{model}"                model name in the API
+    dtype: bfloat16                 dtype of the weights, for the roofline
+    start_seconds: 600              timeout of the start
+    body: {ignore_eos: true}        extra fields of every request
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from mlaforge.runtime import UserError, log
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig(Options):
-    """A peer's file; `environment` and `body` are mappings beside these keys."""
+    """Keys of a peer's file, besides the mappings `environment` and `body`."""
 
-    name: str = option("endpoint", "how results call it")
-    command: str | None = option(None, "what starts it")
-    url: str = option("http://127.0.0.1:{port}/v1", "where it answers")
-    model: str = option("{model}", "its name in the API")
-    dtype: str = option("bfloat16", "of its weights, for the roof")
-    start_seconds: int = option(600, "how long starting may take", "seconds", least=1)
+    name: str = option("endpoint", "name in results")
+    command: str | None = option(None, "command that starts the server")
+    url: str = option("http://127.0.0.1:{port}/v1", "base URL of the API")
+    model: str = option("{model}", "model name in the API")
+    dtype: str = option("bfloat16", "dtype of the weights, for the roofline")
+    start_seconds: int = option(600, "timeout of the start", "seconds", least=1)
 
 
 class PeerFailed(Exception):
-    """A peer's process ended or answered with an error; the rest of the run goes on without it."""
+    """A peer's process ended or answered with an error; the run continues without it."""
 
 
 class Endpoint:
-    """A server that was started for this run, or runs already. The same prompts as token ids, temperature 0."""
+    """An OpenAI-compatible server, started for this run or running already. Prompts are sent as token ids,
+    temperature 0. max_length and max_batch: values of {longest} and {most} in the file."""
 
     weight_bytes: int | None = None
 
-    def __init__(self, file: Path, directory: Path, model: str, longest: int, most: int):
+    def __init__(self, file: Path, directory: Path, model: str, max_length: int, max_batch: int):
         recipe = _read(file)
         self.body: dict[str, Any] = recipe.pop("body")
         environment: dict[str, Any] = recipe.pop("environment")
@@ -64,15 +65,18 @@ class Endpoint:
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
         port = _free_port()
-        words = {"model": str(directory), "name": model, "port": str(port), "longest": str(longest), "most": str(most)}
+        values = {
+            "model": str(directory), "name": model, "port": str(port), "longest": str(max_length),
+            "most": str(max_batch),
+        }  # fmt: skip
         self.name, self.model, self.dtype = self.config.name, model, self.config.dtype
-        self.url, self.api_name = _filled(self.config.url, words), _filled(self.config.model, words)
+        self.url, self.api_name = _substitute(self.config.url, values), _substitute(self.config.model, values)
         self.process: subprocess.Popen[bytes] | None = None
-        # Seen when it fails; a pipe that nobody reads would stop it. Open for as long as the server runs: see close.
+        # Output for error messages; an unread pipe would block the server. `close` closes it with the server.
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             if self.config.command:
-                command = [_filled(word, words) for word in shlex.split(self.config.command)]
+                command = [_substitute(word, values) for word in shlex.split(self.config.command)]
                 variables = {str(key): str(value) for key, value in environment.items()}
                 try:
                     self.process = subprocess.Popen(
@@ -107,7 +111,7 @@ class Endpoint:
         return record_text(" ".join(self.output.read().decode(errors="replace").split()))[-400:]
 
     def close(self) -> None:
-        """Ends what was started, all of its processes."""
+        """Terminate the started server and its child processes."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
             try:
@@ -118,26 +122,26 @@ class Endpoint:
         self.output.close()
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
-        """As Peer.run. The requests come at once; what is counted begins when all of them have their first token."""
+        """See Peer.run. All requests are sent at once; timing begins when all of them have their first token."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             start = time.perf_counter()
-            streams = list(pool.map(lambda prompt: self._one(prompt, tokens + 1), prompts))
-        began = max(times[0] for times, _ in streams)
-        decoded, gaps = 0, []
+            streams = list(pool.map(lambda prompt: self._complete(prompt, tokens + 1), prompts))
+        decode_start = max(times[0] for times, _ in streams)
+        decoded, token_seconds = 0, []
         for times, total in streams:
-            # A piece of a stream may hold several tokens, and servers do not say how many.
-            per_piece = total / len(times)
-            after = [at for at in times if at > began]
-            decoded += round(per_piece * len(after))
-            between = [(b - a) / per_piece for a, b in itertools.pairwise([began, *after])]
-            gaps += [gap for gap in between for _ in range(round(per_piece))]
-        seconds = max(times[-1] for times, _ in streams) - began
+            # A chunk of a stream may hold several tokens; servers do not report how many.
+            per_chunk = total / len(times)
+            later = [at for at in times if at > decode_start]
+            decoded += round(per_chunk * len(later))
+            intervals = [(b - a) / per_chunk for a, b in itertools.pairwise([decode_start, *later])]
+            token_seconds += [seconds for seconds in intervals for _ in range(round(per_chunk))]
+        seconds = max(times[-1] for times, _ in streams) - decode_start
         if not decoded or seconds <= 0:
             raise PeerFailed(f"{self.name} sent all tokens at once; it must stream")
-        return Repetition(began - start, decoded, seconds, gaps, [])
+        return Repetition(decode_start - start, decoded, seconds, token_seconds, [])
 
-    def _one(self, prompt: list[int], count: int) -> tuple[list[float], int]:
-        """When the pieces of an answer came, and how many tokens it had."""
+    def _complete(self, prompt: list[int], count: int) -> tuple[list[float], int]:
+        """Stream one completion. Return the arrival times of its chunks and the number of its tokens."""
         import httpx
 
         body = {
@@ -162,13 +166,13 @@ class Endpoint:
         completion_tokens = usage.get("completion_tokens", len(times))
         if completion_tokens != count or not times:
             raise PeerFailed(
-                f"{self.name} made {completion_tokens} of {count} tokens; it must go on past the end of a text (body)"
+                f"{self.name} generated {completion_tokens} of {count} tokens; it must ignore EOS (see `body`)"
             )
         return times, count
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The keys of a peer's file, `environment` and `body` always among them. UserError where it is wrong."""
+    """Read a peer's file and add default `environment` and `body`. Raise UserError for an invalid file."""
     from mlaforge.config import read_recipe
 
     recipe = read_recipe(file)
@@ -177,14 +181,14 @@ def _read(file: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise UserError(f"{file}: {key} must hold `key: value` lines, not {value!r}")
     if "command" not in recipe and "url" not in recipe:
-        raise UserError(f"{file} needs a command that starts the engine, or the url of one that runs")
+        raise UserError(f"{file} needs a command that starts the engine, or the url of a running one")
     return recipe
 
 
-def _filled(text: str, words: dict[str, str]) -> str:
-    """`text` with {model} and the like replaced; other braces stay, a command may hold JSON."""
-    for word, value in words.items():
-        text = text.replace(f"{{{word}}}", value)
+def _substitute(text: str, values: dict[str, str]) -> str:
+    """Replace {model} and the other placeholders; other braces stay, as a command may contain JSON."""
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", value)
     return text
 
 

@@ -1,4 +1,4 @@
-"""How often the host waits for a GPU, and where: PyTorch's warnings about synchronizing operations, counted.
+"""Counter of host waits for a GPU by source line, from PyTorch's warnings about synchronizing operations.
 
 PyTorch reports .item(), .tolist() and other reads of values, operations whose output shape depends on values, and
 blocking copies between host and device. It does not report torch.cuda.synchronize, copies from pageable memory with
@@ -23,8 +23,8 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclasses.dataclass
 class HostWaits:
-    """`lines` has one entry per wait: the innermost line of mlaforge that led to it, as path:number, or of other
-    code where none did."""
+    """Recorded waits. `lines` has one entry per wait: the innermost line of mlaforge on the stack as path:number, else
+    the line that PyTorch reported."""
 
     lines: list[str] = dataclasses.field(default_factory=list)
 
@@ -35,8 +35,8 @@ class HostWaits:
 
 @contextlib.contextmanager
 def count_host_waits(device: torch.device) -> Iterator[HostWaits]:
-    """Counts the host's waits for a CUDA device while the context is entered. Not for several threads at a time:
-    PyTorch's debug mode and Python's warnings belong to the process."""
+    """Count the host's waits for a CUDA device inside the context. Not thread-safe: PyTorch's sync debug mode and
+    Python's warning filters are global to the process."""
     assert device.type == "cuda", f"the host does not wait for a {device.type}"
     waits = HostWaits()
     mode = torch.cuda.get_sync_debug_mode()
@@ -45,12 +45,12 @@ def count_host_waits(device: torch.device) -> Iterator[HostWaits]:
         show = warnings.showwarning
 
         def record(
-            message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **named: Any
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, *args: Any, **kwargs: Any
         ) -> None:  # fmt: skip
             if MESSAGE in str(message):
-                waits.lines.append(_line() or f"{Path(filename).name}:{lineno}")
+                waits.lines.append(_innermost_line() or f"{Path(filename).name}:{lineno}")
             else:
-                show(message, category, filename, lineno, *more, **named)
+                show(message, category, filename, lineno, *args, **kwargs)
 
         warnings.showwarning = record
         torch.cuda.set_sync_debug_mode("warn")
@@ -60,8 +60,8 @@ def count_host_waits(device: torch.device) -> Iterator[HostWaits]:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def _line() -> str | None:
-    """The innermost line of mlaforge on the stack."""
+def _innermost_line() -> str | None:
+    """Innermost line of mlaforge on the stack, as path:number."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if path != Path(__file__) and path.is_relative_to(PACKAGE):

@@ -1,12 +1,12 @@
-"""PERF_MODE: what must hold while the engine decodes, checked on a repetition that is not timed.
+"""PERF_MODE: invariants of a decoding engine, checked on an untimed repetition.
 
-tuned_kernels     every call of an op ran the fastest implementation that is made for this device and can be had here,
-                  and on CUDA every decoding step, but for those of partial verification, was a graph's replay
-drafting_goes_on  every decoding sequence got room for all drafts that its end left to draft, and the drafter filled it
-cache_integrity   tables, pools and sequences agree; every view says what the tables say; no slot is written twice
-no_host_reads     at most one reading of a device's tensor per decoding step (the drawn tokens), one per proposal of a
-                  head (a tree: one per level), those that partial verification is made of, and no waiting for it
-no_debug_copies   nothing that lies in the cache or among the weights is cloned or copied to the host
+tuned_kernels     every call of an op ran the fastest implementation available on this device, and on CUDA every
+                  decoding step, except those of partial verification, replayed a graph
+drafting_goes_on  every decoding sequence got room for all drafts that fit before its end, and the drafter filled it
+cache_integrity   tables, pools and sequences agree; every view agrees with the tables; no slot is written twice
+no_host_reads     per decoding step at most one read of a device tensor (the sampled tokens), one per proposal of a head
+                  (a tree: one per level) and those of partial verification, and no other synchronisation
+no_debug_copies   no cached row or weight is cloned or copied to the host
 deterministic     the same prompts give the same tokens again
 """
 
@@ -30,7 +30,7 @@ from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.speculation.controller import Decision
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
-from mlaforge.engine.speculation.partial import LEAST_PENDING
+from mlaforge.engine.speculation.sparse_view import LEAST_PROVISIONAL
 from mlaforge.engine.speculation.step import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
@@ -43,7 +43,8 @@ CLONES = ("aten::clone", "aten::_to_copy", "aten::copy_")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """`value` beside what is `allowed`: at least that for tuned_kernels, at most for the others; `detail` in words."""
+    """Result of one invariant. allowed: minimum of `value` for tuned_kernels, maximum for the others. detail: a
+    sentence for the report."""
 
     name: str
     passed: bool
@@ -52,65 +53,72 @@ class Finding:
     detail: str
 
 
-def together(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """One entry per invariant: the first case in which it broke, else the first of all, and how many there were."""
+def merge(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """One entry per invariant: its first failed finding, else its first, and the number of cases."""
     entries = []
     for name in dict.fromkeys(finding.name for finding in findings):
-        own = [finding for finding in findings if finding.name == name]
-        example = next((finding for finding in own if not finding.passed), own[0])
+        matches = [finding for finding in findings if finding.name == name]
+        example = next((finding for finding in matches if not finding.passed), matches[0])
         entries.append({
             "name": example.name, "passed": example.passed, "value": example.value, "allowed": example.allowed,
-            "told": example.detail, "cases": len(own),
+            "told": example.detail, "cases": len(matches),
         })  # fmt: skip
     return entries
 
 
 class Audit:
-    """Watches one engine while it decodes."""
+    """Check of all invariants on one engine while it decodes."""
 
     def __init__(self, peer: EnginePeer):
         self.peer, self.engine = peer, peer.engine
-        self.ran: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.untuned: Counter[str] = Counter()
+        # Drafting opportunities: all, without enough room, not filled by the drafter.
         self.drafts = Counter[str]()
         self.views = 0
         self.broken_views: list[str] = []
         self.hook = Hook(self.engine)
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> list[Finding]:
-        """Two repetitions, the first watched; every invariant's finding."""
-        with self.watching():
+        """Run two repetitions, the first instrumented, and return the finding of every invariant."""
+        with self.instrumented():
             first = self.peer.run(prompts, tokens, variant).token_ids
-        again = self.peer.run(prompts, tokens, variant).token_ids
+        repeated = self.peer.run(prompts, tokens, variant).token_ids
         drafting = [self.drafting(variant)] if variant.count else []
-        return [self.tuned(), *drafting, self.integrity(), *self.hook.findings(), _same(first, again)]
+        return [self.tuned(), *drafting, self.integrity(), *self.hook.findings(), _deterministic(first, repeated)]
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """With every counter in place; afterwards they are removed."""
-        # mypy lets nobody replace methods of an object that runs; watching it is just that.
-        engine, peer_use = self.engine, self.peer.use
+    def instrumented(self) -> Iterator[None]:
+        """Install all counters; remove them on exit."""
+        # mypy forbids replacing methods of an object, which instrumentation needs.
+        engine, peer_set_variant = self.engine, self.peer.set_variant
         runner, step = engine.runner, engine.step
 
-        def use(variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
-            peer_use(variant, answers, prompts)
+        def set_variant(variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
+            peer_set_variant(variant, answers, prompts)
             if engine.speculation is not None:
-                engine.speculation.propose = self._proposing(engine.speculation.propose)  # type: ignore[method-assign]
-                if (partial := engine.speculation.partial) is not None:
-                    partial.runner = functools.partial(run, runner=partial.runner)  # type: ignore[assignment]
+                engine.speculation.propose = self._count_drafts(engine.speculation.propose)  # type: ignore[method-assign]
+                if (sparse_view := engine.speculation.sparse_view) is not None:
+                    sparse_view.runner = functools.partial(run, runner=sparse_view.runner)  # type: ignore[assignment]
 
         def run(batch: Batch, runner: Runner = runner) -> Tensor:
             self.views += 1
             with self.hook.paused():
                 self.broken_views += check_batch(batch, engine)
-            if self.hook.decoding and engine.speculation is not None and (partial := engine.speculation.partial):
-                # A partial step reads what the target agreed to, a full one what each layer attended to most.
-                self.hook.extra += 1 if batch.partial else 0
-                self.hook.extra += partial.layers * len(batch.probe.sequences) if batch.probe is not None else 0
+            if (
+                self.hook.decoding
+                and engine.speculation is not None
+                and (sparse_view := engine.speculation.sparse_view)
+            ):
+                # A partial step reads the accepted tokens, a full one the top tokens of each layer's attention.
+                self.hook.extra_reads += 1 if batch.sparse_views else 0
+                self.hook.extra_reads += (
+                    sparse_view.num_layers * len(batch.probe.sequences) if batch.probe is not None else 0
+                )
             return runner(batch)
 
-        def counted() -> Any:
-            # Steps in which all sequences decode: the loop that must not wait.
+        def counted_step() -> Any:
+            # The hook counts steps in which all sequences decode, as only these must not synchronise.
             self.hook.decoding = bool(engine.scheduler.running) and not engine.scheduler.waiting
             self.hook.decoding &= all(sequence.decoding for sequence in engine.scheduler.running)
             self.hook.steps += self.hook.decoding
@@ -121,101 +129,105 @@ class Audit:
 
         def eager(batch: Batch) -> Tensor:
             # Partial verification has no graphs.
-            self.hook.eager_decodes += self.hook.decoding and not batch.partial and batch.probe is None
-            return former(batch)
+            self.hook.eager_decodes += self.hook.decoding and not batch.sparse_views and batch.probe is None
+            return runner_eager(batch)
 
-        def captured(run: Callable[[], Tensor]) -> Any:
-            # PyTorch waits for the device before a capture, once per bucket.
+        def uncounted_capture(run: Callable[[], Tensor]) -> Any:
+            # PyTorch synchronises before a capture, once per bucket.
             with self.hook.paused():
                 return capture(run)
 
-        former = runner.eager
-        with contextlib.ExitStack() as restored:
+        runner_eager = runner.eager
+        with contextlib.ExitStack() as cleanup:
             if (graphs := runner.graphs) is not None:
-                capture, graphs.capture = graphs.capture, captured
-                restored.callback(setattr, graphs, "capture", capture)
+                capture, graphs.capture = graphs.capture, uncounted_capture
+                cleanup.callback(setattr, graphs, "capture", capture)
             for op in OPS.values():
-                op.watch = self._watching(op)
-                restored.callback(setattr, op, "watch", None)
+                op.hook = self._count_calls(op)
+                cleanup.callback(setattr, op, "hook", None)
             engine.runner = run  # type: ignore[assignment]
-            restored.callback(setattr, engine, "runner", runner)
-            for owner, name, value in ((self.peer, "use", use), (engine, "step", counted), (runner, "eager", eager)):
+            cleanup.callback(setattr, engine, "runner", runner)
+            replacements = (
+                (self.peer, "set_variant", set_variant), (engine, "step", counted_step), (runner, "eager", eager),
+            )  # fmt: skip
+            for owner, name, value in replacements:
                 setattr(owner, name, value)
-                restored.callback(delattr, owner, name)
-            restored.enter_context(self.hook.synchronisation())
+                cleanup.callback(delattr, owner, name)
+            cleanup.enter_context(self.hook.synchronisation())
             yield
 
-    def _watching(self, op: Op) -> Callable[[str, Sequence[Any]], None]:
-        def watch(name: str, inputs: Sequence[Any]) -> None:
-            self.ran[f"{op.name} by {name}"] += 1
+    def _count_calls(self, op: Op) -> Callable[[str, Sequence[Any]], None]:
+        def count(name: str, inputs: Sequence[Any]) -> None:
+            self.calls[f"{op.name} by {name}"] += 1
             if (reason := untuned(op, name, inputs)) is not None:
                 self.untuned[f"{op.name} by {name}: {reason}"] += 1
 
-        return watch
+        return count
 
-    def _proposing(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
-        def watched(decision: Decision, chunks: list[tuple[Any, int]]) -> Proposal:
+    def _count_drafts(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
+        def counted_propose(decision: Decision, chunks: list[tuple[Any, int]]) -> Proposal:
             reserved = {sequence: upto - len(sequence.token_ids) for sequence, upto in chunks if sequence.decoding}
             proposal = propose(decision, chunks)
             speculation = self.engine.speculation
             assert speculation is not None
             if self.hook.decoding and proposal.budgets and isinstance(speculation.drafter, EagleDrafter):
-                self.hook.extra += max(map(decision.depth, proposal.budgets)) if decision.tree else 1
+                self.hook.extra_reads += max(map(decision.depth, proposal.budgets)) if decision.tree else 1
             for sequence, room in reserved.items():
                 params = sequence.request.params
-                left = min(
+                remaining = min(
                     params.max_tokens - sequence.state.generated - 1,
                     self.engine.max_model_len - len(sequence.token_ids) - 1,
                 )
-                # How many may be pending is learned.
-                most = speculation.controller.most
-                wanted = max(0, min(min(most, LEAST_PENDING) if decision.partial else most, left))
-                self.drafts["asked"] += wanted > 0
-                self.drafts["disabled"] += room < wanted
+                # Under partial verification the controller adapts the number of pending tokens.
+                limit = speculation.controller.max_tokens
+                expected = max(0, min(min(limit, LEAST_PROVISIONAL) if decision.sparse_view else limit, remaining))
+                self.drafts["expected"] += expected > 0
+                self.drafts["disabled"] += room < expected
                 draft = proposal.drafts.get(sequence)
-                least = min(room, LEAST_PENDING) if decision.partial else room
-                self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < least)
+                required = min(room, LEAST_PROVISIONAL) if decision.sparse_view else room
+                self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < required)
             return proposal
 
-        return watched
+        return counted_propose
 
     def tuned(self) -> Finding:
-        calls, wrong = sum(self.ran.values()), sum(self.untuned.values())
-        # A graph's steps do not come by here: only what was captured, or ran without one.
+        calls, untuned_calls = sum(self.calls.values()), sum(self.untuned.values())
+        # Replayed steps call no op: the counts are of captured and eager steps.
         graphs = self.engine.runner.graphs
         eager = self.hook.eager_decodes if graphs is not None else 0
-        hits = (calls - wrong - eager) / calls if calls else 1.0
-        detail = ", ".join(f"{count} of {calls} calls {name}" for name, count in (self.untuned or self.ran).items())
+        share = (calls - untuned_calls - eager) / calls if calls else 1.0
+        detail = ", ".join(f"{count} of {calls} calls {name}" for name, count in (self.untuned or self.calls).items())
         if eager:
             detail = f"{eager} decoding steps without a graph; {detail}"
         if "check" in ops_choice().split(","):
             return Finding("tuned_kernels", False, 0.0, 1.0, "MLAFORGE_OPS=check computes everything twice")
         detail = detail or "no op with several implementations was called"
-        return Finding("tuned_kernels", hits == 1.0, hits, 1.0, detail)
+        return Finding("tuned_kernels", share == 1.0, share, 1.0, detail)
 
     def drafting(self, variant: Variant) -> Finding:
-        steps, disabled = self.drafts["asked"], self.drafts["disabled"]
-        # Prompt lookup may find nothing; a head and a replay always have something to say.
+        steps, disabled = self.drafts["expected"], self.drafts["disabled"]
+        # Prompt lookup may find nothing; a head and a replay always propose.
         empty = 0 if variant.draft == "ngram" else self.drafts["empty"]
         detail = (
-            f"of {steps} steps {disabled} got less room than drafts, the drafter left {self.drafts['empty']} unfilled"
+            f"of {steps} steps {disabled} reserved too little room for drafts, "
+            f"the drafter left {self.drafts['empty']} unfilled"
         )
         return Finding("drafting_goes_on", not disabled and not empty, disabled + empty, 0, detail)
 
     def integrity(self) -> Finding:
-        wrong = self.broken_views
-        detail = wrong[0] if wrong else f"{self.views} steps' views agree with the tables"
-        return Finding("cache_integrity", not wrong, len(wrong), 0, detail)
+        errors = self.broken_views
+        detail = errors[0] if errors else f"the views of {self.views} steps agree with the tables"
+        return Finding("cache_integrity", not errors, len(errors), 0, detail)
 
 
-def _same(first: list[list[int]], again: list[list[int]]) -> Finding:
-    differ = sum(a != b for a, b in zip(first, again, strict=True))
-    detail = f"{differ} of {len(first)} answers differ when they are made again"
-    return Finding("deterministic", not differ, differ, 0, detail)
+def _deterministic(first: list[list[int]], repeated: list[list[int]]) -> Finding:
+    differing = sum(a != b for a, b in zip(first, repeated, strict=True))
+    detail = f"{differing} of {len(first)} answers differ when they are repeated"
+    return Finding("deterministic", not differing, differing, 0, detail)
 
 
 def untuned(op: Op, name: str, inputs: Sequence[Any]) -> str | None:
-    """Why what ran is not the fastest implementation that can be had here; None where it is."""
+    """Why implementation `name` is not the fastest one available here; None if it is."""
     for candidate, implementation in op.implementations.items():
         if implementation.device_type != inputs[0].device.type:
             continue
@@ -224,7 +236,7 @@ def untuned(op: Op, name: str, inputs: Sequence[Any]) -> str | None:
         reason = implementation.supports(*inputs)
         if reason is True:
             return f"{candidate} would run here"
-        # Made for other inputs, or for another processor: there is nothing faster to be had.
+        # Unsupported inputs or another processor: no faster implementation is available.
         if reason == NOT_COMPILED and native.form() is not None:
             return f"not {candidate}: {reason}"
         if not implementation.quiet:
@@ -233,56 +245,56 @@ def untuned(op: Op, name: str, inputs: Sequence[Any]) -> str | None:
 
 
 def check_batch(batch: Batch, engine: Engine) -> list[str]:
-    """What a step's views say that the engine's tables do not; nothing where they agree."""
-    wrong: list[str] = []
+    """Disagreements between the views of a step and the engine's tables; empty if they agree."""
+    errors: list[str] = []
     numbers = [sequence.number for sequence in engine.scheduler.running]
     for group, view in enumerate(batch.views):
         tables = [engine.tables.table(number, group) for number in numbers]
-        wrong += [f"group {group}: {line}" for line in check_view(view, batch.positions_N.tolist(), tables)]
-    return wrong
+        errors += [f"group {group}: {error}" for error in check_view(view, batch.positions_N.tolist(), tables)]
+    return errors
 
 
 def check_view(view: CacheView, positions: list[int], tables: list[tuple[int, list[int]]]) -> list[str]:
-    """The view of one group against (first position, blocks) of the running sequences, and against itself."""
-    wrong, size = [], view.block_size
+    """Disagreements of one group's view with the (first position, blocks) of the running sequences, and with itself."""
+    errors, size = [], view.block_size
     starts, lengths = view.query_start_S1.tolist(), view.seq_lens_S.tolist()
     slots, rows = view.slots_N.tolist(), view.block_table_SB.tolist()
     for s, (length, first) in enumerate(zip(lengths, view.first_S.tolist(), strict=True)):
         queries = starts[s + 1] - starts[s]
         expected = list(range(length - queries, length))
-        own = slice(starts[s], starts[s + 1])
-        if positions[own] != expected:
-            wrong.append(f"sequence {s}: queries stand at {positions[own][:4]}, not {expected[:4]}")
+        span = slice(starts[s], starts[s + 1])
+        if positions[span] != expected:
+            errors.append(f"sequence {s}: query positions are {positions[span][:4]}, not {expected[:4]}")
         blocks = rows[s][: -(-(length - first) // size)]
         if not any(begin == first and table[: len(blocks)] == blocks for begin, table in tables):
-            wrong.append(f"sequence {s}: blocks {blocks[:4]} from position {first} on belong to no running sequence")
-        where = [blocks[(p - first) // size] * size + (p - first) % size for p in expected]
-        if slots[own] != where:
-            wrong.append(f"sequence {s}: writes to slots {slots[own][:4]}, not {where[:4]}")
+            errors.append(f"sequence {s}: blocks {blocks[:4]} from position {first} on belong to no running sequence")
+        expected_slots = [blocks[(p - first) // size] * size + (p - first) % size for p in expected]
+        if slots[span] != expected_slots:
+            errors.append(f"sequence {s}: writes to slots {slots[span][:4]}, not {expected_slots[:4]}")
         run_slots = [slot for start, count in view.runs[s] for slot in range(start, start + count)]
-        listed = [blocks[row // size] * size + row % size for row in range(length - first)]
-        if run_slots != listed:
-            wrong.append(f"sequence {s}: its stretches of the cache are not its blocks")
+        block_slots = [blocks[row // size] * size + row % size for row in range(length - first)]
+        if run_slots != block_slots:
+            errors.append(f"sequence {s}: its runs of slots do not match its blocks")
     if len(set(slots)) < len(slots):
-        wrong.append("a slot is written twice")
-    return wrong
+        errors.append("a slot is written twice")
+    return errors
 
 
 class Hook(TorchDispatchMode):
-    """Counts, operation by operation, what a decoding loop must not do."""
+    """Counter of host reads, waits and copies in decoding steps, by dispatched operation."""
 
     def __init__(self, engine: Engine):
         super().__init__()
         self.engine = engine
         self.decoding = False
-        # `extra` are the readings of heads and of partial verification.
-        self.steps = self.eager_decodes = self.reads = self.waits = self.extra = 0
+        # extra_reads: allowed reads of draft heads and of partial verification.
+        self.steps = self.eager_decodes = self.reads = self.waits = self.extra_reads = 0
         self.copies: Counter[str] = Counter()
         self.storages = {tensor.untyped_storage().data_ptr() for tensor in engine.cache.tensors}
         self.storages |= {tensor.untyped_storage().data_ptr() for tensor in weights(engine)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # In inference mode `item`, `to` and `contiguous` come whole; what they are made of is what counts.
+        # In inference mode `item`, `to` and `contiguous` arrive undecomposed; their parts are counted.
         with self:
             parts = func.decompose(*args, **(kwargs or {}))
         if parts is not NotImplemented:
@@ -301,14 +313,14 @@ class Hook(TorchDispatchMode):
         source = tensors[-1]
         target = tensors[0] if name == "aten::copy_" else out
         self.reads += source.device.type != "cpu" and target.device.type == "cpu"
-        # A cast is arithmetic in another precision; the same numbers a second time are not.
+        # A cast computes in another precision; a copy in the same dtype is redundant.
         same = source.dtype == target.dtype
         if same and source.untyped_storage().data_ptr() in self.storages:
             self.copies[f"{name.removeprefix('aten::')} of {list(source.shape)}"] += 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is counted meanwhile."""
+        """Stop counting inside the context."""
         decoding, self.decoding = self.decoding, False
         try:
             yield
@@ -317,45 +329,45 @@ class Hook(TorchDispatchMode):
 
     @contextlib.contextmanager
     def synchronisation(self) -> Iterator[None]:
-        """Waiting for a device counts too."""
-        places = [(torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize")]
-        formers = [getattr(owner, name) for owner, name in places]
+        """Count calls of CUDA's synchronize functions inside the context."""
+        targets = [(torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize")]
+        originals = [getattr(owner, name) for owner, name in targets]
 
-        def counting(former: Callable[..., Any]) -> Callable[..., Any]:
-            def waited(*args: Any, **kwargs: Any) -> Any:
+        def counting(synchronize: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any, **kwargs: Any) -> Any:
                 self.waits += self.decoding
-                return former(*args, **kwargs)
+                return synchronize(*args, **kwargs)
 
-            return waited
+            return counted
 
         try:
-            for (owner, name), former in zip(places, formers, strict=True):
-                setattr(owner, name, counting(former))
+            for (owner, name), original in zip(targets, originals, strict=True):
+                setattr(owner, name, counting(original))
             yield
         finally:
-            for (owner, name), former in zip(places, formers, strict=True):
-                setattr(owner, name, former)
+            for (owner, name), original in zip(targets, originals, strict=True):
+                setattr(owner, name, original)
 
     def findings(self) -> list[Finding]:
-        """What the decoding steps came to."""
-        # On a CPU the drawn tokens are read where they lie.
-        allowed = self.steps + self.extra if self.engine.device.type != "cpu" else 0
-        many = self.reads + self.waits
-        copied = ", ".join(f"{count} x {what}" for what, count in self.copies.most_common(2)) or "nothing"
+        """Findings of no_host_reads and no_debug_copies."""
+        # On a CPU the sampled tokens are read without a copy.
+        allowed = self.steps + self.extra_reads if self.engine.device.type != "cpu" else 0
+        total = self.reads + self.waits
+        copied = ", ".join(f"{count} x {name}" for name, count in self.copies.most_common(2)) or "nothing"
         return [
-            Finding("no_host_reads", many <= allowed, many, allowed,
-                    f"{self.reads} readings and {self.waits} waits in {self.steps} decoding steps"),
+            Finding("no_host_reads", total <= allowed, total, allowed,
+                    f"{self.reads} reads and {self.waits} waits in {self.steps} decoding steps"),
             Finding("no_debug_copies", not self.copies, sum(self.copies.values()), 0,
                     f"{copied} of cache or weights copied in {self.steps} decoding steps"),
         ]  # fmt: skip
 
 
 def weights(engine: Engine) -> Iterator[Tensor]:
-    """The tensors that the model's layers hold as attributes, packed ones among them."""
+    """All weight tensors reachable from the model's attributes, including packed ones."""
     seen: set[int] = set()
-    waiting: list[Any] = [engine.model]
-    while waiting:
-        item = waiting.pop()
+    stack: list[Any] = [engine.model]
+    while stack:
+        item = stack.pop()
         if id(item) in seen:
             continue
         seen.add(id(item))
@@ -363,10 +375,10 @@ def weights(engine: Engine) -> Iterator[Tensor]:
             if item.layout == torch.strided and not item.is_mkldnn:
                 yield item
         elif isinstance(item, torch.nn.Module):
-            waiting += [*item.parameters(), *item.buffers()]
+            stack += [*item.parameters(), *item.buffers()]
         elif isinstance(item, list | tuple):
-            waiting += item
+            stack += item
         elif callable(item) and getattr(item, "__closure__", None):
-            waiting += [cell.cell_contents for cell in item.__closure__]
+            stack += [cell.cell_contents for cell in item.__closure__]
         elif type(item).__module__.startswith("mlaforge.") and hasattr(item, "__dict__"):
-            waiting += vars(item).values()
+            stack += vars(item).values()

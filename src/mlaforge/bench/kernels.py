@@ -1,10 +1,10 @@
-"""Ops against the machine's roof: GB/s, TFLOP/s and percent of it, over layouts, batches and contexts.
+"""Kernel benchmark: GB/s, TFLOP/s and share of the roofline of an op, over layouts, batches and contexts.
 
-Every row is compared with the fp32 reference before it is timed; a row that is wrong stops the run. As many layers'
-caches are read in turn as the chip's own cache cannot hold (128 at most), block tables are shuffled, and on CUDA
-launches are timed inside a graph, as the engine replays them. The roof counts each visible cached row once, the queries
-and the outputs, at the machine's bandwidth, or the products at its achievable FLOP/s, whichever takes longer. No GPU
-has run this yet.
+Every row is compared with the fp32 reference before it is timed; a wrong row stops the run. The caches of enough layers
+are read in turn that the chip's cache cannot hold them (at most 128), block tables are shuffled, and on CUDA launches
+are timed inside a graph, as the engine replays them. The roofline counts each visible cached row, the queries and the
+outputs once, at the machine's bandwidth, or the products at its achievable FLOP/s, whichever takes longer. No GPU has
+run this yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPERATIONS = ("paged_attention",)
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """`rope` columns follow the value in a latent row; None: keys and values lie apart."""
+    """Attention geometry. rope: rotary columns after the value in a latent row; None: separate keys and values."""
 
     heads: int
     key_heads: int
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def row(self) -> int:
-        """Numbers that a token caches."""
+        """Elements cached per token."""
         return self.key if self.rope is not None else self.key_heads * (self.key + self.value)
 
 
@@ -67,16 +67,16 @@ LAYOUTS = {
 DECODE = [(1, 2048), (1, 32768), (1, 131072), (8, 8192), (32, 8192), (128, 2048), (128, 8192)]
 STEPS = [(S, P, T) for (S, P), T in itertools.product(DECODE, (1, 4))] + [(1, 2048, 2048), (1, 32768, 2048)]
 SMALL = [(1, 512, 1), (2, 256, 4), (1, 128, 64)]
-# A CPU's twin: the memory of a few layers, and minutes.
+# Scaled down for a CPU: the memory of a few layers, and minutes.
 CPU = [(1, 2048, 1), (1, 2048, 4), (8, 2048, 1), (1, 1024, 512)]
 CPU_LAYOUTS = ("gqa 64/8 x 64", "mla 64, 256+64")
 BLOCK = 64
-# Bytes of cached rows that are read before any is read again: several times an H200's 50 MB of L2.
+# Bytes of cached rows read before any is read again: several times an H200's 50 MB of L2.
 COLD = 256 << 20
 
 
 def make_inputs(layout: Layout, S: int, P: int, T: int, device: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Inputs of the op for S sequences of P tokens, the last T of them queries; blocks in random order."""
+    """Inputs of the op for S sequences of P tokens, the last T of each as queries; blocks in random order."""
     columns = -(-P // BLOCK)
     blocks = random.Random(0).sample(range(S * columns), S * columns)
     view = CacheView(
@@ -104,7 +104,7 @@ def make_inputs(layout: Layout, S: int, P: int, T: int, device: str, dtype: torc
 
 
 def split(layout: Layout, rows_LW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as the engine's layers view their rows."""
+    """Keys and values as views of the cached rows, as the engine's layers view them."""
     if layout.rope is not None:
         return rows_LW[:, None], rows_LW[:, None, : layout.value]
     k, v = rows_LW.view(-1, 2, layout.key_heads, layout.key).unbind(1)
@@ -112,7 +112,7 @@ def split(layout: Layout, rows_LW: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def layers(layout: Layout, inputs: tuple[Any, ...], read: float, cold: int) -> list[tuple[Any, ...]]:
-    """The inputs with copies of the cache, `cold` bytes of what a run reads."""
+    """The inputs, and copies of them with copied caches, until one pass reads `cold` bytes. read: bytes of one call."""
     q, k, _, view, scale = inputs
     rows_LW = k.as_strided((len(k), layout.row), (layout.row, 1), 0)
     copies = [inputs]
@@ -122,7 +122,7 @@ def layers(layout: Layout, inputs: tuple[Any, ...], read: float, cold: int) -> l
 
 
 def cost(layout: Layout, S: int, P: int, T: int, itemsize: int) -> Cost:
-    """Bytes and FLOPs that no implementation can do without."""
+    """Minimum bytes and FLOPs of any implementation."""
     window = layout.window or P
     pairs = sum(min(window, P - T + t + 1) for t in range(T))
     rows = min(P, window + T - 1)
@@ -132,7 +132,8 @@ def cost(layout: Layout, S: int, P: int, T: int, itemsize: int) -> Cost:
 
 
 def compare(inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
-    """Against the reference, on a few sequences and the last query tokens where scores of all would not fit."""
+    """Compare with the reference on the first and last sequence and their last 64 query tokens, as the scores of all
+    would not fit."""
     q, k, v, view, scale = inputs
     out, lse = outputs
     starts = view.query_start_S1.tolist()
@@ -155,7 +156,7 @@ def compare(inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
-    """Median of one run of all layers."""
+    """Median seconds of one run over all layers."""
     if device == "cuda":
         from triton.testing import do_bench_cudagraph
 
@@ -169,14 +170,14 @@ def seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def grid(scope: str) -> list[tuple[str, tuple[int, int, int]]]:
-    """Layouts by name, with sequences, cached tokens and query tokens. `small` is a few tiny steps."""
+    """Pairs of a layout's name and (sequences, cached tokens, query tokens). `small`: a few tiny steps for tests."""
     names, steps = {"cpu": (CPU_LAYOUTS, CPU), "small": (tuple(LAYOUTS), SMALL)}.get(scope, (tuple(LAYOUTS), STEPS))
     return list(itertools.product(names, steps))
 
 
 def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str, Any]:
-    """Measures an op over its grid and writes `folder/kernels.json`; returns what was written. UserError for an unknown
-    op, AssertionError where a result is wrong."""
+    """Measure an op over its grid, write `folder/kernels.json` and return its content. Raise UserError for an unknown
+    op, AssertionError for a wrong result."""
     if config.op not in OPERATIONS:
         raise UserError(
             f"op {config.op!r} has no benchmark; use {', '.join(OPERATIONS)}{nearest(config.op, OPERATIONS)}"
@@ -185,15 +186,15 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
     name, *others = config.dtype or ("auto",)
     if others or name not in DTYPES:
         raise UserError(f"dtype = {','.join(config.dtype or ())} must be one of {', '.join(DTYPES)} for kernels")
-    # Half the processors' products are no faster in bf16, and none is slower to read.
+    # On half the processors bf16 products are no faster than fp32, but bf16 rows are never slower to read.
     dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
     gpu = roof(config.roof, device)
     if gpu is None:
-        raise UserError("this machine's roof is not known; name the nearest with --roof")
+        raise UserError("the roofline of this machine is unknown; name the most similar machine with --roof")
     header, rows = machine.header("kernels", device), list[dict[str, Any]]()
     for name, (S, P, T) in grid(scope or ("cpu" if device.type == "cpu" else "full")):
         rows.append({"op": config.op, **measure(name, S, P, T, config.implementation, device.type, dtype, gpu, scope)})
-        log(f"{name}, {S} x {P} tokens, {T} queries: {rows[-1]['us']:.1f} us by {rows[-1]['by']}")
+        log(f"{name}, {S} x {P} tokens, {T} queries: {rows[-1]['us']:.1f} us with {rows[-1]['by']}")
         machine.write(folder / "kernels.json", {**header, "roof": describe(gpu), "rows": rows})
     return {**header, "roof": describe(gpu), "rows": rows}
 
@@ -202,28 +203,29 @@ def measure(
     name: str, S: int, P: int, T: int, implementation: str | None, device: str, dtype: torch.dtype, gpu: Gpu,
     scope: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """One row: checked, then timed."""
+    """Check and time one row."""
     layout = LAYOUTS[name]
     inputs = make_inputs(layout, S, P, T, device, dtype)
     by, _ = OP.choose(*inputs, implementation=implementation)
     compare(inputs, OP(*inputs, implementation=by))
-    least = cost(layout, S, P, T, dtype.itemsize)
-    copies = layers(layout, inputs, least.bytes, 0 if scope == "small" else COLD)
+    minimum = cost(layout, S, P, T, dtype.itemsize)
+    copies = layers(layout, inputs, minimum.bytes, 0 if scope == "small" else COLD)
 
-    def every() -> None:
-        for each in copies:
-            OP(*each, implementation=by)
+    def run_layers() -> None:
+        for layer_inputs in copies:
+            OP(*layer_inputs, implementation=by)
 
-    took = seconds(every, device) / len(copies)
+    seconds_per_layer = seconds(run_layers, device) / len(copies)
     return {
         "layout": name, "sequences": S, "tokens": P, "queries": T, "dtype": str(dtype).removeprefix("torch."), "by": by,
-        "us": took * 1e6, "gbs": least.bytes / took / 1e9, "tflops": least.flops / took / 1e12,
-        "of_the_roof": gpu.seconds(least) / took, "limit": gpu.bound(least),
+        "us": seconds_per_layer * 1e6, "gbs": minimum.bytes / seconds_per_layer / 1e9,
+        "tflops": minimum.flops / seconds_per_layer / 1e12,
+        "of_the_roof": gpu.seconds(minimum) / seconds_per_layer, "limit": gpu.bound(minimum),
     }  # fmt: skip
 
 
 def table(body: dict[str, Any]) -> str:
-    """Markdown."""
+    """Markdown table of the rows."""
     heads = ("layout", "sequences", "tokens", "queries", "by")
     lines = [(*heads, "us", "GB/s", "TFLOP/s", "of the roof", "limit")]
     for row in body["rows"]:

@@ -1,4 +1,4 @@
-"""Which machine and which code measured: commit, device, memory, and how results are written."""
+"""Provenance of results (commit, device, environment), process memory, and atomic writing of results."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ SCHEMA = 1
 
 
 def commit() -> tuple[str, bool]:
-    """The commit of the checkout that this package runs from, and whether the package differs from it; mlaforge's
-    version where it runs from none."""
+    """Commit of the checkout that contains this package, and whether the package has uncommitted changes; mlaforge's
+    version and False outside a checkout."""
     here = Path(__file__).parents[1]
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
+            result = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
         except FileNotFoundError:
             return None
-        return None if done.returncode else done.stdout.strip()
+        return None if result.returncode else result.stdout.strip()
 
-    # An installed package may lie inside a repository that it is no part of.
+    # An installed package may be inside an unrelated repository.
     if git("ls-files", "--error-unmatch", "__init__.py") is None or (head := git("rev-parse", "HEAD")) is None:
         return f"mlaforge {version()}", False
     return head, bool(git("status", "--porcelain", "--", "."))
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's and the number of threads."""
+    """Name of the GPU, or of the processor with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{environment_processor()}, {torch.get_num_threads()} threads"
 
 
 def environment_processor() -> str:
-    """The processor as the system names it."""
+    """Model name of the processor from /proc/cpuinfo, `cpu` if unknown."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
 def command(*program: str) -> str:
-    """The command that runs, as results record it: without the folders of this machine."""
+    """Command line of this process as results record it, without this machine's folders."""
     return shlex.join([*program, *map(record_text, sys.argv[1:])])
 
 
 def header(kind: str, device: torch.device) -> dict[str, Any]:
-    """What every file of results begins with."""
+    """Common first keys of every results file."""
     code, dirty = commit()
     return {
         "kind": kind, "schema": SCHEMA, "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -68,7 +68,7 @@ def header(kind: str, device: torch.device) -> dict[str, Any]:
 
 
 def write(path: Path, body: dict[str, Any]) -> None:
-    """All of it or nothing: a reader never sees half a file."""
+    """Write `body` as JSON atomically: readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
@@ -76,10 +76,10 @@ def write(path: Path, body: dict[str, Any]) -> None:
 
 
 class Memory:
-    """Bytes that this process holds on a device, and the most it held since `reset`.
+    """Bytes that this process has allocated on a device: current, and peak since `reset`.
 
-    On CUDA torch's allocator counts. On a CPU it is the resident set, files that are mapped included; where the
-    system does not let the peak be reset, `peak` is that of the process's whole life.
+    CUDA: torch's caching allocator. CPU: the resident set including mapped files; if the system cannot reset the peak,
+    `peak` covers the process's whole lifetime.
     """
 
     def __init__(self, device: torch.device):
@@ -99,15 +99,15 @@ class Memory:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _resident()
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _most_resident()
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _peak_resident()
 
 
 def _resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _most_resident() -> int:
-    """The peak, which psutil does not know on Linux; where the system does not tell it, what is resident now."""
+def _peak_resident() -> int:
+    """Peak resident set from VmHWM, which psutil does not report on Linux; the current one where VmHWM is missing."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), _resident())

@@ -1,4 +1,4 @@
-"""What a run's peers have in common: how one decodes, and what a repetition of it took."""
+"""Interface of the engines that a run compares, their decoding variants and their measured repetitions."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from mlaforge.engine.speculation.statistics import SpeculationStats
 
 @dataclasses.dataclass
 class Repetition:
-    """One repetition. Seconds; `tokens` were decoded in `seconds` after all requests had their first token. `first` is
-    None where not all of the prompts was computed, `first_cached` where nothing of them was found in a cache."""
+    """One repetition; times in seconds. `tokens` were decoded in `seconds` after all requests had their first token.
 
-    first: float | None
+    ttft: time to first token, None unless the whole prompts were computed. ttft_cached: the same with cached prompts,
+    None without a prefix cache. token_seconds: time per decoded token of each request.
+    """
+
+    ttft: float | None
     tokens: int
     seconds: float
-    gaps: list[float]
+    token_seconds: list[float]
     token_ids: list[list[int]]
-    first_cached: float | None = None
+    ttft_cached: float | None = None
     cache_bytes: int | None = None
     speculation: SpeculationStats | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How a peer decodes: `count` drafted tokens a step by `draft` (ngram, replay, head); 0 is plain decoding.
-    `specpv`: whether a part of the cache judges them first, as the engine's option."""
+    """Way of decoding: `count` tokens drafted per step by `draft` (ngram, replay, head); 0 is plain decoding.
+    specpv: partial verification, as the engine's option."""
 
     count: int = 0
     draft: str = "none"
@@ -37,8 +40,8 @@ PLAIN = Variant()
 
 
 class DoesNotFit(Exception):
-    """A case is beyond the machine or the model: `what` is too much, which setting to `change`, and how many `tokens`
-    of all requests together would fit, where that is known."""
+    """A case exceeds the machine or the model. what: the exceeded limit; change: the setting to change; tokens: how
+    many tokens of all requests together would fit, if known."""
 
     def __init__(self, what: str, change: str, tokens: int | None = None):
         super().__init__(what)
@@ -46,7 +49,7 @@ class DoesNotFit(Exception):
 
 
 class Peer(Protocol):
-    """Something that continues prompts and can be timed."""
+    """An engine that continues prompts and can be timed."""
 
     name: str
     model: str
@@ -54,10 +57,10 @@ class Peer(Protocol):
     weight_bytes: int | None
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
-        """One repetition: every prompt and `tokens` decoded tokens after its first, greedily, whatever ends a text.
-        DoesNotFit where that is beyond the machine."""
+        """Run one repetition: prefill, then `tokens` greedy tokens after the first of each prompt, ignoring EOS. Raise
+        DoesNotFit if it exceeds the machine."""
         ...
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Release memory and processes."""
         ...

@@ -1,49 +1,49 @@
-"""Prompts of a given length out of real text: cut from the documents of files, one after another where one is short."""
+"""Prompts of a given length, cut from real text; short documents are joined."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import record_place, sha256
+from mlaforge.artifact import record_path, sha256
 from mlaforge.data import corpus
 from mlaforge.runtime import UserError
 
 
 class Prompts:
-    """The text of some sources and what a tokenizer makes of it. Deterministic: the same call, the same prompts."""
+    """Source text and its tokenizer. Deterministic: equal calls return equal prompts."""
 
     def __init__(self, sources: tuple[str, ...], tokenizer: Any):
         self.sources, self.tokenizer = sources, tokenizer
-        texts = (text for source in sources for text in corpus.documents(source, judged=True, tokenizer=tokenizer))
+        texts = (text for source in sources for text in corpus.documents(source, evaluation=True, tokenizer=tokenizer))
         self.text = "\n\n".join(text for text in texts if text.strip())
-        # What the tokenizer puts before any text, such as a beginning of text.
+        # Special tokens that the tokenizer puts before any text, such as BOS.
         self.prefix: list[int] = list(tokenizer("")["input_ids"])
 
     def __call__(self, context: int, batch: int, rounds: int) -> list[list[list[int]]]:
-        """[round][request]: token ids of `context` tokens each. Every one begins at a line of its own, so that no
-        prefix is shared; texts may overlap otherwise. UserError where the text is too short."""
+        """Return [round][request] -> token ids, `context` tokens each. Each prompt starts at a different line, so no
+        two share a prefix; they may overlap otherwise. Raise UserError if the text is too short."""
         count = batch * rounds
         starts = [self.text.find("\n", number * len(self.text) // count) + 1 for number in range(count)]
         if len(set(starts)) < count:
-            raise UserError(f"the text has too few lines for {count} prompts; give more text, or fewer --rounds")
-        prompts = [self._from(start, context) for start in starts]
+            raise UserError(f"the text has too few lines for {count} prompts; give more --text or fewer --rounds")
+        prompts = [self._prompt_at(start, context) for start in starts]
         return [prompts[first : first + batch] for first in range(0, count, batch)]
 
-    def _from(self, start: int, context: int) -> list[int]:
+    def _prompt_at(self, start: int, context: int) -> list[int]:
         length = context - len(self.prefix)
-        # The end of the text is followed by its beginning.
+        # The text wraps around at its end.
         ids = corpus.tokens(self.tokenizer, self.text[start:] + "\n\n" + self.text[:start], length)
         if len(ids) < length:
             raise UserError(
-                f"the text has {len(ids)} tokens, prompts of {context} are wanted; give more --text or less --context"
+                f"the text has {len(ids)} tokens, prompts need {context}; give more --text or a smaller --context"
             )
         return self.prefix + ids[:length].tolist()
 
     def describe(self) -> list[dict[str, str]]:
-        """What results record: every file and its hash."""
+        """Files and their hashes, as results record them."""
         files = [p for source in self.sources if source != corpus.EMBEDDED for p in _files(Path(source).expanduser())]
-        records = [{"path": record_place(path), "sha256": sha256(path)} for path in files]
+        records = [{"path": record_path(path), "sha256": sha256(path)} for path in files]
         return [*records, *({"path": s, "sha256": ""} for s in self.sources if s == corpus.EMBEDDED)]
 
 

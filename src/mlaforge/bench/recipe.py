@@ -1,4 +1,4 @@
-"""What a scenario runs: its file in bench/scenarios for a scope, overridden by the user's options."""
+"""Recipe of a scenario: its YAML file in bench/scenarios for one scope, overridden by the user's options."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mlaforge.runtime import UserError
 
 FOLDER = Path(__file__).with_name("scenarios")
 SCENARIOS = ("baseline", "single", "batch", "large-context", "stress")
-# The benchmarks of what the engine and speculation promise, in the same form.
+# Benchmarks of the engine's and of speculation's documented speed, in the same form.
 OTHERS = ("speed", "engine", "draft")
 SCOPES = ("micro", "cpu")
-# What a scenario's file need not say.
+# Defaults of keys that a scenario's file may omit.
 DEFAULTS = {
     "warm_up": 1, "cache_fraction": 0.75, "prefix_caching": True, "draft": "ngram", "specpv": "off",
     "dtype": "auto", "transformers": "auto", "text": ["embedded"],
@@ -27,8 +27,8 @@ DRAFTERS = ("ngram", "replay")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A scenario with nothing left open. `head` is the directory of the EAGLE-3 head among `drafts`. `prompts_once`:
-    what the cache holds of a prompt stays from case to case, so that it is computed once."""
+    """A fully resolved scenario. head: directory of the EAGLE-3 head among `drafts`. prompts_once: keep cached prompts
+    from case to case, so that each prompt is computed once."""
 
     scenario: str
     scope: str
@@ -51,20 +51,20 @@ class Recipe:
 
 
 def scope_of(config: BenchConfig, device: torch.device) -> str:
-    """`auto` resolved: twins where there is no GPU."""
+    """Resolve the scope `auto`: micro on CUDA, else cpu."""
     if config.scope != "auto":
         return config.scope
     return "micro" if device.type == "cuda" else "cpu"
 
 
 def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
-    """The recipe of a shipped scenario, `config` over it. Raises UserError for a value that is out of range."""
+    """Return the recipe of a shipped scenario, overridden by `config`. Raise UserError for an invalid value."""
     known = (*SCENARIOS, *OTHERS)
     if scenario not in known:
         raise UserError(f"scenario {scenario!r} must be one of {', '.join(known)}{nearest(scenario, known)}")
     file = read_recipe(FOLDER / f"{scenario}.yaml")
     scopes = {name: file.pop(name) for name in SCOPES}
-    description, once = file.pop("told"), file.pop("prompts_once", False)
+    description, prompts_once = file.pop("told"), file.pop("prompts_once", False)
     defaults = resolve(BenchConfig, None, **{**DEFAULTS, **file, **scopes.get(scope, {})})
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     chosen = {name: getattr(defaults, name) if value is None else value for name, value in options.items()}
@@ -73,26 +73,26 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
         scenario, scope, description, _distinct(chosen["context"]), _distinct(chosen["batch"]),
         tuple(sorted(set(chosen["num_speculative_tokens"]))), drafts, head, _distinct(chosen["specpv"]),
         chosen["tokens"], chosen["rounds"], chosen["warm_up"], chosen["cache_fraction"], chosen["prefix_caching"],
-        chosen["dtype"], chosen["transformers"], chosen["text"], once,
+        chosen["dtype"], chosen["transformers"], chosen["text"], prompts_once,
     )  # fmt: skip
     if "replay" in recipe.drafts and max(recipe.counts) and 0 not in recipe.counts:
-        raise UserError("draft replay needs plain decoding beside it; add 0 to num_speculative_tokens")
+        raise UserError("draft replay needs the output of plain decoding; add 0 to num_speculative_tokens")
     if "none" in recipe.transformers and set(recipe.transformers) != {"none"}:
-        raise UserError(f"transformers {','.join(recipe.transformers)} must be none alone, or dtypes without it")
+        raise UserError(f"transformers {','.join(recipe.transformers)} must be either none or a list of dtypes")
     return recipe
 
 
 def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
-    """None of them twice."""
+    """Remove duplicates, keeping the order."""
     return tuple(dict.fromkeys(items))
 
 
 def _drafts(words: tuple[str, ...]) -> tuple[tuple[str, ...], Path | None]:
-    """Drafters by kind, and the head's directory."""
+    """Split the option `draft` into kinds (ngram, replay, head) and the head's directory."""
     heads = [word for word in words if word not in DRAFTERS]
     for head in heads:
         if not Path(head).is_dir():
             raise UserError(f"draft {head!r} must be {', '.join(DRAFTERS)} or the directory of an EAGLE-3 head")
     if len(heads) > 1:
-        raise UserError(f"draft {','.join(words)} names {len(heads)} heads; give one, an engine holds no more")
+        raise UserError(f"draft {','.join(words)} names {len(heads)} heads; give one, as an engine loads only one")
     return _distinct(tuple("head" if word in heads else word for word in words)), Path(heads[0]) if heads else None

@@ -1,4 +1,4 @@
-"""An oracle drafter: it proposes what plain decoding gave. No drafter of so many tokens is faster."""
+"""Oracle drafter that proposes the output of plain decoding: the upper bound of any drafter of as many tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlaforge.engine.speculation.drafter import Draft
 
 
 class Replay:
-    """Proposes the true continuation: `texts` are prompt and answer of each request, by the request's id."""
+    """Propose the true continuation. texts: request id -> token ids of prompt and answer."""
 
     boundaries: tuple[int, ...] = ()
 
@@ -16,7 +16,7 @@ class Replay:
         self.texts = texts
 
     def propose(self, budgets: Any, min_probability: float) -> list[Draft | None]:
-        """As Drafter.propose; None at the end of the text."""
+        """See Drafter.propose. None at the end of the text."""
         drafts: list[Draft | None] = []
         for sequence, count in budgets:
             length = len(sequence.token_ids)
@@ -25,4 +25,4 @@ class Replay:
         return drafts
 
     def observe(self, starts: Any, states_NS: Any) -> None:
-        """Nothing."""
+        """Ignored: the drafts do not depend on hidden states."""

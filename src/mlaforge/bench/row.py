@@ -1,4 +1,4 @@
-"""A case of a scenario in the making."""
+"""One case of a scenario while it is measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlaforge.bench.peer import Peer, Repetition, Variant
 
 @dataclasses.dataclass
 class Row:
-    """A case in the making: one peer decoding in one way."""
+    """One peer with one variant of decoding, and its repetitions so far."""
 
     peer: Peer
     variant: Variant

@@ -1,4 +1,4 @@
-"""`bench`: what is run under which name, and where its results go."""
+"""Entry point of `bench`: resolves benchmark names and the folder of the results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KNOWN = (*recipe.SCENARIOS, ALL, *recipe.OTHERS, KERNELS, CONVERSION)
 
 
 def run(what: str, models: list[str], config: BenchConfig) -> tuple[Path, str]:
-    """Runs one benchmark, or scenarios (several with commas, or all) in a new folder of `config.out`; the folder, and
-    tables for the terminal.
+    """Run one benchmark, or scenarios (comma-separated, or `all`), in a new folder of `config.out`.
 
-    UserError for what is not known; scenario.BrokenInvariant where an invariant of PERF_MODE does not hold.
+    Return the folder and tables for the terminal. Raise UserError for an unknown name, scenario.BrokenInvariant if an
+    invariant of PERF_MODE does not hold.
     """
     names = recipe.SCENARIOS if what == ALL else tuple(what.split(","))
     for name in names if what not in KNOWN else ():

@@ -1,4 +1,4 @@
-"""Runs a scenario: the engine beside its peers, interleaved round by round; results as JSON."""
+"""Scenario runs: the engine and its peers, interleaved round by round; results as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from mlaforge.artifact import Manifest, record_place
+from mlaforge.artifact import Manifest, record_path
 from mlaforge.bench import machine, summary
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
 from mlaforge.bench.engine_peer import EnginePeer
-from mlaforge.bench.invariants import Audit, Finding, together
+from mlaforge.bench.invariants import Audit, Finding, merge
 from mlaforge.bench.peer import PLAIN, DoesNotFit, Peer, Repetition, Variant
 from mlaforge.bench.prompts import Prompts
 from mlaforge.bench.recipe import Recipe, read, scope_of
@@ -37,9 +37,9 @@ from mlaforge.planning.plan import Plan, plan_of
 from mlaforge.rendering.page import interval
 from mlaforge.runtime import UserError, log, resolve_device
 
-# What is said where memory is not there by other errors than that of torch's CUDA allocator: by its allocator on a CPU,
-# by CUDA itself (graphs, streams), and by the libraries that ask CUDA for their own.
-FULL = (
+# Messages of out-of-memory errors that are not torch.OutOfMemoryError: torch's CPU allocator, CUDA itself (graphs,
+# streams), and the libraries that allocate with CUDA directly.
+OUT_OF_MEMORY = (
     "not enough memory", "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )  # fmt: skip
@@ -49,11 +49,11 @@ FLOATING = ("float32", "bfloat16", "float16")
 
 
 class BrokenInvariant(Exception):
-    """An invariant does not hold: one of PERF_MODE, or that a case leaves nothing behind."""
+    """An invariant of PERF_MODE does not hold, or a case left requests or blocks behind."""
 
 
 class UnavailablePeer:
-    """A peer that could not be loaded: every case of it says why."""
+    """A peer that could not be loaded: each of its cases reports the reason."""
 
     weight_bytes: int | None = None
 
@@ -64,7 +64,7 @@ class UnavailablePeer:
         raise self.error
 
     def close(self) -> None:
-        """Nothing."""
+        """Nothing to release."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,71 +76,72 @@ class Model:
 
 @contextlib.contextmanager
 def capacity(change: str) -> Iterator[None]:
-    """Memory that is not there becomes DoesNotFit, with the setting to change."""
+    """Convert out-of-memory errors to DoesNotFit. change: the setting to change."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, CacheTooSmall) as error:
         raise DoesNotFit(str(error).split("\n")[0] or "out of memory", change) from error
     except RuntimeError as error:
-        if not any(words in str(error) for words in FULL):
+        if not any(message in str(error) for message in OUT_OF_MEMORY):
             raise
         raise DoesNotFit(str(error).split("\n")[0], change) from error
 
 
 class Eta:
-    """Tells the watcher what was done and how long the rest takes, by the tokens that it computes."""
+    """Progress log with the estimated remaining time, from the share of `total` tokens computed so far."""
 
-    def __init__(self, what: str, total: float):
-        self.what, self.total, self.done, self.start = what, total, 0.0, time.monotonic()
+    def __init__(self, label: str, total: float):
+        self.label, self.total, self.completed, self.start = label, total, 0.0, time.monotonic()
 
-    def step(self, weight: float, message: str) -> None:
-        self.done += weight
-        left = (time.monotonic() - self.start) * (self.total - self.done) / self.done
-        log(f"{self.what} {100 * self.done / self.total:.0f} %, {left / 60:.1f} min left: {message}")
+    def advance(self, weight: float, message: str) -> None:
+        self.completed += weight
+        remaining = (time.monotonic() - self.start) * (self.total - self.completed) / self.completed
+        log(f"{self.label} {100 * self.completed / self.total:.0f} %, {remaining / 60:.1f} min left: {message}")
 
 
 def run(
-    what: str, models: list[str], config: BenchConfig, folder: Path, permit: Callable[[str, dict[str, Any]], bool]
+    scenario: str, models: list[str], config: BenchConfig, folder: Path, permit: Callable[[str, dict[str, Any]], bool]
 ) -> dict[str, Any]:
-    """Runs one scenario and writes `folder/<what>.json`, after every context and batch; returns what was written.
+    """Run one scenario, write `folder/<scenario>.json` after every context and batch, and return its content.
 
-    `permit(scope, header)` says whether the run was forced, or raises UserError where it may not begin. Raises
-    BrokenInvariant where an invariant does not hold, most of them under --perf alone; what was found is written first.
+    `permit(scope, header)` returns whether the run was forced, or raises UserError if it may not begin. Raise
+    BrokenInvariant if an invariant does not hold (most are checked under --perf only), after writing the findings.
     """
     device = resolve_device(config.device)
-    recipe = read(what, scope_of(config, device), config)
+    recipe = read(scenario, scope_of(config, device), config)
     if not models:
         raise UserError("MODEL is missing: mlaforge bench SCENARIO MODEL [CONVERTED ...]")
     resolved = [_model(model) for model in models]
     names = [model.name for model in resolved]
     if len(set(names)) < len(names):
-        raise UserError(f"two models are called {max(names, key=names.count)}; rename one directory, results name them")
+        duplicate = max(names, key=names.count)
+        raise UserError(f"two models are called {duplicate}; rename one directory, as results identify models by name")
     header = machine.header("scenario", device)
     forced = permit(recipe.scope, header)
-    imported = [case for file in config.import_ or () for case in _imported(Path(file), what)]
+    imported = [case for file in config.import_ or () for case in _imported(Path(file), scenario)]
     gpu, start = roof(config.roof, device), time.monotonic()
-    # All models of a run read the same text; each with its own tokenizer.
+    # All models of a run read the same text, tokenized by their tokenizers.
     texts = {model.name: Prompts(recipe.text, model.source.tokenizer) for model in resolved}
-    judged = texts[names[0]].describe()
-    unknown = check_unseen(recipe.head, judged) if recipe.head is not None else ""
+    text_files = texts[names[0]].describe()
+    unknown = check_unseen(recipe.head, text_files) if recipe.head is not None else ""
     if unknown:
         log(unknown)
     body: dict[str, Any] = header | {
-        "scenario": what, "scope": recipe.scope, "told": recipe.description, "forced": forced, "seconds": 0.0,
-        "config": _recorded(recipe), "prompts": judged, "unknown": unknown, "roof": describe(gpu),
+        "scenario": scenario, "scope": recipe.scope, "told": recipe.description, "forced": forced, "seconds": 0.0,
+        "config": _recorded(recipe), "prompts": text_files, "unknown": unknown, "roof": describe(gpu),
         "models": [
-            {"name": m.name, "path": record_place(m.source.path), "sha256": m.source.fingerprint,
+            {"name": m.name, "path": record_path(m.source.path), "sha256": m.source.fingerprint,
              "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token, **_quality(m.source.path)}
             for m in resolved
         ],
         "perf": None, "cases": [],
     }  # fmt: skip
-    path, findings = folder / f"{what}.json", list[Finding]()
+    path, findings = folder / f"{scenario}.json", list[Finding]()
     groups = [(c, b) for c in sorted(recipe.contexts) for b in sorted(recipe.batches)]
-    eta = Eta(f"bench {what}", sum(_weight(recipe, c, b) for c, b in groups) * len(recipe.cache_fractions))
+    eta = Eta(f"bench {scenario}", sum(_weight(recipe, c, b) for c, b in groups) * len(recipe.cache_fractions))
     try:
         for number, fraction in enumerate(recipe.cache_fractions):
-            with loaded(resolved, recipe, config, device, fraction, others=number == 0) as peers:
+            with loaded(resolved, recipe, config, device, fraction, baselines=number == 0) as peers:
                 for context, batch in groups:
                     rows = [Row(peer, variant) for peer in peers for variant in variants(peer, recipe, context)]
                     prompts = {n: p(context, batch, recipe.rounds + recipe.warm_up) for n, p in texts.items()}
@@ -148,7 +149,7 @@ def run(
                         _rounds(rows, prompts, recipe, config.perf, eta, context, batch)
                     finally:
                         findings += [finding for row in rows for finding in row.findings]
-                        body["perf"] = together(findings) if config.perf else None
+                        body["perf"] = merge(findings) if config.perf else None
                         body["seconds"] = time.monotonic() - start
                         body["cases"] += _cases(rows, resolved, recipe, gpu, fraction, context, batch)
                         machine.write(path, body)
@@ -162,16 +163,16 @@ def _rounds(
     rows: list[Row], prompts: dict[str, list[list[list[int]]]], recipe: Recipe, perf: bool, eta: Eta, context: int,
     batch: int,
 ) -> None:  # fmt: skip
-    """Warm-up, the audit of every row of ours, then the measured rounds: every row once, one after another."""
+    """Run the warm-up, the audit of the engine's rows, then the measured rounds; a round runs every row once."""
     weight = _weight(recipe, context, batch) / (recipe.rounds + recipe.warm_up) / len(rows)
     for number in range(recipe.rounds + recipe.warm_up):
         measured = number >= recipe.warm_up
         for row in rows:
             if row.status == "ok":
-                _once(row, prompts[row.peer.model][number], recipe.tokens, measured)
+                _repeat(row, prompts[row.peer.model][number], recipe.tokens, measured)
             case = f"{context}x{batch} {row.peer.name} {row.peer.model} {row.peer.dtype} {label(row.variant)}"
             rate = f"{row.repetitions[-1].tokens / row.repetitions[-1].seconds:.1f} tok/s" if row.repetitions else ""
-            eta.step(weight, f"{case}: {row.limit['what'] if row.limit else rate or 'warm-up'}")
+            eta.advance(weight, f"{case}: {row.limit['what'] if row.limit else rate or 'warm-up'}")
         if perf and number == max(0, recipe.warm_up - 1):
             for row in rows:
                 if isinstance(row.peer, EnginePeer) and row.status == "ok":
@@ -180,7 +181,8 @@ def _rounds(
 
 @contextlib.contextmanager
 def _fitting(row: Row) -> Iterator[None]:
-    """A row that does not fit says so and is not repeated; the engine is idle again behind either."""
+    """Record DoesNotFit as the row's limit, which ends its repetitions. Raise BrokenInvariant if the engine is not idle
+    afterwards."""
     try:
         with capacity("a smaller --context or --batch, a smaller --cache-fraction (caches leave room for activations)"):
             yield
@@ -193,11 +195,11 @@ def _fitting(row: Row) -> Iterator[None]:
         try:
             row.peer.check_idle()
         except AssertionError as error:
-            told = f"{error or 'tables and pools disagree'} after a case ({row.peer.model}, {label(row.variant)})"
-            raise BrokenInvariant(f"cache_integrity: {told}") from error
+            detail = f"{error or 'tables and pools disagree'} after a case ({row.peer.model}, {label(row.variant)})"
+            raise BrokenInvariant(f"cache_integrity: {detail}") from error
 
 
-def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> None:
+def _repeat(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> None:
     memory = (
         machine.Memory(row.peer.device) if isinstance(row.peer, Transformers) else getattr(row.peer, "memory", None)
     )
@@ -208,9 +210,11 @@ def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> No
                 before = memory.now()
             repetition = row.peer.run(prompts, tokens, row.variant)
             if memory is not None:
-                # On a CPU a cache's pages are the system's until they are first written.
-                first = repetition.cache_bytes or 0 if row.activations is None and memory.device.type == "cpu" else 0
-                row.activations = max(row.activations or 0, memory.peak() - before - first)
+                # On a CPU the pages of a cache become resident when they are first written.
+                new_pages = (
+                    repetition.cache_bytes or 0 if row.activations is None and memory.device.type == "cpu" else 0
+                )
+                row.activations = max(row.activations or 0, memory.peak() - before - new_pages)
             if measured:
                 row.repetitions.append(repetition)
     except PeerFailed as error:
@@ -220,7 +224,7 @@ def _once(row: Row, prompts: list[list[int]], tokens: int, measured: bool) -> No
 
 
 def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
-    """PERF_MODE's invariants on a repetition that is not timed; raises BrokenInvariant for the first that fails."""
+    """Check PERF_MODE's invariants on an untimed repetition. Raise BrokenInvariant for the first that fails."""
     assert isinstance(row.peer, EnginePeer)
     with _fitting(row):
         row.findings = Audit(row.peer).run(prompts, tokens, row.variant)
@@ -230,14 +234,14 @@ def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
 
 
 def variants(peer: Peer, recipe: Recipe, context: int) -> list[Variant]:
-    """How a peer decodes prompts of `context` tokens; plain decoding first, which the others are compared with. What is
-    left out because it would be no other way is logged."""
+    """Decoding variants of a peer for prompts of `context` tokens: plain decoding, the baseline, first. Log partial
+    verification that does not apply and is skipped."""
     if peer.name != EnginePeer.name:
         return [PLAIN]
     plain, counts, specpvs = [PLAIN] if 0 in recipe.counts else [], [k for k in recipe.counts if k], recipe.specpvs
-    whole = peer.reads_all(context) if isinstance(peer, EnginePeer) else None
-    if whole and counts and set(specpvs) != {"off"}:
-        log(f"no partial verification of {peer.model} at {context:,} tokens: {whole}")
+    reason = peer.no_partial_reason(context) if isinstance(peer, EnginePeer) else None
+    if reason and counts and set(specpvs) != {"off"}:
+        log(f"no partial verification of {peer.model} at {context:,} tokens: {reason}")
         specpvs = tuple(specpv for specpv in specpvs if specpv == "off")
     return plain + [Variant(k, draft, specpv) for draft in recipe.drafts for k in counts for specpv in specpvs]
 
@@ -250,21 +254,22 @@ def label(variant: Variant) -> str:
 
 @contextlib.contextmanager
 def loaded(
-    models: list[Model], recipe: Recipe, config: BenchConfig, device: torch.device, fraction: float, others: bool
+    models: list[Model], recipe: Recipe, config: BenchConfig, device: torch.device, fraction: float, baselines: bool
 ) -> Iterator[list[Peer]]:
-    """All engines of a run, in memory together because they take turns; each has its share of `fraction`."""
-    longest, most = max(recipe.contexts) + recipe.tokens + 1, max(recipe.batches)
+    """All peers of a run, in memory together because their repetitions are interleaved. The engines share `fraction`
+    equally. baselines: load transformers and other engines too."""
+    max_length, max_batch = max(recipe.contexts) + recipe.tokens + 1, max(recipe.batches)
     peers: list[Peer] = []
 
-    def load(name: str, model: Model, dtype: str, make: Callable[..., Peer], *words: Any) -> None:
+    def load(name: str, model: Model, dtype: str, make: Callable[..., Peer], *arguments: Any) -> None:
         try:
             with capacity("fewer models at once, another --dtype, a larger --cache-fraction, or a smaller model"):
-                peers.append(make(model.source.path, model.name, *words))
+                peers.append(make(model.source.path, model.name, *arguments))
         except (DoesNotFit, PeerFailed) as error:
             peers.append(UnavailablePeer(name, model.name, dtype, error))
 
     try:
-        # One choice for all models: `auto` may come out differently for each, and may stand for another word.
+        # Resolved once for all models: `auto` may differ between models, and may duplicate another dtype.
         formats = dict.fromkeys(choose_format(dtype, models[0].source, device) for dtype in recipe.dtypes)
         engines = [(model, dtype) for model in models for dtype in formats]
         for model, dtype in engines:
@@ -272,16 +277,18 @@ def loaded(
                 dtype=dtype, device=config.device, cache_fraction=fraction / len(engines),
                 prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts),
             )  # fmt: skip
-            load(EnginePeer.name, model, dtype, EnginePeer, recipe.head, settings, longest, most, recipe.prompts_once)
-        for model in models if others else ():
-            own = next(peer.dtype for peer in peers if peer.model == model.name)
-            floating = own if own in FLOATING else "bfloat16"
-            words = [word for word in recipe.transformers if word != "none"]
-            for dtype in dict.fromkeys(floating if word == "auto" else word for word in words):
+            arguments = (recipe.head, settings, max_length, max_batch, recipe.prompts_once)
+            load(EnginePeer.name, model, dtype, EnginePeer, *arguments)
+        for model in models if baselines else ():
+            engine_dtype = next(peer.dtype for peer in peers if peer.model == model.name)
+            auto_dtype = engine_dtype if engine_dtype in FLOATING else "bfloat16"
+            dtypes = [dtype for dtype in recipe.transformers if dtype != "none"]
+            for dtype in dict.fromkeys(auto_dtype if dtype == "auto" else dtype for dtype in dtypes):
                 load("transformers", model, dtype, Transformers, dtype, device)
-        for file in config.peer or () if others else ():
+        for file in config.peer or () if baselines else ():
             for model in models:
-                load(Path(file).stem, model, "bfloat16", functools.partial(Endpoint, Path(file)), longest, most)
+                make = functools.partial(Endpoint, Path(file))
+                load(Path(file).stem, model, "bfloat16", make, max_length, max_batch)
         yield peers
     finally:
         for peer in peers:
@@ -296,15 +303,15 @@ def _model(name: str) -> Model:
 
 
 def _quality(path: Path) -> dict[str, Any]:
-    """What `convert` measured of a model: perplexity over the original's, and its 95 % interval; None elsewhere."""
-    metrics = made.metrics if (made := Manifest.load(path)) and made.stage == "convert" else {}
+    """Perplexity ratio to the original from the manifest of `convert`, with its 95 % interval; None elsewhere."""
+    metrics = manifest.metrics if (manifest := Manifest.load(path)) and manifest.stage == "convert" else {}
     ratio, error, windows = (metrics.get(name) for name in ("ratio", "log_ratio_stderr", "windows"))
     ends = interval(math.log(ratio), error, windows) if ratio and error is not None and windows else None
     return {"ratio": ratio, "ratio_interval": ends and [math.exp(end) for end in ends]}
 
 
 def _weight(recipe: Recipe, context: int, batch: int) -> float:
-    """What a group of cases takes, in tokens of a prompt; a decoded one takes as long as some twenty."""
+    """Estimated duration of a group of cases in prompt tokens; a decoded token takes as long as about twenty."""
     return batch * (context + 20 * recipe.tokens)
 
 
@@ -312,9 +319,9 @@ def _recorded(recipe: Recipe) -> dict[str, Any]:
     fields = dataclasses.asdict(recipe)
     names = {"contexts": "context", "batches": "batch", "counts": "num_speculative_tokens", "drafts": "draft",
              "specpvs": "specpv", "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
-    left_out = ("scenario", "scope", "description")
-    recorded = {names.get(key, key): value for key, value in fields.items() if key not in left_out}
-    return recorded | {"head": recipe.head and record_place(recipe.head), "text": [*map(record_place, recipe.text)]}
+    excluded = ("scenario", "scope", "description")
+    recorded = {names.get(key, key): value for key, value in fields.items() if key not in excluded}
+    return recorded | {"head": recipe.head and record_path(recipe.head), "text": [*map(record_path, recipe.text)]}
 
 
 def _cases(
@@ -329,17 +336,17 @@ def _cases(
 
 
 def _imported(file: Path, scenario: str) -> list[dict[str, Any]]:
-    """The cases of another run's file, marked. UserError where it is none of this scenario."""
+    """Cases of another run's results, marked as imported. Raise UserError if they are not of this scenario."""
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
         kind, name, cases = body["kind"], body["scenario"], body["cases"]
-        where = {"file": record_place(file), **{key: body[key] for key in ("device", "commit", "time")}}
-        own = [{**case, "id": f"{case['id']} @ {body['device']}", "imported": where} for case in cases]
+        origin = {"file": record_path(file), **{key: body[key] for key in ("device", "commit", "time")}}
+        marked = [{**case, "id": f"{case['id']} @ {body['device']}", "imported": origin} for case in cases]
     except OSError as error:
         raise UserError(f"results {file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} holds no results of `mlaforge bench`") from error
+        raise UserError(f"{file} contains no results of `mlaforge bench`") from error
     if kind != "scenario" or name != scenario:
-        raise UserError(f"{file} holds results of {name}; only those of {scenario} can stand beside it")
-    # What was itself imported stays where it was measured.
-    return [case for case, original in zip(own, cases, strict=True) if not original.get("imported")]
+        raise UserError(f"{file} contains results of {name}; only results of {scenario} can be imported here")
+    # Cases that the other run imported are not imported again.
+    return [case for case, original in zip(marked, cases, strict=True) if not original.get("imported")]

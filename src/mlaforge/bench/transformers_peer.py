@@ -1,4 +1,4 @@
-"""transformers' own generate as a peer."""
+"""transformers' `generate` as a peer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlaforge.checkpoint import loading
 
 
 class Clock(LogitsProcessor):
-    """Notes when transformers has a token's logits."""
+    """Logits processor that records the time of each token's logits."""
 
     def __init__(self, device: torch.device) -> None:
         self.times: list[float] = []
@@ -29,7 +29,7 @@ class Clock(LogitsProcessor):
 
 
 class Transformers:
-    """generate on a DynamicCache: the prompt as one pass, then a token at a time. Prompts must be of one length."""
+    """`generate` on a DynamicCache: one prefill pass, then one token at a time. Prompts must have equal lengths."""
 
     name = "transformers"
 
@@ -44,15 +44,15 @@ class Transformers:
 
     @torch.inference_mode()
     def prepare(self, prompts: list[list[int]]) -> None:
-        """Computes all but the last token of every prompt."""
+        """Prefill all but the last token of every prompt."""
         self.ids = torch.tensor(prompts, device=self.device)
         self.cache = DynamicCache(config=self.causal_lm.config)
-        # By place: transformers 5.24 gave the cache another name.
+        # Positional: transformers 5.24 renamed the cache's keyword.
         self.causal_lm.model(self.ids[:, :-1], None, None, self.cache, use_cache=True)
 
     @torch.inference_mode()
     def generate(self, count: int) -> tuple[list[float], list[list[int]]]:
-        """When each of `count` tokens was there, and the tokens."""
+        """Decode `count` tokens per prompt. Return the time of each step and the token ids."""
         clock = Clock(self.device)
         token_ids = self.causal_lm.generate(
             self.ids, attention_mask=torch.ones_like(self.ids), past_key_values=self.cache, do_sample=False,
@@ -61,14 +61,14 @@ class Transformers:
         return clock.times, token_ids[:, self.ids.shape[1] :].tolist()
 
     def rewind(self) -> None:
-        """The cache as `prepare` left it."""
+        """Restore the cache to its state after `prepare`."""
         self.cache.crop(self.ids.shape[1] - 1 - self.cache.get_seq_length())
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
-        """As Peer.run."""
+        """See Peer.run."""
         start = time.perf_counter()
         self.prepare(prompts)
         times, token_ids = self.generate(tokens + 1)
-        gaps = [b - a for a, b in itertools.pairwise(times) for _ in prompts]
+        token_seconds = [b - a for a, b in itertools.pairwise(times) for _ in prompts]
         del self.cache
-        return Repetition(times[0] - start, tokens * len(prompts), times[-1] - times[0], gaps, token_ids)
+        return Repetition(times[0] - start, tokens * len(prompts), times[-1] - times[0], token_seconds, token_ids)

@@ -252,7 +252,7 @@ def _embedded() -> Iterator[Document]:
     """Yield the embedded documents that are not held out for evaluation."""
     for kind, documents in corpus.embedded_documents().items():
         for name in sorted(documents):
-            if not corpus.held_out(name):
+            if not corpus.is_evaluation_document(name):
                 yield Document(f"{kind}/{name}", (documents[name],))
 
 

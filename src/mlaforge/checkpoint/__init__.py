@@ -1,1 +1,1 @@
-"""Models on disk: found, read, streamed a layer at a time, written. Safetensors and GGUF, never pickle."""
+"""Model checkpoints: resolving, reading, streaming layer by layer, writing. Safetensors and GGUF, never pickle."""

@@ -1,13 +1,13 @@
-"""EAGLE-3 heads on disk: config.json and safetensors as `LlamaForCausalLMEagle3` checkpoints have them, the matrices in
-a float dtype or in int8 (head_reader.py).
+"""EAGLE-3 head checkpoints: config.json and safetensors of `LlamaForCausalLMEagle3`, with matrices in a float dtype or
+in int8 (head_reader.py).
 
-Read strictly: a missing, extra or wrongly shaped tensor, and a d2t that leaves the target's vocabulary, is an error
-(`draft import`, drafting/import_head.py, takes what is not quite so). `layers.0.*` is another name of `midlayer.*`.
-What is captured, `eagle_aux_hidden_state_layer_ids`, is counted as `eagle_aux_hidden_state_convention` says:
+Loading is strict: a missing, extra or wrongly shaped tensor, or a d2t outside the target's vocabulary, is an error
+(`draft import`, drafting/import_head.py, accepts variants). `layers.0.*` is another name of `midlayer.*`. The captured
+hidden states, `eagle_aux_hidden_state_layer_ids`, are counted by `eagle_aux_hidden_state_convention`:
 
-boundary        j is the input of layer j (vLLM's count: 0 is the embedding); -1 is what the final norm makes
+boundary        j is the input of layer j (vLLM's count: 0 is the embedding); -1 is the output of the final norm
 output          j is the output of layer j
-hidden_states   j is transformers' hidden_states[j]: as boundary, but the last of them comes after the final norm
+hidden_states   j is transformers' hidden_states[j]: as boundary, but the last one is the output of the final norm
 
 Legend: V draft vocabulary.
 """
@@ -30,20 +30,20 @@ from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# Tensors of whole numbers.
+# Integer tensors.
 VOCABULARY = frozenset({"d2t", "t2d"})
 CONVENTIONS = ("boundary", "output", "hidden_states")
-# How a d2t may be meant: what is added to the head's token, or the target's token itself.
+# Meanings of d2t: the offset from the head's token to the target's, or the target's token.
 OFFSETS, IDS = "offsets", "ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# What may stand beside a layer's own fields.
+# Fields beside those of the decoder layer.
 RULES = {
     "target_hidden_size": COUNT,
     "draft_vocab_size": COUNT,
     "eagle_config": OBJECT,
     "eagle_aux_hidden_state_layer_ids": list_of(whole(-1)),
 }
-# Of the layer's own config, what is written: all that its shapes and angles follow from.
+# Fields of the layer's config that are written: they determine its shapes and rotary angles.
 LAYER_FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "attention_bias", "vocab_size", "max_position_embeddings", "rope_parameters",
@@ -51,21 +51,21 @@ LAYER_FIELDS = (
 
 
 def read_head_config(directory: Path, num_layers: int | None) -> Eagle3Config:
-    """The head's config for a target of `num_layers` layers; None: the target is not known, and config.json must say
-    which boundaries are captured. Raises UserError for one that describes none."""
+    """Return the head's config for a target of `num_layers` layers; None for an unknown target, for which config.json
+    must list the captured boundaries. Raises UserError if it does not describe a head."""
     config_dict = read_config(directory)
     if ARCHITECTURE not in (config_dict.get("architectures") or ()):
-        named = " ".join(map(str, config_dict.get("architectures") or ()))
-        hint = "; import it first (mlaforge draft import)" if "eagle3" in named.lower() else ""
+        architectures = " ".join(map(str, config_dict.get("architectures") or ()))
+        hint = "; import it first (mlaforge draft import)" if "eagle3" in architectures.lower() else ""
         raise UserError(f"{directory} is no EAGLE-3 head: its architectures is not [{ARCHITECTURE!r}]{hint}")
     with Reader(directory) as reader:
         return head_config(directory, config_dict, num_layers, "embed_tokens.weight" in reader)
 
 
 def head_config(
-    directory: Path, config_dict: dict[str, Any], num_layers: int | None, own_embedding: bool
+    directory: Path, config_dict: dict[str, Any], num_layers: int | None, has_embedding: bool
 ) -> Eagle3Config:
-    """The same of a config.json as a dict; `directory` is where it came from."""
+    """Same as `read_head_config` for a config.json as a dict, read from `directory`."""
     from transformers import LlamaConfig
 
     check_config(config_dict)
@@ -75,7 +75,7 @@ def head_config(
         raise UserError(
             f"{directory}: num_hidden_layers = {config_dict['num_hidden_layers']}; heads of 1 layer are read"
         )
-    # Some tools write what follows beside the rest, some one level deeper.
+    # Some tools write the following fields at the top level, some in eagle_config.
     eagle = {**config_dict, **(config_dict.get("eagle_config") or {})}
     try:
         layer = LlamaConfig(
@@ -99,7 +99,7 @@ def head_config(
         config = Eagle3Config(
             layer, int(config_dict.get("target_hidden_size") or layer.hidden_size),
             int(config_dict.get("draft_vocab_size") or layer.vocab_size), boundaries,
-            config_dict.get("sliding_window"), own_embedding=own_embedding,
+            config_dict.get("sliding_window"), has_embed_tokens=has_embedding,
             **{name: bool(eagle.get(name, False)) for name in SWITCHES},
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
@@ -108,8 +108,8 @@ def head_config(
 
 
 def boundary(number: int, convention: str, num_layers: int | None) -> int:
-    """The boundary that a captured layer's number means; UserError where it means none. Of an unknown target (None)
-    the largest number is not checked, and numbers of `hidden_states` cannot be read."""
+    """Return the boundary of a captured layer's number. Raises UserError for an invalid number. For an unknown target
+    (None) the upper limit is not checked, and `hidden_states` is not supported."""
     if num_layers is None and convention == "hidden_states":
         raise UserError(
             "eagle_aux_hidden_state_convention = 'hidden_states' depends on the target; import the head for its target "
@@ -118,28 +118,28 @@ def boundary(number: int, convention: str, num_layers: int | None) -> int:
     index = number + (convention == "output")
     if convention == "hidden_states" and number == num_layers:
         index = AFTER_NORM
-    most = index if num_layers is None else num_layers
-    if not (0 <= index <= most or (index == AFTER_NORM and convention != "output")):
+    last = index if num_layers is None else num_layers
+    if not (0 <= index <= last or (index == AFTER_NORM and convention != "output")):
         layers = "" if num_layers is None else f"; the target has {num_layers} layers"
         raise UserError(f"it captures {convention} {number}{layers}")
     return index
 
 
 def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
-    """UserError unless the head was made for a target of these sizes."""
-    for name, own, wanted in (
+    """Raises UserError unless the head was trained for a target of these sizes."""
+    for name, size, target_size in (
         ("target_hidden_size", config.target_hidden_size, hidden_size),
         ("vocab_size", config.layer.vocab_size, vocab_size),
     ):
-        if own != wanted:
-            raise UserError(f"the head's {name} is {own}, the model's {wanted}: it was trained for another model")
-    if not config.own_embedding and config.layer.hidden_size != hidden_size:
+        if size != target_size:
+            raise UserError(f"the head's {name} is {size}, the model's {target_size}: it was trained for another model")
+    if not config.has_embed_tokens and config.layer.hidden_size != hidden_size:
         raise UserError(f"a head of hidden size {config.layer.hidden_size} needs embed_tokens of its own")
 
 
 def read_head(directory: Path, num_layers: int | None) -> Eagle3Head:
-    """The head in fp32 on the CPU, dequantised where its matrices are in int8; `num_layers` as in read_head_config.
-    Raises UserError for config or tensors that are not right."""
+    """Load the head in fp32 on the CPU, dequantised if its matrices are in int8; `num_layers` as in read_head_config.
+    Raises UserError for an invalid config or tensor."""
     config = read_head_config(directory, num_layers)
     with torch.device("meta"):
         head = Eagle3Head(config)
@@ -149,7 +149,7 @@ def read_head(directory: Path, num_layers: int | None) -> Eagle3Head:
         expected = {old: shapes[new] for old, new in stored.items() if new in shapes}
         absent = {new: shape for new, shape in shapes.items() if new not in stored.values()}
         reader.check(expected | absent, whole=VOCABULARY)
-        state = {new: _widened(reader[old]) for old, new in stored.items()}
+        state = {new: _as_float(reader[old]) for old, new in stored.items()}
     head.load_state_dict(state, assign=True)
     head.requires_grad_(False).eval()
     if "d2t" in state:
@@ -157,7 +157,7 @@ def read_head(directory: Path, num_layers: int | None) -> Eagle3Head:
     return head
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _as_float(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
@@ -166,17 +166,17 @@ def _check_vocabulary(directory: Path, config: Eagle3Config, state: dict[str, Te
         target_ids(state["d2t"], state["t2d"], config.layer.vocab_size, OFFSETS)
     except UserError as error:
         raise UserError(
-            f"{directory}: {error}; d2t must be offsets (target = draft + d2t[draft]) that give rising token ids, "
-            "anything else has to be imported first"
+            f"{directory}: {error}; d2t must be offsets (target = draft + d2t[draft]) that give ascending token ids; "
+            "import any other head first (mlaforge draft import)"
         ) from error
 
 
 def target_ids(d2t_V: Tensor, t2d: Tensor | None, vocabulary: int, reading: str = "auto") -> tuple[str, Tensor]:
-    """How `d2t_V` is to be read and the target's ids [V] it names, in its own order.
+    """Return the meaning of `d2t_V` (OFFSETS or IDS) and its target token ids [V], in the order of `d2t_V`.
 
-    Offsets (target = draft + d2t[draft]) must give rising ids; ids themselves may come in any order, none twice. Both
-    must stay in the target's vocabulary and name what `t2d` marks. `reading` decides where both are possible. Raises
-    UserError where none is.
+    Offsets (target = draft + d2t[draft]) must give ascending ids; ids may be in any order, without repetition. In both
+    cases they must be in the target's vocabulary and equal the tokens that `t2d` marks. `reading` selects one meaning.
+    Raises UserError if no meaning is valid, or both are.
     """
     if d2t_V.ndim != 1 or d2t_V.is_floating_point() or not len(d2t_V):
         raise UserError(f"d2t is {d2t_V.dtype} {list(d2t_V.shape)}; it must be a list of whole numbers")
@@ -184,47 +184,47 @@ def target_ids(d2t_V: Tensor, t2d: Tensor | None, vocabulary: int, reading: str 
     readings = {OFFSETS: d2t_V + torch.arange(len(d2t_V)), IDS: d2t_V}
     if reading != "auto":
         readings = {reading: readings[reading]}
-    wrong = {name: _wrong(name, ids_V, t2d, vocabulary) for name, ids_V in readings.items()}
-    right = [name for name, reason in wrong.items() if reason is None]
-    if len(right) == 1:
-        return right[0], readings[right[0]]
-    if right:
+    problems = {name: _problem(name, ids_V, t2d, vocabulary) for name, ids_V in readings.items()}
+    valid = [name for name, problem in problems.items() if problem is None]
+    if len(valid) == 1:
+        return valid[0], readings[valid[0]]
+    if valid:
         raise UserError("d2t can be offsets as well as ids, and no t2d decides: give --d2t offsets or --d2t ids")
-    raise UserError("d2t is wrong: " + "; ".join(f"as {name} it {reason}" for name, reason in wrong.items()))
+    raise UserError("d2t is wrong: " + "; ".join(f"as {name} it {problem}" for name, problem in problems.items()))
 
 
-def _wrong(name: str, ids_V: Tensor, t2d: Tensor | None, vocabulary: int) -> str | None:
+def _problem(name: str, ids_V: Tensor, t2d: Tensor | None, vocabulary: int) -> str | None:
     outside = ids_V[(ids_V < 0) | (ids_V >= vocabulary)]
     if len(outside):
         return f"names token {int(outside[0])}, the target has {vocabulary}"
     if name == OFFSETS and bool((ids_V.diff() <= 0).any()):
-        at = int((ids_V.diff() <= 0).nonzero()[0, 0])
-        return f"falls from token {int(ids_V[at])} to {int(ids_V[at + 1])}"
-    rising = ids_V.sort().values
-    if bool((rising.diff() == 0).any()):
-        return f"names token {int(rising[:-1][rising.diff() == 0][0])} twice"
-    if t2d is not None and (len(t2d) != vocabulary or t2d.nonzero()[:, 0].tolist() != rising.tolist()):
+        position = int((ids_V.diff() <= 0).nonzero()[0, 0])
+        return f"falls from token {int(ids_V[position])} to {int(ids_V[position + 1])}"
+    ascending = ids_V.sort().values
+    if bool((ascending.diff() == 0).any()):
+        return f"names token {int(ascending[:-1][ascending.diff() == 0][0])} twice"
+    if t2d is not None and (len(t2d) != vocabulary or t2d.nonzero()[:, 0].tolist() != ascending.tolist()):
         return "names other tokens than t2d marks"
     return None
 
 
 def mapping(ids_V: Tensor, vocabulary: int) -> dict[str, Tensor]:
-    """d2t (offsets) and t2d, as files have them, of rising token ids."""
+    """Return d2t (offsets) and t2d, as stored in files, of ascending token ids."""
     t2d = torch.zeros(vocabulary, dtype=torch.bool)
     t2d[ids_V] = True
     return {"d2t": ids_V - torch.arange(len(ids_V)), "t2d": t2d}
 
 
 def buffers(config: Eagle3Config, ids_V: Tensor) -> dict[str, Tensor]:
-    """`mapping` for a head that proposes these tokens; nothing for one that has its target's whole vocabulary."""
+    """Return the `mapping` of a head that proposes these tokens; nothing for a head with the target's vocabulary."""
     return {} if config.draft_vocab_size == config.layer.vocab_size else mapping(ids_V, config.layer.vocab_size)
 
 
 def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Fills the folder `directory`. Boundaries are written with their convention.
+    """Write a head to the folder `directory`, with the convention of its boundaries.
 
-    dtype: of all floating tensors; int8: of the matrices, with scales in fp32 and all other tensors in fp16. Raises
-    UserError for a tensor that holds numbers which the dtype does not.
+    dtype: of all floating tensors; int8 applies to the matrices, with scales in fp32 and all other tensors in fp16.
+    Raises UserError for a tensor that overflows in its dtype.
     """
     from safetensors.torch import save_file
 
@@ -247,7 +247,7 @@ def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.flo
         else:
             state[name] = tensor.to(float_dtype).contiguous()
             if not is_finite(state[name]):
-                raise UserError(f"{name!r} holds numbers that are not finite in {float_dtype}; choose another dtype")
+                raise UserError(f"{name!r} holds values that are not finite in {float_dtype}; choose another dtype")
     if dtype == torch.int8:
         config_json["quantization_config"] = QUANTIZATION
     save_file(state, directory / SINGLE, metadata={"format": "pt"})

@@ -1,7 +1,7 @@
-"""A GGUF file as a Hugging Face model: config.json from its header, every tensor dequantised under its own name.
+"""GGUF files as Hugging Face models: config.json from the header, tensors dequantised under transformers' names.
 
-The header says more than shapes: a key that changes what the model computes is mapped or refused by its name, and so is
-every tensor. Keys and tensor names are those of llama.cpp (gguf-py/gguf/constants.py, convert_hf_to_gguf.py).
+Every header key that affects the computation, and every tensor, is mapped or refused by its name. Keys and tensor names
+are those of llama.cpp (gguf-py/gguf/constants.py, convert_hf_to_gguf.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = {
     "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
-# Keys that may be left out, and those whose other values are refused, with the value that changes nothing.
+# Optional keys; and keys with the one value that has no effect, of which other values are refused (NEUTRAL).
 OPTIONAL = {"attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size"}
 SCALING = {
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
@@ -38,7 +38,7 @@ NEUTRAL = {
     "embedding_scale": 1.0, "use_parallel_residual": False, "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0, "leading_dense_block_count": 0, "pooling_type": 0,
 }  # fmt: skip
-# About the file, not about the model.
+# Keys about the file, not about the model.
 OTHER = ("general.", "tokenizer.", "quantize.", "split.", "GGUF.", "adapter.")
 LAYER = {
     "attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight",
@@ -55,19 +55,19 @@ WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }  # fmt: skip
-# Divisors of RoPE's frequencies, which llama.cpp writes for RoPE of type llama3 (convert_hf_to_gguf.py).
+# Divisors of the RoPE frequencies, which llama.cpp writes for RoPE of type llama3 (convert_hf_to_gguf.py).
 FREQUENCY_FACTORS = "rope_freqs.weight"
 LLAMA3: dict[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What gguf raises for files that are cut short or hold other bytes.
+# Errors that gguf raises for truncated or damaged files.
 DAMAGED = (ValueError, LookupError, OSError, RuntimeError, TypeError, OverflowError, struct.error)
 
 
 class GgufModel:
-    """An open GGUF file: `config` is its config.json; `names` are the tensors' names as transformers has them."""
+    """An open GGUF file. `config`: its config.json; `names`: transformers' name of a tensor -> its name in the file."""
 
     def __init__(self, path: Path):
-        """Raises UserError for a file that is damaged or one of several parts, and for an architecture, a key or a
-        tensor that is not read. Reads the header alone."""
+        """Read the header. Raises UserError for a damaged file, for one of several parts, and for an unsupported
+        architecture, key or tensor."""
         try:
             import gguf
         except ImportError as error:
@@ -97,44 +97,44 @@ class GgufModel:
         self.config = self._config()
         self._check_shapes()
 
-    def _refused(self, what: str) -> UserError:
-        return UserError(f"{self.path}: {what}")
+    def _error(self, message: str) -> UserError:
+        return UserError(f"{self.path}: {message}")
 
     def _name(self, name: str) -> str:
-        """A tensor's name in transformers."""
+        """Return transformers' name of a tensor."""
         layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if layer and layer[2] in LAYER:
             return f"model.layers.{layer[1]}.{LAYER[layer[2]]}"
         if name not in WHOLE:
-            raise self._refused(f"the tensor {name!r} is not read; give the model's safetensors directory")
+            raise self._error(f"the tensor {name!r} is not read; give the model's safetensors directory")
         return WHOLE[name]
 
     def _config(self) -> dict[str, Any]:
-        """config.json. Everything in the header that changes the mathematics is in it, or refused."""
+        """Return config.json. Every header key that affects the computation is in it, or refused."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         prefix = f"{self.architecture}."
         keys = {name.removeprefix(prefix): value for name, value in self.keys.items() if name.startswith(prefix)}
         others = [name for name in self.keys if not name.startswith((prefix, *OTHER))]
         if others:
-            raise self._refused(f"the header key {others[0]!r} is not known")
+            raise self._error(f"the header key {others[0]!r} is not known")
         for key in SIZES:
             if key not in keys:
-                raise self._refused(f"the header has no {prefix + key!r}")
+                raise self._error(f"the header has no {prefix + key!r}")
         heads = keys["attention.head_count"]
         if not isinstance(heads, int) or heads < 1:
-            raise self._refused(f"the header's {prefix}attention.head_count = {heads!r} is no number of heads")
+            raise self._error(f"the header's {prefix}attention.head_count = {heads!r} is not a number of heads")
         head_dim = keys.get("attention.key_length", keys["embedding_length"] // heads)
-        same = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
+        fixed = {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
         for key, value in keys.items():
-            neutral = same[key] if key in same else NEUTRAL.get(key)
+            neutral = fixed[key] if key in fixed else NEUTRAL.get(key)
             if key in SIZES or key in OPTIONAL or key in SCALING or (neutral is not None and value == neutral):
                 continue
-            words = f"; {neutral!r} is" if neutral is not None else ""
-            raise self._refused(f"the header's {prefix + key} = {value!r} is not supported{words}")
+            hint = f"; {neutral!r} is" if neutral is not None else ""
+            raise self._error(f"the header's {prefix + key} = {value!r} is not supported{hint}")
         embedding = self.stored.get("token_embd.weight")
         if embedding is None:
-            raise self._refused("there is no tensor 'token_embd.weight'")
+            raise self._error("there is no tensor 'token_embd.weight'")
         return {
             "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.family.model_type]],
             "model_type": self.family.model_type,
@@ -144,7 +144,7 @@ class GgufModel:
             "vocab_size": int(embedding.shape[-1]),
             "rope_parameters": self._rope(keys, head_dim),
             "tie_word_embeddings": "output.weight" not in self.stored,
-            # Flags of families that have them.
+            # Flags that only some families have.
             **({"attention_bias": True} if "blk.0.attn_output.bias" in self.stored else {}),
             **({"mlp_bias": True} if "blk.0.ffn_up.bias" in self.stored else {}),
             **{
@@ -156,23 +156,23 @@ class GgufModel:
         }
 
     def _rope(self, keys: dict[str, Any], head_dim: int) -> dict[str, Any]:
-        """`rope_parameters` of config.json."""
+        """Return `rope_parameters` of config.json."""
         theta = float(keys.get("rope.freq_base", 10000.0))
         kind, factor = keys.get("rope.scaling.type", "none"), float(keys.get("rope.scaling.factor", 1.0))
         if "rope.scale_linear" in keys:
             kind, factor = "linear", float(keys["rope.scale_linear"])
         if FREQUENCY_FACTORS in self.stored:
             if kind != "none":
-                raise self._refused(f"it has both {FREQUENCY_FACTORS} and RoPE scaling of type {kind!r}")
+                raise self._error(f"it has both {FREQUENCY_FACTORS} and RoPE scaling of type {kind!r}")
             return self._llama3(theta, head_dim)
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return {"rope_type": "default", "rope_theta": theta}
         if kind == "linear":
             return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
         if kind != "yarn":
-            raise self._refused(f"RoPE scaling of type {kind!r} is not supported; none, linear and yarn are")
+            raise self._error(f"RoPE scaling of type {kind!r} is not supported; none, linear and yarn are")
         if "rope.scaling.original_context_length" not in keys:
-            raise self._refused("RoPE scaling of type yarn has no rope.scaling.original_context_length")
+            raise self._error("RoPE scaling of type yarn has no rope.scaling.original_context_length")
         return {
             "rope_type": "yarn", "rope_theta": theta, "factor": factor,
             "original_max_position_embeddings": keys["rope.scaling.original_context_length"],
@@ -181,7 +181,8 @@ class GgufModel:
         }  # fmt: skip
 
     def _llama3(self, theta: float, head_dim: int) -> dict[str, Any]:
-        """RoPE of type llama3, whose factor is the largest of the stored divisors, if all of them follow from it."""
+        """Return RoPE parameters of type llama3 that reproduce the stored divisors; the factor is the largest of
+        them."""
         divisors = self.values(FREQUENCY_FACTORS).double()
         factor = float(divisors.max())
         low, high, original = (float(LLAMA3[name]) for name in LLAMA3)
@@ -190,18 +191,18 @@ class GgufModel:
         smooth = ((original / wave - low) / (high - low)).clamp(0, 1)
         expected = 1 / (smooth + (1 - smooth) / factor)
         if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
-            raise self._refused(f"{FREQUENCY_FACTORS} is not that of RoPE of type llama3 with {LLAMA3}")
+            raise self._error(f"{FREQUENCY_FACTORS} is not that of RoPE of type llama3 with {LLAMA3}")
         return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}
 
     def values(self, name: str) -> Tensor:
-        """A stored tensor in fp32. UserError for one of a kind that gguf cannot dequantise."""
+        """Return a stored tensor in fp32. Raises UserError for a type that gguf cannot dequantise."""
         import gguf
 
         stored = self.stored[name]
         try:
             values = gguf.dequantize(stored.data, stored.tensor_type)
         except (NotImplementedError, ValueError) as error:
-            raise self._refused(f"{name!r} is stored as {stored.tensor_type.name}, which gguf does not read") from error
+            raise self._error(f"{name!r} is stored as {stored.tensor_type.name}, which gguf does not read") from error
         return torch.from_numpy(np.array(values, np.float32)).reshape(self._shape(name))
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -209,22 +210,21 @@ class GgufModel:
         return tuple(int(size) for size in reversed(self.stored[name].shape))
 
     def _check_shapes(self) -> None:
-        """Raises UserError for the first tensor that the config calls for and the file lacks, or the other way round,
-        or that has another shape."""
+        """Raises UserError for the first tensor that is missing, unexpected or of a wrong shape."""
         shapes = {name: self._shape(stored) for name, stored in self.names.items()}
         expected = self._expected()
         for name, shape in expected.items():
             if name not in shapes:
-                raise self._refused(
-                    f"the file lacks a tensor of a {self.architecture} model, {name!r}: it is not whole"
+                raise self._error(
+                    f"the file lacks the tensor {name!r} of a {self.architecture} model: it is incomplete"
                 )
             if shapes[name] != shape:
-                raise self._refused(f"{name!r} has shape {list(shapes[name])}, the header calls for {list(shape)}")
+                raise self._error(f"{name!r} has shape {list(shapes[name])}, the header calls for {list(shape)}")
         for name in shapes.keys() - expected.keys():
-            raise self._refused(f"the file has {self.names[name]!r}, which a {self.architecture} model has not")
+            raise self._error(f"the file has {self.names[name]!r}, which a {self.architecture} model does not have")
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that the config calls for."""
+        """Return the names and shapes of the tensors that the config requires."""
         config = self.config
         C, I, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]  # noqa: E741
         D = config["head_dim"]
@@ -242,15 +242,15 @@ class GgufModel:
             layer |= {"mlp.gate_proj.bias": (I,), "mlp.up_proj.bias": (I,), "mlp.down_proj.bias": (C,)}
         if spec.qk_norm:
             layer |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
-        whole = {"model.embed_tokens.weight": (V, C), "model.norm.weight": (C,)}
+        model = {"model.embed_tokens.weight": (V, C), "model.norm.weight": (C,)}
         if not config["tie_word_embeddings"]:
-            whole["lm_head.weight"] = (V, C)
+            model["lm_head.weight"] = (V, C)
         layers = range(config["num_hidden_layers"])
-        return whole | {f"model.layers.{i}.{name}": shape for i in layers for name, shape in layer.items()}
+        return model | {f"model.layers.{i}.{name}": shape for i in layers for name, shape in layer.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by transformers' name, fp32, in transformers' order of rows: RoPE turns row i of a head with row
-        i + head_dim / 2."""
+        """Return a tensor by transformers' name, fp32, in transformers' order of rows: RoPE rotates row i of a head
+        with row i + head_dim / 2."""
         values = self.values(self.names[name])
         kind = re.search(r"self_attn\.(q|k)_proj\.", name)
         if not (self.family.gguf_pairs and kind):

@@ -1,10 +1,9 @@
 """Tensors of an EAGLE-3 head, stored in a float dtype or in int8 with scales.
 
-The int8 format is that of compressed-tensors, `int-quantized`, 8 bits, symmetric, one scale per output channel: every
-matrix `NAME` [M, K] is int8 with `NAME_scale` [M, 1] in a float dtype, weight = code * scale, and config.json holds
-QUANTIZATION as its quantization_config. Norms and biases stay in a float dtype, d2t and t2d as they are.
-Codes are rounded as the engine rounds weights (ops/rounded_weights.py), so that rounding the dequantised weights again
-gives the same codes.
+The int8 format is `int-quantized` of compressed-tensors, 8 bits, symmetric, one scale per output channel: every matrix
+`NAME` [M, K] is int8 with `NAME_scale` [M, 1] in a float dtype, weight = code * scale, and config.json holds
+QUANTIZATION as its quantization_config. Norms and biases stay in a float dtype, d2t and t2d are unchanged. Codes are
+rounded as by the engine (ops/rounded_weights.py), so that rounding the dequantised weights again gives the same codes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ QUANTIZATION = {
 
 
 def is_quantized(config_dict: Mapping[str, Any], directory: Path) -> bool:
-    """Whether a head's matrices are in int8 by its config.json; UserError for any other quantisation."""
+    """Return whether config.json declares int8 matrices. Raises UserError for any other quantisation."""
     quantization = config_dict.get("quantization_config")
     if not quantization:
         return False
@@ -55,28 +54,28 @@ def is_quantized(config_dict: Mapping[str, Any], directory: Path) -> bool:
     )
     if not supported:
         raise UserError(
-            f"{directory}: quantization_config in config.json describes a format that is not read; a head is stored in "
-            "a float dtype, or by compressed-tensors as int-quantized with all matrices in symmetric 8 bits per channel"
+            f"{directory}: quantization_config in config.json describes an unsupported format; a head is stored in a "
+            "float dtype, or by compressed-tensors as int-quantized with all matrices in symmetric 8 bits per channel"
         )
     return True
 
 
 def quantize(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes [M, K] and fp32 scales [M, 1] of a floating matrix."""
+    """Return int8 codes [M, K] and fp32 scales [M, 1] of a floating-point matrix."""
     codes_MK, scale_M = rounded8(weight_MK.float())
     return codes_MK.to(torch.int8), scale_M[:, None]
 
 
 def dequantize(codes_MK: Tensor, scale_M1: Tensor) -> Tensor:
-    """fp32 [M, K]."""
+    """Return the matrix in fp32 [M, K]."""
     return codes_MK.float() * scale_M1.float()
 
 
 class HeadReader(Reader):
-    """A head's tensors; a matrix in int8 is dequantised to fp32 when it is read."""
+    """Reader of a head's tensors; int8 matrices are dequantised to fp32 when they are read."""
 
     def __init__(self, directory: Path):
-        """Raises UserError as Reader does, and for a quantisation that is not supported."""
+        """Raises UserError as Reader does, and for an unsupported quantisation."""
         self.quantized = is_quantized(read_config(directory), directory)
         super().__init__(directory)
 
@@ -99,7 +98,7 @@ class HeadReader(Reader):
         self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset(),
         whole: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
-        """As Reader's, with the scales of the matrices in `expected`, which does not name them."""
+        """Same as Reader.check_shapes, but add the scales of the matrices in `expected`."""
         if self.quantized:
             scales = {f"{name}{SCALE}": (shape[0], 1) for name, shape in expected.items() if len(shape) == 2}
             expected = expected | scales

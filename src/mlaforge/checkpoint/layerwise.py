@@ -1,6 +1,6 @@
-"""A causal LM read from its directory one decoder layer at a time: no model is larger than its largest layer.
+"""Streaming of a causal LM from disk, one decoder layer at a time: memory is that of the largest layer.
 
-Calibration, conversion and perplexity all run on it, layer by layer over many windows of tokens.
+Calibration, conversion and perplexity run on it, layer by layer over many windows of tokens.
 
 Legend: B windows, T tokens, C hidden size.
 """
@@ -21,32 +21,32 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import progress
 
-# Rows of logits held at once (each is as long as the vocabulary).
+# Rows of logits in memory at once (each has the length of the vocabulary).
 HEAD_ROWS = 512
 
 
 class LayerStream:
-    """The parts of a model directory, original or converted, loaded where they are needed and released after.
+    """The layers of a model directory, original or converted, each loaded when needed and released afterwards.
 
-    Use it as a context manager: it holds the weight files open. Tensors are made in `dtype` on `device`; MXFP4
-    experts stay as they are stored (ops/mxfp4_experts.py).
+    Use it as a context manager: it keeps the weight files open. Tensors are loaded in `dtype` on `device`; MXFP4
+    experts stay packed (ops/mxfp4_experts.py).
     """
 
     def __init__(self, model: Path | SourceModel, dtype: torch.dtype, device: torch.device):
-        """Raises UserError as `checkpoint.Reader` does, and for a config.json that makes no model."""
+        """Raises UserError as `checkpoint.Reader` does, and for an invalid config.json."""
         self.source, self.dtype, self.device = SourceModel.open(model), dtype, device
         self.spec = self.source.spec
-        # A sparse model would be judged as a dense one if its tokens read as a prompt's do.
+        # Prompt tokens attend densely: without `as_generated` a sparse model would be evaluated as a dense one.
         causal_lm: Any = loading.as_generated(loading.skeleton(self.source.config)).eval()
         loading.keep_packed(causal_lm, self.source.config)
         self.causal_lm, self.decoder = causal_lm, causal_lm.model
         self.config = causal_lm.config
-        # The fused path of our attention: a learned sink needs it, and it never holds all scores at once.
+        # The fused attention supports learned sinks and never materialises all scores.
         self.config._attn_implementation = FUSED
         loading.compute_frequencies(causal_lm, device)
         self.sparsity = getattr(self.decoder, "sparsity", None)
         self._arguments: dict[tuple[int, int, bool], dict[str, Any]] = {}
-        self._chosen: dict[int, Any] = {}
+        self._selections: dict[int, Any] = {}
         self.reader = self.source.weights()
 
     def __enter__(self) -> LayerStream:
@@ -60,17 +60,18 @@ class LayerStream:
         return self.spec.num_layers
 
     def check(self) -> None:
-        """Raises UserError for the first weight that is missing, extra, wrongly shaped, or holds NaN or infinity."""
+        """Raises UserError for the first weight that is missing, unexpected, wrongly shaped, or not finite."""
         self.reader.check(*loading.expected_tensors(self.source.config))
 
     def tensor(self, name: str) -> Tensor:
-        """A weight by the name that the model class has for it."""
+        """Return a weight by its name in the model class."""
         tensor = self.reader[name].to(self.device)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     @contextmanager
     def loaded(self, module: nn.Module, prefix: str) -> Iterator[Any]:
-        """`module` with its weights, which `prefix` precedes in the files; afterwards without them again."""
+        """Load the weights of `module` for the duration of the context; in the files their names begin with
+        `prefix`."""
         state = {name: self.tensor(prefix + name) for name in module.state_dict()}
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False)
@@ -81,28 +82,28 @@ class LayerStream:
             module.to("meta")
 
     def layer(self, index: int) -> Any:
-        """Context manager: decoder layer `index`, loaded."""
+        """Context manager: load decoder layer `index`."""
         return self.loaded(self.decoder.layers[index], f"model.layers.{index}.")
 
     def attention(self, index: int, *parts: str) -> dict[str, Tensor]:
-        """The tensors of a layer's attention by their names below `self_attn.`, of those parts where any are named."""
+        """Return the tensors of a layer's attention by their names below `self_attn.`, all or those of `parts`."""
         prefix, names = f"model.layers.{index}.self_attn.", self.decoder.layers[index].self_attn.state_dict()
         return {name: self.tensor(prefix + name) for name in names if not parts or name.split(".")[0] in parts}
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """[B, T] token ids -> [B, T, C]."""
+        """Return the embeddings [B, T, C] of token ids [B, T]."""
         rows = nn.functional.embedding(ids_BT.cpu(), self.reader["model.embed_tokens.weight"])
         return rows.to(device=self.device, dtype=self.dtype)
 
     def arguments(self, index: int, hidden_BTC: Tensor) -> dict[str, Any]:
-        """What layer `index` is called with beside its hidden states, as the model's own forward would."""
+        """Return the arguments of layer `index` beside its hidden states, the same as in the model's forward."""
         B, T, _ = hidden_BTC.shape
         windowed = self.spec.layers[index].window is not None
         if (B, T, windowed) not in self._arguments:
             positions = torch.arange(T, device=self.device)[None]
             make = create_sliding_window_causal_mask if windowed else create_causal_mask
             self._arguments[B, T, windowed] = {
-                # By place: transformers 5.24 gave the cache, here None, another name.
+                # Positional: transformers 5.24 renamed the cache argument, here None.
                 "attention_mask": make(self.config, hidden_BTC.detach(), None, None, positions),
                 "position_embeddings": self.decoder.rotary_emb(hidden_BTC.detach(), positions),
                 "position_ids": positions,
@@ -110,44 +111,44 @@ class LayerStream:
         return self._arguments[B, T, windowed]
 
     def run(self, layer: Any, index: int, hidden_BTC: Tensor) -> Tensor:
-        """One decoder layer (loaded, perhaps with another attention) on hidden states."""
+        """Run one loaded decoder layer, possibly with another attention, on hidden states."""
         out: Tensor = layer(hidden_BTC, **self.arguments(index, hidden_BTC))
         return out
 
     @torch.no_grad()
     def last_states(
-        self, texts: Iterable[Tensor], what: str, see: Callable[[int, int, Tensor], None] | None = None
+        self, texts: Iterable[Tensor], what: str, observe: Callable[[int, int, Tensor], None] | None = None
     ) -> list[Tensor]:
-        """The last layer's outputs [1, T, C] on each text of token ids [T], each layer loaded once for all of them.
+        """Return the last layer's outputs [1, T, C] for each text of token ids [T], loading each layer once.
 
-        what: what is done, to who watches. see: is shown every layer's inputs, as the layer's index, the text's and
-        the states [1, T, C].
+        what: label of the progress bar. observe: called with every layer's inputs, as (layer index, text index, states
+        [1, T, C]).
         """
         hidden = [self.embed(ids[None]) for ids in texts]
         for index in progress(range(self.num_layers), what, self.num_layers):
             with self.layer(index) as layer:
                 for n, states in enumerate(hidden):
-                    if see is not None:
-                        see(index, n, states)
+                    if observe is not None:
+                        observe(index, n, states)
                     with self.text(n):
                         hidden[n] = self.run(layer, index, states)
         return hidden
 
     @contextmanager
     def text(self, n: int) -> Iterator[None]:
-        """Around a layer's run on the n-th of several texts that go through the layers side by side: a sparse layer may
-        read what one before it chose on the same text."""
+        """Context of running a layer on the n-th of several texts that pass through the layers together: a sparse layer
+        may share the token selection of an earlier layer on the same text."""
         sparsity = self.sparsity
         if sparsity is None or "shared" not in self.config.indexer_types:
             yield
         else:
-            sparsity.chosen = self._chosen.get(n)
+            sparsity.chosen = self._selections.get(n)
             yield
-            self._chosen[n] = sparsity.chosen
+            self._selections[n] = sparsity.chosen
 
     @contextmanager
     def head(self) -> Iterator[tuple[Any, Tensor]]:
-        """Context manager: the final norm, and the language model head's weight [vocabulary, C]."""
+        """Context manager: load the final norm and the weight of the LM head [vocabulary, C]."""
         name = "lm_head.weight" if "lm_head.weight" in self.reader else "model.embed_tokens.weight"
         with self.loaded(self.decoder.norm, "model.norm.") as norm:
             yield norm, self.tensor(name)

@@ -1,4 +1,4 @@
-"""What a config.json describes: the class, the tensors it calls for, the model loaded strictly."""
+"""Strict loading of models: the class of a config.json, its expected tensors, and the loaded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlaforge.runtime import UserError, resolve_dtype
 
 
 def model_class(config: dict[str, Any]) -> tuple[Any, Any]:
-    """The config class and the causal-LM class of a config.json, ours or transformers'."""
+    """Return the config class and the causal-LM class of a config.json, of this package or of transformers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -39,14 +39,15 @@ def model_class(config: dict[str, Any]) -> tuple[Any, Any]:
 def load_model(
     model: str | Path | SourceModel, dtype: str = "auto", device: torch.device | str = "cpu", quantization: Any = None
 ) -> Any:
-    """The causal LM of a model directory, .gguf file or hub id, original or converted, in evaluation mode, no code from
-    it run: transformers' class, or the converted model's own. `dtype`: auto is the stored one.
-    `quantization`: transformers' config of a library that packs the weights on loading.
+    """Load the causal LM of a model directory, .gguf file or hub id, original or converted, in evaluation mode, without
+    running code from it. `dtype`: auto is the stored one. `quantization`: transformers' config of a library that packs
+    the weights on loading.
 
-    Strict: UserError for an unsupported family or any tensor that is missing, extra, wrongly shaped or not finite.
+    Raises UserError for an unsupported family and for any tensor that is missing, unexpected, wrongly shaped or not
+    finite.
     """
     source = SourceModel.open(model)
-    _ = source.spec  # what no model can have is told before anything is read
+    _ = source.spec  # raises for an invalid config before any weight is read
     config_class, causal_lm = model_class(source.config)
     with source.weights() as reader:
         reader.check_shapes(*expected_tensors(source.config))
@@ -70,8 +71,8 @@ def load_model(
 
 
 def load_packed(model: str | Path | SourceModel, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
-    """As `load_model`, but experts that are stored as MXFP4 stay so (ops/mxfp4_experts.py), on a CPU in the pages of
-    their file. They compute, and let gradients through; they are buffers, which do not learn.
+    """Same as `load_model`, but MXFP4 experts stay packed (ops/mxfp4_experts.py), on a CPU memory-mapped from their
+    file. They propagate gradients, but are buffers and not trained.
     """
     source = SourceModel.open(model)
     if not mxfp4.is_packed(source.config):
@@ -83,7 +84,7 @@ def load_packed(model: str | Path | SourceModel, dtype: str = "auto", device: to
     with source.weights() as reader:
         reader.check(*expected_tensors(source.config))
         for name in causal_lm.state_dict():
-            # Only a head that is tied to the embedding may be absent.
+            # Only a head tied to the embedding may be absent.
             tensor = reader[name if name in reader else "model.embed_tokens.weight"].to(device)
             state[name] = tensor.to(kind) if tensor.is_floating_point() else tensor
     check_finite(source, state)
@@ -93,8 +94,8 @@ def load_packed(model: str | Path | SourceModel, dtype: str = "auto", device: to
 
 
 def check_finite(source: SourceModel, tensors: dict[str, Tensor]) -> None:
-    """UserError for NaN or infinity in the dtype of loaded weights: text from NaN looks like the text of a poor model,
-    so that nobody would look for the reason there."""
+    """Raises UserError for NaN or infinity in loaded weights: text from NaN looks like that of a poor model, so that
+    the cause would be hard to find."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not is_finite(tensor):
             raise UserError(
@@ -104,8 +105,7 @@ def check_finite(source: SourceModel, tensors: dict[str, Tensor]) -> None:
 
 
 def compute_frequencies(causal_lm: Any, device: torch.device | str) -> None:
-    """Gives a skeleton its rotary module: frequencies are computed, not stored, and there are none on the meta
-    device."""
+    """Compute the rotary frequencies of a skeleton: they are not stored, and the meta device has no values."""
     rotary = type(causal_lm.model.rotary_emb)(causal_lm.config).to(device)
     causal_lm.model.rotary_emb = rotary
     for layer in causal_lm.model.layers:
@@ -114,26 +114,26 @@ def compute_frequencies(causal_lm: Any, device: torch.device | str) -> None:
 
 
 def as_generated(model: Any) -> Any:
-    """The same model, and where it is sparse every token reads a selection, as if it had been generated."""
+    """Make the prompt tokens of a sparse model attend to a selection, as generated tokens do. Returns the model."""
     if getattr(model.model, "sparsity", None) is not None:
         model.model.sparsity.prompts = True
     return model
 
 
 def skeleton(config: dict[str, Any]) -> Any:
-    """The causal LM that a config.json describes, on the meta device. Raises UserError where it describes none."""
+    """Return the causal LM of a config.json on the meta device. Raises UserError for an invalid config."""
     config_class, causal_lm = model_class(config)
     try:
         with torch.device("meta"):
             return causal_lm(config_class(**{k: v for k, v in config.items() if k != "model_type"}))
     except (StrictDataclassError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
-        # A KeyError is a name, such as hidden_act's, that transformers has nothing for.
+        # A KeyError is a value, such as that of hidden_act, that transformers does not know.
         reason = f"{error} is not known" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"config.json makes no {config['model_type']} model: {reason}") from error
 
 
 def keep_packed(skeleton: Any, config: dict[str, Any]) -> None:
-    """Has a skeleton hold the experts that its checkpoint stores as MXFP4 in that form, under the stored names."""
+    """Replace the experts of a skeleton that its checkpoint stores as MXFP4 by packed ones with the stored names."""
     shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
     for module in sorted({name.rpartition(".")[0] for name in mxfp4.packed_names(config, shapes)}):
         skeleton.set_submodule(module, Mxfp4Experts(skeleton.get_submodule(module)))
@@ -142,12 +142,12 @@ def keep_packed(skeleton: Any, config: dict[str, Any]) -> None:
 def expected_tensors(
     config: dict[str, Any],
 ) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset[str]]:
-    """Names and shapes that a config.json calls for, the names that may be absent because they are tied, and those of
-    whole numbers. All for `Reader.check`."""
+    """Return the arguments of `Reader.check` for a config.json: names and shapes of its tensors, the tied names, which
+    may be absent, and the names of integer tensors."""
     model = skeleton(config)
     tensors = model.state_dict()
     shapes = mxfp4.stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else ()
-    # What MXFP4 packs has names that the model lacks.
+    # The model lacks the names of MXFP4 tensors.
     whole = {name for name in shapes if name not in tensors or not tensors[name].is_floating_point()}
     return shapes, frozenset(tied), frozenset(whole)

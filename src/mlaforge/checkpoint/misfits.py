@@ -1,11 +1,10 @@
-"""Why a checkpoint's tensors are not those that its config.json calls for: the cases that people meet, each with what
-would be right."""
+"""Explanations of common mismatches between a checkpoint's tensors and its config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-# Prefixes that wrappers put before every name, and what they are.
+# Prefix that a wrapper adds to every name -> the wrapper.
 WRAPPERS = {
     "_orig_mod.": "torch.compile", "module.": "DistributedDataParallel or DataParallel",
     "_fsdp_wrapped_module.": "FullyShardedDataParallel",
@@ -15,7 +14,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def explain(names: Collection[str], expected: Collection[str]) -> str | None:
-    """Of the tensors' names; None where they are none of these cases."""
+    """Return the reason why the tensor names differ, or None if it is not known."""
     if adapter := next((name for name in names if any(part in name for part in ADAPTERS)), None):
         return (
             f"it has tensors of a LoRA adapter, such as {adapter!r}; merge the adapter into the model first (PEFT's "
@@ -36,7 +35,7 @@ def explain(names: Collection[str], expected: Collection[str]) -> str | None:
 
 
 def resized(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Of the shapes: where the vocabulary has another size than config.json says; None where it has not."""
+    """Return a message if the vocabulary has another size than in config.json, else None."""
     for name in (EMBEDDING, HEAD):
         if name not in shapes or name not in expected:
             continue

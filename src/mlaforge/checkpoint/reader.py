@@ -1,4 +1,4 @@
-"""Model directories as they are read: config.json, tensors lazily and checked, what they are identified by.
+"""Reading of model directories: config.json, lazy and checked access to tensors, and fingerprints.
 
 Only safetensors and GGUF are read, never pickle. The source is never written to.
 """
@@ -25,37 +25,39 @@ from mlaforge.ops.mxfp4 import NAN_SCALE
 from mlaforge.runtime import UserError, log, progress
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# The folder of chat templates that have names beside the default one.
+# Folder of named chat templates, beside the default one.
 TEMPLATES = "additional_chat_templates"
-# What belongs to a model beside its weights and config: tokenizer, chat template, generation defaults, licence.
+# Files of a model beside weights and config: tokenizer, chat template, generation defaults, licence.
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "tekken.json",
     "*.jinja", f"{TEMPLATES}/*.jinja", "chat_template.json", "*processor_config.json",
     "generation_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "*POLICY*",
 )  # fmt: skip
-# safetensors' names of what the supported models store.
+# safetensors' names of the supported dtypes.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 FLOATING, WHOLE = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "U8", "BOOL")
-# Old checkpoints carry RoPE's table, which transformers computes; it is never read.
+# Old checkpoints contain the RoPE table, which transformers computes; it is ignored.
 TABLE = "rotary_emb.inv_freq"
 
 
 def check_files(directory: Path) -> None:
-    """Raises UserError for the first file of a model that is none: a pipe would be waited for, for ever."""
+    """Raises UserError for the first entry of a model directory that is not a regular file: reading a pipe would block
+    for ever."""
     for pattern in ("*.json", "*.safetensors", *COMPANIONS):
         for path in directory.glob(pattern):
             if path.exists() and not (path.is_file() or path.is_dir()):
-                raise UserError(f"{path} is no file (a pipe, a socket or a device); fetch the model again")
+                raise UserError(f"{path} is not a file (but a pipe, a socket or a device); fetch the model again")
 
 
 def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
-    """config.json, or another JSON file of a model, as a dict; UserError where it is missing or not a JSON object."""
+    """Return config.json, or another JSON file of a model, as a dict. Raises UserError if it is missing or not a JSON
+    object."""
     path = directory / name
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UserError(f"{path} is no file (a pipe, a socket or a device); fetch the model again")
+        raise UserError(f"{path} is not a file (but a pipe, a socket or a device); fetch the model again")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -65,14 +67,15 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{path} holds lists or objects too deep in each other to be read") from error
+        raise UserError(f"{path} is nested too deeply to be read") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object; a Hugging Face model's {name} is one")
     return config
 
 
 def read_index(directory: Path) -> dict[str, Any]:
-    """The names of all tensors and the file of each, from the index of sharded weights; empty where there is none."""
+    """Return tensor name -> file from the index of sharded weights; empty if there is no index. Raises UserError for an
+    invalid one."""
     path = directory / INDEX
     if not path.is_file():
         return {}
@@ -85,10 +88,9 @@ def read_index(directory: Path) -> dict[str, Any]:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory, with the model_type of the class that transformers makes of it, and with the
-    `tie_word_embeddings` that its weights have: a head that is stored is not tied, whatever the flag says, because
-    transformers loads it; and MXFP4 only where tensors are packed. UserError as `read_config`, and by its name for a
-    field that no supported model can have."""
+    """Return config.json of a model directory, corrected as transformers loads it: the model_type of its class, no
+    `tie_word_embeddings` if the head is stored, and MXFP4 only if tensors are packed. Raises UserError as `read_config`
+    does, and for an invalid field."""
     config = families.canonical(read_config(directory))
     if str(config.get("model_type")).removesuffix(SUFFIX) in families.families():
         check_config(config)
@@ -97,13 +99,13 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     if tied and misfits.HEAD in names:
         config["tie_word_embeddings"] = False
     if packed and names and not any(name.endswith(mxfp4.BLOCKS) for name in names):
-        log(f"{directory}: config.json says MXFP4, but no tensor is packed so; the weights are read as they are")
+        log(f"{directory}: config.json declares MXFP4, but no tensor is packed; the weights are read as stored")
         del config["quantization_config"]
     return config
 
 
 def stored_names(directory: Path) -> set[str]:
-    """The names of the tensors of a model directory, none of them read; empty where its weights cannot be read."""
+    """Return the tensor names of a model directory without reading tensors; empty if its weights cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     if not (directory / SINGLE).is_file():
@@ -112,23 +114,23 @@ def stored_names(directory: Path) -> set[str]:
         with safe_open(directory / SINGLE, framework="pt") as file:
             return set(file.keys())
     except (SafetensorError, OSError):
-        # What reads the weights says what is wrong with them.
+        # The reader of the weights reports the error.
         return set()
 
 
 class Reader:
-    """Lazy access to the tensors of a safetensors directory, sharded or not; those with `without` in their names are
-    not there."""
+    """Lazy access to the tensors of a safetensors directory, sharded or not, except those with `without` in their
+    names."""
 
     def __init__(self, directory: Path, without: str | None = None):
-        """Raises UserError for a missing or truncated shard, a pickle checkpoint, or a lying index."""
+        """Raises UserError for a missing or truncated shard, a pickle checkpoint, or a wrong index."""
         from safetensors import SafetensorError, safe_open
 
         self.directory = directory
         self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
         self._names: dict[str, list[str]] = {}
-        indexed = self._index()
+        indexed = self._find_shards()
         for name in self.shards:
             path = directory / name
             try:
@@ -142,7 +144,7 @@ class Reader:
         for name in indexed:
             if name not in self._file_of and not name.endswith(TABLE):
                 raise UserError(f"{directory} has no tensor {name!r}, though {INDEX} names it; fetch the model again")
-        # What the model does not use is not there for anyone who reads through this.
+        # Hide the tensors that the model does not use.
         prefixes = families.left_out(read_config(directory)) if (directory / "config.json").is_file() else ()
         self.left_out = [
             name for name in self._file_of if name.startswith(prefixes) or (without is not None and without in name)
@@ -150,9 +152,9 @@ class Reader:
         for name in self.left_out:
             del self._file_of[name]
 
-    def _index(self) -> list[str]:
-        """Sets `shards`, the files to read, in transformers' order: the whole file before an index. Returns the names
-        that an index lists. UserError where both are complete: nobody could tell which weights are meant."""
+    def _find_shards(self) -> list[str]:
+        """Set `shards`, the files to read, by transformers' preference: a single file before an index. Returns the
+        names in the index. Raises UserError if both are complete, because it is ambiguous which weights are meant."""
         weight_map = read_index(self.directory)
         shards = sorted(set(map(str, weight_map.values())))
         missing = [name for name in shards if not (self.directory / name).exists()]
@@ -169,8 +171,8 @@ class Reader:
         if weight_map:
             if len(missing) == len(shards):
                 raise UserError(
-                    f"{self.directory / INDEX} names {len(shards)} files of which none is there, such as {missing[0]}: "
-                    "the index is of other weights, or they were not fetched"
+                    f"{self.directory / INDEX} names {len(shards)} files, all of which are missing, such as "
+                    f"{missing[0]}: the index belongs to other weights, or they were not fetched"
                 )
             self.shards = shards
             return list(weight_map)
@@ -184,7 +186,7 @@ class Reader:
 
     @property
     def weight_map(self) -> dict[str, str]:
-        """Every tensor's shard, also of those that the model does not use."""
+        """The shard of every tensor, including unused ones."""
         return {name: shard for shard, names in self._names.items() for name in names}
 
     def __enter__(self) -> Self:
@@ -203,7 +205,7 @@ class Reader:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is stored in, the tensor itself not read. UserError for one that no model is read in."""
+        """Return the stored dtype of a tensor without reading it. Raises UserError for an unsupported one."""
         kind = self._file_of[name].get_slice(name).get_dtype()
         if kind not in DTYPES:
             raise UserError(f"{self.directory}: {name!r} is stored as {kind}; {', '.join(DTYPES)} are read")
@@ -217,8 +219,8 @@ class Reader:
         self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset(),
         whole: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
-        """Raises UserError for the first tensor that is missing, extra, wrongly shaped, or of whole numbers where it is
-        not among `whole`, or the other way round; reads no tensor."""
+        """Raises UserError for the first tensor that is missing, unexpected, wrongly shaped, or integer unless it is
+        among `whole`, which must be; reads no tensor."""
         again = "fetch the model again, config and weights from one place"
         vocabulary = {name: self.shape(name) for name in (misfits.EMBEDDING, misfits.HEAD) if name in self}
         if reason := misfits.explain(self._file_of, expected) or misfits.resized(vocabulary, expected):
@@ -237,23 +239,23 @@ class Reader:
                     f"{list(expected[name])}; {again}"
                 )
             kind = self._file_of[name].get_slice(name).get_dtype()
-            right = self._kinds(name, whole)
-            if kind not in right:
-                raise UserError(f"{self.directory}: {name!r} is stored as {kind}; {', '.join(right)} are read; {again}")
+            kinds = self._kinds(name, whole)
+            if kind not in kinds:
+                raise UserError(f"{self.directory}: {name!r} is stored as {kind}; {', '.join(kinds)} are read; {again}")
 
     def _kinds(self, name: str, whole: frozenset[str]) -> tuple[str, ...]:
-        """safetensors' names of the dtypes that a tensor may be stored in."""
+        """Return safetensors' names of the dtypes that a tensor may have."""
         return WHOLE if name in whole else FLOATING
 
     def check(
         self, expected: dict[str, tuple[int, ...]], tied: frozenset[str] = frozenset(),
         whole: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
-        """As `check_shapes`, and UserError for the first tensor that holds NaN or infinity. Tensors of whole numbers
-        cannot and are not read, but for MXFP4's scales: 255 is their NaN."""
+        """Same as `check_shapes`, and raises UserError for the first tensor with NaN or infinity. Integer tensors are
+        not read, except for MXFP4 scales: 255 is their NaN."""
         self.check_shapes(expected, tied, whole)
         if self.left_out:
-            log(f"left out: {len(self.left_out)} tensors that are not used, such as {self.left_out[0]}")
+            log(f"left out: {len(self.left_out)} unused tensors, such as {self.left_out[0]}")
         for name in progress(self, "check weights", len(self._file_of)):
             if name.endswith(SCALES) and name in whole and bool((self[name] == NAN_SCALE).any()):
                 raise UserError(
@@ -264,14 +266,14 @@ class Reader:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a floating tensor holds neither NaN nor infinity."""
-    # isfinite takes twenty times as long, and memory.
+    """Return whether a floating-point tensor holds neither NaN nor infinity."""
+    # isfinite takes twenty times as long, and more memory.
     return not tensor.numel() or all(bool(torch.isfinite(bound)) for bound in tensor.aminmax())
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over config.json, every weight file and the companions (a chat template decides what is generated) of
-    a model directory; UserError where it has no config."""
+    """Return the SHA-256 over config.json, every weight file and the companions of a model directory (a chat template
+    affects what is generated). Raises UserError if it has no config."""
     read_config(directory)
     digest = hashlib.sha256()
     for path in sorted([directory / "config.json", *directory.glob("*.safetensors"), *companions(directory)]):
@@ -280,6 +282,6 @@ def fingerprint(directory: Path) -> str:
 
 
 def companions(directory: Path) -> list[Path]:
-    """The files beside weights and config that a copy of the model needs."""
+    """Return the files beside weights and config that a copy of the model needs."""
     files = {path for pattern in COMPANIONS for path in directory.glob(pattern) if path.is_file()}
     return sorted(path for path in files if path.name != MANIFEST)

@@ -1,4 +1,4 @@
-"""Where MODEL comes from: a directory, a GGUF file (dequantised once), or a hub id."""
+"""Resolution of MODEL to a local directory: a directory, a GGUF file (dequantised once), or a hub id."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mlaforge.checkpoint.reader import COMPANIONS, INDEX, SINGLE, read_config, r
 from mlaforge.checkpoint.writer import rewriting
 from mlaforge.runtime import UserError, cache_home, log, progress
 
-# How long to wait for the hub's first answer.
+# Timeout of the hub's first response.
 HUB_SECONDS = 10.0
 GGUF = ".gguf"
-# A tokenizer has one of these; a repository without any has none.
+# Every tokenizer has one of these files.
 TOKENIZER = "tokenizer.json"
 VOCABULARIES = (TOKENIZER, "*.model", "vocab.*", "tekken.json")
 
 
 def locate(model: str) -> Path:
-    """The local directory of MODEL: a directory, a .gguf file (dequantised once), or a hub id.
+    """Return the local directory of MODEL: a directory, a .gguf file (dequantised once), or a hub id.
 
-    Raises UserError in one line where it is none of these or cannot be fetched.
+    Raises UserError if it is none of these or cannot be fetched.
     """
     path = Path(model).expanduser()
     if path.suffix.lower() == GGUF:
         return from_gguf(path)
     if path.is_dir():
-        # With a name, even for `.`; links stay as the user called them.
+        # Absolute, so that even `.` has a name; links keep the user's name.
         return Path(os.path.abspath(path))
     if path.exists():
         raise UserError(f"{model} is a file; give a model directory, a .gguf file or a hub id such as org/name")
@@ -39,14 +39,14 @@ def locate(model: str) -> Path:
 
 
 def _from_hub(model: str, config_alone: bool = False) -> Path:
-    """The directory of a model of the hub in the hub's local cache, complete: what is missing there is fetched, and of
-    the weights only those that the model loads. `config_alone`: config.json is enough."""
+    """Return a hub model's directory in the local hub cache after fetching missing files; of the weights only those
+    that the model loads. `config_alone`: config.json suffices."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     local, absent = None, ["config.json"]
     try:
-        # What is complete in the local cache needs no network.
+        # A model that is complete in the local cache needs no network.
         local = Path(snapshot_download(model, allow_patterns=["config.json"], local_files_only=True))
         if not (absent := _missing(local, config_alone)):
             return local
@@ -55,7 +55,7 @@ def _from_hub(model: str, config_alone: bool = False) -> Path:
     except LocalEntryNotFoundError:
         pass
     try:
-        # Asked first, because snapshot_download would wait for a silent hub for ever.
+        # Called first, because snapshot_download has no timeout for an unresponsive hub.
         info = HfApi().model_info(model, timeout=HUB_SECONDS)
         names = [file.rfilename for file in info.siblings or ()]
         beside = [name for name in names if _belongs(name, ("*.json", *COMPANIONS)) and name != INDEX]
@@ -64,8 +64,8 @@ def _from_hub(model: str, config_alone: bool = False) -> Path:
         local = Path(snapshot_download(model, allow_patterns=patterns, etag_timeout=5))
         if shards := [name for name in _missing(local, config_alone) if name in names]:
             snapshot_download(model, allow_patterns=shards, etag_timeout=5)
-        if still := [name for name in _missing(local, config_alone) if name != TOKENIZER]:
-            raise UserError(f"the hub's {model!r} has no {still[0]}; only models in safetensors are read")
+        if missing := [name for name in _missing(local, config_alone) if name != TOKENIZER]:
+            raise UserError(f"the hub's {model!r} has no {missing[0]}; only models in safetensors are read")
         return local
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
@@ -84,12 +84,12 @@ def _from_hub(model: str, config_alone: bool = False) -> Path:
 
 
 def _belongs(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a file of a repository belongs to the model: other folders hold other formats of it."""
+    """Return whether a file of a repository belongs to the model: other folders hold other formats."""
     return any(PurePath(name).match(pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
 
 
 def _missing(directory: Path, config_alone: bool) -> list[str]:
-    """Which files a model directory lacks: config.json, the weights that its index names, any tokenizer."""
+    """Return the files that a model directory lacks: config.json, the weights in its index, any tokenizer."""
     required = ["config.json"]
     if not config_alone and not any(path for pattern in VOCABULARIES for path in directory.glob(pattern)):
         required.append(TOKENIZER)
@@ -102,7 +102,7 @@ def _missing(directory: Path, config_alone: bool) -> list[str]:
 
 
 def find_config(model: str) -> dict[str, Any]:
-    """config.json of MODEL without its weights: a config.json, a directory, the header of a .gguf file or a hub id."""
+    """Return config.json of MODEL (a config.json, a directory, a .gguf file or a hub id) without its weights."""
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".json":
         return families.canonical(read_config(path.parent, path.name))
@@ -116,8 +116,8 @@ def find_config(model: str) -> dict[str, Any]:
 
 
 def from_gguf(path: Path) -> Path:
-    """Dequantises a GGUF file once, to fp32, into the cache; later calls find it by the file's SHA-256, and one that
-    comes meanwhile waits."""
+    """Dequantise a GGUF file to fp32 in the cache and return that directory. The cache is keyed by the file's SHA-256;
+    concurrent calls wait."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a .gguf file or a model directory")
     out = cache_home() / "dequantised" / f"{path.stem}-{sha256(path)[:12]}"

@@ -1,4 +1,4 @@
-"""A model directory, opened once per command: what every stage asks of the model that it is given."""
+"""SourceModel: a model directory, opened once per command."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError, resolve_dtype
 
 GENERATION_CONFIG = "generation_config.json"
-# In the names of an index's tensors.
+# Part of the names of index tensors.
 INDEXES = ".self_attn.index."
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
-    """The ModelSpec of a config.json, for a converted one its original's. UserError for an unsupported family, and by
-    the field's name for what no model of it can have, ours or not."""
+    """Return the ModelSpec of a config.json; for a converted model, that of its original. Raises UserError for an
+    unsupported family and for an invalid field."""
     spec = families.read_spec(_original(config))
     if is_converted(config):
         check_converted(config, spec)
@@ -36,7 +36,8 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of a config.json, for a converted one its original's; UserError for an unsupported one."""
+    """Return the family of a config.json; for a converted model, that of its original. Raises UserError for an
+    unsupported family."""
     return families.family_of(_original(config))
 
 
@@ -46,21 +47,21 @@ def _original(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The dtype that a config.json declares; float32 where it declares none."""
+    """Return the dtype that a config.json declares, float32 if none. Raises UserError for an unsupported one."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    # PyTorch's other names, such as half, which transformers takes too.
-    known = getattr(torch, name, None)
-    return resolve_dtype(str(known).removeprefix("torch.") if isinstance(known, torch.dtype) else name, torch.float32)
+    # PyTorch's aliases, such as half, which transformers accepts.
+    dtype = getattr(torch, name, None)
+    return resolve_dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else name, torch.float32)
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory; no code from it is run."""
+    """Load the tokenizer of a model directory without running code from it. Raises UserError."""
     from transformers import PreTrainedTokenizerFast
 
     check_files(directory)
     if (directory / "tekken.json").exists() and not (directory / "tokenizer.json").exists():
         raise UserError(
-            f"{directory} has a tekken.json alone, which is not read; copy the same model's tokenizer.json and "
+            f"{directory} has only a tekken.json, which is not supported; copy the same model's tokenizer.json and "
             "tokenizer_config.json there"
         )
     try:
@@ -75,21 +76,21 @@ def load_tokenizer(directory: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class SourceModel:
-    """An original or converted model on disk: `path`, its directory; `name`, as manifests call it; `config`, its
-    config.json. What costs more than that is read when it is first asked for, and kept; no weight is."""
+    """An original or converted model on disk. `path`: its directory; `name`: its name in manifests; `config`: its
+    config.json. Other properties are read on first use and cached; weights are not."""
 
     path: Path
     name: str
     config: dict[str, Any]
-    # What the names of tensors hold that are not read.
+    # Tensors with this text in their names are not read.
     without: str | None = None
 
     @classmethod
     def open(cls, model: str | Path | SourceModel) -> SourceModel:
-        """MODEL as users call it: a directory, a .gguf file (dequantised once) or a hub id; one that is open stays so.
+        """Open MODEL: a directory, a .gguf file (dequantised once) or a hub id; a SourceModel is returned unchanged.
 
-        Raises UserError where it is none of these, cannot be fetched, or has no config.json, and for fields of it or of
-        generation_config.json that are of a wrong type.
+        Raises UserError if it is none of these, cannot be fetched, has no config.json, or has a field of a wrong type
+        in it or in generation_config.json.
         """
         if isinstance(model, SourceModel):
             return model
@@ -104,9 +105,9 @@ class SourceModel:
         return str(self.path)
 
     def dense(self) -> SourceModel:
-        """A sparse model without its index: the one that `sparsify` was given. UserError where it is not sparse."""
+        """Return a sparse model without its index: the input of `sparsify`. Raises UserError if it is not sparse."""
         if not is_sparse(self.config):
-            raise UserError(f"{self} is not sparse: it has no index to be read without (--dense)")
+            raise UserError(f"{self} is not sparse: it has no index that --dense could leave out")
         config = {name: value for name, value in self.config.items() if not name.startswith("index")}
         if all(kind == "gqa" for kind in config["mla_layer_types"]):
             config = _original(config)
@@ -118,7 +119,7 @@ class SourceModel:
 
     @property
     def converted(self) -> bool:
-        """Whether mlaforge made it."""
+        """Whether it is a converted model."""
         return is_converted(self.config)
 
     @cached_property
@@ -128,43 +129,43 @@ class SourceModel:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """Raises UserError for an unsupported family, and for a config.json that makes none of its models."""
+        """Raises UserError for an unsupported family, and for a config.json that is invalid for it."""
         return read_spec(self.config)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """Its generation_config.json; empty where it has none."""
+        """Its generation_config.json; empty if it has none."""
         return read_config(self.path, GENERATION_CONFIG) if (self.path / GENERATION_CONFIG).exists() else {}
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What its config.json declares; float32 where it declares none."""
+        """The dtype that config.json declares; float32 if none."""
         return stored_dtype(self.config)
 
     def weights(self) -> Reader:
-        """Lazy access to the tensors of the model. Raises UserError as `Reader` does."""
+        """Return a lazy reader of the model's tensors. Raises UserError as `Reader` does."""
         return Reader(self.path, self.without)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Raises UserError where it has none that can be read."""
+        """Raises UserError if the model has no readable tokenizer."""
         return load_tokenizer(self.path)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over config, weights and companions (`reader.fingerprint`): every file is read, once."""
+        """SHA-256 over config, weights and companions (`reader.fingerprint`); reads every file once."""
         return fingerprint(self.path)
 
     @property
     def record(self) -> dict[str, str]:
-        """How a manifest's inputs tell it."""
+        """Its record in a manifest's inputs."""
         return {"path": self.name, "sha256": self.fingerprint}
 
     def check_tokens(self, *texts: Tensor) -> None:
-        """Raises UserError where a text has a token id that the model has no embedding for."""
+        """Raises UserError for a text with a token id outside the model's vocabulary."""
         size, largest = self.config.get("vocab_size", 0), max(int(ids.max()) for ids in texts)
         if largest >= size:
             raise UserError(
-                f"the tokenizer in {self} gives token {largest}, but the model's vocabulary has {size}: it is "
-                "another model's tokenizer"
+                f"the tokenizer in {self} gives token {largest}, but the model's vocabulary has {size}: it belongs "
+                "to another model"
             )

@@ -1,4 +1,4 @@
-"""`verify`: whether a directory still holds what was written into it, every file by its hash."""
+"""`verify`: comparison of a directory's files with the hashes in its manifest."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from mlaforge.runtime import UserError, log, progress
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """`problems`: one line per file that is wrong. `checked`: what the others were compared with."""
+    """`problems`: one line per wrong file. `checked`: the criterion of the comparison."""
 
     directory: Path
     problems: list[str]
     checked: str
 
     def render(self) -> str:
-        """As text, the conclusion last."""
-        right = (
-            f"{self.checked}: as it should be" if not self.problems else f"{len(self.problems)} wrong; {self.checked}"
-        )
-        return "\n".join([*self.problems, f"{self.directory}: {right}"])
+        """Return a text, the conclusion last."""
+        conclusion = f"{self.checked}: correct" if not self.problems else f"{len(self.problems)} wrong; {self.checked}"
+        return "\n".join([*self.problems, f"{self.directory}: {conclusion}"])
 
 
 def run(directory: Path) -> Verification:
-    """Compares an artifact with its manifest's hashes. Without them (an original model, a manifest of an older version)
-    a model's tensors are compared with its config.json: names, shapes, finite numbers.
+    """Compare an artifact with its manifest's hashes. Without hashes (an original model, a manifest of an older
+    version) compare a model's tensors with its config.json: names, shapes, finite values.
 
     Raises UserError for a directory that holds neither manifest.json nor config.json.
     """
     if not directory.is_dir():
-        raise UserError(f"{directory} is no directory; give what mlaforge wrote, or a model directory")
+        raise UserError(f"{directory} is not a directory; give an artifact of mlaforge or a model directory")
     manifest, model = Manifest.load(directory), (directory / "config.json").exists()
     unreadable = manifest is None and (directory / MANIFEST).exists()
     if not (manifest or model or unreadable):
@@ -43,43 +41,43 @@ def run(directory: Path) -> Verification:
     problems, files = [f"{MANIFEST}: cannot be read"] if unreadable else [], manifest.files if manifest else {}
     hashes = sum(map(bool, files.values()))
     for name in progress(sorted(files), "verify"):
-        if problem := _compared(directory / name, files[name]):
+        if problem := _compare(directory / name, files[name]):
             problems.append(f"{name}: {problem}")
     if manifest:
         others = sorted({path.name for path in directory.glob("*.safetensors")} - set(files))
-        problems += [f"{name}: not in {MANIFEST}, but whatever loads the directory may read it" for name in others]
+        problems += [f"{name}: not in {MANIFEST}, but loaders of the directory may read it" for name in others]
     if hashes:
         return Verification(directory, problems, f"{hashes} files by their SHA-256 in {MANIFEST}")
-    why = f"no {MANIFEST}" if manifest is None else f"a {MANIFEST} without hashes"
+    reason = f"no {MANIFEST}" if manifest is None else f"a {MANIFEST} without hashes"
     if not model:
-        return Verification(directory, problems, f"{why}, the names of {len(files)} files")
-    if problem := _tensors(directory):
+        return Verification(directory, problems, f"{reason}, the names of {len(files)} files")
+    if problem := _check_tensors(directory):
         problems.append(problem)
     return Verification(
-        directory, problems, f"{why}; tensors by config.json: their names, shapes, and that all numbers are finite"
+        directory, problems, f"{reason}; tensors by config.json: their names, shapes, and that all numbers are finite"
     )
 
 
 def require(directory: Path) -> None:
-    """Raises UserError for the first file that `run` finds wrong; else says what was compared."""
+    """Raises UserError for the first problem that `run` finds, else logs the result."""
     verification = run(directory)
     if verification.problems:
         raise UserError(f"{directory}: {verification.problems[0]}; `mlaforge verify {directory}` names every such file")
     log(verification.render())
 
 
-def _compared(path: Path, digest: str) -> str | None:
-    """What is wrong with a file that its manifest names."""
+def _compare(path: Path, digest: str) -> str | None:
+    """Return the problem of a file in the manifest, or None."""
     if not path.is_file():
         return "missing"
-    if digest and (now := sha256(path)) != digest:
-        return f"not what was written: SHA-256 {now[:12]}…, {MANIFEST} has {digest[:12]}…"
+    if digest and (current := sha256(path)) != digest:
+        return f"changed since it was written: SHA-256 {current[:12]}…, {MANIFEST} has {digest[:12]}…"
     return None
 
 
-def _tensors(directory: Path) -> str | None:
-    """The first thing that is wrong with the config or the tensors of a model, or of an EAGLE-3 head, whose shapes
-    depend on its target."""
+def _check_tensors(directory: Path) -> str | None:
+    """Return the first problem of the config or the tensors of a model, or of an EAGLE-3 head, whose shapes depend on
+    its target; None if there is none."""
     try:
         config = read_config(directory)
         if eagle3.ARCHITECTURE in (config.get("architectures") or ()):

@@ -1,4 +1,4 @@
-"""Checkpoints as they are written: safetensors shards one at a time, the index last; one model rewritten as another."""
+"""Writing of checkpoints: safetensors shards one at a time, the index last."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHARD_BYTES = 2 * 10**9
 
 
 class Writer:
-    """Writes tensors into shards of at most SHARD_BYTES, one shard in memory at a time, and the index last.
+    """Writer of shards of at most SHARD_BYTES, one shard in memory at a time, and the index last.
 
-    A shard that is there already (the same tensors in the same order, from a run that was killed) is not made again.
+    An existing shard (of a killed run with the same tensors in the same order) is not written again.
     """
 
     def __init__(self, directory: Path):
@@ -33,14 +33,14 @@ class Writer:
         self.shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor; it is held until its shard is full.
+        """Add a tensor, which stays in memory until its shard is full.
 
-        Raises UserError for NaN or infinity: a source's weights are finite, so that its dtype holds too little.
+        Raises UserError for NaN or infinity: a source's weights are finite, so that the tensor overflows in its dtype.
         """
         self.promise(name, tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def promise(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
-        """The same for a tensor that `make` gives when its shard is written, if it is not there already."""
+        """Add a tensor that `make` returns when its shard is written, unless the shard exists."""
         size = math.prod(shape) * dtype.itemsize
         if self.pending and self.size + size > SHARD_BYTES:
             self._flush()
@@ -66,7 +66,7 @@ class Writer:
         self.pending, self.size = {}, 0
 
     def finish(self) -> None:
-        """Writes the last shard and the index, and gives the shards their customary names."""
+        """Write the last shard and the index, and rename the shards to their customary names."""
         self._flush()
         count, weight_map = len(self.shards), {}
         for number, names in enumerate(self.shards):
@@ -79,8 +79,8 @@ class Writer:
 
 @contextmanager
 def rewriting(source: Path | None, out: Path, settings: dict[str, Any]) -> Iterator[Writer]:
-    """Context manager: takes the tensors of a checkpoint that is made of the model directory `source`; then the
-    directory `out` also has the index, `settings` as its config.json, and the source's companions (tokenizer, ...)."""
+    """Context manager: write the tensors of a checkpoint derived from the model directory `source` into `out`, then the
+    index, `settings` as config.json, and the source's companions (tokenizer, ...)."""
     writer = Writer(out)
     yield writer
     writer.finish()
@@ -90,7 +90,7 @@ def rewriting(source: Path | None, out: Path, settings: dict[str, Any]) -> Itera
 
 
 def copy_companions(source: Path, out: Path) -> None:
-    """Copies what belongs to the model directory `source` beside weights and config into the directory `out`."""
+    """Copy the files of the model directory `source` beside weights and config into the directory `out`."""
     for path in companions(source):
         copy = out / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)

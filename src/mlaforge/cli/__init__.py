@@ -1,1 +1,1 @@
-"""The command line: parse, call, print. Nothing else."""
+"""Command line: parses options, calls stages and prints their results."""

@@ -1,4 +1,4 @@
-"""How answers of models stand in a terminal."""
+"""Terminal output of models' answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 
 from mlaforge.rendering.page import model_name
 
-# In place of an answer for which the reasoning before it left no room.
+# Shown instead of an answer if the reasoning used up the token limit.
 NO_ANSWER = "[only reasoning, no answer: --max-new-tokens may be too small]"
 
 
 def show(answer: Iterable[Any]) -> None:
-    """Prints an answer as it is made; on a terminal, dimmed, the reasoning before it too."""
+    """Print an answer while it streams; on a terminal also the reasoning before it, dimmed."""
     gap = "\n" if sys.stdout.isatty() else ""
     reasoned = answered = False
     for piece in answer:
@@ -31,13 +31,13 @@ def show(answer: Iterable[Any]) -> None:
 
 
 def continuations(metrics: dict[str, Any]) -> str:
-    """The prompt and each model's continuation, with its speed and measured cache."""
+    """Prompt and each model's continuation, with its speed and measured cache."""
     parts = [f"\n> {metrics['prompt']}"]
     for run in metrics["runs"]:
         text = run["text"].strip() or (NO_ANSWER if run.get("reasoning_content") else "")
         length = (run.get("eagle_speculation") or {}).get("mean_acceptance_length")
         drafts = f", {length:.2f} a step" if length else ""
-        loop = f"\n[it repeats itself from token {run['repeats_from']}]" if run.get("repeats_from") else ""
+        loop = f"\n[the text repeats itself from token {run['repeats_from']}]" if run.get("repeats_from") else ""
         parts.append(
             f"\n[{model_name(run['model'])}: {run['tokens_per_second']:.1f} tokens/s{drafts}, cache "
             f"{run['cache_bytes']} bytes for {run['cached_tokens']} tokens]\n{text}{loop}"

@@ -1,4 +1,4 @@
-"""`mlaforge draft ...`: the verbs of EAGLE-3 heads. As in cli/main.py: parse, call a stage, print."""
+"""Verbs of `mlaforge draft ...`, on EAGLE-3 heads: parse options, call a stage, print its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mlaforge.cli import verb as verbs
-from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, judged, quiet
+from mlaforge.cli.verb import Json, Model, Out, Overwrite, exit_by_verdict, group, quiet
 from mlaforge.drafting.config import (
     DraftCheckConfig,
     DraftCompareConfig,
@@ -20,22 +20,22 @@ from mlaforge.drafting.config import (
     VocabularyConfig,
 )
 
-app = group("EAGLE-3 draft heads: the text they learn from, vocabulary, training; those of others, checked, compared.")
+app = group("EAGLE-3 draft heads: training text, vocabulary, training, import, export, checks, comparison.")
 verb = functools.partial(verbs.verb, app)
 
-Target = Annotated[str, typer.Option("--target", metavar="MODEL", help="the model that the head drafts for")]
+Target = Annotated[str, typer.Option("--target", metavar="MODEL", help="target model of the head")]
 Head = Annotated[Path, typer.Argument(metavar="HEAD", help="directory of an EAGLE-3 head")]
 NewDirectory = Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")]
 
 
 @verb(RegenerateConfig)
 def regenerate(model: Model, out: NewDirectory, config: RegenerateConfig, overwrite: Overwrite = False) -> None:
-    """Have MODEL answer prompts, and questions of its own: the text that its draft head learns from."""
+    """Generate MODEL's answers to prompts and to questions that it writes: the training text of its draft head."""
     from mlaforge.drafting import regenerate as stage
 
     quiet()
     metrics = stage.run(model, out, config, overwrite).metrics
-    dropped = ", ".join(f"{count} {why}" for why, count in metrics["dropped"].items())
+    dropped = ", ".join(f"{count} {reason}" for reason, count in metrics["dropped"].items())
     print(
         f"{out}: {metrics['answers']} answers, {metrics['prompt_tokens']} + {metrics['answer_tokens']} tokens, "
         f"distinct 4-grams {metrics['distinct_4grams'] or 0:.2f}" + (f"; left out: {dropped}" if dropped else "")
@@ -45,24 +45,26 @@ def regenerate(model: Model, out: NewDirectory, config: RegenerateConfig, overwr
 @verb(VocabularyConfig)
 def vocab(
     model: Model,
-    texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="what `draft regenerate` wrote with MODEL")],
+    texts: Annotated[
+        list[Path], typer.Argument(metavar="TEXT...", help="directory that `draft regenerate` wrote with MODEL")
+    ],
     out: NewDirectory,
     config: VocabularyConfig,
     overwrite: Overwrite = False,
 ) -> None:
-    """Choose the tokens that a head can propose: those that MODEL says most often."""
+    """Choose the draft vocabulary of a head: the tokens that MODEL generates most often."""
     from mlaforge.drafting import vocabulary as stage
 
     quiet()
     metrics = stage.run(model, texts, out, config, overwrite).metrics
     for size, share in metrics["coverage"].items():
         chosen = "  <- written" if size == str(config.size) else ""
-        print(f"{size} tokens: {share['text']:.4f} of the text, {share['held_out']:.4f} of text kept back{chosen}")
+        print(f"{size} tokens: {share['text']:.4f} of the text, {share['held_out']:.4f} of held-out text{chosen}")
 
 
 @verb(DraftTrainConfig)
 def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: Overwrite = False) -> None:
-    """Train an EAGLE-3 head on what MODEL said; under torchrun over many processes."""
+    """Train an EAGLE-3 head on MODEL's answers; with torchrun on several processes."""
     from mlaforge.drafting import train as stage
     from mlaforge.training import distributed
 
@@ -73,7 +75,7 @@ def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: 
         distributed.destroy_process_group()
     first, best = metrics["curve"][0], metrics["best"]
     print(
-        f"tokens a step of 3 drafted, on answers kept back: {first['acceptance_length']:.3f} -> "
+        f"tokens per step with 3 drafted, on held-out answers: {first['acceptance_length']:.3f} -> "
         f"{best['acceptance_length']:.3f} after {best['tokens']} tokens (step {best['step']})"
     )
 
@@ -86,7 +88,7 @@ def import_(
     config: DraftImportConfig,
     overwrite: Overwrite = False,
 ) -> None:
-    """Rewrite an EAGLE-3 head as other tools write it, checked against MODEL."""
+    """Import an EAGLE-3 head in the format of other tools, checked against MODEL."""
     from mlaforge.drafting import import_head as stage
 
     quiet()
@@ -110,13 +112,13 @@ def export(head: Head, out: Out, config: DraftExportConfig, overwrite: Overwrite
 
 @verb(DraftCheckConfig)
 def check(head: Head, target: Target, config: DraftCheckConfig, json_output: Json = False) -> None:
-    """How often HEAD says what MODEL says, with the states it is given and with their neighbours: exit code 1 unless
-    its own are the right ones."""
+    """Measure how often HEAD predicts MODEL's tokens, with its recorded capture layers and with neighbouring ones; exit
+    code 1 unless the recorded ones are best."""
     from mlaforge.drafting import check as stage
 
     quiet()
     agreement = stage.run(head, target, config)
-    judged(agreement, stage.table, agreement["right"] == stage.AS_STORED, json_output)
+    exit_by_verdict(agreement, stage.table, agreement["right"] == stage.AS_STORED, json_output)
 
 
 @verb(DraftCompareConfig)
@@ -126,14 +128,16 @@ def compare(
     config: DraftCompareConfig,
     reference: Annotated[
         Path | None,
-        typer.Option("--reference", metavar="FILE", help="stages of another runtime (safetensors); else PyTorch's"),
+        typer.Option(
+            "--reference", metavar="FILE", help="tensors of another runtime (safetensors); default: PyTorch's"
+        ),
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Numeric parity of HEAD in the engine, part by part, with another runtime or with plain PyTorch in float64: exit
-    code 1 where the logits differ too much."""
+    """Compare HEAD in the engine, part by part, with another runtime or with PyTorch in float64; exit code 1 if the
+    logits differ too much."""
     from mlaforge.drafting import parity as stage
 
     quiet()
     differences = stage.run(head, target, reference, config)
-    judged(differences, stage.table, not differences["failed"], json_output)
+    exit_by_verdict(differences, stage.table, not differences["failed"], json_output)

@@ -1,6 +1,7 @@
-"""Verbs: parse, call a stage, print. Nothing else.
+"""Verbs: parse options, call a stage, print its result.
 
-Exit codes: 0 done, 2 the user's mistake (one line on stderr), 1 ours (with a traceback), 130 interrupted.
+Exit codes: 0 success; 1 a negative verdict, or an internal error (with a traceback); 2 a user error (one line on
+stderr); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.cli import answers, draft
 from mlaforge.cli import verb as verbs
 from mlaforge.cli.piped import text_or_input
-from mlaforge.cli.verb import Json, Model, Out, Overwrite, group, judged, quiet
+from mlaforge.cli.verb import Json, Model, Out, Overwrite, exit_by_verdict, group, quiet
 from mlaforge.conversion.config import EXPORTS, ConvertConfig, ExportConfig
 from mlaforge.demo.config import DemoConfig, MakeGptOssConfig
 from mlaforge.diagnosis.config import DiagnoseConfig
@@ -35,24 +36,24 @@ from mlaforge.runtime import UserError, forget_interrupts, install
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
 from mlaforge.sparsity.config import SparsifyConfig
 
-app = group("Turn a grouped-query-attention model into multi-head latent attention, prove what it cost, run it.")
+app = group("Convert grouped-query attention to multi-head latent attention, measure the cost, and serve the result.")
 app.add_typer(draft.app, name="draft")
 verb = functools.partial(verbs.verb, app)
 
-# How the demo ends.
+# Final message of the demo.
 DEMO_NEXT = """\
 report: {page}
 Next:
   mlaforge chat {out}
   mlaforge serve {out}
-  mlaforge convert MODEL OUT --calibration TEXT    # your model, on text like your traffic
-  mlaforge eval OUT --text OTHER_TEXT              # what it cost, on text that it has not seen"""
+  mlaforge convert MODEL OUT --calibration TEXT    # your model, calibrated on text like your traffic
+  mlaforge eval OUT --text OTHER_TEXT              # perplexity on unseen text"""
 OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="new directory for the result")]
 
 
 @verb(PlanConfig)
 def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
-    """What conversion would save and what is physically possible; needs only a config.json."""
+    """Estimate the savings of a conversion and the physical limits; needs only a config.json."""
     from mlaforge.planning import report as stage
 
     report = stage.run(model, config)
@@ -61,7 +62,7 @@ def plan(model: Model, config: PlanConfig, json_output: Json = False) -> None:
 
 @verb(DiagnoseConfig)
 def diagnose(model: Model, config: DiagnoseConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
-    """What MODEL's attention does on a text, and what converting it would cost; OUT gets numbers, drawings, a plan."""
+    """Analyse MODEL's attention on a text and estimate the loss of a conversion; OUT gets numbers, plots, a plan."""
     from mlaforge.diagnosis import diagnose as stage
     from mlaforge.diagnosis.verdicts import table
 
@@ -69,7 +70,7 @@ def diagnose(model: Model, config: DiagnoseConfig, out: OptionalOut = None, over
     print(table(stage.run(model, out, config, overwrite).metrics))
     if out is not None:
         print(
-            f"{out}: plan.json for `mlaforge convert --plan`" + ("; diagnosis.html to look at" if config.report else "")
+            f"{out}: plan.json for `mlaforge convert --plan`" + ("; diagnosis.html with plots" if config.report else "")
         )
 
 
@@ -79,7 +80,7 @@ def calibrate(
     config: CalibrateConfig,
     overwrite: Overwrite = False,
 ) -> None:
-    """Calibration sets from text: of every cluster its typical and its hard passages, for `convert`."""
+    """Select calibration sets from text for `convert`: typical and hard passages of every cluster."""
     from mlaforge.calibration import calibrate as stage
     from mlaforge.data.corpus import CALIBRATION_SETS
 
@@ -91,7 +92,7 @@ def calibrate(
 
 @verb(ConvertConfig)
 def convert(model: Model, out: Out, config: ConvertConfig, overwrite: Overwrite = False) -> None:
-    """Convert MODEL's attention to MLA; OUT is an ordinary Hugging Face directory."""
+    """Convert MODEL's attention to MLA; OUT is a standard Hugging Face directory."""
     from mlaforge.conversion import convert as stage
 
     quiet()
@@ -100,24 +101,24 @@ def convert(model: Model, out: Out, config: ConvertConfig, overwrite: Overwrite 
 
 @verb(SparsifyConfig)
 def sparsify(model: Model, out: Out, config: SparsifyConfig, overwrite: Overwrite = False) -> None:
-    """Give MODEL, original or converted, an index of its tokens: what it generates then reads a selection of them."""
+    """Add a token index to MODEL, original or converted, so that generated tokens read a selection of the cache."""
     from mlaforge.sparsity import sparsify as stage
 
     quiet()
     size = stage.run(model, out, config, overwrite).metrics["cache"]["index_bytes_per_token"]
-    print(f"{out}: a generated token reads {config.topk} tokens a layer; index keys take {size} bytes a token")
+    print(f"{out}: a generated token reads {config.topk} tokens per layer; index keys take {size} bytes per token")
 
 
 @verb(HealConfig)
 def heal(
     config: HealConfig,
-    teacher: Annotated[str, typer.Option("--teacher", metavar="MODEL", help="the original")],
-    student: Annotated[str, typer.Option("--student", metavar="MODEL", help="what `convert` made of it")],
+    teacher: Annotated[str, typer.Option("--teacher", metavar="MODEL", help="original model")],
+    student: Annotated[str, typer.Option("--student", metavar="MODEL", help="converted model")],
     out: Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Distil the original into a converted model, a coded one with its rows rounded as it is served; under torchrun
-    over many processes."""
+    """Distil the original into a converted model, with rounded rows if they are coded; with torchrun on several
+    processes."""
     from mlaforge.healing import heal as stage
     from mlaforge.training import distributed
 
@@ -135,18 +136,18 @@ def heal(
 
 @verb(ExportConfig)
 def export(
-    format: Annotated[str, typer.Argument(metavar="|".join(EXPORTS), help="what to write SRC as")],
+    format: Annotated[str, typer.Argument(metavar="|".join(EXPORTS), help="target format")],
     src: Annotated[Path, typer.Argument(metavar="SRC", help="directory that `convert` wrote")],
     out: Out,
     config: ExportConfig,
     overwrite: Overwrite = False,
 ) -> None:
-    """Rewrite a converted model in a stock format: deepseek is DeepseekV3ForCausalLM, without remote code."""
+    """Export a converted model to a standard format: deepseek is DeepseekV3ForCausalLM, without remote code."""
     from mlaforge.conversion import deepseek as stage
 
     if format not in EXPORTS:
         raise UserError(
-            f"export format {format!r} is not known; use {', '.join(EXPORTS)}{configuration.nearest(format, EXPORTS)}"
+            f"export format {format!r} is unknown; use {', '.join(EXPORTS)}{configuration.nearest(format, EXPORTS)}"
         )
     quiet()
     model = stage.run(src, out, config, overwrite).metrics["model"]
@@ -162,8 +163,8 @@ def eval(
     out: OptionalOut = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Perplexity of MODEL, original or converted, on text it was not calibrated on; or, with --criteria, whether a
-    student may stand for its teacher (exit code 1 where not)."""
+    """Measure the perplexity of MODEL, original or converted, on text it was not calibrated on; or, with --criteria,
+    judge whether a student may replace its teacher (exit code 1 if not)."""
     quiet()
     if config.criteria or config.teacher or config.student:
         from mlaforge.evaluation import student as stage
@@ -171,7 +172,7 @@ def eval(
         if model is not None and out is not None:
             raise UserError("--criteria judges --student, not MODEL; give OUT alone")
         metrics = stage.run(config, Path(model) if model else None, overwrite).metrics
-        judged(metrics, stage.table, metrics["passed"])
+        exit_by_verdict(metrics, stage.table, metrics["passed"])
         return
     from mlaforge.evaluation import perplexity
 
@@ -185,8 +186,8 @@ def eval(
 
 @verb(GenerateConfig)
 def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, overwrite: Overwrite = False) -> None:
-    """Continue a prompt with MODEL, beside a second model if --against is given; without --prompt, or with --prompt -,
-    what is piped in."""
+    """Continue a prompt with MODEL, compared with a second model if --against is given; without --prompt, or with
+    --prompt -, the prompt is read from standard input."""
     from mlaforge.serving import generate as stage
 
     quiet()
@@ -196,12 +197,12 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
 
 @verb(ChatConfig)
 def chat(model: Model, config: ChatConfig) -> None:
-    """Talk with MODEL. An empty line or end of input ends it; /new begins anew; Ctrl-C breaks an answer off."""
+    """Chat with MODEL. An empty line or end of input quits; /new starts a new conversation; Ctrl-C stops an answer."""
     from mlaforge.serving.generate import Conversation
 
     quiet()
     conversation = Conversation(model, config)
-    while message := _ask():
+    while message := _read_message():
         if message == "/new":
             conversation.forget()
             continue
@@ -211,12 +212,12 @@ def chat(model: Model, config: ChatConfig) -> None:
         except KeyboardInterrupt:
             forget_interrupts()
             answer.close()
-            print(" [broken off]", end="")
+            print(" [interrupted]", end="")
         print()
 
 
-def _ask() -> str:
-    """The user's next turn; nothing at the end of the input."""
+def _read_message() -> str:
+    """Read the user's next message; "" at the end of the input."""
     try:
         return input("> ").strip()
     except EOFError:
@@ -225,7 +226,7 @@ def _ask() -> str:
 
 @verb(ServeConfig)
 def serve(model: Model, config: ServeConfig) -> None:
-    """Serve MODEL over HTTP as OpenAI's API does: completions and chat."""
+    """Serve MODEL over HTTP with OpenAI's API: completions and chat."""
     try:
         from mlaforge.serving import server
     except ModuleNotFoundError as error:
@@ -233,8 +234,8 @@ def serve(model: Model, config: ServeConfig) -> None:
     from mlaforge.engine.engine import Engine
 
     quiet()
-    # Before anything is loaded.
-    config = server.checked(config)
+    # Checked before anything is loaded.
+    config = server.validated(config)
     if config.verify:
         from mlaforge.checkpoint import verify as files
         from mlaforge.checkpoint.source_model import SourceModel
@@ -247,42 +248,44 @@ def serve(model: Model, config: ServeConfig) -> None:
 
 @verb(MakeGptOssConfig)
 def make_gptoss(out: Out, config: MakeGptOssConfig, overwrite: Overwrite = False) -> None:
-    """Rewrite a small dense model as a GPT-OSS one that computes the same; options bring it closer to the real one."""
+    """Rewrite a small dense model as an equivalent GPT-OSS model; options bring it closer to the real one."""
     from mlaforge.demo import gpt_oss as stage
 
     quiet()
     manifest = stage.run(out, config, overwrite)
     kl = f"; KL to the source in the last steps {manifest.metrics['kl_last']:.4f}" if config.heal else ""
-    what = f"random, of {config.geometry}'s geometry" if config.geometry else f"of {config.experts} experts"
-    print(f"{out}: GPT-OSS {what} in {sum(manifest.seconds.values()):.0f} s{kl}")
+    kind = f"random, of {config.geometry}'s geometry" if config.geometry else f"of {config.experts} experts"
+    print(f"{out}: GPT-OSS {kind} in {sum(manifest.seconds.values()):.0f} s{kl}")
 
 
 @verb(DemoConfig)
 def demo(
     config: DemoConfig,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where results go")] = Path("runs/demo"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder of the results")] = Path("runs/demo"),
 ) -> None:
-    """The whole chain on a real model (SmolLM2-135M), in minutes on a CPU."""
+    """Run all stages on a real model (SmolLM2-135M), in minutes on a CPU."""
     from mlaforge.demo import demo as stage
 
     quiet()
-    shown: dict[str, Callable[[Any], str]] = {
-        "plan": lambda plan: f"plan: {plan.chosen.sentence}",
+    formats: dict[str, Callable[[Any], str]] = {
+        "plan": lambda plan: f"plan: {plan.recommendation.sentence}",
         "answer": lambda manifest: answers.continuations(manifest.metrics),
         "conversion": lambda manifest: conversion_table([manifest]),
         "report": lambda page: DEMO_NEXT.format(page=page, out=folder / stage.CONVERTED),
     }
-    for part, what in stage.run(folder, config):
-        print(shown[part](what), flush=True)
+    for name, result in stage.run(folder, config):
+        print(formats[name](result), flush=True)
 
 
 @verb(BenchConfig)
 def bench(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="a scenario, all, engine, draft, kernels or conversion")],
     config: BenchConfig,
-    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL...", help="original and converted ones")] = None,
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL...", help="original and converted models")
+    ] = None,
 ) -> None:
-    """Measure MODELs beside transformers and other engines; a folder of results named by the time."""
+    """Benchmark MODELs against transformers and other engines; results go to a folder named by the time."""
     from mlaforge.bench import run as stage
     from mlaforge.bench.scenario import BrokenInvariant
 
@@ -297,23 +300,25 @@ def bench(
 
 @verb()
 def gate(
-    folder: Annotated[Path, typer.Argument(metavar="RESULTS", help="a run's folder, or the newest in it")] = Path(
-        "results"
-    ),
-    gates: Annotated[Path | None, typer.Option("--gates", metavar="FILE", help="other gates than the shipped")] = None,
+    folder: Annotated[
+        Path, typer.Argument(metavar="RESULTS", help="folder of a run, or of runs, of which the newest is judged")
+    ] = Path("results"),
+    gates: Annotated[
+        Path | None, typer.Option("--gates", metavar="FILE", help="gates to use instead of the shipped ones")
+    ] = None,
 ) -> None:
-    """Judge measured results by the gates; exit code 1 where one fails."""
+    """Judge benchmark results by the gates; exit code 1 if one fails."""
     from mlaforge.bench import gate as stage
 
     verdicts = stage.run(folder, gates)
-    judged(verdicts, stage.table, verdicts["passed"])
+    exit_by_verdict(verdicts, stage.table, verdicts["passed"])
 
 
 @verb()
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="what mlaforge wrote, or a model directory")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="artifact of mlaforge, or a model directory")],
 ) -> None:
-    """Whether DIR still holds what was written into it, every file by its hash; exit code 1 where one is wrong."""
+    """Verify every file of DIR by its recorded hash; exit code 1 if one is wrong."""
     from mlaforge.checkpoint import verify as stage
 
     quiet()
@@ -325,10 +330,10 @@ def verify(
 
 @verb()
 def list_(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts, searched through")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts, searched recursively")],
     json_output: Json = False,
 ) -> None:
-    """The artifacts in a folder, and which of them passed their criteria."""
+    """List the artifacts in a folder, and which of them passed their criteria."""
     from mlaforge.artifact import artifacts_below
 
     rows = [
@@ -347,10 +352,10 @@ def list_(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder with artifacts and results")],
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="page to write; the numbers go beside it as .json")
+        Path, typer.Option("--out", metavar="FILE", help="page to write; its numbers go to the same name with .json")
     ] = Path("report.html"),
 ) -> None:
-    """One self-contained HTML page from all artifacts and results in a folder."""
+    """Write one self-contained HTML page on all artifacts and results in a folder."""
     from mlaforge.report.report import write_report
 
     write_report(folder, out)
@@ -364,7 +369,7 @@ def card(
     out: Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")],
     overwrite: Overwrite = False,
 ) -> None:
-    """The Hugging Face model card of a converted model, and a technical report of the whole folder, in Markdown."""
+    """Write the Hugging Face model card of a converted model and a technical report of the folder, in Markdown."""
     from mlaforge.report import card as stage
 
     manifest = stage.run(folder, out, config, overwrite)
@@ -374,15 +379,16 @@ def card(
 @verb()
 def publish(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER...", help="what convert, heal, calibrate, draft and card wrote")
+        list[Path],
+        typer.Argument(metavar="FOLDER...", help="directories that convert, heal, calibrate, draft and card wrote"),
     ],
-    repo: Annotated[str, typer.Option("--repo", metavar="OWNER/NAME", help="repository of the hub")],
-    push: Annotated[bool, typer.Option("--push", help="send it; without this, only show what would go")] = False,
+    repo: Annotated[str, typer.Option("--repo", metavar="OWNER/NAME", help="repository on the hub")],
+    push: Annotated[bool, typer.Option("--push", help="upload; without it, only list what would be uploaded")] = False,
     json_output: Json = False,
 ) -> None:
-    """Push a checkpoint, its draft, calibration sets and card to the Hugging Face hub; shown only, unless --push.
+    """Upload a checkpoint, its draft head, calibration sets and card to the Hugging Face hub; a dry run without --push.
 
-    The token is $HF_TOKEN, or that of `hf auth login`; it is no option, because options are seen by `ps`.
+    The token is $HF_TOKEN or that of `hf auth login`; it is not an option, because `ps` shows options.
     """
     from mlaforge.report import publish as stage
 
@@ -397,8 +403,8 @@ def verify_gpu(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="directory for at most 8 files: summary.md, ...")],
     config: VerifyGpuConfig,
 ) -> None:
-    """Measure this machine's GPU with mlaforge against predictions: kernels, engine, converted models, tests (exit code
-    1 where a case is not as predicted)."""
+    """Measure mlaforge on this machine's GPU against predictions: kernels, engine, converted models, tests (exit code 1
+    if a prediction does not hold)."""
     from mlaforge.gpu_verification import summary, supervisor
 
     rows = supervisor.run(out, config)
@@ -409,14 +415,14 @@ def verify_gpu(
 
 @verb()
 def env() -> None:
-    """Versions and devices, as recorded in every manifest."""
+    """Print versions and devices, as recorded in every manifest."""
     from mlaforge.runtime import environment
 
     print(json.dumps(environment(), indent=1))
 
 
 def conversion_table(manifests: list[Any]) -> str:
-    """One line per conversion: perplexities and cache."""
+    """Table with perplexities and cache of each conversion."""
     heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache bytes/token", "of GQA")
     rows: list[tuple[str, ...]] = [heads]
     for manifest in manifests:
@@ -424,9 +430,9 @@ def conversion_table(manifests: list[Any]) -> str:
         ppl = [f"{metrics[k]:.3f}" if metrics.get(k) else "–" for k in ("original_ppl", "partial_rope_ppl", "mla_ppl")]
         ratio = f"{metrics['ratio']:.4f}" if "ratio" in metrics else "–"
         layouts = {layer["layout"] for layer in metrics["layers"]}
-        numbers = f"{cache['gqa_bytes_per_token']} -> {cache['mla_bytes_per_token']}"
+        cache_bytes = f"{cache['gqa_bytes_per_token']} -> {cache['mla_bytes_per_token']}"
         bits = f", {manifest.config['bits']:g} bits" if manifest.config.get("bits") else ""
-        rows.append((" + ".join(sorted(layouts)) + bits, *ppl, ratio, numbers, f"{100 * cache['fraction']:.1f} %"))
+        rows.append((" + ".join(sorted(layouts)) + bits, *ppl, ratio, cache_bytes, f"{100 * cache['fraction']:.1f} %"))
     return text_table(rows, ">")
 
 
@@ -440,6 +446,6 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:
-        # It came before a verb had begun: verbs end by themselves.
-        print("mlaforge: interrupted; nothing had begun", file=sys.stderr)
+        # Interrupted before a verb began: verbs handle interrupts themselves.
+        print("mlaforge: interrupted before any work began", file=sys.stderr)
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""Text that is piped into a command."""
+"""Prompt text from standard input."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import threading
 
 from mlaforge.runtime import UserError, log
 
-# What stands for standard input in place of a text.
+# Option value that selects standard input.
 STANDARD_INPUT = "-"
-# Seconds without anything before a user is told what is waited for.
-PATIENCE = 2.0
+# Seconds of waiting for input before a message is logged.
+MESSAGE_DELAY = 2.0
 
 
 def text_or_input(text: str, default: str) -> str:
-    """An option's text; what is piped in where that is `-`, or where it was left at its default and anything is piped.
+    """Return the option's text, or standard input if the text is `-`, or if it is the default and input is piped in.
 
-    A line end behind it is left out: `echo` writes one. Raises UserError for bytes that are no UTF-8, and for `-` where
-    nothing is piped.
+    A final line end of the input, as `echo` writes it, is removed. Raise UserError if the input is not UTF-8, or is
+    empty for `-`.
     """
     if text == STANDARD_INPUT:
-        if not (piped := _piped()):
+        if not (piped := _read_piped()):
             raise UserError("--prompt - reads standard input, which is empty; pipe a text into it")
         return piped
-    return (_piped() or text) if text == default else text
+    return (_read_piped() or text) if text == default else text
 
 
-def _piped() -> str:
-    """All of standard input; nothing where it is a terminal or closed."""
+def _read_piped() -> str:
+    """All of standard input; "" if it is a terminal or closed."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
-    waiting = "reading the prompt from standard input; give it as --prompt if nothing is piped in"
-    timer = threading.Timer(PATIENCE, log, [waiting])
+    message = "reading the prompt from standard input; give it as --prompt if nothing is piped in"
+    timer = threading.Timer(MESSAGE_DELAY, log, [message])
     timer.start()
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")

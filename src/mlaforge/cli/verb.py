@@ -1,4 +1,4 @@
-"""How a verb is made of a function and its stage's options, and what verbs have in common."""
+"""Construction of verbs (commands) from functions and the options of their stages, and code shared by verbs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mlaforge import config as configuration
 from mlaforge.config import Options
 from mlaforge.runtime import Interrupted, UserError, disable_progress_bars, interrupted, interruptible
 
-# Where help shows the options that are not among the first.
+# Help panel of the options that are not listed first.
 ADVANCED = "Advanced options"
-# What `mlaforge --help` lists first, in the order of a user's work; all other commands are in a panel for maintenance.
+# Commands that `mlaforge --help` lists first, in the order of a user's work; the others are under Maintenance.
 FIRST = (
     "plan", "convert", "sparsify", "serve", "chat", "generate", "eval", "heal", "draft", "diagnose", "calibrate",
     "export", "report", "publish",
 )  # fmt: skip
-# Longer lists of choices stand in the help, whose lines wrap.
-LONGEST_METAVAR = 60
+# Longer lists of choices are moved to the help text, whose lines wrap.
+MAX_METAVAR = 60
 
 Recipe = Annotated[
     Path | None, typer.Option("--recipe", metavar="FILE", help="YAML file with the same keys; options override it")
@@ -39,7 +39,7 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="new directory")]
 
 
 class Group(TyperGroup):
-    """Help with the whole first sentence of each command; the root's commands are in two panels."""
+    """Command group whose help shows the full first sentence of each command; the root has two panels of commands."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         names = self.list_commands(ctx)
@@ -53,12 +53,12 @@ class Group(TyperGroup):
 
 
 def _sentence(help: str) -> str:
-    """The first sentence of a help text, without its full stop."""
+    """First sentence of a help text, without the full stop."""
     return re.split(r"[.;](?:\s|$)", " ".join(help.split()), maxsplit=1)[0]
 
 
 def group(help: str) -> typer.Typer:
-    """A set of verbs."""
+    """Create a group of verbs."""
     return typer.Typer(
         cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
         help=help,
@@ -66,7 +66,7 @@ def group(help: str) -> typer.Typer:
 
 
 def quiet() -> None:
-    """transformers' own bars and advice would drown ours."""
+    """Disable transformers' progress bars and advice, which would hide mlaforge's output."""
     disable_progress_bars()
     from transformers.utils import logging
 
@@ -75,8 +75,8 @@ def quiet() -> None:
 
 
 class Command(TyperCommand):
-    """Help with the advanced options in a section of their own. Typer has that in boxes, which cut the names of
-    options off on a terminal of 80 columns; this is plain text."""
+    """Command whose help lists the advanced options in a separate section. Plain text, as Typer's boxes truncate option
+    names on a terminal of 80 columns."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], ADVANCED: []}
@@ -90,46 +90,45 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-def judged(
-    body: dict[str, Any], table: Callable[[dict[str, Any]], str], holds: bool, json_output: bool = False
+def exit_by_verdict(
+    body: dict[str, Any], table: Callable[[dict[str, Any]], str], passed: bool, json_output: bool = False
 ) -> None:
-    """How a verb that judges ends: its table, or all of `body` as JSON; exit code 1 where what it judged does not
-    hold."""
+    """Print the table, or `body` as JSON, and exit with code 1 unless `passed`."""
     print(json.dumps(body, indent=1) if json_output else table(body))
-    if not holds:
+    if not passed:
         raise typer.Exit(1)
 
 
 def _option(field: dataclasses.Field[Any], kind: Any, panel: str | None) -> Any:
-    """A typer option made from a stage's field. Its own default is None, so that a recipe's value is seen."""
-    # A field may end in an underscore where its name is a word of Python's.
-    words, name, item = field.metadata, field.name.rstrip("_").replace("_", "-"), configuration.item_type(kind)
+    """Typer option for a stage's field. Its Typer default is None, so that a recipe's value is not overridden."""
+    # The name of a field may end in an underscore to avoid a Python keyword.
+    metadata, name, item = field.metadata, field.name.rstrip("_").replace("_", "-"), configuration.item_type(kind)
     flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
     default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
     text = configuration.described(field) + ("" if default is None else f" (default: {default})")
-    metavar = "|".join(words["choices"])
-    if len(metavar) > LONGEST_METAVAR:
-        text += f" (of {', '.join(words['choices'])})"
-    if not 0 < len(metavar) <= LONGEST_METAVAR:
+    metavar = "|".join(metadata["choices"])
+    if len(metavar) > MAX_METAVAR:
+        text += f" (of {', '.join(metadata['choices'])})"
+    if not 0 < len(metavar) <= MAX_METAVAR:
         metavar = (item or kind).__name__.upper().replace("STR", "TEXT")
-    # A list with commas is text until the stage's options are made.
-    parsed = kind if item is None else list[str] if words["repeat"] else str
-    if words["repeat"]:
+    # A comma-separated list stays text until the stage's options are resolved.
+    parsed = kind if item is None else list[str] if metadata["repeat"] else str
+    if metadata["repeat"]:
         text += " (may be given several times)"
     elif item is not None:
-        metavar, text = f"{metavar},...", f"{text} (several with commas)"
-    shown = typer.Option(flag, metavar=None if kind is bool else metavar, help=text, rich_help_panel=panel)
-    return Annotated[parsed | None, shown]
+        metavar, text = f"{metavar},...", f"{text} (comma-separated)"
+    typer_option = typer.Option(flag, metavar=None if kind is bool else metavar, help=text, rich_help_panel=panel)
+    return Annotated[parsed | None, typer_option]
 
 
 def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command with the group `on`. `options` is its stage's dataclass: each field becomes an option, and
-    the command is called with the resolved `config`. The user's mistakes end in one line and exit code 2."""
+    """Register a command with the group `on`. options: dataclass of the stage, whose fields become options; the command
+    is called with the resolved `config`. A UserError ends with one line on stderr and exit code 2."""
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
         keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        own = inspect.signature(command, eval_str=True)
-        parameters = [p for p in own.parameters.values() if p.name != "config"]
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [p for p in signature.parameters.values() if p.name != "config"]
         names: list[str] = []
         if options:
             kinds, fields = configuration.field_types(options), {f.name: f for f in dataclasses.fields(options)}
@@ -155,8 +154,8 @@ def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Cal
                     raise
                 except (Exception, KeyboardInterrupt) as error:
                     if interrupted(error):
-                        kept = str(error) if isinstance(error, Interrupted) else "nothing half-written was left"
-                        print(f"mlaforge: interrupted; {kept}", file=sys.stderr)
+                        detail = str(error) if isinstance(error, Interrupted) else "nothing half-written was left"
+                        print(f"mlaforge: interrupted; {detail}", file=sys.stderr)
                         raise typer.Exit(130) from None
                     if isinstance(error, UserError):
                         print(f"mlaforge: {error}", file=sys.stderr)
@@ -165,7 +164,7 @@ def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Cal
 
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-        # A verb may end in an underscore where its name is a word of Python's.
+        # The name of a verb may end in an underscore to avoid a Python keyword.
         wrapped.__name__ = command.__name__.rstrip("_")
         return on.command(cls=Command)(wrapped)
 

@@ -1,9 +1,9 @@
-"""`convert`: a grouped-query-attention checkpoint in, a multi-head latent attention checkpoint out, no training.
+"""`convert`: grouped-query attention to multi-head latent attention, without training.
 
-Moments of the running model (factorization/moments.py) -> latent projections per layer (solve.py, with
-factorization/latent.py and the closed-form refit of o_proj) -> a Hugging Face directory (writer.py), read again to be
-measured. All of it one layer at a time (checkpoint/layerwise.py), and what is finished waits on disk
-(tensor_store.py) for a run that was killed.
+Calibration moments (factorization/moments.py) -> latent projections per layer (solve.py, with factorization/latent.py
+and the closed-form refit of o_proj) -> a Hugging Face directory (writer.py), which is read again and evaluated. All of
+it runs one layer at a time (checkpoint/layerwise.py) and stores finished work on disk (tensor_store.py), from which a
+killed run resumes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
 from mlaforge.config import by_keywords
-from mlaforge.conversion.calibration_text import Tuned, calibration_windows, described, named, passages
+from mlaforge.conversion.calibration_text import CalibrationWindows, calibration_windows, describe, passages, text_names
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.conversion.solve import Choices, LayerSolver
 from mlaforge.conversion.writer import write_checkpoint
@@ -33,45 +33,46 @@ from mlaforge.planning.plan import (
     CONTEXTS,
     Plan,
     coded_shape,
-    left_open,
     make_plan,
     plain,
+    resolve_bits_or_budget,
     unconverted,
     window_choices,
 )
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
 from mlaforge.tensor_store import TensorStore
 
-# What a plan decides, so that options may not.
+# Options that a plan decides.
 PLANNED = ("bits", "budget", "layout", "kv_lora_rank", "qk_rope_head_dim", "layers", "ranks", "qk_mqa_dim", "collapse",
            "freqfold", "deepseek_style")  # fmt: skip
-# What moments hold, as a number: those that were left on disk may be of an older kind.
+# Format version of the moments, which may remain on disk from an older version.
 MOMENTS = 2
-# TransMLA's options; each means latent_rope.
+# TransMLA's options; each implies latent_rope.
 TRANSMLA = ("qk_mqa_dim", "collapse", "freqfold", "deepseek_style")
 
 
 def layout_of(config: ConvertConfig) -> str:
-    """The layout that the options mean. Raises UserError where they contradict each other."""
-    named = [name for name in TRANSMLA if getattr(config, name) != getattr(ConvertConfig, name)]
-    if named and config.layout == "latent":
-        raise UserError(f"{named[0]} means layout latent_rope, but layout is latent; leave one of them out")
-    return config.layout or ("latent_rope" if named else "latent")
+    """Return the layout of the options. Raises UserError for contradictory ones."""
+    transmla = [name for name in TRANSMLA if getattr(config, name) != getattr(ConvertConfig, name)]
+    if transmla and config.layout == "latent":
+        raise UserError(f"{transmla[0]} means layout latent_rope, but layout is latent; leave one of them out")
+    return config.layout or ("latent_rope" if transmla else "latent")
 
 
 def completed(config: ConvertConfig) -> ConvertConfig:
-    """With layout and bits or budget said, unless a plan says them. Raises UserError for options that contradict."""
+    """Return the options with explicit layout and bits or budget, unless a plan sets them. Raises UserError for
+    contradictory options."""
     if config.plan:
         return config
     layout = layout_of(config)
     ranked = config.kv_lora_rank is not None or config.ranks != ConvertConfig.ranks
-    bits, budget = left_open(layout, config.bits, config.budget, ranked)
+    bits, budget = resolve_bits_or_budget(layout, config.bits, config.budget, ranked)
     return dataclasses.replace(config, layout=layout, bits=bits, budget=budget)
 
 
 def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) -> Choices:
-    """Resolves completed options against the model; `planned` is what config.plan holds. Raises UserError for what
-    contradicts or does not fit."""
+    """Resolve completed options for a model; `planned` is the plan of config.plan. Raises UserError for contradictory
+    options and for values that do not fit the model."""
     if planned is not None:
         for name in PLANNED:
             if (value := getattr(config, name)) != getattr(ConvertConfig, name):
@@ -111,7 +112,7 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
     rope_dim = max(layer.qk_rope_head_dim for layer in plan.layers)
     if config.deepseek_style:
         if fold > 1:
-            raise UserError("freqfold changes the frequencies, deepseek_style wants DeepSeek's; give one of them")
+            raise UserError("freqfold changes the frequencies, deepseek_style needs DeepSeek's; give one of them")
         if rope_dim > head_dim or head_dim % rope_dim:
             raise UserError(
                 f"deepseek_style needs rotary dimensions that divide head_dim {head_dim}, not {rope_dim}: "
@@ -133,45 +134,48 @@ def choose(spec: ModelSpec, config: ConvertConfig, planned: Plan | None = None) 
 def run(
     model: str, out: Path, config: ConvertConfig, overwrite: bool = False, calibrated: Path | None = None
 ) -> Manifest:
-    """Converts MODEL into the new directory `out` and returns its manifest.
+    """Convert MODEL into the new directory `out` and return its manifest.
 
-    Several conversions of one model that are given the same folder `calibrated` collect its moments once.
-    The same model, text and options again return the finished result, or go on where a killed run stopped. Raises
-    UserError for the user's mistakes; whatever happens, `out` is either complete or untouched.
+    Conversions of one model with the same folder `calibrated` share its moments. The same model, text and options again
+    return the finished result, or resume a killed run. Raises UserError for invalid input; on every error `out` is
+    either complete or untouched.
     """
     source = SourceModel.open(model)
     if source.converted:
         raise UserError(f"{source} is already converted ({source.model_type}); convert the original")
     spec = source.spec
     planned = plan_file.read(config.plan, spec) if config.plan else None
-    given, config = config, completed(config)
+    requested, config = config, completed(config)
     choices = choose(spec, config, planned.plan if planned else None)
     if config.q_lora_rank is not None and config.q_lora_rank > spec.hidden_size:
         raise UserError(f"q_lora_rank = {config.q_lora_rank} is above the hidden size {spec.hidden_size}")
     device = resolve_device(config.device)
 
     reads = (source.path, config.evaluation, config.plan, *(config.calibration or ()))
-    # Before the model is asked for text, which takes minutes.
+    # Check `out` before the model generates text, which takes minutes.
     existing(out, reads)
-    judged = None
+    eval_windows = None
     if config.eval_windows:
-        judged = corpus.windows(source.tokenizer, config.evaluation, config.eval_windows, config.seqlen, judged=True)
-        source.check_tokens(judged.ids)
-    tuned = calibration_windows(source, choices.plan.converted, config, judged)
-    if judged:
-        judged = overlap.refuse_overlap(judged, passages(tuned), named(config.calibration))
+        eval_windows = corpus.windows(
+            source.tokenizer, config.evaluation, config.eval_windows, config.seqlen, evaluation=True
+        )
+        source.check_tokens(eval_windows.ids)
+    calibration = calibration_windows(source, choices.plan.converted, config, eval_windows)
+    if eval_windows:
+        eval_windows = overlap.refuse_overlap(eval_windows, passages(calibration), text_names(config.calibration))
         if planned:
-            judged = overlap.refuse_overlap(judged, planned.passages, f"of the plan {config.plan}")
-    source.check_tokens(*(text.ids for text in tuned.values()))
+            eval_windows = overlap.refuse_overlap(eval_windows, planned.passages, f"of the plan {config.plan}")
+    source.check_tokens(*(text.ids for text in calibration.values()))
     options = dataclasses.asdict(config)
-    left = ("device", "plan", *(PLANNED if planned else ()))
+    unrecorded = ("device", "plan", *(PLANNED if planned else ()))
     manifest = Manifest(
         "convert",
-        config={k: v for k, v in options.items() if k not in left} | record_names(config, "calibration", "evaluation"),
+        config={k: v for k, v in options.items() if k not in unrecorded}
+        | record_names(config, "calibration", "evaluation"),
         inputs={
             "model": {**source.record, "model_type": spec.model_type},
-            "calibration": described(tuned),
-            "evaluation": judged.describe() if judged else None,
+            "calibration": describe(calibration),
+            "evaluation": eval_windows.describe() if eval_windows else None,
             **({"plan": {"sha256": planned.sha256}} if planned else {}),
         },
     )
@@ -181,21 +185,21 @@ def run(
     # Calibration runs in fp32 on a CPU (in half precision full rank is not exact) and in the stored dtype on a GPU.
     dtype = torch.float32 if device.type == "cpu" else source.dtype
     with writing(out, manifest, resumable=True) as partial, LayerStream(source, dtype, device) as stream:
-        if config.bits is not None and given.bits is None:
+        if config.bits is not None and requested.bits is None:
             share = f"{config.bits / 16:.0%} of bf16's bytes"
             log(f"rows are coded: bits {config.bits:g}, {share}; --budget for plain ones")
-        tuned_passages = sorted({*passages(tuned), *(planned.passages if planned else ())})
-        _convert(stream, choices, config, tuned, judged, manifest, partial, calibrated, tuned_passages)
+        tuned_passages = sorted({*passages(calibration), *(planned.passages if planned else ())})
+        _convert(stream, choices, config, calibration, eval_windows, manifest, partial, calibrated, tuned_passages)
     return manifest
 
 
 def _convert(
-    stream: LayerStream, choices: Choices, config: ConvertConfig, tuned: Tuned,
-    judged: corpus.Windows | None, manifest: Manifest, partial: Path, calibrated: Path | None,
+    stream: LayerStream, choices: Choices, config: ConvertConfig, calibration: CalibrationWindows,
+    eval_windows: corpus.Windows | None, manifest: Manifest, partial: Path, calibrated: Path | None,
     tuned_passages: list[int],
 ) -> None:  # fmt: skip
-    """Fills the directory `partial` and the manifest's metrics. `tuned_passages`: hashes of passages of text that no
-    evaluation may use."""
+    """Write the directory `partial` and the manifest's metrics. `tuned_passages`: hashes of passages that no evaluation
+    may use."""
     seconds, metrics = manifest.seconds, manifest.metrics
     out_dtype = resolve_dtype(config.dtype, stream.source.dtype)
     work = TensorStore(partial / WORK)
@@ -208,29 +212,29 @@ def _convert(
         if not math.isfinite(ppl):
             raise UserError(f"{what} is {ppl}: the model overflows in {stream.dtype}; nothing was written")
 
-    def measure(what: str, name: str, measured: LayerStream) -> None:
-        """Measures once, also over a run that was killed."""
-        if judged is None:
+    def measure(what: str, name: str, model: LayerStream) -> None:
+        """Measure the perplexity once; a resumed run reads it from disk."""
+        if eval_windows is None:
             return
         if name not in work:
             with timed(seconds, name):
-                work[name] = {"losses": window_losses(measured, judged.ids, what)}
+                work[name] = {"losses": window_losses(model, eval_windows.ids, what)}
         record(what, name, perplexity(work[name]["losses"]))
 
     measure("Original ppl", "original_ppl", stream)
     with timed(seconds, "moments"):
         inputs, converted = manifest.inputs, choices.plan.converted
-        folder, calibration = calibrated or work.folder / "calibration", {}
-        for layers, text in tuned.items():
+        folder, stores = calibrated or work.folder / "calibration", {}
+        for layers, text in calibration.items():
             key = str([
                 MOMENTS, inputs["model"]["sha256"], text.sha256, config.seed, config.batch_size, layers, stream.dtype,
             ])  # fmt: skip
             moments = TensorStore(folder / hashlib.sha256(key.encode()).hexdigest()[:16])
             collect(stream, layers, text.ids.split(config.batch_size), moments, config.seed)
-            calibration.update(dict.fromkeys(layers, moments))
+            stores.update(dict.fromkeys(layers, moments))
     with timed(seconds, "layers"):
-        solver = LayerSolver(stream, choices, calibration, work)
-        partial_rope = solver.run(next(iter(tuned.values())).ids, judged.ids if judged else None)
+        solver = LayerSolver(stream, choices, stores, work)
+        partial_rope = solver.run(next(iter(calibration.values())).ids, eval_windows.ids if eval_windows else None)
     if partial_rope is not None:
         record("Partial RoPE ppl", "partial_rope_ppl", partial_rope)
     if "written" not in work:
@@ -240,31 +244,32 @@ def _convert(
             overlap.write_passages(partial, tuned_passages)
         work["written"] = {}
 
-    # What was written is read again, so that the number is that of the files.
+    # Evaluate the written files, not the model in memory.
     with LayerStream(partial, stream.dtype, stream.device) as written:
         written.check()
         measure("MLA ppl", "mla_ppl", written)
-    if judged is not None:
+    if eval_windows is not None:
         metrics["ratio"] = metrics["mla_ppl"] / metrics["original_ppl"]
-        # Both judge the same windows: what differs between windows cancels in the ratio.
-        lost = work["mla_ppl"]["losses"] - work["original_ppl"]["losses"]
-        metrics["log_ratio_stderr"], metrics["windows"] = standard_error(lost), len(lost)
+        # Both use the same windows: the variance between windows cancels in the ratio.
+        differences = work["mla_ppl"]["losses"] - work["original_ppl"]["losses"]
+        metrics["log_ratio_stderr"], metrics["windows"] = standard_error(differences), len(differences)
     metrics["cache"] = cache_metrics(solver.plan, out_dtype)
     metrics["layers"] = solver.describe()
 
 
 def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
-    """What a token adds to the cache before and after, over all layers, and what is left of GQA's cache."""
+    """Return the cache size per token before and after conversion, over all layers, and the remaining share of GQA's
+    cache."""
     before = sum(layer.cached for layer in plan.spec.layers)
     stored = dataclasses.replace(plan, stored="coded" if plan.stored == "coded" else plain(dtype.itemsize))
     return {
         "gqa_per_token": before,
         "mla_per_token": plan.cached_per_token,
-        # What the model was made for, and of a request of 128K tokens at the most: layers with a sliding window hold no
-        # more than that, before and after.
+        # The model's context length; the share is that of a request of at most 128K tokens, because layers with a
+        # sliding window cache no more than their window, before and after.
         "positions": (positions := plan.spec.max_position_embeddings),
         "fraction": plan.model_fraction(min(positions, CONTEXTS[-1])),
-        # Coded rows stand beside those of a model in bf16, whatever their weights are stored as.
+        # Coded rows are compared with a model in bf16, independent of the stored dtype.
         "gqa_bytes_per_token": unconverted(plan.spec, stored.stored).cache_bytes(1),
         "mla_bytes_per_token": stored.cache_bytes(1),
         "window_choices": window_choices(stored),

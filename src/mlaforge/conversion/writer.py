@@ -1,6 +1,6 @@
-"""The converted checkpoint: its config, its tensors and the modeling files that make it load anywhere.
+"""Writing of a converted checkpoint: config, tensors, and the modeling files for transformers' trust_remote_code.
 
-docs/checkpoint.md documents what is written here.
+docs/checkpoint.md documents the format.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def write_checkpoint(
     source: SourceModel, out: Path, settings: dict[str, Any], layers: Collection[int],
     weights: Callable[[int], LayerWeights], dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Fills the directory `out`: weights, config, tokenizer and its companions, and the modeling files.
+    """Write weights, config, tokenizer and its companions, and the modeling files into the directory `out`.
 
-    Tensors outside the attention of `layers` are the source's, only cast to `dtype` where they differ: packed
-    experts stay byte for byte. `weights` is asked for one layer at a time.
+    Tensors outside the attention of `layers` are copied from the source, floating-point ones cast to `dtype`: packed
+    experts stay byte for byte. `weights` is called for one layer at a time.
     """
     settings = {**settings, "dtype": str(dtype).removeprefix("torch.")}
     settings.pop("torch_dtype", None)
@@ -41,21 +41,21 @@ def write_checkpoint(
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def kept(name: str) -> Tensor:
+    def copied(name: str) -> Tensor:
         return cast(reader[name])
 
-    def solved(index: int, at: str, name: str) -> Tensor:
-        return cast(latest(index).tensors.get(name.removeprefix(at), torch.zeros(shapes[name])))
+    def solved(index: int, prefix: str, name: str) -> Tensor:
+        return cast(latest(index).tensors.get(name.removeprefix(prefix), torch.zeros(shapes[name])))
 
     with Reader(source.path) as reader, rewriting(source.path, out, settings) as writer:
         for name in reader:
             if not name.startswith(replaced):
                 stored = reader.dtype(name)
                 kind = dtype if stored.is_floating_point else stored
-                writer.promise(name, reader.shape(name), kind, functools.partial(kept, name))
-        for index, at in zip(layers, replaced, strict=True):
-            for name in (name for name in shapes if name.startswith(at)):
+                writer.promise(name, reader.shape(name), kind, functools.partial(copied, name))
+        for index, prefix in zip(layers, replaced, strict=True):
+            for name in (name for name in shapes if name.startswith(prefix)):
                 kind = torch.int64 if name.endswith("rope_index") else dtype
-                writer.promise(name, shapes[name], kind, functools.partial(solved, index, at, name))
+                writer.promise(name, shapes[name], kind, functools.partial(solved, index, prefix, name))
     for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
         shutil.copyfile(path, out / path.name)

@@ -1,1 +1,1 @@
-"""Text to rows: windows of tokens, what two texts share, packed documents."""
+"""Text data: token windows, overlap between texts, packed documents."""

@@ -1,8 +1,8 @@
-"""Healing text: documents cut, split and packed into rows without gaps, and which rows a step reads.
+"""Healing text: documents packed into rows, the validation split, and the batches of training steps.
 
-Documents lie one after another in a row, and none sees another: positions begin anew with each, from which
-transformers makes a block-diagonal mask. Which rows a step reads is a function of the seed and the step alone, so
-that a run that goes on needs to remember nothing but its step.
+Documents in a row do not attend to each other: positions restart with each document, from which transformers makes a
+block-diagonal mask. The batch of a step is a function of the seed and the step alone, so that a resumed run needs only
+its step.
 
 Legend: N rows, T tokens of a row.
 """
@@ -21,16 +21,16 @@ from mlaforge.artifact import record_name
 from mlaforge.data import corpus, overlap
 from mlaforge.runtime import UserError, log
 
-# At most this share of the text is kept back for validation.
-MOST_HELD = 0.25
-# Label of a token that has no next one.
+# Maximum share of the text for validation.
+MAX_VALIDATION = 0.25
+# Label of a token without a next one.
 NO_LABEL = -100
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Packed token ids [N, T], positions in the document's part of its row [N, T], and each row's number [N]; `answer`
-    [N, T], where it is known: whether a token is what a model answered."""
+    """Packed rows. `ids`: token ids [N, T]; `positions`: within the document's part of the row [N, T]; `number`: index
+    of each row [N]; `answer` [N, T], if known: whether a token is part of a model's answer."""
 
     ids: Tensor
     positions: Tensor
@@ -50,21 +50,21 @@ class Rows:
 
     @property
     def last(self) -> Tensor:
-        """Whether a token is its document's last in the row, bool [N, T]."""
+        """Mask of the last token of each document in a row, bool [N, T]."""
         last = torch.ones_like(self.ids, dtype=torch.bool)
         last[:, :-1] = self.positions[:, 1:] == 0
         return last
 
     @property
     def labels(self) -> Tensor:
-        """The next token of each, [N, T]; NO_LABEL where its document ends in the row."""
+        """Next token of every token, [N, T]; NO_LABEL at the end of a document in the row."""
         return self.ids.roll(-1, dims=1).masked_fill(self.last, NO_LABEL)
 
 
 def pack(documents: list[Tensor], length: int) -> Rows:
-    """Documents (token ids) one after another in rows of `length`; what is left of the last row is dropped.
+    """Concatenate documents (token ids) and split them into rows of `length`; an incomplete last row is dropped.
 
-    A document that a row's end cuts goes on in the next row as one of its own.
+    The part of a document after the end of a row is a separate document in the next row.
     """
     flat = torch.cat(documents) if documents else torch.empty(0, dtype=torch.int64)
     starts = torch.zeros(len(flat), dtype=torch.bool)
@@ -74,31 +74,31 @@ def pack(documents: list[Tensor], length: int) -> Rows:
     n = len(flat) // length
     ids, starts = flat[: n * length].view(n, length), starts[: n * length].view(n, length)
     column = torch.arange(length).expand(n, length)
-    began = torch.where(starts, column, 0).cummax(dim=1).values if n else column
-    return Rows(ids, column - began, torch.arange(n))
+    document_start = torch.where(starts, column, 0).cummax(dim=1).values if n else column
+    return Rows(ids, column - document_start, torch.arange(n))
 
 
-def place(documents: list[tuple[list[int], int]], length: int) -> Rows:
-    """Documents (token ids, and how many of the first are no answer) whole in rows of `length`, each in the first row
-    with room for it; one that is longer is cut. What is left of a row are documents of one token, 0."""
+def first_fit(documents: list[tuple[list[int], int]], length: int) -> Rows:
+    """Pack whole documents (token ids and prompt length) into rows of `length`, each into the first row with enough
+    space; longer ones are truncated. The rest of a row is filled with documents of one token, 0."""
     rows: list[list[tuple[list[int], int]]] = []
-    room: list[int] = []
+    space: list[int] = []
     for ids, prompt_length in documents:
         ids = ids[:length]
-        at = next((at for at, left in enumerate(room) if left >= len(ids)), None)
-        if at is None:
-            at = len(rows)
+        row = next((row for row, free in enumerate(space) if free >= len(ids)), None)
+        if row is None:
+            row = len(rows)
             rows.append([])
-            room.append(length)
-        rows[at].append((ids, prompt_length))
-        room[at] -= len(ids)
+            space.append(length)
+        rows[row].append((ids, prompt_length))
+        space[row] -= len(ids)
     shape = len(rows), length
     packed = Rows(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), torch.arange(len(rows)),
                  torch.zeros(shape, dtype=torch.bool))  # fmt: skip
     assert packed.answer is not None
-    for row, placed in enumerate(rows):
+    for row, packed_documents in enumerate(rows):
         start = 0
-        for ids, prompt_length in placed:
+        for ids, prompt_length in packed_documents:
             stop = start + len(ids)
             packed.ids[row, start:stop] = torch.tensor(ids)
             packed.positions[row, start:stop] = torch.arange(len(ids))
@@ -109,7 +109,7 @@ def place(documents: list[tuple[list[int], int]], length: int) -> Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Documents of at most `longest` tokens to train on, those kept back for validation, and where they came from."""
+    """Documents for training and for validation, of limited length, with their source."""
 
     train: list[Tensor]
     validation: list[Tensor]
@@ -117,7 +117,7 @@ class Text:
     passages: list[int]
 
     def describe(self) -> dict[str, Any]:
-        """What a manifest records."""
+        """Return the record for a manifest."""
         digest = hashlib.sha256()
         for document in (*self.train, *self.validation):
             digest.update(document.numpy().tobytes() + b"|")
@@ -126,27 +126,27 @@ class Text:
 
 
 def _order(piece: Tensor) -> bytes:
-    """A piece's place in an order that depends on nothing but its tokens."""
+    """Return a sort key that depends only on the tokens of a piece."""
     return hashlib.sha256(piece.numpy().tobytes()).digest()
 
 
 def passages(pieces: list[Tensor]) -> list[int]:
-    """`corpus.passages` of documents one after another."""
+    """Return the `overlap.passages` of concatenated documents."""
     return overlap.passages(corpus.Windows(torch.cat(pieces)[None], ""))
 
 
-def _without(pieces: list[Tensor], known: list[int]) -> list[Tensor]:
-    """The pieces that share none of these passages."""
-    shared = overlap.sharing(pieces, known)
+def _without(pieces: list[Tensor], excluded: list[int]) -> list[Tensor]:
+    """Return the pieces that share none of the passages `excluded`."""
+    shared = overlap.sharing(pieces, excluded)
     return [piece for n, piece in enumerate(pieces) if n not in shared]
 
 
 def read(tokenizer: Any, sources: Sequence[str], longest: int, validation: int, tuned: list[int]) -> Text:
-    """Reads texts (files, folders, `embedded`), in pieces of at most `longest` tokens.
+    """Read texts (files, folders, `embedded`) in pieces of at most `longest` tokens.
 
-    `validation` tokens of them (0: none) are kept back, chosen by hash. tuned: passages of the text that the model
-    was converted on; pieces that repeat them are left out, so that no document serves two purposes. Raises UserError
-    where too little is left.
+    `validation` tokens of them (0: none) are reserved for validation, selected by hash. tuned: passages of the
+    calibration text; pieces that repeat them are left out, so that no document is used twice. Raises UserError if too
+    little text remains.
     """
     pieces, source = [], ",".join(sources)
     for name in sources:
@@ -157,31 +157,32 @@ def read(tokenizer: Any, sources: Sequence[str], longest: int, validation: int, 
     if len(fresh) < len(pieces):
         dropped = sum(map(len, pieces)) - sum(map(len, fresh))
         log(f"{source}: {dropped} tokens left out; the model was converted on text that shares passages with them")
-    total, held, count = sum(map(len, fresh)), set[int](), 0
+    total, validation_indices, count = sum(map(len, fresh)), set[int](), 0
     for number in sorted(range(len(fresh)), key=lambda n: _order(fresh[n])) if validation else ():
-        if count >= validation or count + len(fresh[number]) > MOST_HELD * total:
+        if count >= validation or count + len(fresh[number]) > MAX_VALIDATION * total:
             break
-        held.add(number)
+        validation_indices.add(number)
         count += len(fresh[number])
-    train = [piece for n, piece in enumerate(fresh) if n not in held]
-    kept = [piece for n, piece in enumerate(fresh) if n in held]
-    least = longest if not validation else min(longest, validation)
-    if sum(map(len, train)) < longest or (validation and sum(map(len, kept)) < least):
+    train = [piece for n, piece in enumerate(fresh) if n not in validation_indices]
+    validation_pieces = [piece for n, piece in enumerate(fresh) if n in validation_indices]
+    minimum = longest if not validation else min(longest, validation)
+    if sum(map(len, train)) < longest or (validation and sum(map(len, validation_pieces)) < minimum):
         raise UserError(
-            f"text {source!r} has {total} tokens to heal on, too few for rows of {longest} and validation beside them; "
+            f"text {source!r} has {total} tokens to heal on, too few for rows of {longest} and a validation split; "
             "give more text, or a smaller --seqlen"
         )
-    if kept:
-        # Boilerplate that training sees proves nothing.
-        kept = _without(kept, passages(train))
-        if sum(map(len, kept)) < least:
-            raise UserError(f"text {source!r} repeats itself: too little is left to validate on; give more text")
-    return Text(train, kept, ",".join(map(record_name, sources)), passages(fresh))
+    if validation_pieces:
+        # Boilerplate that is also in the training text is no evidence.
+        validation_pieces = _without(validation_pieces, passages(train))
+        if sum(map(len, validation_pieces)) < minimum:
+            raise UserError(f"text {source!r} repeats itself: too little remains for validation; give more text")
+    return Text(train, validation_pieces, ",".join(map(record_name, sources)), passages(fresh))
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Some steps on rows of one length; `kinds`: which layers learn, by whether they have a window (None: all)."""
+    """Training steps on rows of one length; `windowed`: train only the layers with (True) or without (False) a sliding
+    window; None: all."""
 
     rows: Rows
     steps: int
@@ -190,7 +191,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """What every step reads: about `tokens` tokens of its phase's rows, in an order drawn anew for every epoch."""
+    """Batches of training steps: about `tokens` tokens of the phase's rows, in a new random order every epoch."""
 
     phases: tuple[Phase, ...]
     tokens: int
@@ -201,7 +202,7 @@ class Feed:
         return sum(phase.steps for phase in self.phases)
 
     def phase(self, step: int) -> tuple[int, int]:
-        """The phase of a step (from 0), and which of its steps it is."""
+        """Return the phase of a step (from 0), and the step within the phase."""
         for number, phase in enumerate(self.phases):
             if step < phase.steps:
                 return number, step
@@ -212,15 +213,15 @@ class Feed:
         return max(1, self.tokens // self.phases[number].rows.ids.shape[1])
 
     def batch(self, step: int) -> Rows:
-        """The rows of a step."""
+        """Return the rows of a step."""
         number, offset = self.phase(step)
         rows, count = self.phases[number].rows, self.rows_per_step(number)
-        chosen: list[int] = []
+        indices: list[int] = []
         for k in range(offset * count, (offset + 1) * count):
-            epoch, place = divmod(k, len(rows))
-            chosen.append(int(self._permutation(number, epoch, len(rows))[place]))
-        return rows.take(torch.tensor(chosen))
+            epoch, position = divmod(k, len(rows))
+            indices.append(int(self._permutation(number, epoch, len(rows))[position]))
+        return rows.take(torch.tensor(indices))
 
     def _permutation(self, number: int, epoch: int, n: int) -> Tensor:
-        draw = torch.Generator().manual_seed((self.seed * 1009 + number) * 100_003 + epoch)
-        return torch.randperm(n, generator=draw)
+        generator = torch.Generator().manual_seed((self.seed * 1009 + number) * 100_003 + epoch)
+        return torch.randperm(n, generator=generator)

@@ -1,4 +1,4 @@
-"""Files of records: .jsonl and .parquet, of which each record holds a text or a conversation."""
+"""Record files: .jsonl and .parquet with a text or a conversation in each record."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TEXT, MESSAGES = "text", "messages"
 
 
 def json_lines(lines: Iterable[str], read: Callable[[Any], T]) -> Iterator[tuple[int, T | None]]:
-    """The lines of a .jsonl file, blank ones left out: their numbers from 1, and what `read` makes of their values.
+    """Yield the line number (from 1) and the result of `read` for each nonblank line of a .jsonl file.
 
-    None for a line that is no JSON, or of whose value `read` makes nothing (it may raise what wrong types, keys and
-    values raise). `lines` are to be split at "\\n" alone: a JSON string may hold the other characters that end a line.
+    The result is None for a line that is not JSON, or for which `read` raises ValueError, LookupError, TypeError or
+    AttributeError. Split `lines` at "\\n" only: JSON strings may contain other line separators.
     """
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -33,15 +33,15 @@ def json_lines(lines: Iterable[str], read: Callable[[Any], T]) -> Iterator[tuple
 
 
 def text_field(record: Any) -> str:
-    """The text of a record, for `json_lines`."""
+    """Return the text of a record, for `json_lines`."""
     text: str = record[TEXT]
-    text.encode()  # fails for what is no text, or holds half a character
+    text.encode()  # raises for other types and for lone surrogates
     return text
 
 
 def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a .parquet file, their columns `text` and `messages`. Raises UserError where it has neither, cannot
-    be read, or pyarrow is missing."""
+    """Yield the columns `text` and `messages` of the rows of a .parquet file. Raises UserError if it has neither,
+    cannot be read, or pyarrow is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -52,7 +52,7 @@ def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
             names = file.schema_arrow.names
             if not (columns := [name for name in (TEXT, MESSAGES) if name in names]):
                 raise UserError(
-                    f"{path} has no column 'text' (but {', '.join(names)}); rename the one that holds the text"
+                    f"{path} has no column 'text' (but {', '.join(names)}); rename the column that holds the text"
                 )
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 yield from batch.to_pylist()
@@ -61,10 +61,10 @@ def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def text_of(record: Any, tokenizer: Any) -> str:
-    """The text of a record: its `text`, or its `messages` through the tokenizer's chat template.
+    """Return the text of a record: its `text`, or its `messages` rendered with the tokenizer's chat template.
 
-    Raises ValueError, LookupError, TypeError or AttributeError for what is neither, and UserError where the
-    conversation needs a chat template that the tokenizer has not, or that refuses it.
+    Raises ValueError, LookupError, TypeError or AttributeError for other records, and UserError if the tokenizer has no
+    chat template or the template refuses the conversation.
     """
     if record.get(TEXT) is not None:
         return text_field(record)
@@ -75,7 +75,7 @@ def text_of(record: Any, tokenizer: Any) -> str:
         raise UserError("a record holds 'messages', and the tokenizer has no chat template; give records with a 'text'")
     from jinja2 import TemplateError
 
-    # Parquet fills up fields that a message has not.
+    # Parquet fills absent fields of a message with null.
     turns = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
         rendered: str = tokenizer.apply_chat_template(turns, tokenize=False)

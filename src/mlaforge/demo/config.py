@@ -1,4 +1,4 @@
-"""What a user may set of `demo` and `make-gptoss`."""
+"""Options of `demo` and `make-gptoss`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ class DemoConfig(Options):
 
     nsamples: int = option(8, "calibration windows", "windows", least=1)
     eval_windows: int = option(4, "held-out evaluation windows", "windows", least=0)
-    prompt: str = option("Explain in two sentences why the sky is blue.", "the user's turn that both models answer")
+    prompt: str = option("Explain in two sentences why the sky is blue.", "user message that both models answer")
 
 
 @dataclasses.dataclass(frozen=True)
 class MakeGptOssConfig(Options):
-    """Options of `make-gptoss`. The defaults change nothing that the source computes."""
+    """Options of `make-gptoss`. With the defaults the result computes the same function as the source."""
 
     first = ("from_", "windows", "yarn", "sinks", "mxfp4")
 
-    from_: str = option("smollm2", "what to rewrite: smollm2, or a dense checkpoint of its architecture")
+    from_: str = option("smollm2", "source: smollm2, or a dense checkpoint of the same architecture")
     geometry: str | None = option(
-        None, "a checkpoint of the public model's sizes with random weights instead", choices=("20b", "120b")
+        None, "write a checkpoint of the public model's sizes with random weights instead", choices=("20b", "120b")
     )
-    experts: int = option(4, "experts of every layer, with permuted hidden units", "experts", least=1)
-    top_k: int = option(2, "experts that a token visits", "experts", least=1)
-    differ: float = option(0.0, "noise that makes the experts differ, beside their weights' size", "fraction", least=0)
-    windows: bool = option(False, "even layers see 128 tokens")
-    yarn: float | None = option(None, "scale RoPE by YaRN, as if the context had grown by this", "factor", least=1)
-    sinks: bool = option(False, "sinks and biases that are not zero, measured on the text")
+    experts: int = option(4, "experts per layer, copies with permuted hidden units", "experts", least=1)
+    top_k: int = option(2, "experts per token", "experts", least=1)
+    differ: float = option(0.0, "noise that makes the experts differ, relative to their weights", "fraction", least=0)
+    windows: bool = option(False, "give even layers a sliding window of 128 tokens")
+    yarn: float | None = option(None, "scale RoPE with YaRN for a context longer by this factor", "factor", least=1)
+    sinks: bool = option(False, "add non-zero sinks and biases, measured on the text")
     mxfp4: bool = option(False, "store the experts as MXFP4")
     heal: int = option(
-        0, "distil the source into the attention, sinks and biases too, a window a step", "steps", least=0
+        0, "distil the source into the attention, sinks and biases; one window per step", "steps", least=0
     )
-    text: str = option("embedded", "text for sinks and healing: a file, a folder, or embedded; never judge on it")
+    text: str = option("embedded", "text for sinks and healing: a file, a folder, or embedded; never evaluate on it")
     dtype: str = option("auto", "dtype of the result", choices=DTYPES)
     seed: int = option(0, "seed of every random choice")

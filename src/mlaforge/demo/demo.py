@@ -1,4 +1,4 @@
-"""`demo`: the whole chain on a real model, from nothing to a report. A second run reuses what is finished."""
+"""`demo`: all stages on a real model, from the download to a report. A second run reuses finished artifacts."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ CONVERTED = "smollm2-latent-4-bits"
 
 
 def run(folder: Path, config: DemoConfig) -> Iterator[tuple[str, Any]]:
-    """Yields every part as soon as it is there, with its name: "plan" (a PlanReport for this machine), "answer"
-    of the original (its manifest), "conversion" (its manifest), "answer" of the converted model, then once more with a
-    draft head, and "report", the page's path.
-    """
+    """Yield (name, result) of every stage as it finishes: "plan" (a PlanReport for this machine), "answer" of the
+    original (its manifest), "conversion" (its manifest), "answer" of the converted model without and with a draft head,
+    and "report" (the page's path)."""
     source = demo_model.fetch()
     yield "plan", planning.run(str(source), PlanConfig(context="2k", batch=1, gpu="cpu"))
     chat = GenerateConfig(prompt=config.prompt, chat=True, device="cpu", temperature=0.0, generation_config="none")
     yield "answer", generate.run(str(source), folder / "talk-original", chat, overwrite=True)
 
-    log("converting: every pass over the layers says how long it still takes; the backward pass is the longest")
-    # In the dtype that the engine serves it in, so that bytes of plain and coded rows stand beside the same ones.
+    log("converting: every pass over the layers shows its remaining time; the backward pass takes longest")
+    # In the dtype of serving, so that the bytes of plain and coded rows are comparable.
     settings = ConvertConfig(nsamples=config.nsamples, eval_windows=config.eval_windows, dtype="bfloat16", device="cpu")
     converted = folder / CONVERTED
     yield "conversion", convert.run(str(source), converted, settings, overwrite=True)
 
     yield "answer", generate.run(str(converted), folder / "talk-converted", chat, overwrite=True)
-    # Coded rows change so little that the original's head foresees what the converted model says.
+    # Coded rows change the model so little that the head of the original predicts the converted model's tokens.
     drafted = dataclasses.replace(chat, speculative=str(demo_model.head("original")))
     yield "answer", generate.run(str(converted), folder / "talk-drafted", drafted, overwrite=True)
     write_report(folder, folder / "report.html")

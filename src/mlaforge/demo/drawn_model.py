@@ -1,7 +1,6 @@
-"""Models with random weights that are drawn on the device where they are used: nothing is written to disk.
+"""Models with random weights, generated on the device that uses them without files, for machines without checkpoints.
 
-For measuring on a machine without checkpoints. `settings` of demo/geometry.py describe the original; `converted` is
-the config.json that a conversion of it would have.
+`settings` of demo/geometry.py is the config.json of an original; `converted` returns that of a conversion.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from mlaforge.demo.geometry import TOKENIZER, TOKENIZER_IDS, Random
 
 
 class DrawnTensors(Reader):
-    """The tensors of `random` on `device`, drawn when they are read."""
+    """Tensors of `random`, generated on `device` when they are read."""
 
     def __init__(self, random: Random, device: torch.device):
         self.random, self.device, self.left_out = random, device, []
         self.shapes = random.shapes()
 
     def __exit__(self, *_: object) -> None:
-        """No file is open."""
+        """Nothing to close: no file is open."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -39,34 +38,33 @@ class DrawnTensors(Reader):
         return self.random.draw(name, self.shapes[name][0], self.device)
 
     def check_shapes(self, *expected: Any) -> None:
-        """Shapes are the expected ones by construction."""
+        """Nothing to check: shapes are correct by construction."""
 
     def check(self, *expected: Any) -> None:
-        """Values are finite by construction."""
+        """Nothing to check: values are finite by construction."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawnModel(SourceModel):
-    """A model of `config` whose weights are drawn on `device`; its tokenizer is TOKENIZER."""
+    """Model of `config` with random weights on `device` and the tokenizer TOKENIZER."""
 
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any], device: torch.device, name: str = "drawn") -> DrawnModel:
-        """`config` is a config.json of a geometry, or what `converted` makes of it."""
+        """config: config.json of a geometry, original or converted."""
         return cls(TOKENIZER, name, config | TOKENIZER_IDS, device=device)
 
     def weights(self) -> Reader:
-        """As SourceModel.weights."""
+        """See SourceModel.weights."""
         return DrawnTensors(Random(self.config, self.seed), self.device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """What the layers of full attention become: `layout` latent or latent_rope, the rank and the rotary width of a
-    row, `bits` of each coordinate of a coded row (0: rows are bf16), `topk` tokens that a sparse step reads (0: all).
-    """
+    """Target of the full-attention layers. layout: latent or latent_rope. rank, rope: widths of the latent and of the
+    rotary key. bits: per coordinate of a coded row; 0: bf16 rows. topk: tokens that a sparse step reads; 0: all."""
 
     layout: str
     rank: int
@@ -75,28 +73,28 @@ class Latent:
     topk: int = 0
 
 
-# Of a sparse model: numbers of an index key, first and newest tokens that are always read.
+# Sparse models: width of an index key, and the first and newest tokens that are always read.
 INDEX_WIDTH, INDEX_SINK, INDEX_WINDOW = 64, 16, 64
 
 
 def converted(settings: dict[str, Any], latent: Latent) -> dict[str, Any]:
-    """The config.json of a model whose layers of full attention were converted; the others keep their attention."""
+    """config.json of a model with converted full-attention layers; the others keep their attention."""
     full = [kind == "full_attention" for kind in settings["layer_types"]]
     head_dim, model_type = settings["head_dim"], settings["model_type"] + SUFFIX
     fields = {
         "model_type": model_type, "architectures": [architecture(model_type)],
         "kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope, "qk_nope_head_dim": head_dim,
         "v_head_dim": head_dim, "softmax_scale": head_dim**-0.5,
-        "mla_layer_types": [latent.layout if converts else "gqa" for converts in full],
-        "mla_kv_lora_ranks": [latent.rank if converts else 0 for converts in full],
+        "mla_layer_types": [latent.layout if is_full else "gqa" for is_full in full],
+        "mla_kv_lora_ranks": [latent.rank if is_full else 0 for is_full in full],
         "mla_q_bias": True, "mla_k_bias": True, "mla_o_bias": True, "mla_sinks": True,
     }  # fmt: skip
     if latent.bits:
-        fields["mla_code_counts"] = [[latent.rank] * latent.bits if converts else [] for converts in full]
+        fields["mla_code_counts"] = [[latent.rank] * latent.bits if is_full else [] for is_full in full]
     if latent.topk:
         fields |= {
             "index_kind": "pairs", "index_topk": latent.topk, "index_head_dim": INDEX_WIDTH,
             "index_sink": INDEX_SINK, "index_window": INDEX_WINDOW,
-            "indexer_types": ["full" if converts else "dense" for converts in full],
+            "indexer_types": ["full" if is_full else "dense" for is_full in full],
         }  # fmt: skip
     return completed({**settings, **fields})

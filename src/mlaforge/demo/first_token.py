@@ -1,7 +1,7 @@
-"""What a layer's first token is to it: most heads park their attention there, which a learned sink can stand in for.
+"""Attention to the first token by layer: most heads attend mainly to it, which a learned sink can replace.
 
-Letters: H query heads, G KV heads, D head_dim, T tokens. Measured on the running model, so that a window that loses
-sight of the first token can be given a sink of the same weight and the value that is lost as a bias.
+Legend: H query heads, G KV heads, D head_dim, T tokens. Measured on the running model, so that a sliding window beyond
+the first token can get a sink of the same weight, and the lost value as a bias.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Queries whose logits are held at once.
+# Queries per chunk, which bounds the memory of their logits.
 ROWS = 256
 
 
 @dataclasses.dataclass
 class FirstToken:
-    """Means over the queries from position `after` on: the scaled logit [H] to the first token, the share [H] of the
-    softmax that it takes, and share times its value [H, D]; the root mean squares of queries, keys and values."""
+    """Means over the queries from position `after` on: scaled logit [H] of the first token, its softmax share [H], and
+    share times its value [H, D]; root mean squares of queries, keys and values."""
 
     logit: Tensor
     share: Tensor
@@ -38,7 +38,7 @@ def measure(model: Any, windows: Iterable[Tensor], after: int) -> list[FirstToke
 
     per_layer: dict[int, list[FirstToken]] = {}
 
-    def watch(
+    def record(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -48,7 +48,7 @@ def measure(model: Any, windows: Iterable[Tensor], after: int) -> list[FirstToke
         return out.transpose(1, 2), None
 
     name = "mlaforge_first_token"
-    AttentionInterface.register(name, watch)
+    AttentionInterface.register(name, record)
     AttentionMaskInterface.register(name, sdpa_mask)
     model.set_attn_implementation(name)
     for ids in windows:
@@ -58,13 +58,18 @@ def measure(model: Any, windows: Iterable[Tensor], after: int) -> list[FirstToke
     model.set_attn_implementation("sdpa")
     fields = [field.name for field in dataclasses.fields(FirstToken)]
     return [
-        FirstToken(*(sum(getattr(one, name) for one in per_layer[layer]) / len(per_layer[layer]) for name in fields))
+        FirstToken(
+            *(
+                sum(getattr(statistics, name) for statistics in per_layer[layer]) / len(per_layer[layer])
+                for name in fields
+            )
+        )
         for layer in sorted(per_layer)
     ]
 
 
 def _first_token(query: Tensor, key: Tensor, value: Tensor, scaling: float, after: int) -> FirstToken:
-    """The statistics of one window: query [H, T, D], key and value [G, T, D]."""
+    """Statistics of one window: query [H, T, D], key and value [G, T, D]."""
     heads, tokens, _ = query.shape
     key, value = (x.repeat_interleave(heads // len(x), dim=0) for x in (key, value))
     logit, share = torch.zeros(heads), torch.zeros(heads)

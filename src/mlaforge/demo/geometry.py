@@ -1,7 +1,7 @@
-"""Checkpoints of GPT-OSS's own sizes with random weights: what costs as much as the public ones, and says nothing.
+"""Checkpoints with GPT-OSS's sizes and random weights, which cost as much as the public ones.
 
-Experts hold random MXFP4 codes under scales that give their outputs the size of their inputs; all else is drawn
-normal. So reads are real, hidden states stay finite, and tokens spread over the experts.
+Experts have random MXFP4 codes with scales that preserve the size of their inputs; other weights are normal. Thus
+memory reads are realistic, hidden states stay finite, and tokens spread over the experts.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from mlaforge.runtime import UserError, log, progress, timed
 WINDOW = 128
 YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 NOT_PACKED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-# Layers and experts; the rest is the same in both.
+# Layers and experts; all other sizes are equal.
 SIZES = {"20b": (24, 32), "120b": (36, 128)}
-# Standard deviation of what is drawn normal, as transformers initialises this family.
+# Standard deviation of normal weights, as transformers initialises this family.
 STD = 0.02
-# Root mean square of the sixteen codes, all as likely.
+# Root mean square of the sixteen equally likely codes.
 CODES = math.sqrt(sum(value**2 for value in VALUES) / len(VALUES))
-# Written beside the weights: config, index, tokenizer, manifest.
-BESIDE = 32 * 2**20
-# A byte-level tokenizer of 259 tokens: random weights need no other, and none has to be fetched.
+# Bytes of the other files: config, index, tokenizer, manifest.
+OTHER_FILES = 32 * 2**20
+# A byte-level tokenizer of 259 tokens, which suffices for random weights without a download.
 TOKENIZER = Path(__file__).with_name("tokenizer")
 TOKENIZER_IDS = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258}
 
 
 def settings(name: str, layers: int | None = None) -> dict[str, Any]:
-    """config.json of the geometry `name` of SIZES, or of its first `layers` layers."""
+    """config.json of the geometry `name` in SIZES, optionally with only its first `layers` layers."""
     count, experts = SIZES[name]
     count = layers or count
     return {
@@ -78,22 +78,22 @@ def settings(name: str, layers: int | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Tensors of whole numbers that choose rotary frequencies (modeling/).
+# Integer tensors that select rotary frequencies (modeling/).
 INDICES = ("rope_index", "index.frequency")
 
 
-def _dtype(name: str, whole: bool) -> torch.dtype:
-    """The stored dtype of a tensor; `whole`: it holds whole numbers."""
-    if not whole:
+def _dtype(name: str, is_integer: bool) -> torch.dtype:
+    """Stored dtype of a tensor."""
+    if not is_integer:
         return torch.bfloat16
     return torch.int64 if name.endswith(INDICES) else torch.uint8
 
 
 @dataclasses.dataclass(frozen=True)
 class Random:
-    """The tensors that a gpt_oss config.json with MXFP4 experts calls for, converted or not, drawn one at a time.
+    """Random tensors for a gpt_oss config.json with MXFP4 experts, original or converted, generated one at a time.
 
-    Each tensor has a separate generator, so that its values do not depend on the order of drawing.
+    Each tensor has a separate generator, so that its values do not depend on the order.
     """
 
     settings: dict[str, Any]
@@ -101,53 +101,53 @@ class Random:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> shape and dtype, in the order of the model."""
-        shapes, _, whole = loading.expected_tensors(self.settings)
-        return {name: (shape, _dtype(name, name in whole)) for name, shape in shapes.items()}
+        shapes, _, integers = loading.expected_tensors(self.settings)
+        return {name: (shape, _dtype(name, name in integers)) for name, shape in shapes.items()}
 
     @property
     def bytes(self) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes().values())
 
     def draw(self, name: str, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
-        """The tensor on `device`; devices draw different numbers."""
+        """Generate a tensor on `device`. The values differ between kinds of devices."""
         digest = sha256(f"{self.seed} {name}".encode()).digest()
-        on: dict[str, Any] = {"device": device, "generator": torch.Generator(device)}
-        on["generator"].manual_seed(int.from_bytes(digest[:7]))
+        options: dict[str, Any] = {"device": device, "generator": torch.Generator(device)}
+        options["generator"].manual_seed(int.from_bytes(digest[:7]))
         if name.endswith(INDICES):
             return torch.arange(shape[0], device=device) % (self.settings["head_dim"] // 2)
         if name.endswith(mxfp4.BLOCKS):
-            # Four bytes a draw: a byte each would take most of the time that writing takes.
+            # Four bytes per random number, as one byte each would dominate the time of writing.
             words = torch.empty(*shape[:-1], shape[-1] // 4, dtype=torch.int32, device=device)
-            return words.random_(-(2**31), 2**31, generator=on["generator"]).view(torch.uint8)
+            return words.random_(-(2**31), 2**31, generator=options["generator"]).view(torch.uint8)
         if name.endswith(mxfp4.SCALES):
-            # A weight's standard deviation is that which keeps the size of K inputs, between two powers of two.
+            # Between the two powers of two around the standard deviation that preserves the size of K inputs.
             low = math.floor(-math.log2(CODES * math.sqrt(shape[-1] * BLOCK)))
-            return torch.randint(BIAS + low, BIAS + low + 2, shape, dtype=torch.uint8, **on)
+            return torch.randint(BIAS + low, BIAS + low + 2, shape, dtype=torch.uint8, **options)
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=torch.bfloat16, device=device)
         if name.endswith("sinks"):
-            return torch.randn(shape, **on).bfloat16()
-        numbers = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        return numbers.normal_(0, STD, generator=on["generator"])
+            return torch.randn(shape, **options).bfloat16()
+        weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return weight.normal_(0, STD, generator=options["generator"])
 
     def write(self, directory: Path) -> None:
-        """Writes the checkpoint in shards, one of them in memory at a time, with the tokenizer TOKENIZER."""
+        """Write the checkpoint with the tokenizer TOKENIZER, in shards, one of which is in memory at a time."""
         with rewriting(TOKENIZER, directory, self.settings) as writer:
             for name, (shape, dtype) in progress(self.shapes().items(), "draw", len(self.shapes())):
                 writer.promise(name, shape, dtype, functools.partial(self.draw, name, shape))
 
 
 def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifest:
-    """Writes the random checkpoint of `config.geometry` to `out` and returns its manifest.
+    """Write the random checkpoint of `config.geometry` to `out` and return its manifest.
 
-    The same geometry and seed again return the finished result. UserError for options that only rewriting has, and
-    where the disk has too little room.
+    A finished result of the same geometry and seed is reused. Raise UserError for options that apply to rewriting only,
+    or if the disk is too small.
     """
-    if given := next(_given(config), None):
+    if override := next(_overrides(config), None):
         raise UserError(
-            f"{given} is for a model that is rewritten; a geometry has random weights: leave one of them out"
+            f"{override} applies to a rewritten model, and geometry to random weights: leave one of them out"
         )
-    assert config.geometry is not None, "the caller asks for one"
+    assert config.geometry is not None, "the caller checks it"
     random = Random(settings(config.geometry) | TOKENIZER_IDS, config.seed)
     manifest = Manifest(
         "make-gptoss",
@@ -160,17 +160,17 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
             }
         },
     )
-    if done := finished(out, manifest, overwrite):
+    if existing := finished(out, manifest, overwrite):
         log(f"{out} is finished already")
-        return done
-    check_room(out, random.bytes + BESIDE)
+        return existing
+    check_room(out, random.bytes + OTHER_FILES)
     with writing(out, manifest) as partial, timed(manifest.seconds, "write"):
         random.write(partial)
     return manifest
 
 
-def _given(config: MakeGptOssConfig) -> Iterator[str]:
-    """Options beside geometry and seed that are not at their defaults."""
+def _overrides(config: MakeGptOssConfig) -> Iterator[str]:
+    """Options other than geometry and seed that differ from their defaults."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in ("geometry", "seed") and value != field.default:
@@ -178,10 +178,10 @@ def _given(config: MakeGptOssConfig) -> Iterator[str]:
 
 
 def check_room(out: Path, needed: int) -> None:
-    """UserError where the disk that `out` will lie on has less than `needed` bytes free."""
-    place = next(parent for parent in out.resolve().parents if parent.exists())
-    if (free := shutil.disk_usage(place).free) < needed:
+    """Raise UserError if the disk of `out` has less than `needed` bytes free."""
+    folder = next(parent for parent in out.resolve().parents if parent.exists())
+    if (free := shutil.disk_usage(folder).free) < needed:
         raise UserError(
-            f"{out} takes {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free at {place}; free some "
-            "room, or choose another output directory"
+            f"{out} takes {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free at {folder}; free some "
+            "space, or choose another output directory"
         )

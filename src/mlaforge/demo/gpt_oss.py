@@ -1,5 +1,5 @@
-"""`make-gptoss`: a llama checkpoint rewritten as a GPT-OSS one that computes the same, and options that bring it
-closer to the real thing: the fixture of this family where its weights cannot be fetched. See docs/gpt-oss.md.
+"""`make-gptoss`: a llama checkpoint rewritten as an equivalent GPT-OSS checkpoint, with options that bring it closer to
+the real model: the fixture of this family where its weights cannot be downloaded. See docs/gpt-oss.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlaforge.demo import first_token, geometry, upcycle
 from mlaforge.demo import model as demo_model
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.demo.geometry import NOT_PACKED, WINDOW, YARN
-from mlaforge.factorization.refit import steer
+from mlaforge.factorization.refit import refit_student
 from mlaforge.families.family import read_rope
 from mlaforge.healing.distillation import Distillation, LossConfig
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -33,22 +33,22 @@ from mlaforge.ops.mxfp4 import quantize
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 from mlaforge.training.optimizer import Hyperparameters, NonFiniteLoss, Optimizer
 
-# GPT-OSS clamps gate and up at 7; nothing reaches this.
+# GPT-OSS clamps gate and up at 7; no activation reaches this limit.
 LIMIT = 1e4
-# exp of it is 0 in every dtype, and unlike -inf it is a number that checkpoints may hold.
+# exp(NO_SINK) is 0 in every dtype; unlike -inf, checkpoints may contain it.
 NO_SINK = -1e4
-# A full layer sees the first token itself; its sink is this much below, where it costs next to nothing.
+# Full layers attend to the first token, so their sink is lower by this much, where it costs almost nothing.
 BELOW = 4.0
-# Size of the random biases of q, k and v beside the projections' own values.
+# Size of the random biases of q, k and v relative to the projections' outputs.
 BIAS = 0.02
-# Windows of text that sinks and o_proj are fitted to, and their length; distilling takes halves, which are faster.
+# Windows of text to which sinks and o_proj are fitted, and their length; distillation uses halves, which are faster.
 MEASURED, TOKENS = 8, 1024
 
 
 def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifest:
-    """Writes the GPT-OSS checkpoint `out` and returns its manifest; raises UserError for the user's mistakes.
+    """Write the GPT-OSS checkpoint `out` and return its manifest. Raise UserError for invalid input.
 
-    The same source, text and options again return the finished result.
+    A finished result of the same source, text and options is reused.
     """
     if config.geometry:
         return geometry.run(out, config, overwrite)
@@ -67,26 +67,26 @@ def run(out: Path, config: MakeGptOssConfig, overwrite: bool = False) -> Manifes
             "calibration": tuned.describe() if tuned else None,
         },
     )
-    if done := finished(out, manifest, overwrite, (source.path, config.text)):
+    if existing := finished(out, manifest, overwrite, (source.path, config.text)):
         log(f"{out} is finished already")
-        return done
+        return existing
     with writing(out, manifest) as partial:
         _make(source, config, tuned, manifest, partial)
     return manifest
 
 
 def check(source: SourceModel, config: MakeGptOssConfig) -> None:
-    """UserError where the source or the options cannot be had as GPT-OSS."""
+    """Raise UserError if the source or the options cannot be represented as GPT-OSS."""
     raw = source.config
     if raw.get("model_type") != "llama":
         raise UserError(f"only llama checkpoints can be rewritten as GPT-OSS, not {raw.get('model_type')!r}")
     spec = source.spec
     if (activation := raw.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"GPT-OSS computes silu, the source {activation!r}; give a checkpoint with hidden_act silu")
+        raise UserError(f"GPT-OSS uses silu, the source {activation!r}; give a checkpoint with hidden_act silu")
     if config.top_k > config.experts:
         raise UserError(f"top_k = {config.top_k} must be at most experts = {config.experts}")
     if config.yarn is not None and spec.rope.kind != "default":
-        raise UserError(f"the source's RoPE is {spec.rope.kind!r} already; --yarn needs one that is not scaled")
+        raise UserError(f"the source's RoPE is {spec.rope.kind!r}; --yarn needs unscaled RoPE")
     if config.mxfp4:
         for width in (spec.hidden_size, raw["intermediate_size"]):
             mxfp4.stored_shapes((1, width, 1))
@@ -100,7 +100,7 @@ def gptoss_config(source: SourceModel, config: MakeGptOssConfig) -> dict[str, An
     factor = float(config.yarn or 1.0)
     rope: dict[str, Any] = dict(spec.rope.parameters)
     if spec.rope.kind == "default":
-        # With factor 1 these are the plain frequencies, bit by bit. Left out, GPT-OSS would read a factor of 32.
+        # With factor 1 these are the plain frequencies, bit for bit. Without the key, GPT-OSS defaults to factor 32.
         rope = {**YARN, "factor": factor, "original_max_position_embeddings": spec.max_position_embeddings}
     layer = spec.layers[0]
     settings: dict[str, Any] = {
@@ -128,7 +128,7 @@ def gptoss_config(source: SourceModel, config: MakeGptOssConfig) -> dict[str, An
         "layer_types": [
             "sliding_attention" if config.windows and i % 2 == 0 else "full_attention" for i in range(spec.num_layers)
         ],
-        # Runtimes of this family take lm_head.weight whatever this says.
+        # Runtimes of this family read lm_head.weight regardless of this key.
         "tie_word_embeddings": False,
         "use_cache": True,
         "dtype": str(resolve_dtype(config.dtype, source.dtype)).removeprefix("torch."),
@@ -142,7 +142,7 @@ def gptoss_config(source: SourceModel, config: MakeGptOssConfig) -> dict[str, An
 def _make(
     source: SourceModel, config: MakeGptOssConfig, tuned: corpus.Windows | None, manifest: Manifest, partial: Path
 ) -> None:
-    """The work itself: fills `partial` and the manifest's metrics."""
+    """Write the checkpoint into `partial` and fill the manifest's metrics."""
     settings = gptoss_config(source, config)
     first = None
     with Reader(source.path) as reader:
@@ -153,12 +153,12 @@ def _make(
         healed: dict[str, Tensor] = {}
         if config.heal and tuned is not None:
             with timed(manifest.seconds, "heal"):
-                # All experts are nearly one: what is healed is the attention, and one expert is much faster.
+                # Only attention is healed and all experts are nearly equal; a single expert is much faster.
                 single = dataclasses.replace(config, experts=1, top_k=1, differ=0.0)
                 draft = Upcycled(reader, source, single, gptoss_config(source, single), first)
                 healed, losses = heal(partial / ".draft", draft, tuned, config.heal)
             manifest.metrics["kl"] = [float(f"{loss:.5g}") for loss in losses]
-            # One window differs much from the next.
+            # A mean, as the loss varies much between windows.
             manifest.metrics["kl_last"] = sum(losses[-8:]) / len(losses[-8:])
         with timed(manifest.seconds, "write"):
             write(partial, Upcycled(reader, source, config, settings, first), healed)
@@ -167,12 +167,12 @@ def _make(
 
 
 def fitted(tuned: corpus.Windows) -> Tensor:
-    """The windows [N, T] for sinks and o_proj: a few, from all over the text."""
+    """Windows [N, T] for sinks and o_proj: MEASURED windows, spread over the text."""
     return tuned.ids[:: max(1, len(tuned.ids) // MEASURED)][:MEASURED]
 
 
 def measure_sinks(directory: Path, result: dict[str, Any], tuned: corpus.Windows) -> list[first_token.FirstToken]:
-    """The first token's part in every layer of the source under the result's RoPE, its scaling of logits undone."""
+    """First-token statistics of every layer of the source with the result's RoPE, without its scaling of logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings, scaling = AutoConfig.from_pretrained(directory), read_rope(result).attention_scaling
@@ -184,21 +184,24 @@ def measure_sinks(directory: Path, result: dict[str, Any], tuned: corpus.Windows
 
 
 def heal(folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Fits the draft's attention, sinks and biases included, to the source: new tensors, and the KL of every step.
+    """Fit the draft's attention, with sinks and biases, to the source. Return new tensors and the KL of every step.
 
-    `folder` holds the draft for as long as that takes.
+    folder: temporary directory for the draft.
     """
     folder.mkdir()
     write(folder, draft, {})
     source = draft.source
     device = torch.device("cpu")
-    with LayerStream(folder, torch.float32, device) as ours, LayerStream(source, torch.float32, device) as theirs:
-        solved = steer(ours, theirs, fitted(tuned))
+    with (
+        LayerStream(folder, torch.float32, device) as draft_stream,
+        LayerStream(source, torch.float32, device) as source_stream,
+    ):
+        solved = refit_student(draft_stream, source_stream, fitted(tuned))
     student, teacher = loading.load_model(folder, "float32"), loading.load_model(source, "float32")
     for model in (student, teacher):
         model.requires_grad_(False)
     shutil.rmtree(folder)
-    # Only the attention is solved anew; a name that the student lacks is an error of ours.
+    # Only attention tensors are replaced; the student must have all their names.
     unknown = student.load_state_dict(solved, strict=False).unexpected_keys
     assert not unknown, unknown
     student.set_attn_implementation(FUSED)
@@ -216,7 +219,7 @@ def heal(folder: Path, draft: Upcycled, tuned: corpus.Windows, steps: int) -> tu
 
 
 def write(partial: Path, upcycled: Upcycled, healed: dict[str, Tensor]) -> None:
-    """Streams config and tensors into `partial`; `healed` replaces tensors by name."""
+    """Stream config and tensors into `partial`. healed: replacements by name."""
     dtype = stored_dtype(upcycled.settings)
     with rewriting(upcycled.source.path, partial, upcycled.settings) as writer:
         for name, tensor in upcycled:
@@ -226,7 +229,7 @@ def write(partial: Path, upcycled: Upcycled, healed: dict[str, Tensor]) -> None:
 
 @dataclasses.dataclass
 class Upcycled:
-    """The result's tensors, one layer of them in memory at a time."""
+    """Iterator over the result's tensors, with one layer in memory at a time."""
 
     reader: Reader
     source: SourceModel
@@ -239,7 +242,7 @@ class Upcycled:
         yield "model.embed_tokens.weight", embedding
         for i in progress(range(self.source.spec.num_layers), "rewrite", self.source.spec.num_layers):
             prefix = f"model.layers.{i}."
-            # One seed per layer, so that every pass draws the same.
+            # One seed per layer, so that every pass generates the same values.
             draw = torch.Generator().manual_seed(self.config.seed * 100_003 + i)
             for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
                 yield prefix + norm, self.reader[prefix + norm]
@@ -248,15 +251,15 @@ class Upcycled:
             for name, tensor in self.mlp(i, draw).items():
                 yield f"{prefix}mlp.{name}", tensor
         yield "model.norm.weight", self.reader["model.norm.weight"]
-        # A copy: one file may not hold one storage under two names.
+        # A copy, as safetensors rejects two names for one storage.
         yield "lm_head.weight", self.reader["lm_head.weight"] if "lm_head.weight" in self.reader else embedding.clone()
 
     def _optional(self, name: str) -> Tensor | None:
         return self.reader[name].float() if name in self.reader else None
 
     def attention(self, i: int, draw: torch.Generator) -> dict[str, Tensor]:
-        """Projections, biases and sinks of layer i, fp32. Half of what YaRN scales logits by, in logarithms, is taken
-        from q_proj: docs/gpt-oss.md has the measurement that says why."""
+        """Projections, biases and sinks of layer i, fp32. q_proj is divided by the square root of YaRN's logit scaling;
+        docs/gpt-oss.md has the measurement behind it."""
         prefix, tensors = f"model.layers.{i}.self_attn.", dict[str, Tensor]()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight = self.reader[f"{prefix}{name}.weight"].float()
@@ -274,19 +277,19 @@ class Upcycled:
     def _add_sinks(
         self, i: int, tensors: dict[str, Tensor], first: first_token.FirstToken, draw: torch.Generator
     ) -> None:
-        """Sinks from the first token's logit, and biases; o_proj's bias restores what they take or add on average."""
+        """Set sinks from the first token's logit, and biases; o_proj's bias compensates their mean effect."""
         layer, slides = self.source.spec.layers[i], self.settings["layer_types"][i] == "sliding_attention"
         tensors["sinks"] = first.logit if slides else first.logit - BELOW
         for name, rms in (("q_proj", first.query_rms), ("k_proj", first.key_rms), ("v_proj", first.value_rms)):
             added = torch.randn(tensors[f"{name}.bias"].shape, generator=draw) * (BIAS * rms)
             tensors[f"{name}.bias"] = tensors[f"{name}.bias"] + added
-        # The last one is v_proj's: every head carries it to its output.
+        # `added` is now v_proj's bias, which every head adds to its output.
         heads = added.view(layer.num_kv_heads, -1).repeat_interleave(layer.group, dim=0)
         lost = first.value - (1 - first.share[:, None]) * heads if slides else -heads
         tensors["o_proj.bias"] = tensors["o_proj.bias"] + tensors["o_proj.weight"] @ lost.flatten()
 
     def mlp(self, i: int, draw: torch.Generator) -> dict[str, Tensor]:
-        """Router and experts of layer i, as the checkpoint stores them."""
+        """Router and experts of layer i in the checkpoint's format."""
         prefix, config = f"model.layers.{i}.mlp.", self.config
         parts = [self.reader[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down")]
         biases = [self._optional(f"{prefix}{name}_proj.bias") for name in ("gate", "up", "down")]

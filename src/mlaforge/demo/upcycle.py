@@ -1,9 +1,9 @@
-"""A dense layer rewritten as a mixture of experts with biases: tensors in, tensors out, the same function.
+"""Rewriting of a dense MLP as an equivalent mixture of experts with biases: tensors in, tensors out.
 
-Letters: E experts, H hidden, I intermediate. The dense MLP is down(silu(gate x) · up x); an expert computes
+Legend: E experts, H hidden, I intermediate. The dense MLP is down(silu(gate x) · up x); an expert computes
 down((up' + 1) · gate · sigmoid(alpha · gate)) with up' = its up projection and bias. With alpha = 1 and an up bias of
--1 both are one. Experts are copies whose hidden units are permuted: other tensors, the same function, so that any
-routing whose weights sum to 1 leaves the sum as it was.
+-1 the two are equal. Experts are copies with permuted hidden units: different tensors, the same function, so any
+routing whose weights sum to 1 preserves the output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """One layer's MLP: gate and up [I, H], down [H, I], biases [I], [I], [H] or None."""
+    """MLP of one layer: gate and up [I, H], down [H, I], biases [I], [I], [H] or None."""
 
     gate: Tensor
     up: Tensor
@@ -30,8 +30,8 @@ def experts(dense: Dense, count: int, differ: float, draw: torch.Generator) -> d
     """`count` experts of one layer, fp32: gate_up_proj [E, H, 2I] (even columns gate, odd up), down_proj [E, I, H] and
     their biases [E, 2I] and [E, H].
 
-    `differ` adds normal noise to the weights, in units of their own root mean square; at 0 the function is the
-    dense one. The first expert keeps the order of the hidden units.
+    differ: normal noise added to the weights, relative to their root mean square; at 0 the function is the dense one.
+    The first expert keeps the order of the hidden units.
     """
     intermediate, hidden = dense.gate.shape
     gate_up, down = torch.empty(count, hidden, 2 * intermediate), torch.empty(count, intermediate, hidden)
@@ -43,7 +43,7 @@ def experts(dense: Dense, count: int, differ: float, draw: torch.Generator) -> d
         down[expert] = _noisy(dense.down, differ, draw).T[order]
         if dense.gate_bias is not None:
             gate_up_bias[expert, ::2] = dense.gate_bias[order]
-        # The runtime adds 1 to what the up projection gives.
+        # The runtime adds 1 to the output of the up projection.
         gate_up_bias[expert, 1::2] = -1.0 if dense.up_bias is None else dense.up_bias[order] - 1.0
         if dense.down_bias is not None:
             down_bias[expert] = dense.down_bias
@@ -63,7 +63,7 @@ def _noisy(weight: Tensor, differ: float, draw: torch.Generator) -> Tensor:
 
 
 def router(count: int, hidden: int, draw: torch.Generator) -> dict[str, Tensor]:
-    """A random router, weight [E, H] and bias [E]: logits of about unit size for inputs of unit root mean square."""
+    """Random router, weight [E, H] and bias [E]: logits of about unit variance for inputs of unit root mean square."""
     return {
         "weight": torch.randn(count, hidden, generator=draw) * hidden**-0.5,
         "bias": torch.randn(count, generator=draw) * 0.1,

@@ -176,7 +176,7 @@ def windows(tokenizer: Any, config: DiagnoseConfig) -> tuple[corpus.Windows, cor
     diagnosed = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, seed=config.seed)
     num_eval = math.ceil(config.windows * EVAL_FRACTION)
     if config.text == corpus.EMBEDDED:
-        candidates = corpus.windows(tokenizer, config.text, num_eval, config.seqlen, judged=True)
+        candidates = corpus.windows(tokenizer, config.text, num_eval, config.seqlen, evaluation=True)
     else:
         all_windows = corpus.windows(tokenizer, config.text, sys.maxsize // config.seqlen, config.seqlen)
         diagnosed_rows = {row.numpy().tobytes() for row in diagnosed.ids}

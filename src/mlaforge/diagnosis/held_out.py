@@ -30,7 +30,7 @@ from mlaforge.tensor_store import TensorStore
 # Tokens per block for variances: tokens of a window are not independent, means of blocks of this size nearly are.
 BLOCK = 128
 # Standard deviations of loss / divergence: prior to measurements, and of one conversion from the common factor
-# (measured: docs/diagnose.md).
+# (measured: docs/notes/conversion.md).
 PRIOR_STD, SIZE_STD = 0.5, 0.15
 # Loss below the resolution of any measurement, nats per token.
 NEGLIGIBLE = 1e-7

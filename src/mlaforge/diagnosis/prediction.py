@@ -44,7 +44,7 @@ class Prediction:
         latent = tuple(LATENT if i in plan.converted else LayerPlan("gqa") for i in self.layers)
         errors = {i: self.layers[i]["errors"] for i in plan.converted}
         self.coded = Plan(plan.spec, latent)
-        self.widths = {bits: code.allocate_bits(errors, code.room(self.coded, bits)) for bits in BITS}
+        self.widths = {bits: code.allocate_bits(errors, code.bit_budget(self.coded, bits)) for bits in BITS}
 
     def _second_budget(self) -> float:
         """Return the second budget to measure: half of the first, or twice where half is too small for a rank."""
@@ -79,7 +79,7 @@ class Prediction:
         def part(layer_plan: LayerPlan) -> Spectrum | RopeSplit:
             key = _decomposition_key(layer_plan)
             if key not in parts:
-                parts[key] = ranks.at_every_rank(projections, m, spec, index, layer_plan)
+                parts[key] = ranks.decompose(projections, m, spec, index, layer_plan)
                 results[f"values.{key}"] = ranks.spectrum(parts[key]).values.clone()
                 split_loss = ranks.loss(parts[key], len(results[f"values.{key}"]))
                 results[f"lost.{key}"] = torch.tensor(split_loss, dtype=torch.float64)
@@ -93,7 +93,7 @@ class Prediction:
                     layer_plan = make_plan(spec, budget, layout, str(index)).layers[index]
                     table[row, column] = ranks.loss(part(layer_plan), layer_plan.kv_lora_rank)
         for layer_plan in self._decompositions(index):
-            full = ranks.at_rank(part(layer_plan), layer, rank_limit(spec, layer, layer_plan.layout))
+            full = ranks.latent_at_rank(part(layer_plan), layer, rank_limit(spec, layer, layer_plan.layout))
             latents |= {f"{_decomposition_key(layer_plan)}.{n}": tensor for n, tensor in full.tensors().items()}
             if layer_plan == LATENT:
                 rates = code.Rates.of_layer(full, m)
@@ -124,7 +124,7 @@ class Prediction:
 
     def bits_loss(self, index: int, bits: int) -> float:
         """Return the first-order loss of one layer with coded rows."""
-        return code.lost(self.layers[index]["errors"], self.widths[bits][index])
+        return code.predicted_loss(self.layers[index]["errors"], self.widths[bits][index])
 
     def curves(self, eval_NT: Tensor, tuned_NT: Tensor) -> tuple[Curve, Curve]:
         """Return the loss curves of plain and of coded rows, measured on eval_NT; tuned_NT: text of the moments."""
@@ -152,7 +152,7 @@ class Prediction:
         def latent(index: int) -> Latent:
             tensors = self.work.part(f"latents-{index:03d}", "rates.")
             rates = code.Rates(**{n.removeprefix("rates."): t.to(self.stream.device) for n, t in tensors.items()})
-            return code.coded(self._latent(index, LATENT), rates, self.widths[bits][index])
+            return code.encode(self._latent(index, LATENT), rates, self.widths[bits][index])
 
         return latent
 

@@ -61,7 +61,7 @@ def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any
     with LayerStream(model, dtype, device) as stream:
         all_boundaries = {b for boundaries in choices.values() for b in boundaries}
         captured, target_tokens = target_states(stream, texts, all_boundaries)
-        embedded = [(head.embed_tokens(ids.to(device)) if head.config.own_embedding else stream.embed(ids[None])[0])
+        embedded = [(head.embed_tokens(ids.to(device)) if head.config.has_embed_tokens else stream.embed(ids[None])[0])
                     for ids in texts]  # fmt: skip
     rows = []
     for name, boundaries in choices.items():
@@ -85,7 +85,7 @@ def read_texts(tokenizer: Any, config: DraftCheckConfig) -> list[Tensor]:
     """Return up to `windows` texts of up to `seqlen` tokens: windows of a text, or regenerated answers with prompts."""
     manifest = Manifest.load(Path(config.text).expanduser()) if config.text != corpus.EMBEDDED else None
     if manifest is None or manifest.stage != STAGE:
-        text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, judged=True)
+        text = corpus.windows(tokenizer, config.text, config.windows, config.seqlen, evaluation=True)
         return list(text.ids)
     _, answers = read_answers(Path(config.text).expanduser())
     texts = (torch.tensor([*answer.prompt_ids, *answer.answer_ids])[: config.seqlen] for answer in answers)

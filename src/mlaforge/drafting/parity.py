@@ -54,7 +54,7 @@ def run(directory: Path, target: str, reference: Path | None, config: DraftCompa
     check_head(head.config, spec.hidden_size, spec.vocab_size)
     stages = {} if reference is None else read_reference(reference, head)
     if reference is None:
-        text = corpus.windows(model.tokenizer, config.text, 1, config.tokens, judged=True)
+        text = corpus.windows(model.tokenizer, config.text, 1, config.tokens, evaluation=True)
         stages[IDS] = text.ids[0]
     ids = stages[IDS]
     if len(ids) > spec.max_position_embeddings:
@@ -117,7 +117,7 @@ def plain_stages(head: Eagle3Head, states_TS: Tensor, embedded_RC: Tensor, ids: 
     layer, stages = head.midlayer, {}
     for name, module in (("fc_out", head.fc), ("attn_out", layer.self_attn), ("ffn_out", layer.mlp)):
         module.register_forward_hook(lambda _, inputs, out, name=name: stages.update({name: out[0]}))
-    if head.config.own_embedding:
+    if head.config.has_embed_tokens:
         embedded_RC = head.embed_tokens(ids[1:].to(embedded_RC.device))
     stages["pre_head_hidden"] = head.norm(whole_pass(head, states_TS, embedded_RC))[0]
     stages["logits"] = head.lm_head(stages["pre_head_hidden"])

@@ -97,7 +97,7 @@ def read_texts(config: DraftTrainConfig, answers: list[Answer]) -> Texts:
     random.Random(config.seed).shuffle(train_answers)
     rows = []
     for part in (train_answers, validation_answers):
-        rows.append(packing.place([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in part], config.seqlen))
+        rows.append(packing.first_fit([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in part], config.seqlen))
         if not int(columns(rows[-1])[1].sum()):
             raise UserError(f"no answer has two tokens within seqlen = {config.seqlen}; give a longer one")
     count = config.batch_tokens // config.seqlen
@@ -169,7 +169,7 @@ def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -
         check_head(head, spec.hidden_size, spec.vocab_size)
     except UserError as error:
         raise UserError(f"{config.init}: {error}") from error
-    if head.own_embedding:
+    if head.has_embed_tokens:
         raise UserError(f"{config.init} has its own embed_tokens, which cannot be trained; give another head")
 
 

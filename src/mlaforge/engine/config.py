@@ -1,4 +1,4 @@
-"""What a user may set of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
+"""Options of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mlaforge.config import DTYPES, Options, option
 if TYPE_CHECKING:
     import torch
 
-# What the engine can hold weights as.
+# Formats of weights.
 ENGINE_DTYPES = (*DTYPES, "int8", "int4")
-# How the cache can store its rows: names of ops/row_format.py.
+# Formats of cached rows: names of ops/row_format.py.
 CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "coded")
-# Whether drafted tokens are judged by a part of the cache first.
+# Whether a sparse view of the cache verifies drafted tokens first.
 SPECPV = ("off", "lossless", "lossy")
 # max_num_batched_tokens and cache_fraction by the device's type. A CPU shares its memory with other programs, and
 # longer chunks gain nothing there (docs/engine.md); on a GPU every chunk reads all weights and experts once more.
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 CACHE_FRACTION = {"cpu": 0.5, "cuda": 0.85}
-# Tokens drafted in a row where nothing is said of it, and the most of them, and of tokens in a tree.
-DRAFTED, MOST_DRAFTED, LARGEST_TREE = 3, 8, 64
+# Length of a draft by default and at most, and the most tokens of a tree.
+DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, MAX_TREE_TOKENS = 3, 8, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,27 +29,28 @@ class EngineConfig(Options):
     """Options of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
 
     dtype: str = option(
-        "auto", "weights; auto: the checkpoint's dtype on a GPU, on a CPU bfloat16 where the processor or compiled "
-        "kernels multiply it, else float32; int8 and int4 (CPU) round them, which costs quality", choices=ENGINE_DTYPES,
+        "auto", "format of the weights; auto: the checkpoint's dtype on a GPU, on a CPU bfloat16 where the processor "
+        "or compiled kernels multiply it, else float32; int8 and int4 (CPU) quantize them, which costs quality",
+        choices=ENGINE_DTYPES,
     )  # fmt: skip
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     cache_fraction: float | None = option(
-        None, "share of the memory beside the weights that the KV cache may take (0.5; 0.85 on a GPU)", "fraction",
+        None, "share of the memory beside the weights for the KV cache (0.5; 0.85 on a GPU)", "fraction",
         above=0, most=1,
     )  # fmt: skip
     cache_bytes: int | None = option(None, "size of the KV cache, instead of --cache-fraction", "bytes", least=1)
     kv_cache_dtype: str = option(
         "auto",
-        "how the KV cache stores its rows; auto: coded where the model is (convert --bits), else in its dtype",
+        "format of the rows in the KV cache; auto: coded where the model is (convert --bits), else the model's dtype",
         choices=CACHE_DTYPES,
     )
-    dense: bool = option(False, "read all that is cached, though the model is sparse (sparsify)")
+    dense: bool = option(False, "attend to the whole cache, though the model is sparse (sparsify)")
     generation_config: str = option(
-        "auto", "auto: the sampling parameters in the model's generation_config.json stand for what is left unset; "
-        "none: they are ignored", choices=("auto", "none"),
+        "auto", "auto: the model's generation_config.json sets the sampling parameters that a request leaves unset; "
+        "none: it is ignored", choices=("auto", "none"),
     )  # fmt: skip
     block_size: int | None = option(
-        None, "tokens per cache block (16; with --kv-cache-dtype int4, which packs so many at a time, 32)", "tokens",
+        None, "tokens per cache block (16; 32 with --kv-cache-dtype int4, which packs 32 tokens together)", "tokens",
         least=1,
     )  # fmt: skip
     max_num_seqs: int = option(64, "sequences that decode together", "sequences", least=1)
@@ -60,47 +61,47 @@ class EngineConfig(Options):
         None, "longest prompt and answer together (the model's own limit)", "tokens", least=1
     )
     deterministic: bool = option(
-        False, "run only where a token's result does not depend on what is computed beside it: on a CPU in bfloat16, "
-        "int8 or int4 with compiled kernels, which need no other setting for it; not on a GPU yet",
+        False, "run only where a token's result does not depend on the rest of its batch: on a CPU in bfloat16, int8 "
+        "or int4 with compiled kernels, which need no other setting for it; not on a GPU yet",
     )  # fmt: skip
-    prefix_caching: bool = option(True, "keep what was computed of a prompt for later prompts that begin alike")
+    prefix_caching: bool = option(True, "keep the computed rows of a prompt for later prompts with the same prefix")
     speculative: str = option(
-        "none", "who drafts tokens that one step then verifies: none, ngram (what followed the same words earlier in "
-        "the text), or the directory of an EAGLE-3 head",
+        "none", "drafter of tokens that one step then verifies: none, ngram (prompt lookup: what followed the same "
+        "tokens earlier in the text), or the directory of an EAGLE-3 head",
     )  # fmt: skip
     num_speculative_tokens: int | None = option(
-        None, f"drafted tokens per step and sequence ({DRAFTED}, and up to {MOST_DRAFTED} that are copied from the text"
-        " where the newest ones stood in it before)", "tokens", least=1, most=MOST_DRAFTED,
+        None, f"drafted tokens per step and sequence ({DEFAULT_DRAFT_TOKENS}, and up to {MAX_DRAFT_TOKENS} by prompt "
+        "lookup, where the newest tokens occurred in the text before)", "tokens", least=1, most=MAX_DRAFT_TOKENS,
     )  # fmt: skip
     speculative_tree_tokens: int = option(
-        0, "where one sequence runs alone, verify a tree of so many of a head's likeliest tokens, no deeper than "
-        "num-speculative-tokens; 0 for a chain", "tokens", least=0, most=LARGEST_TREE,
+        0, "where one sequence runs alone, verify a tree with this many of a head's likeliest tokens, no deeper than "
+        "num-speculative-tokens; 0 for a chain", "tokens", least=0, most=MAX_TREE_TOKENS,
     )  # fmt: skip
     specpv: str = option(
-        "off", "at long context judge drafted tokens by a part of the cache first, and by all of it now and then; "
-        "lossless: all tokens are verified by all of it; lossy: what was judged by a part stays, as in the paper",
+        "off", "at long context verify drafted tokens with a sparse view of the cache first, and with the full cache "
+        "now and then; lossless: the full cache verifies all tokens; lossy: tokens that the sparse view accepted stay, "
+        "as in the paper",
         choices=SPECPV,
     )  # fmt: skip
-    specpv_sink: int = option(16, "first tokens that a partial view holds", "tokens", least=1)
+    specpv_sink: int = option(16, "first tokens of a sparse view", "tokens", least=1)
     specpv_retrieval: int = option(
-        1024, "tokens that a partial view holds because the last full step attended to them most", "tokens", least=0
+        1024, "tokens of a sparse view that the last full step attended to most", "tokens", least=0
     )
-    specpv_window: int = option(256, "newest tokens that a partial view holds", "tokens", least=16)
-    specpv_full_every: int = option(6, "partial steps before a full one", "steps", least=1)
-    specpv_max_pending: int = option(16, "tokens that wait for a full step at the most", "tokens", least=1, most=64)
+    specpv_window: int = option(256, "newest tokens of a sparse view", "tokens", least=16)
+    specpv_full_every: int = option(6, "sparse-view steps before a full one", "steps", least=1)
+    specpv_max_pending: int = option(16, "most provisional tokens before a full step", "tokens", least=1, most=64)
     specpv_dtype: str = option(
-        "auto", "weights of partial steps, which full ones judge: the model's, or rounded ones beside them; auto: int4 "
+        "auto", "weights of sparse-view steps, which full steps verify: the model's, or a quantized copy; auto: int4 "
         "for a bfloat16 model without experts on a CPU that multiplies int8, else the model's",
         choices=("auto", "model", "int8", "int4"),
     )  # fmt: skip
     adaptive_speculation: bool = option(
         True,
-        "draft fewer tokens, or none, where measurement says that it does not pay, and copy what stood in the "
-        "text before",
+        "draft fewer tokens, or none, where measurements show no gain, and draft by prompt lookup beside any drafter",
     )
 
     def for_device(self, device: torch.device) -> EngineConfig:
-        """The same with those defaults set that depend on the device."""
+        """Return the config with the defaults that depend on the device."""
         tokens, fraction = self.max_num_batched_tokens, self.cache_fraction
         return dataclasses.replace(
             self,
@@ -109,11 +110,11 @@ class EngineConfig(Options):
         )
 
     @property
-    def drafted(self) -> int:
-        """Tokens that a drafter proposes at the most."""
-        return self.num_speculative_tokens or DRAFTED
+    def max_draft_tokens(self) -> int:
+        """Most tokens of a drafter's draft."""
+        return self.num_speculative_tokens or DEFAULT_DRAFT_TOKENS
 
     @property
-    def copied(self) -> int:
-        """Tokens that are copied from a text at the most."""
-        return self.num_speculative_tokens or MOST_DRAFTED
+    def max_lookup_tokens(self) -> int:
+        """Most tokens of a draft by prompt lookup."""
+        return self.num_speculative_tokens or MAX_DRAFT_TOKENS

@@ -1,4 +1,4 @@
-"""What memory holds, settled before anything is loaded: all weights, and beside them the cache."""
+"""Memory of an engine, planned before anything is loaded: all weights, and the cache beside them."""
 
 from __future__ import annotations
 
@@ -18,44 +18,46 @@ from mlaforge.engine.cache.kv_cache import (
     size_groups,
 )
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.execution.held_weights import held_bytes
 from mlaforge.engine.execution.model import EngineModel
+from mlaforge.engine.execution.weight_bytes import weight_bytes
 from mlaforge.engine.speculation.eagle3 import head_cache, head_format
-from mlaforge.engine.speculation.partial import judging_format
+from mlaforge.engine.speculation.sparse_view import sparse_view_format
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.native import kernels
 
-# Formats that hold a model in less memory, the one that costs the least quality first.
-SMALLER = {"cpu": ("bfloat16", "int8", "int4"), "cuda": ("bfloat16",)}
+# Formats with less memory, the one with the least loss of quality first.
+SMALLER_FORMATS = {"cpu": ("bfloat16", "int8", "int4"), "cuda": ("bfloat16",)}
 
 
 def cache_layout(
     model: EngineModel, head: Eagle3Head | None, config: EngineConfig, max_model_len: int, name: str
 ) -> tuple[list[LayerCache], list[CacheGroup]]:
-    """Every layer's cache, a draft head's the last, and the blocks of each group of them: what `cache_bytes` says, or
-    `cache_fraction` of the memory that the weights will leave. `name` is the model's, for who reads a refusal.
+    """Return the cache of every layer, a draft head's last, and the groups with their blocks: `cache_bytes` in all, or
+    `cache_fraction` of the memory that the weights leave. `name` is the model's, for error messages.
 
     Raises CacheTooSmall, which says what would fit, where weights and cache do not.
     """
     block_size, fraction, max_step = config.block_size, config.cache_fraction, config.max_num_batched_tokens
     assert block_size is not None and fraction is not None and max_step is not None
-    keep = model.device.type == "cpu" and model.dtype == torch.bfloat16 and kernels() is not None
-    layers, windows = layer_caches(model.spec, model.config, model.dtype, config.kv_cache_dtype, keep)
+    cache_keys = model.device.type == "cpu" and model.dtype == torch.bfloat16 and kernels() is not None
+    layers, windows = layer_caches(model.spec, model.config, model.dtype, config.kv_cache_dtype, cache_keys)
     if head is not None:
         layers.append(head_cache(head.config, len(windows), model.dtype))
         windows.append(head.config.sliding_window)
     minimum = MinimumCache.of(layers, windows, block_size, max_model_len, max_step).bytes
     free = free_bytes(model.device)
-    left = free - _room(model, lambda format: _weights(model, head, config, format), minimum, free, name)
+    available = free - _checked_weight_bytes(
+        model, lambda format: _weights(model, head, config, format), minimum, free, name
+    )
     groups = size_groups(
-        layers, windows, config.cache_bytes or int(fraction * left), block_size, max_num_seqs=config.max_num_seqs,
+        layers, windows, config.cache_bytes or int(fraction * available), block_size, max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len, max_step=max_step,
     )  # fmt: skip
-    if (taken := group_bytes(layers, groups, block_size)) > left:
+    if (cache_bytes := group_bytes(layers, groups, block_size)) > available:
         raise CacheTooSmall(
-            f"cache_bytes = {config.cache_bytes} does not fit beside the weights of {name}: {taken:,} bytes of it "
-            f"would be used, and {left:,} of the {free:,} that are free on this {model.device.type} are left; give at "
-            "most those"
+            f"cache_bytes = {config.cache_bytes} does not fit beside the weights of {name}: the cache would use "
+            f"{cache_bytes:,} bytes, and {available:,} of the {free:,} that are free on this {model.device.type} "
+            "remain; give at most those"
         )
     if head is not None:
         groups[-1] = dataclasses.replace(groups[-1], name="draft")
@@ -63,23 +65,24 @@ def cache_layout(
 
 
 def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, format: str) -> int:
-    """Bytes of all weights in a format: the model's, a draft head's, and those of partial steps."""
-    total = model.held_bytes(format)
+    """Bytes of all weights in a format: the model's, a draft head's, and those of sparse-view steps."""
+    total = model.weight_bytes(format)
     if head is not None:
-        total += held_bytes(head, head_format(format, model.device), model.device)
-    if config.specpv != "off" and format == model.format and (judge := judging_format(config, model)) != format:
-        # It has no embedding of its own.
-        total += model.held_bytes(judge) - model.spec.vocab_size * model.spec.hidden_size * model.dtype.itemsize
+        total += weight_bytes(head, head_format(format, model.device), model.device)
+    if config.specpv != "off" and format == model.format and (judge := sparse_view_format(config, model)) != format:
+        # It shares the embedding.
+        total += model.weight_bytes(judge) - model.spec.vocab_size * model.spec.hidden_size * model.dtype.itemsize
     return total
 
 
-def _room(model: EngineModel, weights: Callable[[str], int], minimum: int, free: int, name: str) -> int:
-    """Bytes of the weights; raises CacheTooSmall where a cache of `minimum` bytes does not fit beside them."""
+def _checked_weight_bytes(model: EngineModel, weights: Callable[[str], int], minimum: int, free: int, name: str) -> int:
+    """Return the bytes of the weights; raise CacheTooSmall where a cache of `minimum` bytes does not fit beside
+    them."""
     format, kind = model.format, model.device.type
     needed = weights(format)
     if needed + minimum <= free:
         return needed
-    formats = SMALLER.get(kind, ())
+    formats = SMALLER_FORMATS.get(kind, ())
     smaller = {other: weights(other) for other in formats[formats.index(format) + 1 if format in formats else 0 :]}
     fitting = next((other for other, size in smaller.items() if size + minimum <= free), None)
     if fitting is None:

@@ -1,4 +1,4 @@
-"""Engine statistics: counters since the start, and what is held now."""
+"""Engine statistics: counters since the start, and the current usage."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from mlaforge.engine.speculation.statistics import SpeculationStats
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counters since the start; `running`, `waiting`, `cache_blocks_used` and `cache_bytes_used` are as of now.
+    """Counters since the start; `running`, `waiting`, `cache_blocks_used` and `cache_bytes_used` are current values.
 
-    `computed_tokens` counts the rows that went through the model: with finished sequences costing nothing it is the
-    prompt tokens that were not cached, plus one per generated token, plus what preemption computed again.
-    `weight_bytes_read` and `cache_bytes_read` are what those rows, and those of partial steps, need to read at the
-    least (engine/execution/step_bytes.py).
+    `computed_tokens` counts the rows that the model has computed: the prompt tokens that were not cached, plus one per
+    generated token, plus the tokens recomputed after preemptions. `weight_bytes_read` and `cache_bytes_read` are lower
+    bounds of what those rows, and those of partial steps, read (engine/execution/step_bytes.py).
     """
 
     running: int = 0
@@ -27,7 +26,7 @@ class EngineStats:
     preemptions: int = 0
     finished_requests: int = 0
     aborted_requests: int = 0
-    # Of these, those that ended because their logits had NaN or infinity.
+    # The aborted requests whose logits had NaN or infinity.
     non_finite_requests: int = 0
     weight_bytes_read: float = 0.0
     cache_bytes_read: float = 0.0
@@ -35,5 +34,5 @@ class EngineStats:
     cache_blocks_used: int = 0
     cache_bytes: int = 0
     cache_bytes_used: int = 0
-    # What speculation came to; None where nothing drafts.
+    # None without a drafter.
     speculation: SpeculationStats | None = None

@@ -1,13 +1,13 @@
-"""The phases of a step as types. Each is made of the one before it, so there is one order:
+"""The phases of a step as types. Each is built from the one before it, so that there is one order:
 
-Decision     how many tokens to draft, before room is given out (engine/speculation/controller.py)
-Plan         who computes what, with room for it reserved; blocks to copy before anything is written (scheduler.py)
-Proposal     drafts, made in the room that was reserved (engine/speculation/step.py)
-Computed     the hidden states of all of it
+Decision     how many tokens to draft, before room is reserved (engine/speculation/controller.py)
+Plan         what each sequence computes, with room reserved; blocks to copy before anything is written (scheduler.py)
+Proposal     drafts, within the reserved room (engine/speculation/step.py)
+Computed     the hidden states of all rows
 Drawn        the tokens that follow, appended to their sequences
-Settled      what stays in the cache is in its place, and the drafter has seen it: it may be known as a prefix now
+Settled      accepted rows are in place and the drafter has seen the step: blocks may be published as prefixes
 
-Legend: N rows of the step, C hidden size, S captured states side by side.
+Legend: N rows of the step, C hidden size, S columns of the captured states.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from mlaforge.runtime import on_device
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A sequence's share of a step, as things stood when it was laid out: `chunk`, its `draft` included, in the step's
-    rows from `row` on; whether it was `decoding`, and whether its prompt had been computed whole before (`prefilled`).
-    """
+    """A sequence's share of a step, at the start of the step: `chunk` with its `draft`, in the step's rows from `row`
+    on; whether it was `decoding`, and whether its prompt had been computed completely (`prefilled`)."""
 
     sequence: Sequence
     chunk: Chunk
@@ -45,29 +44,29 @@ class Part:
 
     @property
     def rows(self) -> range:
-        """The step's rows that are its own."""
+        """The rows of this sequence in the step."""
         return range(self.row, self.row + self.chunk.stop - self.chunk.start)
 
     @property
     def draws(self) -> bool:
-        """What follows can be drawn: the sequence's tokens have been computed to the last, and more are asked for."""
+        """Whether the next token can be drawn: the step computes all tokens of the sequence, and more are requested."""
         return self.chunk.stop >= len(self.sequence.token_ids) and self.sequence.request.params.max_tokens != 0
 
 
 def parts(proposal: Proposal) -> list[Part]:
-    """The step of a proposal, one sequence after another."""
-    laid_out: list[Part] = []
+    """Lay out the step of a proposal, one sequence after another."""
+    step_parts: list[Part] = []
     row = 0
     for sequence, upto in proposal.chunks:
         draft = proposal.drafts.get(sequence)
         chunk = _chunk(sequence, draft, upto)
-        laid_out.append(Part(sequence, chunk, draft, row, sequence.decoding, sequence.prefilled))
-        row = laid_out[-1].rows.stop
-    return laid_out
+        step_parts.append(Part(sequence, chunk, draft, row, sequence.decoding, sequence.prefilled))
+        row = step_parts[-1].rows.stop
+    return step_parts
 
 
 def _chunk(sequence: Sequence, draft: Draft | None, upto: int) -> Chunk:
-    """What a step computes of a sequence: up to position `upto`, its draft included."""
+    """The tokens up to position `upto` that a step computes of a sequence, with its draft."""
     if draft is None:
         return Chunk(sequence.number, sequence.token_ids, sequence.computed, upto, generating=sequence.generating)
     tokens = sequence.token_ids + draft.token_ids
@@ -76,8 +75,8 @@ def _chunk(sequence: Sequence, draft: Draft | None, upto: int) -> Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """The model's pass over a step: `hidden_NC` before the final norm, what it captured for the drafter, and what it
-    read at the least."""
+    """Result of the model's pass over a step: `hidden_NC` before the final norm, the states captured for the drafter,
+    and a lower bound of the bytes that it read."""
 
     proposal: Proposal
     parts: list[Part]
@@ -87,13 +86,13 @@ class Computed:
     read: StepBytes
 
 
-# Rows of a prompt whose logits are held at once.
+# Most rows of a prompt whose logits are in memory at once.
 LOGIT_ROWS = 128
 
 
 def read_prompt_logprobs(computed: Computed, logits: Callable[[Tensor], Tensor]) -> list[Request]:
-    """Gives the prompt's own log probabilities to the requests that ask for them, as its rows go by. Returns those
-    whose logits have NaN or infinity. `logits` are of hidden states."""
+    """Append prompt log probabilities to the requests that need them, for the rows of this step. Return the requests
+    whose logits have NaN or infinity. `logits` maps hidden states to logits."""
     non_finite: list[Request] = []
     for part in computed.parts:
         start, request = part.chunk.start, part.sequence.request
@@ -102,25 +101,29 @@ def read_prompt_logprobs(computed: Computed, logits: Callable[[Tensor], Tensor])
             continue
         if request.prompt_logprobs is None or start == 0:
             request.prompt_logprobs = [None]
-        wanted = request.prompt_ids[start + 1 : part.chunk.stop + 1]
-        if not wanted:
+        targets = request.prompt_ids[start + 1 : part.chunk.stop + 1]
+        if not targets:
             continue
-        hidden_NC = computed.hidden_NC[part.row :][: len(wanted)]
-        pieces = [wanted[at : at + LOGIT_ROWS] for at in range(0, len(wanted), LOGIT_ROWS)]
-        for some_NC, ids in zip(hidden_NC.split(LOGIT_ROWS), pieces, strict=True):
-            known = logprobs_of(logits(some_NC), ids, [count] * len(ids))
-            if any(at is not None and math.isnan(at.logprob) for at in known):
+        hidden_NC = computed.hidden_NC[part.row :][: len(targets)]
+        target_chunks = [targets[i : i + LOGIT_ROWS] for i in range(0, len(targets), LOGIT_ROWS)]
+        for chunk_NC, ids in zip(hidden_NC.split(LOGIT_ROWS), target_chunks, strict=True):
+            logprobs = logprobs_of(logits(chunk_NC), ids, [count] * len(ids))
+            if any(entry is not None and math.isnan(entry.logprob) for entry in logprobs):
                 non_finite.append(request)
-            request.prompt_logprobs += known
+            request.prompt_logprobs += logprobs
     return non_finite
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What is new: of those sequences that drew (none that is held), as verified, and `completions` of all that have
-    anything, in the order in which they are handed out. `forks` are (parent, child) of prompts that were finished.
-    `non_finite` are requests whose logits had NaN or infinity: they end. `at` is when the tokens were there
-    (time.perf_counter())."""
+    """New tokens.
+
+    verified     results of the sequences that drew, without those that wait for a grammar
+    completions  of all sequences with something new, in the order of the output
+    forks        (parent, child) of prompts that were completed
+    non_finite   requests whose logits had NaN or infinity: they end
+    at           when the tokens were there (time.perf_counter())
+    """
 
     computed: Computed
     verified: dict[Sequence, Verified]
@@ -130,24 +133,26 @@ class Drawn:
     at: float
 
     def length(self, part: Part) -> int:
-        """How many of the sequence's tokens the cache holds now, nothing refused among them: of a decoding one all but
-        the newest, which was not computed, and of a held one the newest is computed once more."""
-        return len(part.sequence.token_ids) - 1 if part.decoding else part.chunk.stop - part.sequence.held
+        """Number of the sequence's tokens in the cache now, without rejected ones: of a decoding sequence all but the
+        newest, which was not computed. A sequence that waits for a grammar computes its newest token once more."""
+        return (
+            len(part.sequence.token_ids) - 1 if part.decoding else part.chunk.stop - part.sequence.waiting_for_grammar
+        )
 
     @property
     def path(self) -> list[int] | None:
-        """The step's rows that stay where its draft is a tree, which has them all: the newest token's, and what was
-        accepted but the last where that ended the text."""
+        """The rows of the step to keep where its draft is a tree (which is then all of the step): the newest token's,
+        and the accepted ones, without the last where it ended the text."""
         part = self.computed.parts[0]
         if part.chunk.tree is None:
             return None
-        if part.sequence.held:
+        if part.sequence.waiting_for_grammar:
             return []
         rows = [0, *(node + 1 for node in self.verified[part.sequence].accepted)]
         return rows[: self.length(part) - part.chunk.start]
 
     def states(self) -> Tensor:
-        """[rows that stay, S], one sequence after another."""
+        """Captured states of the rows to keep, [rows, S], one sequence after another."""
         states_NS, path = self.computed.states_NS, self.path
         if path is not None:
             return states_NS.index_select(0, on_device(path, torch.int64, states_NS.device))
@@ -157,8 +162,8 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """Sequences whose `computed` positions hold their tokens. `completions` and `forks` are Drawn's; nothing here is of
-    its `non_finite` requests, of which nothing may be known as a prefix."""
+    """Sequences whose `computed` positions hold their tokens. `completions` and `forks` are Drawn's, without those of
+    its `non_finite` requests, whose blocks may not be published."""
 
     sequences: list[Sequence]
     completions: list[tuple[Sequence, Completion]]

@@ -26,7 +26,7 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     source = SourceModel.open(model)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.dtype)
-    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, judged=True)
+    text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, evaluation=True)
     passages_file = source.path / overlap.PASSAGES
     if passages_file.is_file():
         text = overlap.refuse_overlap(text, overlap.read_passages(passages_file), f"of {model}")

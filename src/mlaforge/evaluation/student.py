@@ -44,7 +44,7 @@ def eval_windows(tokenizer: Any, criterion: Criterion, tuned: list[int]) -> list
     """Return the evaluation windows of a criterion, each within one document; the windows of a single document count as
     documents. Raises UserError if windows share passages with `tuned`, and for too little text."""
     source, length = criterion.text, criterion.seqlen
-    documents = corpus.documents(source, judged=True, tokenizer=tokenizer)
+    documents = corpus.documents(source, evaluation=True, tokenizer=tokenizer)
     if source == corpus.EMBEDDED:
         random.Random(0).shuffle(documents)  # so that all kinds occur
     if len(documents) == 1:

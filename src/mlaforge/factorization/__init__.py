@@ -1,1 +1,1 @@
-"""Conversion's mathematics, tensors in and out: moments, closed forms, ranks, refits."""
+"""Mathematics of the conversion, on tensors: moments, closed-form projections, ranks, refits."""

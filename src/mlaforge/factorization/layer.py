@@ -1,4 +1,4 @@
-"""A converted layer: its weights, the config that describes it, the module that computes it."""
+"""A converted layer: its weights, config and attention module."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class LayerWeights:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, latent: Latent, own: dict[str, Tensor]) -> LayerWeights:
-        """`own`: tensors of the layer's GQA module by name, at least those of `kept_parts`."""
+    def of(cls, latent: Latent, attention: dict[str, Tensor]) -> LayerWeights:
+        """Return the weights of a latent. attention: tensors of the layer's GQA module, at least those of
+        `retained_modules`."""
         tensors: dict[str, Tensor | None] = {
             "kv_a_proj_with_mqa.weight": latent.kv_a,
             "kv_a_proj_with_mqa.bias": latent.b_kv_a,
@@ -36,22 +37,25 @@ class LayerWeights:
         if latent.w_q is not None:
             query = "q_proj" if latent.q_a is None else "q_b_proj"
             tensors |= {"q_a_proj.weight": latent.q_a, f"{query}.weight": latent.w_q, f"{query}.bias": latent.b_q}
-        tensors |= {name: tensor for name, tensor in own.items() if name.split(".")[0] in kept_parts(latent)}
+        retained = retained_modules(latent)
+        tensors |= {name: tensor for name, tensor in attention.items() if name.split(".")[0] in retained}
         return cls({name: tensor.detach().cpu() for name, tensor in tensors.items() if tensor is not None})
 
 
-def kept_parts(latent: Latent) -> tuple[str, ...]:
-    """What a converted layer keeps of its GQA module: o_proj, sinks and norms, and q_proj where the latent has none."""
-    kept = ("o_proj", "sinks", "q_norm", "k_norm")
-    return kept if latent.w_q is not None else (*kept, "q_proj")
+def retained_modules(latent: Latent) -> tuple[str, ...]:
+    """Return the modules that a converted layer retains from GQA: o_proj, sinks and norms, and q_proj unless the latent
+    has a query projection."""
+    retained = ("o_proj", "sinks", "q_norm", "k_norm")
+    return retained if latent.w_q is not None else (*retained, "q_proj")
 
 
 def mla_classes(raw: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of the classes that compute a model of ours; `raw` is its original's."""
+    """Return the fields of config.json that name the classes of a converted model; `raw`: its original's
+    config.json."""
     config_class, causal_lm = loading.model_class(raw)
     prefix = causal_lm.__name__.removesuffix("ForCausalLM")
     return {
-        # Of the class that computes it, which for some families is another's.
+        # The type of the class that computes the model, which some families share.
         "model_type": config_class.model_type + SUFFIX,
         "architectures": [f"{prefix}MlaForCausalLM"],
         "auto_map": {
@@ -63,7 +67,7 @@ def mla_classes(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias: bool) -> dict[str, Any]:
-    """config.json of the converted model: the source's, its type changed, the MLA fields added."""
+    """Return config.json of the converted model: the source's with the changed type and the MLA fields."""
     raw, spec = source.config, source.spec
     layer = spec.layers[plan.converted[0]]
     chosen = [plan.layers[i] for i in plan.converted]
@@ -79,7 +83,7 @@ def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias:
         "mla_layer_types": [part.layout for part in plan.layers],
         "mla_kv_lora_ranks": [part.kv_lora_rank for part in plan.layers],
         "mla_code_counts": [list(part.code) for part in plan.layers] if any(part.code for part in chosen) else None,
-        # A factored query has a bias even where the source has none: it is exact at the mean input.
+        # A factored query has a bias even if the source has none: it makes the mean input exact.
         "mla_q_bias": layer.q_bias or q_lora_rank is not None,
         "mla_k_bias": layer.k_bias,
         "mla_o_bias": layer.o_bias or o_bias,
@@ -89,14 +93,14 @@ def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias:
 
 
 def _fitted(module: nn.Module, weights: LayerWeights, where: str) -> dict[str, Tensor]:
-    """The tensors that `module` has, a missing bias as zeros; a bias it does not have must be zero."""
+    """Return the state dict of `module`, with zeros for a missing bias; a bias that `module` lacks must be zero."""
     fitted = {}
-    for name, own in module.state_dict().items():
+    for name, parameter in module.state_dict().items():
         tensor = weights.tensors.get(name)
         if tensor is None:
             assert name == "o_proj.bias", f"{where}{name} was not solved"
-            tensor = torch.zeros(own.shape)
-        assert tensor.shape == own.shape, f"{where}{name}: {list(tensor.shape)}, not {list(own.shape)}"
+            tensor = torch.zeros(parameter.shape)
+        assert tensor.shape == parameter.shape, f"{where}{name}: {list(tensor.shape)}, not {list(parameter.shape)}"
         fitted[name] = tensor
     for name, tensor in weights.tensors.items():
         assert name in fitted or not tensor.any(), f"{where}{name} would be lost"
@@ -104,7 +108,7 @@ def _fitted(module: nn.Module, weights: LayerWeights, where: str) -> dict[str, T
 
 
 def attention_module(stream: LayerStream, settings: dict[str, Any], index: int, weights: LayerWeights) -> Any:
-    """A LatentAttention with these weights that fits into layer `index` of the original's stream."""
+    """Return a LatentAttention with these weights for layer `index` of the original's stream."""
     config_class = getattr(configuration_mla, settings["auto_map"]["AutoConfig"].split(".")[1])
     config = config_class(**{k: v for k, v in settings.items() if k not in ("model_type", "quantization_config")})
     config._attn_implementation = stream.config._attn_implementation

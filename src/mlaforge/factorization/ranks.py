@@ -1,6 +1,6 @@
-"""Spectra and ranks: a layer's error at every rank, in either layout; and ranks allocated by all layers' spectra.
+"""Spectra and ranks: a layer's error at every rank, in either layout, and the allocation of ranks to layers.
 
-Conversion solves layers from it, diagnosis predicts what they would lose.
+Conversion solves layers with it, diagnosis predicts their loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlaforge.runtime import UserError
 
 
 def projections(attention: dict[str, Tensor]) -> Projections:
-    """A GQA module's tensors as fp64 projections on their device."""
+    """Return a GQA module's tensors as fp64 projections on their device."""
 
     def weight(name: str) -> Tensor:
         return attention[f"{name}.weight"].double()
@@ -36,50 +36,52 @@ def projections(attention: dict[str, Tensor]) -> Projections:
 
 
 def check_moments(m: LayerMoments, index: int, dtype: torch.dtype) -> None:
-    """Raises UserError where calibration in `dtype` gave NaN or infinity."""
+    """Raises UserError if calibration in `dtype` gave NaN or infinity."""
     if not math.isfinite(float(m.g_outer.sum() + m.x_outer.sum() + m.key_outer.sum())):
         raise UserError(
             f"calibration gave NaN or infinity in layer {index}: the model overflows in {dtype}; "
-            "float32 (--device cpu) reaches furthest"
+            "float32 (--device cpu) has the largest range"
         )
 
 
-def at_every_rank(
-    own: Projections, m: LayerMoments, spec: ModelSpec, index: int, chosen: LayerPlan, fold: int = 1,
+def decompose(
+    source: Projections, m: LayerMoments, spec: ModelSpec, index: int, chosen: LayerPlan, fold: int = 1,
     one_per_pair: bool = False,
 ) -> Spectrum | RopeSplit:  # fmt: skip
-    """Layer `index` in the layout, and with the rotary dimensions, of `chosen`; its rank is not looked at.
+    """Decompose layer `index` at all ranks, with the layout and the rotary dimensions of `chosen`.
 
-    fold, one_per_pair: how rotary channels are found and chosen (docs/conversion.md, "Two variants").
+    fold, one_per_pair: selection of rotary channels (docs/conversion.md, "Two variants").
     """
     layer = spec.layers[index]
     if chosen.layout == "latent":
-        return latent.latent_spectrum(own, m, layer)
-    candidates = latent.channels(own, m, layer, fold)
+        return latent.latent_spectrum(source, m, layer)
+    candidates = latent.channels(source, m, layer, fold)
     pairs = chosen.qk_rope_head_dim // 2
-    kept = candidates.one_per_pair(pairs) if one_per_pair else candidates.best(pairs)
-    return latent.split_rope(own, m, layer, candidates, kept, spec.rope.attention_scaling, centred=not one_per_pair)
+    selected = candidates.one_per_pair(pairs) if one_per_pair else candidates.best(pairs)
+    return latent.split_rope(
+        source, m, layer, candidates, selected, spec.rope.attention_scaling, centred=not one_per_pair
+    )
 
 
-def at_rank(part: Spectrum | RopeSplit, layer: LayerSpec, rank: int) -> Latent:
-    """The layer's projections at a rank, and at every lower one (`Latent.cut`)."""
+def latent_at_rank(part: Spectrum | RopeSplit, layer: LayerSpec, rank: int) -> Latent:
+    """Return the layer's projections at a rank; `Latent.cut` gives lower ranks."""
     if isinstance(part, Spectrum):
         return latent.to_latent(part, layer, rank)
     return latent.to_latent_rope(part, layer, rank)
 
 
 def spectrum(part: Spectrum | RopeSplit) -> Spectrum:
-    """What the rank is cut from."""
+    """Return the spectrum that the rank truncates."""
     return part if isinstance(part, Spectrum) else part.spectrum
 
 
 def loss(part: Spectrum | RopeSplit, rank: int) -> float:
-    """Predicted loss at a rank, nats per token; in latent_rope with that of the channels that lose RoPE."""
+    """Return the predicted loss at a rank, nats per token; in latent_rope including the channels that lose RoPE."""
     return spectrum(part).loss(rank) + (0.0 if isinstance(part, Spectrum) else part.lost / 2)
 
 
 def with_ranks(plan: Plan, ranks: dict[int, int]) -> Plan:
-    """`plan` with other latent ranks for some layers."""
+    """Return `plan` with other latent ranks for some layers."""
     layers: list[LayerPlan] = [
         dataclasses.replace(layer, kv_lora_rank=ranks.get(i, layer.kv_lora_rank)) for i, layer in enumerate(plan.layers)
     ]
@@ -87,7 +89,7 @@ def with_ranks(plan: Plan, ranks: dict[int, int]) -> Plan:
 
 
 def with_codes(plan: Plan, codes: dict[int, tuple[int, ...]]) -> Plan:
-    """`plan` with coded rows for some layers, and the ranks that their codes have."""
+    """Return `plan` with coded rows for some layers, and the ranks of their codes."""
     layers: list[LayerPlan] = [
         dataclasses.replace(layer, kv_lora_rank=codes[i][0], code=codes[i]) if i in codes else layer
         for i, layer in enumerate(plan.layers)
@@ -96,7 +98,8 @@ def with_codes(plan: Plan, codes: dict[int, tuple[int, ...]]) -> Plan:
 
 
 def allocate_ranks(plan: Plan, spectra: dict[int, Tensor]) -> Plan:
-    """The same total of ranks, handed out by predicted loss; a third of the uniform rank is every layer's minimum."""
+    """Allocate the total rank of `plan` to layers by predicted loss; every layer gets at least a third of the uniform
+    rank."""
     total = sum(plan.layers[i].kv_lora_rank for i in spectra)
     minimum = min(plan.layers[i].kv_lora_rank for i in spectra) // 3 // 8 * 8
     limits = {i: rank_limit(plan.spec, plan.spec.layers[i], plan.layers[i].layout) for i in spectra}

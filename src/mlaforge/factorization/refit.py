@@ -1,8 +1,8 @@
-"""Closed-form refits, layer by layer on the converted stream: of o_proj, and of the up-projections kv_b_proj.
+"""Closed-form refits of o_proj and of the up-projection kv_b_proj, layer by layer on the converted model's states.
 
-The converted model's hidden states drift from the original's; each o_proj is solved to steer its layer's output
-back: least squares of ΔW_o on the converted heads' output. Judge it by perplexity on held-out text: its own
-residual misleads (docs/conversion.md).
+The hidden states of the converted model drift from the original's; each o_proj is solved to correct the output of its
+layer: least squares of ΔW_o on the converted heads' output. Evaluate it by perplexity on held-out text: the residual is
+misleading (docs/conversion.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlaforge.runtime import progress
 
 # Ridge of the least squares, as a share of the mean squared input.
 RIDGE = 0.02
-# Tokens that are enough: thousands of rows for each of the few hundred to few thousand inputs of an o_proj.
+# Sufficient tokens: an o_proj has a few hundred to a few thousand inputs.
 TOKENS = 16384
 
 
@@ -25,32 +25,32 @@ TOKENS = 16384
 def refit_o_proj(
     stream: LayerStream, index: int, layer: Any, new: Any | None, original: list[Tensor], drifted: list[Tensor]
 ) -> None:
-    """Takes both streams of hidden states [1, T, C] through one layer, in place; solves `new.o_proj` on the way.
+    """Run both streams of hidden states [1, T, C] through one layer, in place, and solve `new.o_proj`.
 
-    original: what the source model computes; drifted: what the model converted so far does. layer: the source's
-    decoder layer; new: the converted attention, or None where the layer stays.
+    original: states of the source model; drifted: states of the model converted so far. layer: the source's decoder
+    layer; new: the converted attention, or None if the layer is not converted.
     """
     if new is None:
         for states in (original, drifted):
             states[:] = [stream.run(layer, index, h) for h in states]
         return
     arguments = stream.arguments(index, original[0])
-    own = layer.self_attn
+    source_attention = layer.self_attn
     try:
-        wanted = [own(layer.input_layernorm(h), **arguments)[0] for h in original]
+        source_outputs = [source_attention(layer.input_layernorm(h), **arguments)[0] for h in original]
         heads = [new.heads(layer.input_layernorm(h), **arguments).transpose(1, 2).flatten(2) for h in drifted]
-        targets = [y + a - b for y, a, b in zip(wanted, original, drifted, strict=True)]
+        targets = [y + a - b for y, a, b in zip(source_outputs, original, drifted, strict=True)]
         solve(new.o_proj, heads, targets)
-        for states, outputs in ((original, wanted), (drifted, [new.o_proj(z) for z in heads])):
+        for states, outputs in ((original, source_outputs), (drifted, [new.o_proj(z) for z in heads])):
             for n, y in enumerate(outputs):
-                layer.self_attn = _KnownOutput(y)
+                layer.self_attn = _FixedOutput(y)
                 states[n] = stream.run(layer, index, states[n])
     finally:
-        layer.self_attn = own
+        layer.self_attn = source_attention
 
 
-class _KnownOutput(nn.Module):
-    """Stands for an attention whose output is known already, so that the layer computes only the rest."""
+class _FixedOutput(nn.Module):
+    """Attention stub with a precomputed output, so that the layer computes only the rest."""
 
     def __init__(self, output: Tensor):
         super().__init__()
@@ -61,72 +61,77 @@ class _KnownOutput(nn.Module):
 
 
 @torch.no_grad()
-def steer(ours: LayerStream, theirs: LayerStream, windows: Tensor, up: bool = False) -> dict[str, Tensor]:
-    """The student's o_proj (weight, and bias where it has one) solved layer by layer on its own stream, so that after
-    each attention it is where the teacher is: tensors by the model's names. windows: token ids [N, T].
+def refit_student(
+    student: LayerStream, teacher: LayerStream, windows: Tensor, up: bool = False
+) -> dict[str, Tensor]:  # fmt: skip
+    """Solve the student's o_proj (weight, and bias if it has one) layer by layer, such that its hidden states after
+    each attention match the teacher's. Returns the tensors by the model's names. windows: token ids [N, T].
 
-    up: before it, each latent attention's kv_b_proj is solved so that on the student's stream it gives the keys and
-    values that the teacher has on its own (in latent_rope only the values: its keys are no longer the teacher's).
+    up: first solve kv_b_proj of each latent attention, such that on the student's states it gives the teacher's keys
+    and values (in latent_rope only the values, because the keys differ from the teacher's).
     """
-    drifted = [ours.embed(ids[None]) for ids in windows]
+    drifted = [student.embed(ids[None]) for ids in windows]
     original = [h.clone() for h in drifted]
     solved: dict[str, Tensor] = {}
-    for index in progress(range(ours.num_layers), "steer", ours.num_layers):
-        with ours.layer(index) as own, theirs.layer(index) as their:
-            changed = [own.self_attn.o_proj]
-            if up and hasattr(own.self_attn, "kv_b_proj"):
-                changed.append(own.self_attn.kv_b_proj)
+    for index in progress(range(student.num_layers), "refit", student.num_layers):
+        with student.layer(index) as layer, teacher.layer(index) as teacher_layer:
+            changed = [layer.self_attn.o_proj]
+            if up and hasattr(layer.self_attn, "kv_b_proj"):
+                changed.append(layer.self_attn.kv_b_proj)
             for parameter in (p for module in changed for p in module.parameters()):
-                parameter.data = parameter.clone()  # what was loaded may be the file itself
+                parameter.data = parameter.clone()  # loaded tensors may be memory-mapped
             if len(changed) > 1:
-                refit_up(own, their, drifted, original)
+                refit_up(layer, teacher_layer, drifted, original)
             heads: list[Tensor] = []
-            hook = own.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs, into=heads: into.append(inputs[0]))
+            o_proj = layer.self_attn.o_proj
+            hook = o_proj.register_forward_pre_hook(lambda _, inputs, into=heads: into.append(inputs[0]))
             for n, h in enumerate(drifted):
-                with ours.text(n):
-                    own.self_attn(own.input_layernorm(h), **ours.arguments(index, h))
+                with student.text(n):
+                    layer.self_attn(layer.input_layernorm(h), **student.arguments(index, h))
             hook.remove()
-            wanted = [their.self_attn(their.input_layernorm(h), **theirs.arguments(index, h))[0] for h in original]
-            targets = [y + a - b for y, a, b in zip(wanted, original, drifted, strict=True)]
-            o_proj = own.self_attn.o_proj
+            teacher_outputs = [
+                teacher_layer.self_attn(teacher_layer.input_layernorm(h), **teacher.arguments(index, h))[0]
+                for h in original
+            ]
+            targets = [y + a - b for y, a, b in zip(teacher_outputs, original, drifted, strict=True)]
             solve(o_proj, heads, targets)
             prefix = f"model.layers.{index}."
-            for name, module in own.named_modules():
+            for name, module in layer.named_modules():
                 if module in changed:
                     solved |= {f"{prefix}{name}.{part}": p.detach() for part, p in module.named_parameters()}
-            # What follows the attention, on both streams, without computing it again.
-            for layer, states, outputs in (
-                (own, drifted, [o_proj(z) for z in heads]), (their, original, wanted)
+            # Run the rest of the layer on both streams without computing the attention again.
+            for decoder_layer, states, outputs in (
+                (layer, drifted, [o_proj(z) for z in heads]), (teacher_layer, original, teacher_outputs)
             ):  # fmt: skip
                 for n, y in enumerate(outputs):
                     h = states[n] + y
-                    mixed = layer.mlp(layer.post_attention_layernorm(h))
-                    states[n] = h + (mixed[0] if isinstance(mixed, tuple) else mixed)
+                    mlp = decoder_layer.mlp(decoder_layer.post_attention_layernorm(h))
+                    states[n] = h + (mlp[0] if isinstance(mlp, tuple) else mlp)
     return solved
 
 
-def refit_up(own: Any, their: Any, drifted: list[Tensor], original: list[Tensor]) -> None:
-    """Solves kv_b_proj of one layer, in place, on both streams' inputs of that layer [1, T, C].
+def refit_up(layer: Any, teacher_layer: Any, drifted: list[Tensor], original: list[Tensor]) -> None:
+    """Solve kv_b_proj of one layer, in place, on both streams' inputs of that layer [1, T, C].
 
-    Which output error counts how much does not matter: every output has its own row, and all see the same inputs.
+    The outputs need no weights: every output has a separate row, and all rows have the same inputs.
     """
-    new, source = own.self_attn, their.self_attn
+    new, source = layer.self_attn, teacher_layer.self_attn
     latents, targets = [], []
     for h, o in zip(drifted, original, strict=True):
-        row = new.kv_a_proj_with_mqa(own.input_layernorm(h))
+        row = new.kv_a_proj_with_mqa(layer.input_layernorm(h))
         latent = (row if new.coded is None else new.coded.rounded(row))[..., : new.rank]
-        now = new.kv_b_proj(latent).unflatten(-1, (new.num_kv_heads, -1))
-        x = their.input_layernorm(o)
+        current = new.kv_b_proj(latent).unflatten(-1, (new.num_kv_heads, -1))
+        x = teacher_layer.input_layernorm(o)
         k, v = (p(x).unflatten(-1, (new.num_kv_heads, -1)) for p in (source.k_proj, source.v_proj))
-        keys = k if new.layout == "latent" else now[..., : new.nope_dim]
+        keys = k if new.layout == "latent" else current[..., : new.nope_dim]
         latents.append(latent)
         targets.append(torch.cat((keys, v), dim=-1).flatten(-2))
     solve(new.kv_b_proj, latents, targets)
 
 
 def solve(linear: nn.Linear, inputs: list[Tensor], targets: list[Tensor]) -> None:
-    """W += ΔW = E[(t - W z)zᵀ](E[zzᵀ] + ridge)⁻¹ in place, for inputs z and targets t [1, T, ...] per window; a bias is
-    z's constant column."""
+    """Add ΔW = E[(t - W z)zᵀ](E[zzᵀ] + ridge)⁻¹ to W in place, for inputs z and targets t [1, T, ...] per window; the
+    bias is a constant column of z."""
     width, biased = linear.in_features, linear.bias is not None
     n = width + biased
     zz = torch.zeros(n, n, dtype=torch.float64, device=linear.weight.device)
@@ -136,7 +141,7 @@ def solve(linear: nn.Linear, inputs: list[Tensor], targets: list[Tensor]) -> Non
         z = torch.cat((z, torch.ones_like(z[..., :biased])), dim=-1).flatten(0, 1).float()
         zz += (z.T @ z).double()
         rz += (residual.T @ z).double()
-    # Only the weights are held back, not the bias.
+    # The ridge applies to the weights, not to the bias.
     ridge = zz.diagonal()[:width].mean() * RIDGE
     zz.diagonal()[:width].add_(ridge if ridge > 0 else 1.0)
     delta = torch.linalg.solve(zz, rz.T).T

@@ -1,4 +1,4 @@
-"""The supported families: how each one's config.json and weight names are read. See docs/adding-a-family.md."""
+"""The supported model families: reading of config.json and of weight names. See docs/adding-a-family.md."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mlaforge.families.spec import ModelSpec
 from mlaforge.runtime import UserError
 
 _MERGED = "transformers merges its experts' tensors while loading, which the strict check of names does not follow"
-# What is asked for and does not fit, and why.
+# Unsupported model_type -> reason.
 REFUSED = {
     "mixtral": _MERGED,
     "qwen2_moe": _MERGED,
     "qwen3_moe": _MERGED,
-    "mimo_v2_flash": "its heads are of another size in keys than in values, only a third of a key turns, and KV heads "
+    "mimo_v2_flash": "its keys and values have different head sizes, only a third of a key is rotated, and KV heads "
     "and RoPE differ between layers",
 }
 
 
 def families() -> dict[str, Family]:
-    """All families by model_type."""
+    """Return all families by model_type."""
     from mlaforge.families import gpt_oss, llama, mimo, ministral, mistral, qwen2, qwen3
 
     modules = (llama, qwen2, qwen3, mistral, ministral, mimo, gpt_oss)
@@ -29,7 +29,7 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: Config) -> Family:
-    """The family of a config.json. Raises UserError that lists the supported ones and says what a new one needs."""
+    """Return the family of a config.json. Raises UserError that lists the supported ones."""
     from mlaforge.config import nearest
 
     known = families()
@@ -47,7 +47,7 @@ def family_of(config: Config) -> Family:
 
 
 def canonical(config: Config) -> dict[str, Any]:
-    """A config.json with the model_type of the class that transformers makes of it: a mistral config that has
+    """Return a config.json with the model_type of the class that transformers loads: a mistral config with
     `layer_types` is a ministral one (configuration_auto.py, AutoConfig.from_pretrained)."""
     if config.get("model_type") == "mistral" and "layer_types" in config:
         return {**config, "model_type": "ministral"}
@@ -55,19 +55,18 @@ def canonical(config: Config) -> dict[str, Any]:
 
 
 def left_out(config: Config) -> tuple[str, ...]:
-    """Prefixes of tensors in the checkpoint of a config.json that its model does not use."""
+    """Return the prefixes of tensors in the checkpoint that the model of a config.json does not use."""
     family = families().get(str(config.get("model_type")))
     return family.left_out if family else ()
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The ModelSpec of a config.json. Raises UserError for an unsupported family, and by the field's name for what no
-    model of it can have."""
+    """Return the ModelSpec of a config.json. Raises UserError for an unsupported family and for an invalid field."""
     family = family_of(config)
     schema.check_config(config)
     method = (config.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if method != "mxfp4":
-        raise UserError(f"weights quantised with {method!r} are not read; give the checkpoint it was made from")
+        raise UserError(f"weights quantised with {method!r} are not supported; give the original checkpoint")
     if config.get("is_causal") is False:
         raise UserError("config.json: is_causal = False is not supported: attention must be causal")
     spec = family.read_spec({**family.defaults, **config})
@@ -79,12 +78,12 @@ def read_spec(config: Config) -> ModelSpec:
             )
     for layer in spec.layers:
         if layer.head_dim % 2:
-            raise UserError(f"config.json: head_dim = {layer.head_dim} must be even: RoPE turns pairs")
+            raise UserError(f"config.json: head_dim = {layer.head_dim} must be even: RoPE rotates pairs")
         if layer.num_heads % layer.num_kv_heads:
             raise UserError(
                 f"config.json: {layer.num_heads} attention heads are not a multiple of {layer.num_kv_heads} KV heads"
             )
         if layer.moe and layer.moe.top_k > layer.moe.num_experts:
-            words = f"at most num_local_experts = {layer.moe.num_experts}"
-            raise schema.broken("config.json", "num_experts_per_tok", layer.moe.top_k, words)
+            expected = f"at most num_local_experts = {layer.moe.num_experts}"
+            raise schema.invalid("config.json", "num_experts_per_tok", layer.moe.top_k, expected)
     return spec

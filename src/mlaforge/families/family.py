@@ -1,4 +1,4 @@
-"""What a family is: how its config.json and weight names are read, and what all families' readers share."""
+"""The Family class, and shared functions of all families' readers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """One family: `read_spec` turns its config.json into a ModelSpec.
+    """One model family.
 
-    `attention` is the prefix of a layer's attention tensors; below it every supported family calls its
-    projections q_proj, k_proj, v_proj and o_proj.
-    `computed_by` is the model_type whose transformers classes compute the model, where they are not its own.
-    `left_out` are prefixes of tensors that its logits do not depend on: they are neither read nor written.
-    `router` is the module below a decoder layer that scores the experts: its output, or the first of several, are their
-    logits.
-    `fixed` are fields of config.json that vLLM's class of the family has as constants, and their values there.
-    `defaults` are the values of transformers' config class for fields that config.json leaves out.
-    `gguf` is llama.cpp's name of the architecture, None where its GGUF files are not read; `gguf_pairs`: it keeps the
-    pairs that RoPE turns side by side.
+    `read_spec`: converts its config.json to a ModelSpec.
+    `attention`: prefix of a layer's attention tensors; the projections are q_proj, k_proj, v_proj and o_proj below it.
+    `computed_by`: model_type whose transformers classes compute the model, if it has none.
+    `left_out`: prefixes of tensors that do not affect the logits; they are neither read nor written.
+    `router`: module below a decoder layer that scores the experts; its (first) output is their logits.
+    `fixed`: fields of config.json that are constants in vLLM's class of the family, and their values there.
+    `defaults`: values of transformers' config class for fields that config.json leaves out.
+    `gguf`: llama.cpp's name of the architecture, None if its GGUF files are not supported; `gguf_pairs`: they store the
+    pairs that RoPE rotates as adjacent rows.
     """
 
     model_type: str
@@ -42,11 +41,11 @@ class Family:
 
 
 def read_rope(config: Config) -> RopeSpec:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before it), which decides where
-    both are there, as in transformers (modeling_rope_utils.py, convert_rope_params_to_dict).
+    """Return the RoPE of `rope_parameters` (transformers 5) or of `rope_theta` with `rope_scaling` (earlier versions),
+    which take precedence, as in transformers (modeling_rope_utils.py, convert_rope_params_to_dict).
 
-    Raises UserError for kinds whose frequencies depend on the length: keys that are rotated when they are read
-    cannot follow them; for parameters by layer type; and where only a part of a head is rotated.
+    Raises UserError for types whose frequencies depend on the length, because cached keys are rotated when they are
+    read; for parameters by layer type; and for a partial rotary factor.
     """
     parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if nested := [name for name in ("full_attention", "sliding_attention") if name in parameters]:
@@ -65,7 +64,7 @@ def read_rope(config: Config) -> RopeSpec:
 
 
 def _yarn_scaling(parameters: Config) -> float:
-    """What YaRN multiplies cos and sin with (arXiv:2309.00071), by transformers' rules for its optional keys."""
+    """Return YaRN's factor of cos and sin (arXiv:2309.00071), by transformers' rules for its optional keys."""
     if parameters.get("attention_factor"):
         return float(parameters["attention_factor"])
     if not parameters.get("factor"):
@@ -81,7 +80,7 @@ def _yarn_scaling(parameters: Config) -> float:
 
 
 def require(config: Config, *keys: str) -> list[Any]:
-    """The values of `keys`; raises UserError that names the first one that is not there."""
+    """Return the values of `keys`. Raises UserError for the first missing one."""
     for key in keys:
         if config.get(key) is None:
             raise UserError(f"config.json has no {key!r}, which a {config.get('model_type')} model must have")
@@ -89,7 +88,7 @@ def require(config: Config, *keys: str) -> list[Any]:
 
 
 def weight_bits(config: Config) -> float:
-    """Bits per weight of the checkpoint's dtype."""
+    """Return the bits per weight of the checkpoint's dtype."""
     return {"float32": 32.0, "float": 32.0}.get(
         str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 16.0
     )

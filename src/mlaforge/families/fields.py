@@ -1,4 +1,4 @@
-"""What is read of config.json, field by field: a table of all fields that transformers declares for the families.
+"""Use of the fields of config.json: a table of all fields that transformers declares for the families.
 
 `tests/families/test_config_fields.py` compares it with transformers' own config classes and models.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Use(enum.Enum):
-    """What becomes of a field."""
+    """Handling of a field."""
 
     READ = "read"
     IRRELEVANT = "irrelevant"
@@ -20,8 +20,8 @@ class Use(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """`meaning`: what a field that is read decides, why one that is not changes no result, or which value of it is
-    refused. `example`: a value that an irrelevant field may have without any change of the logits."""
+    """`meaning`: the effect of a field that is read, the reason why a field is irrelevant, or the value that is
+    refused. `example`: a value of an irrelevant field that must not change the logits."""
 
     use: Use
     meaning: str
@@ -52,9 +52,9 @@ FIELDS = {
     "num_hidden_layers": _read("decoder layers"),
     "num_attention_heads": _read("query heads"),
     "num_key_value_heads": _read("key and value heads"),
-    "head_dim": _read("width of a head; hidden_size / num_attention_heads where it is null"),
+    "head_dim": _read("width of a head; hidden_size / num_attention_heads if it is null"),
     "hidden_act": _read("activation function of the MLP"),
-    "max_position_embeddings": _read("context length, and the original one of YaRN and llama3 where none is given"),
+    "max_position_embeddings": _read("context length, and the default of YaRN's and llama3's original one"),
     "rms_norm_eps": _read("epsilon of all RMS norms"),
     "tie_word_embeddings": _read("whether embedding and vocabulary head are one; a stored lm_head.weight overrules it"),
     "rope_parameters": _read(
@@ -63,9 +63,9 @@ FIELDS = {
     ),
     "attention_bias": _read("biases of the projections of attention"),
     "mlp_bias": _read("biases of the MLP"),
-    "use_sliding_window": _read("whether sliding_window holds"),
+    "use_sliding_window": _read("whether sliding_window applies"),
     "sliding_window": _read("tokens that a layer with a sliding window attends to"),
-    "max_window_layers": _read("layers below the first with a sliding window, where layer_types is absent"),
+    "max_window_layers": _read("number of layers below the first with a sliding window, if layer_types is absent"),
     "layer_types": _read(
         "full_attention or sliding_attention for each layer; other types are refused. A mistral config that has it is "
         "read as ministral, as transformers does"
@@ -74,14 +74,14 @@ FIELDS = {
     "num_experts_per_tok": _read("experts of a token; a contradicting experts_per_token is refused"),
     "swiglu_alpha": _read("slope of the sigmoid in the experts' gate"),
     "swiglu_limit": _read("clamp of the experts' gate and up projections"),
-    "eos_token_id": _read("tokens that end a text, where generation_config.json names none"),
-    "bos_token_id": _read("the token that begins a text without a tokenizer's own"),
+    "eos_token_id": _read("tokens that end a text, if generation_config.json names none"),
+    "bos_token_id": _read("the token that begins a text, if the tokenizer has none"),
     "is_causal": _refused("false is refused: attention to later tokens"),
     "pad_token_id": _irrelevant("sequences are not padded"),
     "transformers_version": _irrelevant("the version that wrote the file", "4.0.0"),
     "output_hidden_states": _irrelevant(_OUTPUTS, False),
     "return_dict": _irrelevant(_OUTPUTS, True),
-    "use_cache": _irrelevant("the engine has a cache of its own", False),
+    "use_cache": _irrelevant("the engine has a separate cache", False),
     "output_router_logits": _irrelevant(_OUTPUTS, False),
     "chunk_size_feed_forward": _irrelevant("not used by these models", 8),
     "is_encoder_decoder": _irrelevant("these models are decoders", False),

@@ -1,4 +1,4 @@
-"""Llama and what shares its config: one attention bias flag for q, k, v and o, full attention in every layer."""
+"""Llama and families with its config: one attention bias flag for q, k, v and o, full attention in every layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mlaforge.runtime import UserError
 
 
 def dense_spec(config: Config, window: int | None = None) -> ModelSpec:
-    """A dense model of the llama shape: gated MLP, RMSNorm, grouped-query attention without biases; all layers have the
-    sliding window."""
+    """Return the spec of a dense model of llama's architecture: gated MLP, RMSNorm, grouped-query attention without
+    biases, the same sliding window in all layers."""
     hidden, layers, heads, mlp, vocab, context = require(
         config, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
         "max_position_embeddings",

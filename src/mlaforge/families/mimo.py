@@ -1,7 +1,7 @@
-"""MiMo-7B: qwen2 in all that its logits depend on, and layers beside it that draft further tokens.
+"""MiMo-7B: qwen2 with additional layers that draft further tokens.
 
-XiaomiMiMo/MiMo-7B's own code subclasses qwen2's model and never calls `mtp_layers` from its forward. transformers has
-no class of its own for it, so that qwen2's computes it and the drafting layers are left out.
+The code of XiaomiMiMo/MiMo-7B subclasses qwen2's model and never calls `mtp_layers` from its forward. transformers has
+no class for it: qwen2's computes the model, and the drafting layers are left out.
 """
 
 from __future__ import annotations

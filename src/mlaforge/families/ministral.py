@@ -1,4 +1,4 @@
-"""Ministral: mistral whose `layer_types` say which layers have the sliding window."""
+"""Ministral: mistral with a sliding window in the layers that `layer_types` lists."""
 
 from __future__ import annotations
 

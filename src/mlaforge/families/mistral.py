@@ -1,4 +1,4 @@
-"""Mistral: llama's shape without biases; one sliding window for every layer, or none."""
+"""Mistral: llama's architecture without biases; one sliding window for all layers, or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlaforge.families.spec import ModelSpec
 
 def read_spec(config: Config) -> ModelSpec:
     require(config, "num_key_value_heads")
-    # null is no window.
+    # null means no window.
     return dense_spec(config, window=config["sliding_window"])
 
 

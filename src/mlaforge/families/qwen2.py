@@ -1,4 +1,4 @@
-"""Qwen2: biases on q, k and v; a sliding window on the upper layers where the config asks for one."""
+"""Qwen2: biases on q, k and v; an optional sliding window in the upper layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlaforge.families.spec import ModelSpec
 
 
 def with_windows(spec: ModelSpec, config: Config) -> ModelSpec:
-    """`spec` with the sliding windows that `use_sliding_window` and its companions ask for."""
+    """Return `spec` with the sliding windows of `use_sliding_window`, `max_window_layers` and `layer_types`."""
     window = config["sliding_window"] if config.get("use_sliding_window") else None
     (first,) = require(config, "max_window_layers")
     kinds = config.get("layer_types") or [

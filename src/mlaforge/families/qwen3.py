@@ -1,4 +1,4 @@
-"""Qwen3: RMS norms per head on queries and keys, one bias flag for all four projections, qwen2's windows."""
+"""Qwen3: RMS norms per head on queries and keys, one bias flag for all four projections, qwen2's sliding windows."""
 
 from __future__ import annotations
 

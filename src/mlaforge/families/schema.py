@@ -1,7 +1,7 @@
-"""What JSON files of a model may say: a rule for every field that is read, told by the field's name where it is broken.
+"""Validation rules for the fields of a model's JSON files.
 
-config.json of all families is one table. An absent field and null are left to whoever reads it: what a family cannot
-do without, its reader requires (`family.require`).
+The fields of config.json of all families are in one table. Absent fields and null pass; the reader of a family requires
+its mandatory fields (`family.require`).
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 
 from mlaforge.runtime import UserError
 
-# Beyond any model, and not yet beyond what memory and tensors' shapes can be asked for.
+# Limits beyond any model, but within those of memory and of tensor shapes.
 LARGEST, MOST_LAYERS, LARGEST_HEAD = 2**31 - 1, 4096, 2**16
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be, in words, and whether one is."""
+    """A predicate of a value and its description."""
 
-    words: str
+    description: str
     holds: Callable[[Any], bool]
 
 
-def whole(least: int, most: int = LARGEST) -> Rule:
-    """A whole number; true and false are none."""
+def whole(minimum: int, maximum: int = LARGEST) -> Rule:
+    """Rule for an integer, not a boolean."""
     return Rule(
-        f"a whole number from {least} to {most}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
+        f"a whole number from {minimum} to {maximum}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum,
     )
 
 
 def number(above: float = -math.inf) -> Rule:
-    """A finite number."""
+    """Rule for a finite number."""
     return Rule(
         "a number" if above == -math.inf else f"a number above {above:g}",
         lambda value: (
@@ -48,20 +48,20 @@ def number(above: float = -math.inf) -> Rule:
 
 
 def list_of(rule: Rule) -> Rule:
-    """A list whose items all keep a rule; it may be empty."""
+    """Rule for a list, possibly empty, whose items satisfy a rule."""
     return Rule(
-        f"a list, each item {rule.words}", lambda value: isinstance(value, list) and all(map(rule.holds, value))
+        f"a list, each item {rule.description}", lambda value: isinstance(value, list) and all(map(rule.holds, value))
     )
 
 
-def one_or_several(rule: Rule) -> Rule:
-    """What keeps a rule, or a list of such."""
-    several = list_of(rule)
-    return Rule(f"{rule.words}, or a list of such", lambda value: rule.holds(value) or several.holds(value))
+def one_or_list_of(rule: Rule) -> Rule:
+    """Rule for a value that satisfies a rule, or a list of such values."""
+    items = list_of(rule)
+    return Rule(f"{rule.description}, or a list of such", lambda value: rule.holds(value) or items.holds(value))
 
 
-def one_of(*words: str) -> Rule:
-    return Rule(f"one of {', '.join(words)}", lambda value: value in words)
+def one_of(*choices: str) -> Rule:
+    return Rule(f"one of {', '.join(choices)}", lambda value: value in choices)
 
 
 def _is_pattern(value: Any) -> bool:
@@ -75,7 +75,7 @@ TEXT = Rule("text", lambda value: isinstance(value, str))
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 OBJECT = Rule("an object", lambda value: isinstance(value, Mapping))
 COUNT = whole(1)
-TOKENS = one_or_several(whole(0))
+TOKENS = one_or_list_of(whole(0))
 
 CONFIG = {
     "architectures": list_of(TEXT),
@@ -131,25 +131,25 @@ GENERATION = {"bos_token_id": TOKENS, "eos_token_id": TOKENS}
 
 
 def check(values: Mapping[str, Any], rules: Mapping[str, Rule], where: str) -> None:
-    """Raises UserError for the first of `values` that breaks its rule. where: the file, and the place in it."""
+    """Raises UserError for the first of `values` that violates its rule. where: the file, and the path in it."""
     for name, rule in rules.items():
         value = values.get(name)
         if value is not None and not rule.holds(value):
-            raise broken(where, name, value, rule.words)
+            raise invalid(where, name, value, rule.description)
 
 
-def broken(where: str, name: str, value: Any, words: str) -> UserError:
-    """The error of a field; `words` say what it must be."""
-    shown = repr(value)
-    return UserError(f"{where}: {name} = {shown if len(shown) <= 100 else shown[:100] + '…'} must be {words}")
+def invalid(where: str, name: str, value: Any, expected: str) -> UserError:
+    """Return the error of an invalid field; `expected` describes the valid values."""
+    text = repr(value)
+    return UserError(f"{where}: {name} = {text if len(text) <= 100 else text[:100] + '…'} must be {expected}")
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises UserError for the first field of a config.json that no model can have."""
+    """Raises UserError for the first invalid field of a config.json."""
     check(config, CONFIG, "config.json")
     for name in ("rope_parameters", "rope_scaling"):
         check(config.get(name) or {}, ROPE, f"config.json: {name}")
     check(config.get("quantization_config") or {}, QUANTIZATION, "config.json: quantization_config")
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is not None and len(kinds) != layers:
-        raise broken("config.json", "layer_types", kinds, f"a list that names each of the {layers} layers")
+        raise invalid("config.json", "layer_types", kinds, f"a list that names each of the {layers} layers")

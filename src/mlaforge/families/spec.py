@@ -1,4 +1,4 @@
-"""What a source model is, free of its family: the nouns that the plan and the conversion are written in."""
+"""Specification of a source model, independent of its family."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class RopeSpec:
     """Rotary embedding: `head_dim`/2 frequencies of base `theta`, in half-split pairs (i, i + head_dim/2).
 
-    `parameters` is transformers' `rope_parameters` (YaRN's factor and betas, for one). `attention_scaling`
-    multiplies cos and sin, so the logits carry its square.
+    `parameters` is transformers' `rope_parameters` (such as YaRN's factor and betas). `attention_scaling` multiplies
+    cos and sin, so that the logits are multiplied by its square.
     """
 
     theta: float
@@ -23,7 +23,7 @@ class RopeSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoeSpec:
-    """A mixture of experts: `top_k` of `num_experts` serve each token."""
+    """A mixture of experts: each token is routed to `top_k` of `num_experts`."""
 
     num_experts: int
     top_k: int
@@ -33,8 +33,8 @@ class MoeSpec:
 class LayerSpec:
     """One decoder layer. `window` is the sliding window in tokens, None for full attention.
 
-    `mlp_params` counts the parameters of one dense MLP or of one expert; `mlp_bits` what one of them takes in
-    the checkpoint (MXFP4: 4.25).
+    `mlp_params` is the number of parameters of one dense MLP or of one expert; `mlp_bits` the bits per parameter in the
+    checkpoint (MXFP4: 4.25).
     """
 
     num_heads: int
@@ -53,7 +53,7 @@ class LayerSpec:
 
     @property
     def cached(self) -> int:
-        """Numbers that grouped-query attention caches per token: K and V of every KV head, both counted."""
+        """Elements that grouped-query attention caches per token: K and V of every KV head."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -64,7 +64,7 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only language model. `bits` is what a weight outside the experts takes in the checkpoint."""
+    """A decoder-only language model. `bits` is the size of a weight outside the experts in the checkpoint."""
 
     model_type: str
     hidden_size: int
@@ -81,22 +81,22 @@ class ModelSpec:
         return len(self.layers)
 
     def layer_params(self, layer: LayerSpec) -> int:
-        """Parameters of the four attention projections of a layer (biases and norms are noise, left out)."""
+        """Return the parameters of the four attention projections of a layer (biases and norms are negligible)."""
         q = self.hidden_size * layer.num_heads * layer.head_dim
         kv = 2 * self.hidden_size * layer.num_kv_heads * layer.head_dim
         return 2 * q + kv
 
     @property
     def num_params(self) -> int:
-        """All matrix parameters, every expert counted."""
+        """Number of parameters of all matrices, including every expert."""
         embed = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         experts = sum(layer.mlp_params * (layer.moe.num_experts if layer.moe else 1) for layer in self.layers)
         return embed + experts + sum(self.layer_params(layer) for layer in self.layers)
 
 
 def capture_boundaries(num_layers: int) -> tuple[int, int, int]:
-    """Where an EAGLE-3 head takes its target's hidden states unless it says otherwise: low, middle and high.
+    """Return the default boundaries at which an EAGLE-3 head captures its target's hidden states: low, middle and high.
 
-    Boundary j is the input of layer j. The numbers are vLLM's and SGLang's.
+    Boundary j is the input of layer j. The numbers are those of vLLM and SGLang.
     """
     return min(2, num_layers), num_layers // 2, max(0, num_layers - 3)

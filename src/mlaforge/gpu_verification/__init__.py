@@ -1,1 +1,1 @@
-"""`verify-gpu`: what a machine with one NVIDIA GPU does with mlaforge, measured in minutes against predictions."""
+"""`verify-gpu`: measurement of mlaforge on a machine with one NVIDIA GPU, in minutes, against predictions."""

@@ -1,5 +1,5 @@
-"""Stage attention: paged attention against the roof: bytes that must be read at the measured copy speed, or FLOPs at
-the measured product speed, whichever takes longer; and the time of the merge of splits alone.
+"""Stage attention: paged attention against the roofline (minimum bytes at the measured copy speed, or FLOPs at the
+measured product speed, whichever takes longer), and the time of the merge of splits.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mlaforge.gpu_verification.case import Case, Outcome, Prediction
 from mlaforge.gpu_verification.context import Context
 from mlaforge.ops import paged_attention_triton as attention
 
-# Name -> layout of bench/kernels.py, dtype of rows (None: the queries'), and the share of the roof that is expected:
-# large reads come near to a copy's speed; windows read little, and launches and the merge show.
+# Name -> layout of bench/kernels.py, dtype of rows (None: the queries'), and expected share of the roofline: large
+# reads approach a copy's speed; windows read little, so launches and the merge dominate.
 FORMS = {
     "gqa-64": ("gqa 64/8 x 64", None, 0.6),
     "gqa-64 fp8": ("gqa 64/8 x 64", torch.float8_e4m3fn, 0.5),
     "gqa-64 window 128": ("gqa 64/8 x 64, window 128", None, 0.15),
     "mla 512+64": ("mla 64, 512+64", None, 0.55),
 }
-# The most valuable first: a deadline cuts the end of the list.
+# By priority: a deadline cuts the end of the list.
 BATCHES, CONTEXTS, QUERIES = (1, 8, 64), (8192, 32768, 131072), (1, 4)
-# Microseconds that any call takes: two launches in a graph.
-LEAST = 6.0
-# Bytes of cached rows that are read before any is read again: several times the chip's cache.
+# Minimum microseconds of a call: two launches in a graph.
+MINIMUM_US = 6.0
+# Bytes of cached rows read before any is read again: several times the chip's cache.
 COLD = 256 << 20
 
 
@@ -41,8 +41,8 @@ def cases(context: Context) -> Iterator[Case]:
         layout, rows, share = FORMS[name]
         if context.twin and rows is not None:
             continue
-        least = kernels.cost(kernels.LAYOUTS[layout], S, P, T, 1 if rows is not None else context.dtype.itemsize)
-        predicted = max(context.roof.seconds(least) / share * 1e6, LEAST)
+        minimum = kernels.cost(kernels.LAYOUTS[layout], S, P, T, 1 if rows is not None else context.dtype.itemsize)
+        predicted = max(context.roof.seconds(minimum) / share * 1e6, MINIMUM_US)
         yield Case(
             f"{name}, {S} x {P}, T={T}", Prediction(predicted, "us", share=share),
             functools.partial(measure, context, layout, rows, S, P, T),
@@ -50,25 +50,25 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def measure(context: Context, name: str, rows: torch.dtype | None, S: int, P: int, T: int) -> Outcome:
-    """One layout and step: time of a call by replayed graphs, over as many caches as the chip's own cannot hold."""
+    """Time of a call for one layout and step, by graph replay over more cached rows than the chip's cache holds."""
     layout, dtype = kernels.LAYOUTS[name], context.dtype
     itemsize = 1 if rows is not None else dtype.itemsize
-    # Random rows are drawn in the queries' dtype and then cast.
+    # Random rows are generated in the queries' dtype and then cast.
     context.need(S * (P + kernels.BLOCK) * layout.row * (dtype.itemsize + itemsize) + 3 * COLD)
     q, k, v, view, scale = kernels.make_inputs(layout, S, P, T, context.device.type, dtype)
     if rows is not None:
         k, v = kernels.split(layout, k.as_strided((len(k), layout.row), (layout.row, 1), 0).to(rows))
-    least = kernels.cost(layout, S, P, T, itemsize)
+    minimum = kernels.cost(layout, S, P, T, itemsize)
     inputs = (q, k, v, view, scale)
-    copies = [inputs] if context.twin else kernels.layers(layout, inputs, least.bytes, COLD)
+    copies = [inputs] if context.twin else kernels.layers(layout, inputs, minimum.bytes, COLD)
 
-    def every() -> None:
-        for each in copies:
-            attention.attend(*each)
+    def run_layers() -> None:
+        for layer_inputs in copies:
+            attention.attend(*layer_inputs)
 
-    seconds = context.seconds(every) / len(copies)
+    seconds = context.seconds(run_layers) / len(copies)
     launch = attention.make_launch(*inputs)
-    splits, merged = launch.grid[2], 0.0
+    splits, merge_seconds = launch.grid[2], 0.0
     if splits > 1:
         parts, lses = launch.arguments["out"].zero_(), launch.arguments["lse"].zero_()
         N, H, V = len(q), layout.heads, layout.value
@@ -78,13 +78,14 @@ def measure(context: Context, name: str, rows: torch.dtype | None, S: int, P: in
         def merge() -> None:
             attention.merge_kernel[(N * H,)](parts, lses, out, lse, splits, V=V, SIZE=size, num_warps=4)
 
-        merged = context.seconds(merge)
-    detail = f"{least.bytes / seconds / 1e9:,.0f} GB/s, {splits} splits, merge {merged * 1e6:.1f} us"
+        merge_seconds = context.seconds(merge)
+    detail = f"{minimum.bytes / seconds / 1e9:,.0f} GB/s, {splits} splits, merge {merge_seconds * 1e6:.1f} us"
     more = {
-        "gbs": least.bytes / seconds / 1e9, "tflops": least.flops / seconds / 1e12, "splits": splits,
-        "merge_us": merged * 1e6, "limit": context.roof.bound(least), "tile": [launch.arguments[n] for n in TILE],
+        "gbs": minimum.bytes / seconds / 1e9, "tflops": minimum.flops / seconds / 1e12, "splits": splits,
+        "merge_us": merge_seconds * 1e6, "limit": context.roof.bound(minimum),
+        "tile": [launch.arguments[n] for n in TILE],
     }  # fmt: skip
-    return Outcome(seconds * 1e6, context.share(least, seconds), detail, more)
+    return Outcome(seconds * 1e6, context.share(minimum, seconds), detail, more)
 
 
 TILE = ("BLOCK_M", "BLOCK_N")

@@ -1,4 +1,4 @@
-"""A case of `verify-gpu`: a prediction that is written down before the case runs, and the outcome beside it."""
+"""Cases of `verify-gpu`: a prediction, recorded before the case runs, and the measured outcome."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-# How a measurement is compared with its prediction. A time is `ok` within this factor of the predicted one: a slower
-# one is a performance fault, a faster one a fault of the measurement or of the prediction.
+# Rules for comparing a measurement with its prediction. A time is `ok` within FACTOR of the predicted one: a slower one
+# is a performance fault, a faster one a fault of the measurement or of the prediction.
 WITHIN, AT_MOST, AT_LEAST, EXACTLY = "within", "at most", "at least", "exactly"
 FACTOR = 2.0
 
 
-class Unfit(Exception):
-    """The case does not fit this machine; the text says what it needs. It is reported as skipped."""
+class Unsupported(Exception):
+    """The machine does not meet the case's needs, which the message states. The case is reported as skipped."""
 
 
-class Wrong(Exception):
-    """The case ran and its result is wrong; the text says how. It is reported as off."""
+class WrongResult(Exception):
+    """The case ran with a wrong result, which the message describes. The case is reported as off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """`value` in `unit`, compared by `rule`; `share` is the expected share of the roof, where there is one."""
+    """Predicted `value` in `unit`, compared by `rule`. share: expected share of the roofline, if there is one."""
 
     value: float
     unit: str
@@ -30,7 +30,7 @@ class Prediction:
     share: float | None = None
 
     def holds(self, measured: float) -> bool:
-        """Whether a measurement agrees with the prediction. NaN never does."""
+        """Whether a measurement agrees with the prediction; False for NaN."""
         if self.rule == AT_MOST:
             return measured <= self.value
         if self.rule == AT_LEAST:
@@ -42,8 +42,8 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a case measured, in the unit of its prediction. `share`: of the roof; `detail`: for the summary's table;
-    `more`: further numbers for cases.jsonl; `facts`: figures that later stages use (the probe's)."""
+    """Measurement of a case, in the unit of its prediction. share: of the roofline. detail: text for the summary's
+    table. more: further numbers for cases.jsonl. facts: figures for later stages (from the probe)."""
 
     measured: float
     share: float | None = None
@@ -54,8 +54,8 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`run` measures; it raises Wrong for a wrong result and Unfit where the machine is too small. `limit`: seconds
-    after which the process is ended."""
+    """A case. run: measures; raises WrongResult, or Unsupported if the machine is too small. limit: seconds after which
+    the process is killed."""
 
     name: str
     prediction: Prediction
@@ -64,5 +64,5 @@ class Case:
 
 
 def describe(prediction: Prediction) -> dict[str, Any]:
-    """The prediction for a JSON line."""
+    """Prediction as a JSON object."""
     return dataclasses.asdict(prediction)

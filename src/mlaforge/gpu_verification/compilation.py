@@ -1,7 +1,7 @@
-"""Stage compile: every Triton kernel compiled in as many processes as there are cores: registers, spills, seconds.
+"""Stage compile: compilation of every Triton kernel, one process per core: registers, spills, seconds.
 
-A kernel is compiled by the code that launches it, under a driver that names a target and has no device: what is cached
-is then what a launch looks up, and no GPU is needed. `python -m mlaforge.gpu_verification.compilation NAME CAPABILITY`
+A kernel is compiled by the code that launches it, under a driver with a target and no device: the cache entry is then
+the one that a launch looks up, and no GPU is needed. `python -m mlaforge.gpu_verification.compilation NAME CAPABILITY`
 compiles one kernel and prints a JSON line.
 """
 
@@ -20,18 +20,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Wrong
+from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, WrongResult
 from mlaforge.gpu_verification.context import Context
 from mlaforge.ops.gpu_properties import GpuProperties
 
-# Compute capability without a GPU: Hopper's.
+# Compute capability assumed without a GPU.
 HOPPER = 90
 TWIN = ("gqa-64", "merge")
 LIMIT = 100.0
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """One case a kernel. The first one that runs starts the compilation of all."""
+    """One case per kernel. The first one that runs starts the compilation of all."""
     from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 
     names = list(TWIN if context.twin else LAUNCHES)
@@ -41,35 +41,35 @@ def cases(context: Context) -> Iterator[Case]:
     jobs: dict[str, Future[dict[str, Any]]] = {}
 
     def result(name: str) -> Outcome:
-        # Cases before this one are done, in this process or in one that crashed.
+        # Earlier cases have run, in this process or in one that crashed.
         for other in names[names.index(name) :] if not jobs else ():
-            jobs[other] = pool.submit(compiled, other, 10 * major + minor)
+            jobs[other] = pool.submit(compile_in_subprocess, other, 10 * major + minor)
         record = jobs[name].result()
         with (context.folder / "compile.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record) + "\n")
         if "error" in record:
-            raise Wrong(record["error"])
-        words = ("registers", "shared", "wgmma", "seconds")
-        return Outcome(record["spilled"], detail=", ".join(f"{word} {record[word]}" for word in words), more=record)
+            raise WrongResult(record["error"])
+        keys = ("registers", "shared", "wgmma", "seconds")
+        return Outcome(record["spilled"], detail=", ".join(f"{key} {record[key]}" for key in keys), more=record)
 
     for name in names:
         bound = Prediction(LAUNCHES[name](gpu).spilled, "bytes spilled", AT_MOST)
         yield Case(name, bound, functools.partial(result, name), LIMIT)
 
 
-def compiled(name: str, capability: int) -> dict[str, Any]:
-    """What compiling one of LAUNCHES in a process of its own came to; its last error line where it failed."""
+def compile_in_subprocess(name: str, capability: int) -> dict[str, Any]:
+    """compile_one in a separate process. If it fails, return the name and its last error line."""
     command = [sys.executable, "-m", __name__, name, str(capability)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"name": name, "error": lines[-1][:300] if lines else f"exit code {done.returncode}"}
-    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        return {"name": name, "error": lines[-1][:300] if lines else f"exit code {result.returncode}"}
+    record: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return record
 
 
 class TargetDriver:
-    """As much of Triton's driver as compilation asks: a target of this compute capability, no device."""
+    """The part of Triton's driver interface that compilation uses: a target without a device."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -87,7 +87,7 @@ class TargetDriver:
 
 
 def compile_one(name: str, capability: int) -> dict[str, Any]:
-    """Compiles one of LAUNCHES for a compute capability such as 90. In a process whose Triton does not interpret."""
+    """Compile one of LAUNCHES for a compute capability such as 90. Triton must not be in interpreter mode."""
     from triton.runtime import driver
 
     from mlaforge.gpu_verification.kernel_launches import LAUNCHES
@@ -95,29 +95,29 @@ def compile_one(name: str, capability: int) -> dict[str, Any]:
     driver.set_active(TargetDriver(capability))
     launch = LAUNCHES[name](GpuProperties.of_capability(*divmod(capability, 10)))
     start = time.perf_counter()
-    done = launch.kernel.run(**launch.arguments, **launch.options, grid=(1, 1, 1), warmup=True)
+    binary = launch.kernel.run(**launch.arguments, **launch.options, grid=(1, 1, 1), warmup=True)
     seconds = round(time.perf_counter() - start, 1)
-    ptx = done.asm["ptx"]
+    ptx = binary.asm["ptx"]
     return {
-        "name": name, "kernel": done.metadata.name, "capability": capability, "tile": launch.tile,
-        "shared": done.metadata.shared, **registers(ptx, capability), "wgmma": ptx.count("wgmma.mma_async"),
+        "name": name, "kernel": binary.metadata.name, "capability": capability, "tile": launch.tile,
+        "shared": binary.metadata.shared, **registers(ptx, capability), "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"), "seconds": seconds,
     }  # fmt: skip
 
 
 def registers(ptx: str, capability: int) -> dict[str, int]:
-    """Registers and spilled bytes of a thread, from ptxas. RuntimeError with its output where it fails."""
+    """Registers and spilled bytes per thread, from ptxas. Raise RuntimeError with its output if it fails."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    # The variant with the architecture's own instructions, as Triton asks for.
+    # The architecture-specific variant (sm_90a), as Triton uses.
     architecture = f"sm_{capability}a" if capability >= HOPPER else f"sm_{capability}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         binary = path.with_suffix(".cubin")
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", path, "-o", binary]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    output = done.stdout + done.stderr
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = result.stdout + result.stderr
     used, spilled = re.search(r"Used (\d+) registers", output), re.search(r"(\d+) bytes spill stores", output)
     if not (used and spilled):
         raise RuntimeError(f"ptxas: {output[:300]}")

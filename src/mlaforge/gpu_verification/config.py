@@ -1,4 +1,4 @@
-"""What a user may set of `verify-gpu`."""
+"""Options of `verify-gpu`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mlaforge.gpu_verification.stage import NAMES
 class VerifyGpuConfig(Options):
     """Options of `verify-gpu`."""
 
-    seconds: int = option(480, "time limit; cases that are not reached are reported as skipped", "seconds", least=10)
-    only: tuple[str, ...] | None = option(None, "stages to run, with commas between them", choices=NAMES)
+    seconds: int = option(480, "time limit; cases beyond it are reported as skipped", "seconds", least=10)
+    only: tuple[str, ...] | None = option(None, "stages to run", choices=NAMES)
     twin: str | None = option(
-        None, "run every stage on tiny sizes without a GPU: kernels in Triton's interpreter, times not judged",
+        None, "run every stage at tiny sizes without a GPU, in Triton's interpreter; times are not judged",
         choices=("cpu",),
     )  # fmt: skip

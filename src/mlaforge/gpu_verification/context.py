@@ -1,4 +1,4 @@
-"""What the cases of a stage share: the device, the probe's figures, and a folder in memory."""
+"""Context shared by the cases of a stage: device, figures of the probe, and a folder in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mlaforge.gpu_verification.case import Unfit
+from mlaforge.gpu_verification.case import Unsupported
 from mlaforge.planning import machines
 from mlaforge.planning.costs import GPUS, Cost, Gpu
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class Context:
-    """`facts` are the probe's figures; `folder` lies in memory and is removed after the run; `twin`: a CPU stands in
-    for the GPU, sizes are tiny, and times mean nothing."""
+    """Context of a stage. twin: a CPU replaces the GPU, sizes are tiny and times are meaningless. facts: figures of the
+    probe. folder: in memory, removed after the run."""
 
     device: torch.device
     twin: bool
@@ -31,12 +31,12 @@ class Context:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bf16; fp32 on a twin, because Triton's interpreter multiplies bf16 wrongly."""
+        """bf16; fp32 on a twin, as Triton's interpreter multiplies bf16 wrongly."""
         return torch.float32 if self.twin else torch.bfloat16
 
     @property
     def roof(self) -> Gpu:
-        """The machine as the probe measured it; without the probe its datasheet, or an H100's."""
+        """Peaks measured by the probe; without it the machine's datasheet, or an H100's."""
         facts = self.facts
         if "bandwidth" in facts and "flops" in facts:
             memory = facts.get("memory_gib", 0.0)
@@ -45,11 +45,12 @@ class Context:
         return machines.of_device(name) or GPUS["h100"]
 
     def share(self, cost: Cost, seconds: float) -> float:
-        """Of the roof."""
+        """Achieved share of the roofline."""
         return self.roof.seconds(cost) / seconds
 
     def shared(self, name: str, make: Callable[[], T]) -> T:
-        """What several cases of a stage use, made by the first of them. Only one such thing is held at a time."""
+        """Return the object cached as `name`, created by `make` if needed. Only one object is cached at a time, so that
+        memory is freed before the next is created."""
         if name not in self._shared:
             self._shared.clear()
             gc.collect()
@@ -60,21 +61,21 @@ class Context:
         return value
 
     def need(self, size: float) -> None:
-        """Raises Unfit unless `size` bytes are free on the device."""
+        """Raise Unsupported unless `size` bytes are free on the device."""
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             if size > 0.95 * free:
-                raise Unfit(f"{size / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free")
+                raise Unsupported(f"{size / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free")
 
     def synchronize(self) -> None:
-        """Waits for the device."""
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def seconds(self, run: Callable[[], Any], graph: bool = True, repetitions: int = 20) -> float:
-        """Median time of a call: of launches replayed from a CUDA graph, or, without `graph`, as the host issues them.
-        On a twin one call."""
+        """Median seconds of a call: replayed from a CUDA graph, or without `graph` launched by the host. On a twin, the
+        time of one call."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             run()

@@ -1,4 +1,4 @@
-"""Stage converted: converted models on 4 layers of 20B's sizes: time of a step, and the memory of a prompt."""
+"""Stage converted: converted models with 4 layers of 20B's sizes: step time, and peak memory of a prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWIN_FORMS = {
     "latent 48, 4 bits, 96 read": Latent("latent", 48, bits=4, topk=96),
 }
 CONTEXTS, TWIN_CONTEXTS = (8192, 32768), (160,)
-# Tokens of the prompt whose memory is measured, and the bytes beside weights and cache that it may take.
+# Tokens of the measured prompt, and its maximum memory besides weights and cache, in bytes.
 PROMPT, TWIN_PROMPT, PEAK = 8192, 160, 4 << 30
 
 
@@ -48,9 +48,9 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def stage_engine(context: Context, latent: Latent) -> Engine:
-    """The engine of a form."""
+    """Engine of a converted model."""
     config = drawn_engine.config_of(context, LAYERS, latent)
-    # A fixed cache, so that a prompt's own memory is there.
+    # A fixed cache size leaves memory for the prompt.
     options = {} if context.twin else {"cache_bytes": 2 << 30}
     return context.shared(repr(latent), lambda: drawn_engine.build(context, config, **options))
 
@@ -62,12 +62,12 @@ def step(context: Context, latent: Latent, length: int, roof: float) -> Outcome:
     seconds = drawn_engine.step_seconds(context, engine, batch)
     drawn_engine.stop(engine)
     graphs = engine.runner.graphs
-    held = "from a graph" if graphs is not None and graphs.captured else "kernel after kernel"
-    return Outcome(seconds * 1e3, roof / seconds, held)
+    launch_mode = "graph replay" if graphs is not None and graphs.captured else "eager kernels"
+    return Outcome(seconds * 1e3, roof / seconds, launch_mode)
 
 
 def prompt(context: Context, latent: Latent) -> Outcome:
-    """Memory beside weights and cache that the prompt's computation takes at its peak."""
+    """Peak memory of a prompt's computation, without weights and cache."""
     engine, cuda = stage_engine(context, latent), context.device.type == "cuda"
     drawn_engine.stop(engine)
     if cuda:
@@ -78,6 +78,6 @@ def prompt(context: Context, latent: Latent) -> Outcome:
     while engine.has_work:
         drawn_engine.step(engine)
     context.synchronize()
-    taken = torch.cuda.max_memory_allocated(context.device) - before if cuda else 0
+    peak = torch.cuda.max_memory_allocated(context.device) - before if cuda else 0
     chunk = engine.scheduler.max_num_batched_tokens
-    return Outcome(taken / 2**20, detail=f"{length} tokens in chunks of {chunk}")
+    return Outcome(peak / 2**20, detail=f"{length} tokens in chunks of {chunk}")

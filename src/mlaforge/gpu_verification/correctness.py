@@ -1,7 +1,7 @@
 """Stage correctness: kernels against fp64 references, by the norm of the difference over that of the reference.
 
-Inputs are drawn anew for every case, memory that no kernel writes holds NaN, and a second run must equal the first to
-the bit. A kernel that is added to ops/ gets a family of cases here.
+Every case has new random inputs, memory that no kernel writes holds NaN, and a second run must equal the first bit for
+bit. Every kernel in ops/ needs cases here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.bench.kernels import Layout, split
-from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Wrong
+from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, WrongResult
 from mlaforge.gpu_verification.context import Context
 from mlaforge.ops import mxfp4_experts_triton, paged_attention_triton, token_selection
 from mlaforge.ops.cache_view import CacheView
@@ -25,10 +25,10 @@ from mlaforge.ops.check import save
 from mlaforge.ops.mxfp4 import BIAS, unpack
 
 UNIT = "relative error"
-# Relative errors that rounding explains, by the dtype of queries: weights of the softmax and outputs are rounded to it.
+# Relative errors due to rounding, by the dtype of queries, to which softmax weights and outputs are rounded.
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 BLOCK_SIZE = 16
-# Inputs of a wrong case that are larger are not saved.
+# Size limit of the saved inputs of a wrong case.
 LARGEST_MISMATCH = 14 << 20
 MISMATCH = "mismatch.safetensors"
 
@@ -46,7 +46,7 @@ SMALL = {
     "gqa-64 window 128": Layout(4, 2, 64, window=128),
     "mla 64+16": Layout(4, 1, 64, 16),
 }
-# Query tokens of a sequence, and how many tokens its cache holds with them; 0: a row that fills up a graph's batch.
+# Query tokens of a sequence -> its cached tokens, including them; 0: a padding row of a graph's batch.
 LENGTHS: dict[int, Sequence[int]] = {
     1: (0, 1, 63, 64, 65, 4097),
     4: (0, 4, 63, 64, 65, 4097),
@@ -65,10 +65,10 @@ def cases(context: Context) -> Iterator[Case]:
         yield _case(context, label, dtype, functools.partial(attention, context, layout, dtype, rows, T, lengths[T]))
     first = next(iter(layouts.values()))
     ragged = ((5, 2), (100, 7), (64, 1), (300, 40)) if context.twin else ((5, 2), (4097, 7), (64, 1), (900, 333))
-    queries, held = tuple(T for _, T in ragged), tuple(length for length, _ in ragged)
+    queries, cached = tuple(T for _, T in ragged), tuple(length for length, _ in ragged)
     yield _case(
         context, "attention ragged", kinds[0][0],
-        functools.partial(attention, context, first, *kinds[0], queries, held),
+        functools.partial(attention, context, first, *kinds[0], queries, cached),
     )  # fmt: skip
     for splits in (2, 7):
         yield _case(context, f"merge of {splits} splits", kinds[0][0], functools.partial(merge, context, first, splits))
@@ -88,8 +88,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN, so that what a kernel does not write shows."""
+def nan_filled_empty() -> Iterator[None]:
+    """Make torch.empty return NaN, so that memory that a kernel does not write is detected."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -99,25 +99,26 @@ def poisoned() -> Iterator[None]:
 
 
 def inputs(
-    context: Context, layout: Layout, dtype: torch.dtype, rows: torch.dtype, queries: Sequence[int], held: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor, CacheView, float]:
-    """Inputs of paged attention: sequences with so many query tokens and cached tokens, blocks in random order, NaN in
-    every row of the cache that belongs to nobody."""
+    context: Context, layout: Layout, dtype: torch.dtype, rows: torch.dtype, queries: Sequence[int],
+    lengths: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, CacheView, float]:  # fmt: skip
+    """Inputs of paged attention. queries, lengths: query and cached tokens per sequence. Blocks are in random order;
+    unused rows of the cache are NaN."""
     device = context.device
-    counts = [-(-length // BLOCK_SIZE) for length in held]
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
     order = torch.randperm(sum(counts) + 5)
-    table, at = torch.zeros(len(held), max(1, *counts), dtype=torch.int32), 0
+    table, at = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int32), 0
     for s, count in enumerate(counts):
         table[s, :count], at = order[at : at + count], at + count
     starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     view = CacheView(
-        table.to(device), torch.tensor(held, dtype=torch.int32).to(device),
-        torch.zeros(len(held), dtype=torch.int32, device=device), starts.to(device),
-        torch.zeros(sum(queries), dtype=torch.int64, device=device), BLOCK_SIZE, max(queries), max(held),
+        table.to(device), torch.tensor(lengths, dtype=torch.int32).to(device),
+        torch.zeros(len(lengths), dtype=torch.int32, device=device), starts.to(device),
+        torch.zeros(sum(queries), dtype=torch.int64, device=device), BLOCK_SIZE, max(queries), max(lengths),
         window=layout.window, queries=tuple(queries),
     )  # fmt: skip
     cache = torch.full((len(order) * BLOCK_SIZE, layout.row), torch.nan, dtype=torch.float32, device=device)
-    for s, length in enumerate(held):
+    for s, length in enumerate(lengths):
         slots = _slots(view, s, 0, length)
         cache[slots] = torch.randn(len(slots), layout.row, device=device)
     k, v = split(layout, cache.to(rows))
@@ -130,8 +131,8 @@ def _slots(view: CacheView, s: int, first: int, length: int) -> Tensor:
     return view.block_table_SB[s, at // view.block_size].long() * view.block_size + at % view.block_size
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
-    """Paged attention in fp64, sequence by sequence."""
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+    """Paged attention in fp64, one sequence at a time. Return (out, lse)."""
     (N, H, _), G = q.shape, k.shape[1]
     # Not every device indexes float8.
     k, v = (x.float() if x.dtype == torch.float8_e4m3fn else x for x in (k, v))
@@ -154,64 +155,69 @@ def expected(q: Tensor, k: Tensor, v: Tensor, view: CacheView, scale: float) -> 
 
 
 def difference(
-    context: Context, run: Callable[[], Sequence[Tensor]], references: Sequence[Tensor], saved: Any
+    context: Context, run: Callable[[], Sequence[Tensor]], references: Sequence[Tensor], inputs: Any
 ) -> float:
-    """The largest relative error of the outputs of `run`, whose second run must equal the first. `saved`: the inputs,
-    which are kept for replay where NaN or infinities are misplaced or a run is not repeated."""
-    with poisoned():
+    """Largest relative error of the outputs of `run`, which is run twice. Raise WrongResult, after saving `inputs` for
+    replay, for misplaced NaN or infinities or if the runs differ."""
+    with nan_filled_empty():
         first, second = run(), run()
     worst = 0.0
-    for number, (got, again, want) in enumerate(zip(first, second, references, strict=True)):
-        if not torch.equal(got, again):
-            _keep(context, saved)
-            raise Wrong(f"output {number}: two runs of the same inputs differ")
-        finite = want.isfinite()
-        if not torch.equal(got.isfinite(), finite) or not torch.equal(got[~finite].double(), want[~finite]):
-            _keep(context, saved)
-            count = int((got.isfinite() != finite).sum())
-            raise Wrong(f"output {number}: {count} numbers are NaN or misplaced infinities")
-        error = (got[finite].double() - want[finite]).norm() / want[finite].norm().clamp_min(1e-30)
+    for number, (output, repeated, reference) in enumerate(zip(first, second, references, strict=True)):
+        if not torch.equal(output, repeated):
+            _save_mismatch(context, inputs)
+            raise WrongResult(f"output {number}: two runs of the same inputs differ")
+        finite = reference.isfinite()
+        if not torch.equal(output.isfinite(), finite) or not torch.equal(output[~finite].double(), reference[~finite]):
+            _save_mismatch(context, inputs)
+            count = int((output.isfinite() != finite).sum())
+            raise WrongResult(f"output {number}: {count} elements are NaN or misplaced infinities")
+        error = (output[finite].double() - reference[finite]).norm() / reference[finite].norm().clamp_min(1e-30)
         worst = max(worst, float(error))
     return worst
 
 
-def _keep(context: Context, saved: Any) -> None:
-    """The inputs of the run's first wrong case, where they are small enough to travel."""
+def _save_mismatch(context: Context, inputs: Any) -> None:
+    """Save the inputs of the run's first wrong case if they are smaller than LARGEST_MISMATCH."""
     path = context.folder / MISMATCH
-    size = sum(x.untyped_storage().nbytes() for x in saved if isinstance(x, Tensor))
+    size = sum(x.untyped_storage().nbytes() for x in inputs if isinstance(x, Tensor))
     if size < LARGEST_MISMATCH and not path.exists():
-        save(path, [dataclasses.replace(x, runs=()) if isinstance(x, CacheView) else x for x in saved])
+        save(path, [dataclasses.replace(x, runs=()) if isinstance(x, CacheView) else x for x in inputs])
 
 
 def attention(
-    context: Context, layout: Layout, dtype: torch.dtype, rows: torch.dtype, T: int | Sequence[int], held: Sequence[int]
-) -> Outcome:
-    """Paged attention of sequences with T query tokens each, or as many as T says."""
-    queries = [T] * len(held) if isinstance(T, int) else T
-    arguments = inputs(context, layout, dtype, rows, queries, held)
+    context: Context, layout: Layout, dtype: torch.dtype, rows: torch.dtype, T: int | Sequence[int],
+    lengths: Sequence[int],
+) -> Outcome:  # fmt: skip
+    """Error of paged attention. T: query tokens of every sequence, or of each."""
+    queries = [T] * len(lengths) if isinstance(T, int) else T
+    arguments = inputs(context, layout, dtype, rows, queries, lengths)
     reason = paged_attention_triton.supports(*arguments[:3])
     if reason is not True:
-        raise Wrong(f"the kernel refuses: {reason}")
-    error = difference(context, lambda: paged_attention_triton.attend(*arguments), expected(*arguments), arguments)
+        raise WrongResult(f"the kernel refuses: {reason}")
+    error = difference(
+        context, lambda: paged_attention_triton.attend(*arguments), reference_attention(*arguments), arguments
+    )
     if error > TOLERANCES[dtype]:
-        _keep(context, arguments)
+        _save_mismatch(context, arguments)
     return Outcome(error)
 
 
 def merge(context: Context, layout: Layout, splits: int) -> Outcome:
-    """Positions cut into so many splits, most of them empty for short sequences, and merged."""
+    """Error of attention in `splits` splits that are merged; for short sequences most splits are empty."""
     dtype = context.dtype
     arguments = inputs(context, layout, dtype, dtype, (1, 1, 3), (5, 400, 130))
     error = difference(
-        context, lambda: paged_attention_triton.attend(*arguments, splits=splits), expected(*arguments), arguments
+        context, lambda: paged_attention_triton.attend(*arguments, splits=splits), reference_attention(*arguments),
+        arguments,
     )  # fmt: skip
     if error > TOLERANCES[dtype]:
-        _keep(context, arguments)
+        _save_mismatch(context, arguments)
     return Outcome(error)
 
 
 def selection(context: Context, length: int) -> Outcome:
-    """Tokens that the kernels choose and the reference does not, as a share: rounding may exchange near ones."""
+    """Share of the tokens selected by the kernels that the reference does not select: rounding may exchange tokens with
+    similar scores."""
     device, S, H, W, topk = context.device, 3, 8, 32, 96
     generator = torch.Generator().manual_seed(length)
     index = token_selection.TokenIndex(
@@ -219,24 +225,26 @@ def selection(context: Context, length: int) -> Outcome:
         (torch.randn(2, W, 16, generator=generator) / 800).to(device),
         torch.randint(-1, 6, (W // 2,), generator=generator).to(device), H, sink=4, window=8, topk=topk,
     )  # fmt: skip
-    held = (length, length // 2 + 1, 100)
-    view = inputs(context, Layout(H, 2, 16), torch.float32, torch.float32, (1, 1, 1), held)[3]
+    lengths = (length, length // 2 + 1, 100)
+    view = inputs(context, Layout(H, 2, 16), torch.float32, torch.float32, (1, 1, 1), lengths)[3]
     slots = int(view.block_table_SB.max() + 1) * BLOCK_SIZE
     keys = token_selection.empty_keys(slots, W, device)
     keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator))
     q = torch.randn(S, H * 16, generator=generator).to(device)
     turn = torch.polar(torch.ones(S, 1, 6), torch.randn(S, 1, 6, generator=generator)).to(device)
-    counts = tuple(min(topk, own) for own in held)
-    ours, again = (index._triton(keys, q, turn, view, counts, 1)[1] for _ in range(2))
-    theirs = index._reference(keys, q, turn, view, counts)[1]
-    if not torch.equal(ours, again):
-        raise Wrong("two runs of the same inputs differ")
-    other = sum(len(set(ours[s, :count].tolist()) - set(theirs[s, :count].tolist())) for s, count in enumerate(counts))
-    return Outcome(other / sum(counts))
+    counts = tuple(min(topk, cached) for cached in lengths)
+    selected, repeated = (index._triton(keys, q, turn, view, counts, 1)[1] for _ in range(2))
+    reference = index._reference(keys, q, turn, view, counts)[1]
+    if not torch.equal(selected, repeated):
+        raise WrongResult("two runs of the same inputs differ")
+    differing = sum(
+        len(set(selected[s, :count].tolist()) - set(reference[s, :count].tolist())) for s, count in enumerate(counts)
+    )
+    return Outcome(differing / sum(counts))
 
 
 def experts_inputs(context: Context, tokens: int, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
-    """Inputs of mxfp4_experts: E experts, K of a token, C hidden and I intermediate numbers."""
+    """Inputs of mxfp4_experts. sizes: E experts, K experts per token, hidden size C, intermediate size I."""
     (E, K, C, I), device = sizes, context.device  # noqa: E741
 
     def packed(outputs: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,19 +260,19 @@ def experts_inputs(context: Context, tokens: int, sizes: tuple[int, int, int, in
 
 
 def experts(context: Context, tokens: int) -> Outcome:
-    """A mixture of 20B's experts."""
+    """Error of the expert mixture at 20B's sizes."""
     arguments = experts_inputs(context, tokens, (8, 2, 64, 96) if context.twin else (32, 4, 2880, 2880))
     x, chosen, weights, *packed, alpha, limit = arguments
-    want = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    reference = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in chosen.unique().tolist():
         rows, places = torch.where(chosen == expert)
         gate_up, down = (unpack(packed[i][expert], packed[i + 1][expert]).double() for i in (0, 3))
         hidden = x[rows].double() @ gate_up.T + packed[2][expert].double()
         gate, up = hidden[:, ::2].clamp(max=limit), hidden[:, 1::2].clamp(-limit, limit)
         out = ((up + 1) * gate * torch.sigmoid(gate * alpha)) @ down.T + packed[5][expert].double()
-        want.index_add_(0, rows, out * weights[rows, places, None].double())
+        reference.index_add_(0, rows, out * weights[rows, places, None].double())
     reason = mxfp4_experts_triton.supports(x, *packed)
     if reason is not True:
-        raise Wrong(f"the kernels refuse: {reason}")
-    error = difference(context, lambda: (mxfp4_experts_triton.mixture(*arguments),), (want,), arguments)
+        raise WrongResult(f"the kernels refuse: {reason}")
+    error = difference(context, lambda: (mxfp4_experts_triton.mixture(*arguments),), (reference,), arguments)
     return Outcome(error)

@@ -1,6 +1,6 @@
-"""Engines on models of 20B's sizes with drawn weights, and steps at any context without a prompt's computation.
+"""Engines of models with 20B's sizes and random weights, and steps at any context without prefill.
 
-The cache is filled with random rows once; a sequence then gets blocks for as many tokens as a case wants.
+The cache is filled with random rows once; a sequence then gets blocks for the tokens that a case needs.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.request.output import RequestOutput
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.gpu_verification.case import Unfit
+from mlaforge.gpu_verification.case import Unsupported
 from mlaforge.gpu_verification.context import Context
 from mlaforge.planning.plan import plan_of
 from mlaforge.planning.roofline import decode_step
 
 GEOMETRY = "20b"
-# Sizes of a twin's model.
+# Sizes of the model of a twin.
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 300, "num_local_experts": 4, "max_position_embeddings": 4096,
 }  # fmt: skip
-# Expected share of a step's roofline at small batches: half of a step is small kernels (DESIGN: about 45 a layer).
+# Expected share of a step's roofline at small batches: half of a step is small kernels (DESIGN: about 45 per layer).
 SHARE = 0.4
-# Microseconds of a decoder layer beside what the roofline counts.
+# Microseconds of a decoder layer that the roofline does not count.
 LAYER_US = 90.0
-# Number of the sequence that holds a twin's scratch blocks.
+# Number of the sequence that owns the scratch blocks of a twin.
 SCRATCH = -(10**9)
 
 
 def config_of(context: Context, layers: int, latent: Latent | None = None) -> dict[str, Any]:
-    """config.json of a model of so many layers, converted where `latent` says so."""
+    """config.json of a model with `layers` layers, converted as `latent` if given."""
     config = settings(GEOMETRY, min(layers, 2) if context.twin else layers) | (TINY if context.twin else {})
     return config if latent is None else converted(config, latent)
 
 
 def build(context: Context, config: dict[str, Any], **options: Any) -> Engine:
-    """The engine of a drawn model, with random rows in all of its cache. Unfit where the memory is too small."""
+    """Engine of a random model with random rows in all of its cache. Raise Unsupported if memory is too small."""
     chosen: dict[str, Any] = {
         "device": str(context.device), "dtype": "float32" if context.twin else "bfloat16", "prefix_caching": False,
         "cache_fraction": 0.8, **({"cache_bytes": 8 << 20} if context.twin else {}), **options,
@@ -55,14 +55,14 @@ def build(context: Context, config: dict[str, Any], **options: Any) -> Engine:
     try:
         engine = Engine(DrawnModel.of(config, context.device), EngineConfig(**chosen))
     except CacheTooSmall as reason:
-        raise Unfit(str(reason)) from reason
+        raise Unsupported(str(reason)) from reason
     for tensor in engine.cache.tensors:
         fill(tensor)
     return engine
 
 
 def fill(tensor: Tensor) -> None:
-    """Random rows: finite whatever their format."""
+    """Fill with random rows, finite in every format."""
     if tensor.dtype == torch.float8_e4m3fn:
         tensor.view(torch.uint8).random_(0, 0x78)
     elif tensor.is_floating_point():
@@ -72,7 +72,7 @@ def fill(tensor: Tensor) -> None:
 
 
 class Rerun:
-    """Stands in for CudaCapture without a GPU: a replay runs the function again."""
+    """CudaCapture without a GPU: a replay runs the function again."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         out = run().clone()
@@ -84,10 +84,10 @@ class Rerun:
 
 
 def with_graphs(engine: Engine) -> Engine:
-    """On a CPU the engine gets graphs that are run again, so that a twin goes the same way."""
+    """Give an engine on a CPU graphs that rerun their function, so that a twin takes the same code path."""
     runner, tables = engine.runner, engine.tables
     if runner.graphs is None:
-        # Such a cache has no scratch blocks beside those of the pools: one of each group is set aside.
+        # A CPU's cache has no scratch blocks, so one block of each group is reserved.
         occupy(engine, SCRATCH, 1, 0)
         scratch = [tables.table(SCRATCH, group)[1][0] for group in range(len(tables.groups))]
         runner.graphs = Graphs(runner.eager, lambda batch: True, scratch, engine.config.max_num_seqs, Rerun())
@@ -95,27 +95,27 @@ def with_graphs(engine: Engine) -> Engine:
 
 
 def occupy(engine: Engine, number: int, length: int, computed: int) -> list[int]:
-    """Blocks for `length` tokens of a new sequence, the first `computed` of which count as computed; its token ids.
-    Unfit where the cache has too few."""
+    """Allocate blocks for `length` tokens of a new sequence and mark the first `computed` as computed. Return its token
+    ids. Raise Unsupported if the cache has too few blocks."""
     tables, ids = engine.tables, [1] * length
     tables.start(number, ids, False)
-    step = engine.scheduler.max_num_batched_tokens
-    for upto in (*range(step, computed, step), computed, length):
-        # Window groups give blocks up as the text grows, so they are never asked for all of it.
+    chunk = engine.scheduler.max_num_batched_tokens
+    for upto in (*range(chunk, computed, chunk), computed, length):
+        # In chunks, as window groups release blocks while the text grows and never hold all of it.
         if tables.reserve(number, upto) is None:
             tables.free(number)
-            raise Unfit(f"the cache holds no {length} more tokens")
+            raise Unsupported(f"the cache has no room for {length} more tokens")
         if upto <= computed:
             tables.commit(number, ids, upto)
     return ids
 
 
 def make_step(engine: Engine, lengths: Sequence[int], queries: Sequence[int], tree: Any = None) -> Batch:
-    """A step of sequences of so many cached tokens with so many query tokens. All other sequences end."""
+    """Batch of one step. lengths, queries: cached and query tokens per sequence. Ends all other sequences."""
     stop(engine)
     chunks = []
     for index, (length, T) in enumerate(zip(lengths, queries, strict=True)):
-        # Requests have numbers from 0 on.
+        # Negative, as requests are numbered from 0.
         number = -1 - index
         ids = occupy(engine, number, length, length - T)
         chunks.append(Chunk(number, ids, length - T, length, tree, generating=True))
@@ -123,7 +123,7 @@ def make_step(engine: Engine, lengths: Sequence[int], queries: Sequence[int], tr
 
 
 def step_seconds(context: Context, engine: Engine, batch: Batch) -> float:
-    """Time of the model on a step, from a graph where one can hold it; without the vocabulary head."""
+    """Seconds of the model's step without the LM head, from a graph where possible."""
 
     @torch.inference_mode()
     def run() -> None:
@@ -135,7 +135,8 @@ def step_seconds(context: Context, engine: Engine, batch: Batch) -> float:
 def predicted_seconds(
     context: Context, config: dict[str, Any], length: int, batch: int, queries: int = 1, head: bool = False
 ) -> tuple[float, float]:
-    """The roofline of a step, and the prediction: its expected share, and the small kernels of each layer."""
+    """Return (roofline, prediction) in seconds of a step: the prediction is the roofline over its expected share, plus
+    the small kernels of each layer. head: include the LM head."""
     source = DrawnModel.of(config, context.device)
     seconds = decode_step(plan_of(source.config, source.spec), context.roof, length, batch, queries).seconds
     roof = sum(value for part, value in seconds.items() if head or part != "lm_head")
@@ -143,7 +144,7 @@ def predicted_seconds(
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """So many tokens, whatever they are."""
+    """Parameters of greedy decoding of `tokens` tokens, ignoring EOS."""
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
@@ -151,14 +152,14 @@ _names = itertools.count()
 
 
 def decode(engine: Engine, lengths: Sequence[int], tokens: int) -> None:
-    """Requests whose prompts of so many tokens count as computed, but for their last token; they decode greedily."""
+    """Add greedy requests with prompts of `lengths` tokens, all but the last of which are marked as computed."""
     for length in lengths:
         name = f"request-{next(_names)}"
         engine.add(name, [1] * length, greedy(tokens))
         (sequence,) = (s for s in engine.scheduler.waiting if s.request.id == name)
         try:
             occupy(engine, sequence.number, length, length - 1)
-        except Unfit:
+        except Unsupported:
             engine.abort(name)
             raise
         engine.scheduler.waiting.remove(sequence)
@@ -167,7 +168,7 @@ def decode(engine: Engine, lengths: Sequence[int], tokens: int) -> None:
 
 
 def step(engine: Engine) -> list[RequestOutput]:
-    """One step. Raises UserError where a request ended with an error: the rest of a measurement would be of fewer."""
+    """Run one step. Raise UserError if a request failed, as the measurement would continue with fewer requests."""
     outputs = engine.step()
     for output in outputs:
         output.raise_for_error()
@@ -175,7 +176,7 @@ def step(engine: Engine) -> list[RequestOutput]:
 
 
 def stop(engine: Engine) -> None:
-    """Ends all requests, and sequences that steps without requests have left."""
+    """End all requests, and sequences of steps without requests."""
     for sequence in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.abort(sequence.request.id)
     for number in engine.tables.sequences - {SCRATCH}:

@@ -1,4 +1,4 @@
-"""Stage engine: the engine on 4 layers of 20B's sizes: graphs, host waits, time of a step, the longest kernels."""
+"""Stage engine: the engine with 4 layers of 20B's sizes: graphs, host waits, step time, the longest kernels."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from mlaforge.bench.host_waits import HostWaits, count_host_waits
 from mlaforge.engine.engine import Engine
 from mlaforge.gpu_verification import drawn_engine
-from mlaforge.gpu_verification.case import AT_MOST, EXACTLY, Case, Outcome, Prediction, Unfit, Wrong
+from mlaforge.gpu_verification.case import AT_MOST, EXACTLY, Case, Outcome, Prediction, Unsupported, WrongResult
 from mlaforge.gpu_verification.context import Context
 
 LAYERS = 4
 CONTEXTS, TWIN_CONTEXTS = (512, 8192, 32768), (96,)
 BATCHES, TWIN_BATCHES = (1, 8), (1,)
-# Steps whose waits are counted, and that are profiled.
+# Steps whose host waits are counted, and profiled steps.
 COUNTED, PROFILED = 20, 5
-# Kernels that a step of one layer is expected to launch at most.
+# Maximum kernel launches per layer and step.
 KERNELS = 60
 
 
@@ -51,7 +51,7 @@ def stage_engine(context: Context) -> Engine:
 
 
 def load(context: Context) -> Outcome:
-    """Seconds until the engine is there, its weights drawn on the device."""
+    """Seconds to build the engine, including random weights on the device."""
     start = time.perf_counter()
     engine = stage_engine(context)
     context.synchronize()
@@ -60,18 +60,18 @@ def load(context: Context) -> Outcome:
 
 
 def generate(engine: Engine, prompts: list[list[int]], count: int) -> dict[str, list[int]]:
-    """Greedy continuations."""
-    tokens_of: dict[str, list[int]] = {}
+    """Greedy continuations by request id."""
+    continuations: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
         engine.add(f"prompt-{number}", prompt, drawn_engine.greedy(count))
     while engine.has_work:
         for output in drawn_engine.step(engine):
-            tokens_of.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
-    return tokens_of
+            continuations.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+    return continuations
 
 
 def tokens(context: Context) -> Outcome:
-    """Tokens that a run with graphs and one without do not share."""
+    """Number of tokens that differ between runs with and without graphs."""
     engine, count = stage_engine(context), 4 if context.twin else 32
     drawn_engine.stop(engine)
     generator = torch.Generator().manual_seed(1)
@@ -79,26 +79,26 @@ def tokens(context: Context) -> Outcome:
     with_graphs = generate(engine, prompts, count)
     graphs = engine.runner.graphs
     if graphs is None or not graphs.captured:
-        raise Wrong("no step was captured")
+        raise WrongResult("no step was captured")
     engine.runner.graphs = None
     try:
         eager = generate(engine, prompts, count)
     finally:
         engine.runner.graphs = graphs
-    differ = sum(a != b for name in eager for a, b in zip(eager[name], with_graphs[name], strict=True))
-    return Outcome(differ, detail=f"{count} tokens of {len(prompts)} prompts, {len(graphs.captured)} graphs")
+    differing = sum(a != b for name in eager for a, b in zip(eager[name], with_graphs[name], strict=True))
+    return Outcome(differing, detail=f"{count} tokens of {len(prompts)} prompts, {len(graphs.captured)} graphs")
 
 
 def host_waits(context: Context) -> Outcome:
-    """How often the host waits for the device in a decode step: once, for the tokens."""
+    """Host waits per decode step; expected: one, for the tokens."""
     engine = stage_engine(context)
     drawn_engine.stop(engine)
     count = 4 if context.twin else COUNTED
     drawn_engine.decode(engine, [96, 200, 150], count + 16)
     for _ in range(6):
-        # The prompts' last tokens, and captures.
+        # Steps with the prompts' last tokens, and captures.
         drawn_engine.step(engine)
-    # The host does not wait for a CPU.
+    # There are no host waits on a CPU.
     with contextlib.nullcontext(HostWaits()) if context.twin else count_host_waits(context.device) as waits:
         for _ in range(count):
             drawn_engine.step(engine)
@@ -107,7 +107,7 @@ def host_waits(context: Context) -> Outcome:
 
 
 def capture(context: Context) -> Outcome:
-    """Seconds and memory of the first step of a bucket: it compiles nothing any more, and captures a graph."""
+    """Seconds and memory of the first step of a bucket, which captures a graph; its kernels are already compiled."""
     engine = stage_engine(context)
     batch = drawn_engine.make_step(engine, [64] * 3, [2] * 3)
     cuda = context.device.type == "cuda"
@@ -116,14 +116,14 @@ def capture(context: Context) -> Outcome:
     with torch.inference_mode():
         engine.runner(batch)
     context.synchronize()
-    took = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     memory = torch.cuda.memory_reserved(context.device) - before if cuda else 0
     drawn_engine.stop(engine)
-    return Outcome(took, detail=f"{memory / 2**20:.0f} MiB", more={"bytes": memory})
+    return Outcome(seconds, detail=f"{memory / 2**20:.0f} MiB", more={"bytes": memory})
 
 
 def step(context: Context, batch: int, length: int, roof: float) -> Outcome:
-    """Time of a decode step by its context."""
+    """Time of a decode step of `batch` sequences with `length` cached tokens. roof: roofline seconds."""
     engine = stage_engine(context)
     seconds = drawn_engine.step_seconds(context, engine, drawn_engine.make_step(engine, [length] * batch, [1] * batch))
     drawn_engine.stop(engine)
@@ -131,7 +131,7 @@ def step(context: Context, batch: int, length: int, roof: float) -> Outcome:
 
 
 def profile(context: Context) -> Outcome:
-    """Kernels that a step launches, and the 20 that take longest; the trace is profile.json.gz."""
+    """Kernel launches per layer and the 20 longest kernels of a step; the trace is written to profile.json.gz."""
     from torch.profiler import ProfilerActivity
 
     engine = stage_engine(context)
@@ -140,7 +140,7 @@ def profile(context: Context) -> Outcome:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch.inference_mode(), torch.profiler.profile(activities=activities) as profiler:
         for _ in range(PROFILED):
-            # Kernel by kernel: a replayed graph has no names on every driver.
+            # Eager, as some drivers report no kernel names for a replayed graph.
             engine.runner.eager(batch)
         context.synchronize()
     drawn_engine.stop(engine)
@@ -156,13 +156,13 @@ def profile(context: Context) -> Outcome:
     longest = sorted(kernels, key=lambda event: -event.self_device_time_total)[:20]
     count = sum(event.count for event in kernels) / PROFILED / engine.model.spec.num_layers
     rows = [[event.key[:120], event.count // PROFILED, event.self_device_time_total / PROFILED] for event in longest]
-    first = ", ".join(f"{name[:40]} {us:.0f} us" for name, _, us in rows[:3])
+    detail = ", ".join(f"{name[:40]} {us:.0f} us" for name, _, us in rows[:3])
     if not rows:
-        raise Unfit("the profiler sees no kernels on this machine")
-    return Outcome(count, detail=first, more={"longest": rows})
+        raise Unsupported("the profiler records no kernels on this machine")
+    return Outcome(count, detail=detail, more={"longest": rows})
 
 
 def raise_unless_traced(profiler: torch.profiler.profile) -> None:
-    """Wrong where the profiler has recorded nothing."""
+    """Raise WrongResult if the profiler recorded nothing."""
     if not profiler.key_averages():
-        raise Wrong("the profiler recorded nothing")
+        raise WrongResult("the profiler recorded nothing")

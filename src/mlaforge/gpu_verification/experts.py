@@ -15,13 +15,13 @@ from mlaforge.gpu_verification.correctness import experts_inputs
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.planning.costs import Cost, experts_touched
 
-# Experts, experts of a token, hidden size, intermediate size.
+# Experts, experts per token, hidden size, intermediate size.
 SIZES, TWIN_SIZES = (32, 4, 2880, 2880), (4, 2, 64, 96)
 TOKENS, TWIN_TOKENS = (1, 4, 8, 64, 512), (1,)
-# Expected share of the roof, and the least microseconds of a part: routing is half a dozen small kernels.
+# Expected share of the roofline, and minimum microseconds, of each part: routing is half a dozen small kernels.
 SHARES = {"route": 1.0, "gate and up": 0.4, "down": 0.4, "sum": 0.3, "whole": 0.35}
-LEAST = {"route": 25.0, "gate and up": 10.0, "down": 10.0, "sum": 3.0, "whole": 45.0}
-# Bits of a packed weight: a code, and a scale for 32 of them.
+MINIMUM_US = {"route": 25.0, "gate and up": 10.0, "down": 10.0, "sum": 3.0, "whole": 45.0}
+# Bits of a packed weight: a 4-bit code, and an 8-bit scale per 32 codes.
 BITS = 4.25
 
 
@@ -29,7 +29,7 @@ def cases(context: Context) -> Iterator[Case]:
     """The stage's cases."""
     for tokens in TWIN_TOKENS if context.twin else TOKENS:
         for part, share in SHARES.items():
-            predicted = max(context.roof.seconds(cost(context, part, tokens)) / share * 1e6, LEAST[part])
+            predicted = max(context.roof.seconds(cost(context, part, tokens)) / share * 1e6, MINIMUM_US[part])
             yield Case(
                 f"{part}, {tokens} tokens", Prediction(predicted, "us", share=share),
                 functools.partial(measure, context, part, tokens),
@@ -37,12 +37,12 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def sizes(context: Context) -> tuple[int, int, int, int]:
-    """Of the experts that are measured."""
+    """Sizes of the measured experts (E, K, hidden, intermediate)."""
     return TWIN_SIZES if context.twin else SIZES
 
 
 def cost(context: Context, part: str, tokens: int) -> Cost:
-    """Bytes and FLOPs that the part cannot do without, with routing uniform and independent."""
+    """Minimum bytes and FLOPs of a part under uniform, independent routing."""
     E, K, C, I = sizes(context)  # noqa: E741
     read = experts_touched(MoeSpec(E, K), tokens) * BITS / 8
     pairs, size = tokens * K, context.dtype.itemsize
@@ -54,8 +54,8 @@ def cost(context: Context, part: str, tokens: int) -> Cost:
 
 
 def measure(context: Context, part: str, tokens: int) -> Outcome:
-    """Time of one part, replayed from a graph. Weights of 32 experts are 13 MB a layer's eighth: the whole mixture is
-    larger than the chip's cache only from a few tokens on, so a share above 1 is possible at one token."""
+    """Time of one part, replayed from a graph. An eighth of a layer's 32 experts has 13 MB of weights: only from a few
+    tokens on does the mixture exceed the chip's cache, so a share above 1 is possible at one token."""
     arguments = context.shared(f"experts {tokens}", lambda: experts_inputs(context, tokens, sizes(context)))
     x, chosen, weights, *packed, alpha, limit = arguments
     (N, K), (E, C) = chosen.shape, packed[5].shape
@@ -73,6 +73,6 @@ def measure(context: Context, part: str, tokens: int) -> Outcome:
     for run in list(runs.values())[:-1]:
         run()
     seconds = context.seconds(runs[part])
-    least = cost(context, part, tokens)
-    detail = f"{least.bytes / seconds / 1e9:,.0f} GB/s, {least.flops / seconds / 1e12:.3g} TFLOP/s"
-    return Outcome(seconds * 1e6, None if part == "route" else context.share(least, seconds), detail)
+    minimum = cost(context, part, tokens)
+    detail = f"{minimum.bytes / seconds / 1e9:,.0f} GB/s, {minimum.flops / seconds / 1e12:.3g} TFLOP/s"
+    return Outcome(seconds * 1e6, None if part == "route" else context.share(minimum, seconds), detail)

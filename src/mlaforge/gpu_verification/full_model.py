@@ -1,4 +1,4 @@
-"""Stage model: tokens per second of all 24 layers of 20B's sizes, engine and host included."""
+"""Stage model: tokens per second of all 24 layers of 20B's sizes, including engine and host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlaforge.gpu_verification.context import Context
 LAYERS = 24
 BATCHES, CONTEXTS = (1, 8, 64), (2048, 32768)
 TWIN_BATCHES, TWIN_CONTEXTS = (2,), (96,)
-# Steps that are timed, after those that compile and capture.
+# Timed steps, after the warm-up steps that compile and capture.
 TIMED, WARM_UP = 32, 4
 # Microseconds of the host between two steps: scheduling, sampling, reading the tokens.
 HOST_US = 500.0
@@ -40,7 +40,7 @@ def stage_engine(context: Context) -> Engine:
 
 
 def measure(context: Context, batch: int, length: int, roof: float) -> Outcome:
-    """Tokens per second of requests that decode together."""
+    """Tokens per second of `batch` requests that decode together."""
     engine, steps = stage_engine(context), 3 if context.twin else TIMED
     drawn_engine.stop(engine)
     try:

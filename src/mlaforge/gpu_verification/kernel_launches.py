@@ -1,7 +1,7 @@
-"""Launches of every Triton kernel on real shapes, for compiling without running: name -> GPU -> KernelLaunch.
+"""Launches of every Triton kernel with real shapes, for compilation without a run: name -> GPU -> KernelLaunch.
 
-A kernel that is added to ops/ is added here, with the shapes that models launch it with; a test compares this table
-with the kernels in ops/. No memory of real sizes is taken.
+Every kernel in ops/ needs entries here with the shapes that models use; a test compares this table with ops/. No memory
+of the real sizes is allocated.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from mlaforge.ops import token_selection_triton as selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
 
-# Bytes of registers that a thread may spill: a few are harmless. MLA of rank 512 is known to spill more (with fp8 rows
-# 368 in Triton 3.6).
+# Maximum spilled bytes per thread: a few are harmless. MLA of rank 512 spills more (368 with fp8 rows in Triton 3.6).
 SPILLED, SPILLED_WIDE = 24, 400
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelLaunch:
-    """A kernel, its arguments by name (tensors of any size, dtypes and strides as launched), compiler options, and the
-    bytes a thread is expected to spill at most. `tile`: of the product, as outputs x rows."""
+    """A kernel, its arguments by name (tensors of any size, dtypes and strides as launched) and compiler options. tile:
+    of the product, outputs x rows. spilled: maximum spilled bytes per thread."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -53,23 +52,21 @@ ATTENTION = {
     "mla-384-64": (64, 1, 448, -384, 1),
     "mla-small": (9, 1, 224, -192, 1),
 }
-# Experts, experts of a token, hidden size, intermediate size.
+# Experts, experts per token, hidden size, intermediate size.
 EXPERTS = {"20b": (32, 4, 2880, 2880), "120b": (128, 4, 2880, 2880), "small": (4, 2, 576, 1536)}
 FP8 = ("gqa-64", "gqa-128-prefill", "mla-512-64", "mla-small")
 
 
 def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
-    """The attention kernel on one of ATTENTION, queries in `dtype`, cached rows in `rows`."""
+    """Attention kernel with a shape of ATTENTION. dtype: of the queries; rows: of the cached rows."""
     H, G, D, V, T = ATTENTION[name]
     k = torch.empty(32, G, D, dtype=rows)
     v = k[..., :-V] if V < 0 else torch.empty(32, G, V, dtype=rows)
     S = 8
-    # Mixed: the prompt of one sequence beside decoding of the others.
+    # Mixed: the prompt of one sequence, and decoding of the others.
     N = S + T - 1 if name.endswith("mixed") else S * T
-    numbers = torch.zeros(S + 1, dtype=torch.int32)
-    view = CacheView(
-        torch.zeros(S, 512, dtype=torch.int32), numbers[:S], numbers[:S], numbers, numbers.long(), 16, T, 8192
-    )
+    zeros = torch.zeros(S + 1, dtype=torch.int32)
+    view = CacheView(torch.zeros(S, 512, dtype=torch.int32), zeros[:S], zeros[:S], zeros, zeros.long(), 16, T, 8192)
     q = torch.empty(N, H, D, dtype=dtype)
     launch = attention.make_launch(q, k, v, view, 0.1, splits=16 if T < 16 else 1, gpu=gpu)
     tile = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
@@ -78,35 +75,42 @@ def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties)
 
 
 def merge(dtype: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
-    """The merge of splits."""
-    numbers = torch.empty(16)
+    """Merge of splits."""
+    fp32 = torch.empty(16)
     arguments = {
-        "parts": numbers, "lses": numbers, "out": torch.empty(16, dtype=dtype), "lse": numbers, "splits": 16, "V": 320,
+        "parts": fp32, "lses": fp32, "out": torch.empty(16, dtype=dtype), "lse": fp32, "splits": 16, "V": 320,
         "SIZE": 512,
     }  # fmt: skip
     return KernelLaunch(attention.merge_kernel, arguments, {"num_warps": 4})
 
 
 def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
-    """The kernel `lse` or `score` of an index of 64 numbers and 64 heads."""
+    """Kernel `lse` or `score` of an index of width 64 and 64 heads."""
     S, H, W, L = 8, 64, 64, 8192
-    numbers = torch.zeros(S, dtype=torch.int32)
-    view = CacheView(torch.zeros(S, 512, dtype=torch.int32), numbers, numbers, numbers, numbers.long(), 16, 1, L)
+    zeros = torch.zeros(S, dtype=torch.int32)
+    view = CacheView(torch.zeros(S, 512, dtype=torch.int32), zeros, zeros, zeros, zeros.long(), 16, 1, L)
     _, arguments = selection.launches(torch.zeros(512, W, 16, dtype=torch.int8), torch.zeros(S, H, W), view)
     out = torch.zeros(S, L)
     if kernel == "lse":
         return KernelLaunch(selection.lse_kernel, arguments | {"out": out}, {})
-    more = {"lse": torch.zeros(S, H), "out": out, "width": L, "sink": 4, "window": 128, "stride": 0}
-    # Without wgmma the products' three parts take more registers than there are.
-    return KernelLaunch(selection.score_kernel, arguments | more, {}, None, SPILLED if gpu.asynchronous else 600)
+    outputs = {"lse": torch.zeros(S, H), "out": out, "width": L, "sink": 4, "window": 128, "stride": 0}
+    # Without wgmma the three parts of the product exceed the registers.
+    return KernelLaunch(selection.score_kernel, arguments | outputs, {}, None, SPILLED if gpu.asynchronous else 600)
 
 
 def mix(shape: str, part: str, dtype: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
-    """The kernel `gate`, `down` or `sum` of one of EXPERTS, with no memory for weights."""
+    """Kernel `gate`, `down` or `sum` with a shape of EXPERTS; weights are meta tensors."""
     (E, K, C, I), N = EXPERTS[shape], 8  # noqa: E741
     if part == "sum":
         out = torch.empty(16, dtype=dtype)
-        arguments = {"parts": torch.empty(16), "weights": out, "out": out, "K": K, "C": C, "SUMMED": experts.SUMMED}
+        arguments = {
+            "parts": torch.empty(16),
+            "weights": out,
+            "out": out,
+            "K": K,
+            "C": C,
+            "SUM_BLOCK": experts.SUM_BLOCK,
+        }
         return KernelLaunch(experts.sum_kernel, arguments, {"num_warps": 4})
     inputs, outputs, gated = (C, I, True) if part == "gate" else (I, C, False)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""summary.md of `verify-gpu`: predicted, measured, share of the roof, and a verdict for every case."""
+"""summary.md of `verify-gpu`: prediction, measurement, share of the roofline and verdict of every case."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from mlaforge.rendering.table import markdown_table
 
-# Lines of the summary that are printed, and their width: a rented machine may return no more than 12,000 characters.
+# Printed lines of the summary and their width: a rented machine may return at most 12,000 characters.
 PRINTED, WIDTH = 100, 115
 GOOD = ("ok", "skipped")
 
 
 def render(rows: list[dict[str, Any]], facts: dict[str, Any], twin: bool, seconds: float) -> str:
-    """Markdown: the machine, how many cases came to what, what is not ok first, then every case by stage."""
+    """Markdown: the machine, counts by status, the cases that are not ok, then all cases by stage."""
     parts = [
         "# verify-gpu" + (" (twin on a CPU: times are not judged)" if twin else ""),
         _machine(facts),
@@ -27,7 +27,7 @@ def render(rows: list[dict[str, Any]], facts: dict[str, Any], twin: bool, second
 
 
 def clipped(page: str) -> str:
-    """The beginning of a summary, for a terminal."""
+    """Beginning of a summary for the terminal."""
     return "\n".join(line[:WIDTH] for line in page.splitlines()[:PRINTED])
 
 
@@ -38,12 +38,12 @@ def counts(rows: list[dict[str, Any]]) -> str:
 
 def _machine(facts: dict[str, Any]) -> str:
     names = ("device", "driver", "torch", "triton", "transformers")
-    words = [f"{name} {facts[name]}" for name in names if facts.get(name)]
+    items = [f"{name} {facts[name]}" for name in names if facts.get(name)]
     if "bandwidth" in facts:
-        words.append(f"copy {facts['bandwidth'] / 1e9:,.0f} GB/s")
+        items.append(f"copy {facts['bandwidth'] / 1e9:,.0f} GB/s")
     if "flops" in facts:
-        words.append(f"product {facts['flops'] / 1e12:,.1f} TFLOP/s")
-    return "; ".join(words)
+        items.append(f"product {facts['flops'] / 1e12:,.1f} TFLOP/s")
+    return "; ".join(items)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

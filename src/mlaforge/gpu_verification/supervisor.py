@@ -1,9 +1,9 @@
-"""The parent of `verify-gpu`: runs each stage in a process of its own, survives its crashes, and writes the results.
+"""Parent process of `verify-gpu`: runs each stage in a child process, survives its crashes, and writes the results.
 
-The parent imports neither torch nor CUDA. A stage's process has a process group, so that whatever it has started ends
-with it. When a case crashes its process or exceeds its limit, the case alone is lost: the stage goes on behind it in a
-new process. A crashed case runs once more with blocking launches (the failing launch is then named), and an illegal
-memory access once under compute-sanitizer where that is installed.
+The parent imports neither torch nor CUDA. A child has its process group, so that its subprocesses end with it. If a
+case crashes its process or exceeds its limit, only that case is lost: the stage continues with the next one in a new
+process. A crashed case is repeated once with blocking launches, which identifies the failing launch, and after an
+illegal memory access once under compute-sanitizer if installed.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from mlaforge.gpu_verification.worker import Job
 from mlaforge.runtime import UserError, log
 
 SUMMARY, CASES, LOG = "summary.md", "cases.jsonl", "log.txt"
-# What stages may leave in their folder for OUT.
-LEFT = ("compile.jsonl", "tuned.json", "profile.json.gz", "mismatch.safetensors", "junit.xml")
-# A file that is larger does not travel from a rented machine.
+# Files that stages may write into their folder for OUT.
+STAGE_FILES = ("compile.jsonl", "tuned.json", "profile.json.gz", "mismatch.safetensors", "junit.xml")
+# Larger files are not copied: a rented machine may not return them.
 LARGEST_FILE = 16 << 20
-# Seconds kept at the end for writing the results, and of a whole run for repeating a crashed case.
+# Seconds reserved at the end for writing the results, and for repeating a crashed case in a full run.
 RESERVE, REPEAT = 3.0, 45.0
 ILLEGAL = "illegal memory access"
 
 
 @dataclasses.dataclass
 class Child:
-    """The process of a stage and the lines that it reports."""
+    """Child process of a stage and the file descriptor of its reports."""
 
     process: subprocess.Popen[bytes]
     reports: int
     buffer: bytes = b""
 
     def lines(self, until: float) -> Iterator[dict[str, Any] | None]:
-        """Reports as they arrive; None, and no more, when a case's limit or time.monotonic() `until` is reached."""
+        """Yield reports as they arrive; None, as the last item, when the case's limit or the time.monotonic() `until`
+        is reached."""
         bound = until
         while True:
             while b"\n" in self.buffer:
@@ -56,8 +57,8 @@ class Child:
                 report = json.loads(line)
                 bound = min(until, time.monotonic() + report["limit"]) if report["event"] == "start" else until
                 yield report
-            left = bound - time.monotonic()
-            if left <= 0 or not select.select([self.reports], [], [], left)[0]:
+            remaining = bound - time.monotonic()
+            if remaining <= 0 or not select.select([self.reports], [], [], remaining)[0]:
                 yield None
                 return
             if not (read := os.read(self.reports, 1 << 16)):
@@ -65,9 +66,9 @@ class Child:
             self.buffer += read
 
     def end(self) -> int:
-        """Ends the process group; the exit code."""
+        """Kill the process group and return the exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # A process that has closed its reports is about to exit by itself.
+            # A process that has closed its reports is about to exit.
             self.process.wait(timeout=2.0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -76,19 +77,19 @@ class Child:
 
 
 class Supervisor:
-    """Runs `stages` within the limits of `config` and writes the results into the directory `out`."""
+    """Run `stages` within the limits of `config` and write the results into the directory `out`."""
 
     def __init__(self, out: Path, config: VerifyGpuConfig, stages: Sequence[Stage] = STAGES):
         self.out, self.config, self.stages = out, config, stages
         self.twin = config.twin is not None
-        self.began = time.monotonic()
-        self.deadline = self.began + config.seconds - RESERVE
+        self.start_time = time.monotonic()
+        self.deadline = self.start_time + config.seconds - RESERVE
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self.folder = Path()
 
     def run(self) -> list[dict[str, Any]]:
-        """All stages; the rows of cases.jsonl. After Ctrl-C the results so far are written."""
+        """Run all stages and return the rows of cases.jsonl. On Ctrl-C, write the results so far."""
         self.out.mkdir(parents=True, exist_ok=True)
         memory = Path("/dev/shm")
         with (
@@ -98,7 +99,7 @@ class Supervisor:
             self.folder = Path(folder)
             try:
                 for stage in self.stages:
-                    log(f"{time.monotonic() - self.began:5.0f} s  {stage.name}: {stage.description}")
+                    log(f"{time.monotonic() - self.start_time:5.0f} s  {stage.name}: {stage.description}")
                     self._stage(stage, output)
                     self._write()
             finally:
@@ -106,7 +107,7 @@ class Supervisor:
         return self.rows
 
     def _stage(self, stage: Stage, output: TextIO) -> None:
-        """One stage, in as many processes as its crashes need."""
+        """Run one stage, starting a new process after each crash."""
         limit = time.monotonic() + stage.limit * self.config.seconds / FULL_SECONDS
         until, first, cases = min(limit, self.deadline), 0, list[dict[str, Any]]()
         while True:
@@ -120,7 +121,8 @@ class Supervisor:
     def _process(
         self, stage: Stage, first: int, cases: list[dict[str, Any]], until: float, output: TextIO
     ) -> tuple[list[dict[str, Any]], int, bool]:
-        """Runs the stage's cases from number `first` on in one process: the cases, the next number, whether all ran."""
+        """Run the stage's cases from number `first` on in one process. Return (cases, next number, whether the stage is
+        finished)."""
         child = self._spawn(stage, self._job(stage, first=first), output)
         number, started, expired, ended, limit = first, False, False, None, 0.0
         try:
@@ -144,55 +146,57 @@ class Supervisor:
             self._row(stage, {"case": "list of cases"}, {"status": status, "detail": f"{_ending(code)}, see {LOG}"})
             return cases, 0, True
         if ended is not None and ended["status"] == "crashed" and not started:
-            # The process has ended itself because the case left its CUDA context unusable.
+            # The process exited because the case made its CUDA context unusable.
             self._repeat(stage, number - 1, self.rows[-1], output)
         elif expired and started:
-            over = "the stage's time is over" if time.monotonic() >= until else f"longer than {limit:g} s"
-            self._row(stage, cases[number], {"status": "timed out", "detail": over})
+            detail = "the stage's time is over" if time.monotonic() >= until else f"longer than {limit:g} s"
+            self._row(stage, cases[number], {"status": "timed out", "detail": detail})
             number += 1
         elif expired:
             self._skip(stage, cases, number)
             return cases, number, True
         elif started or number == first:
-            # Without a start the process has died before it reached the case, and would do so again.
+            # Without a start the process died before it reached the case, and would die again.
             self._row(stage, cases[number], {"status": "crashed", "detail": _ending(code)})
             self._repeat(stage, number, self.rows[-1], output)
             number += 1
         return cases, number, number >= len(cases)
 
     def _repeat(self, stage: Stage, number: int, row: dict[str, Any], output: TextIO) -> None:
-        """Runs a crashed case once with blocking launches, and an illegal access once under compute-sanitizer."""
-        row["repeated"] = self._alone(stage, number, output, {"CUDA_LAUNCH_BLOCKING": "1"})
+        """Repeat a crashed case with blocking launches, and after an illegal access under compute-sanitizer."""
+        row["repeated"] = self._run_case(stage, number, output, {"CUDA_LAUNCH_BLOCKING": "1"})
         sanitizer = shutil.which("compute-sanitizer")
         if sanitizer and ILLEGAL in f"{row['detail']} {row['repeated']}":
-            row["sanitizer"] = self._alone(stage, number, output, {}, (sanitizer, "--print-limit", "5"))
+            row["sanitizer"] = self._run_case(stage, number, output, {}, (sanitizer, "--print-limit", "5"))
 
-    def _alone(
-        self, stage: Stage, number: int, output: TextIO, more: dict[str, str], prefix: tuple[str, ...] = ()
+    def _run_case(
+        self, stage: Stage, number: int, output: TextIO, variables: dict[str, str], prefix: tuple[str, ...] = ()
     ) -> str:
-        """Status and detail of one case in a process of its own."""
+        """Run one case in a separate process. Return its status and detail."""
         until = min(self.deadline, time.monotonic() + REPEAT * self.config.seconds / FULL_SECONDS)
         if time.monotonic() >= until:
             return "skipped"
         job = self._job(stage, only=number)
-        child, said = self._spawn(stage, job, output, more, prefix), "crashed"
+        child, outcome = self._spawn(stage, job, output, variables, prefix), "crashed"
         try:
             for report in child.lines(until):
                 if report is None:
-                    said = "timed out"
+                    outcome = "timed out"
                 elif report["event"] == "end":
-                    said = f"{report['status']} {report.get('detail', '')}".strip()
+                    outcome = f"{report['status']} {report.get('detail', '')}".strip()
         finally:
             code = child.end()
-        return said if said != "crashed" else f"crashed: {_ending(code)}"
+        return outcome if outcome != "crashed" else f"crashed: {_ending(code)}"
 
     def _job(self, stage: Stage, first: int = 0, only: int | None = None) -> Job:
         on_cpu = self.twin or not stage.runs_kernels
         return Job(stage.module, self.twin, on_cpu, self.facts, str(self.folder), first, only)
 
     def _spawn(
-        self, stage: Stage, job: Job, output: TextIO, more: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
-    ) -> Child:
+        self, stage: Stage, job: Job, output: TextIO, variables: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> Child:  # fmt: skip
+        """Start the worker process. variables: added to its environment; prefix: of its command."""
         path = self.folder / "job.json"
         path.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
         read, write = os.pipe()
@@ -201,32 +205,32 @@ class Supervisor:
         output.flush()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, pass_fds=(write,),
-            start_new_session=True, env=self._environment(stage) | (more or {}),
+            start_new_session=True, env=self._environment(stage) | (variables or {}),
         )  # fmt: skip
         os.close(write)
         return Child(process, read)
 
     def _environment(self, stage: Stage) -> dict[str, str]:
-        """Of a stage's process: it writes to memory only and asks no network."""
+        """Environment of a stage's process: it writes to memory only and uses no network."""
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        own = {
+        variables = {
             "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1",
             "TRITON_CACHE_DIR": str(self.folder / "triton"), "MLAFORGE_HOME": str(self.folder / "home"),
-            # Kernels for CPUs would be compiled first, and stand in for none of the GPU's.
+            # CPU kernels would be compiled first, although no stage uses them.
             "MLAFORGE_NATIVE": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-            # What Triton 3.9 does by default, said so that it does not warn.
+            # The default of Triton 3.9, set explicitly to avoid its warning.
             "TRITON_DEFAULT_FP_FUSION": "1",
             "TRITON_INTERPRET": "1" if self.twin and stage.runs_kernels else "0",
             # Tiny products gain nothing from threads.
             **({"OMP_NUM_THREADS": "1"} if self.twin else {}),
         }  # fmt: skip
-        return {**os.environ, **own}
+        return {**os.environ, **variables}
 
     def _skip(self, stage: Stage, cases: list[dict[str, Any]], first: int) -> None:
-        """Reports what the time did not suffice for."""
-        whole = time.monotonic() >= self.deadline
-        detail = "the run's time is over" if whole else "the stage's time is over"
+        """Report the cases from number `first` on as skipped for lack of time."""
+        run_is_over = time.monotonic() >= self.deadline
+        detail = "the run's time is over" if run_is_over else "the stage's time is over"
         for case in cases[first:] if cases else [{"case": "all"}]:
             self._row(stage, case, {"status": "skipped", "detail": detail})
 
@@ -237,21 +241,21 @@ class Supervisor:
             lines.write(json.dumps(self.rows[-1]) + "\n")
 
     def _write(self) -> None:
-        """Everything so far: what stages left in their folder, cases.jsonl with repeated cases, summary.md."""
-        for name in LEFT:
+        """Write all results so far: files of stages, cases.jsonl with repeated cases, summary.md."""
+        for name in STAGE_FILES:
             if (path := self.folder / name).is_file() and path.stat().st_size < LARGEST_FILE:
                 shutil.copyfile(path, self.out / name)
         lines = "".join(json.dumps(row) + "\n" for row in self.rows)
         (self.out / CASES).write_text(lines, encoding="utf-8")
-        took = time.monotonic() - self.began
-        (self.out / SUMMARY).write_text(render(self.rows, self.facts, self.twin, took), encoding="utf-8")
+        seconds = time.monotonic() - self.start_time
+        (self.out / SUMMARY).write_text(render(self.rows, self.facts, self.twin, seconds), encoding="utf-8")
         if (path := self.out / LOG).stat().st_size > LARGEST_FILE:
-            # The end says what went wrong.
+            # The end contains the error.
             path.write_bytes(path.read_bytes()[-LARGEST_FILE // 2 :])
 
 
 def _ending(code: int) -> str:
-    """How a process ended, by its exit code."""
+    """Describe a process's exit code."""
     if code >= 0:
         return f"the process ended with exit code {code}"
     try:
@@ -261,16 +265,17 @@ def _ending(code: int) -> str:
 
 
 def run(out: Path, config: VerifyGpuConfig) -> list[dict[str, Any]]:
-    """Runs the stages that `config` names; the rows of cases.jsonl. UserError where OUT holds other files."""
-    ours = {SUMMARY, CASES, LOG, *LEFT}
+    """Run the stages selected by `config` and return the rows of cases.jsonl. Raise UserError if OUT contains other
+    files."""
+    results = {SUMMARY, CASES, LOG, *STAGE_FILES}
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is no directory; give another --out")
-    if out.is_dir() and (other := next((p.name for p in sorted(out.iterdir()) if p.name not in ours), None)):
-        raise UserError(f"{out} holds {other}, which verify-gpu did not write; give an empty or new --out")
+        raise UserError(f"{out} is not a directory; give another --out")
+    if out.is_dir() and (other := next((p.name for p in sorted(out.iterdir()) if p.name not in results), None)):
+        raise UserError(f"{out} contains {other}, which verify-gpu did not write; give an empty or new --out")
     created = not out.exists()
 
     def clear() -> None:
-        for name in ours:
+        for name in results:
             (out / name).unlink(missing_ok=True)
 
     clear()
@@ -278,7 +283,7 @@ def run(out: Path, config: VerifyGpuConfig) -> list[dict[str, Any]]:
     try:
         return Supervisor(out, config, stages).run()
     except UserError:
-        # Without a GPU there are no results.
+        # Without a GPU there are no results to keep.
         clear()
         if created:
             out.rmdir()

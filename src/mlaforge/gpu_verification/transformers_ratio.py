@@ -1,6 +1,4 @@
-"""Stage transformers: transformers' own model with the same drawn weights on the same 4 layers: how many times as fast
-the engine decodes.
-"""
+"""Stage transformers: decoding speed of the engine over transformers, with the same random weights and 4 layers."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from mlaforge.ops.mxfp4 import dequantize
 LAYERS = 4
 PROMPTS, TWIN_PROMPTS = ((1, 512), (8, 512)), ((1, 24),)
 TOKENS, TWIN_TOKENS = 32, 3
-# The engine reads experts in 4 bits and replays a graph; transformers reads bf16, kernel after kernel.
+# Expected minimum: the engine reads 4-bit experts and replays a graph; transformers reads bf16 in eager kernels.
 RATIO = 1.5
 
 
@@ -36,7 +34,7 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def drawn_transformers(context: Context) -> Any:
-    """transformers' class with the weights of the stage's drawn model, experts unpacked to its dtype."""
+    """transformers' model with the weights of the stage's random model; experts are unpacked to the context's dtype."""
     config = drawn_engine.config_of(context, LAYERS)
     source = DrawnModel.of(config, context.device)
     dtype = context.dtype
@@ -55,42 +53,42 @@ def drawn_transformers(context: Context) -> Any:
 
 
 def measure(context: Context, batch: int, length: int) -> Outcome:
-    """Tokens per second of greedy decoding, the engine's over transformers'; how many tokens agree is told."""
+    """Ratio of greedy tokens per second, engine over transformers; `detail` reports how many tokens agree."""
     count = TWIN_TOKENS if context.twin else TOKENS
     generator = torch.Generator().manual_seed(batch)
     vocabulary = drawn_engine.config_of(context, LAYERS)["vocab_size"]
     prompts = torch.randint(0, vocabulary, (batch, length), generator=generator)
-    theirs, their_tokens = by_transformers(context, prompts, count)
-    ours, our_tokens = by_engine(context, prompts, count)
-    same = sum(a == b for x, y in zip(our_tokens, their_tokens, strict=True) for a, b in zip(x, y, strict=True))
-    detail = f"{ours * 1e3:.2f} ms a step, transformers {theirs * 1e3:.2f}; {same} of {batch * count} tokens equal"
-    return Outcome(theirs / ours, detail=detail)
+    peer_seconds, peer_tokens = decode_transformers(context, prompts, count)
+    seconds, tokens = decode_engine(context, prompts, count)
+    equal = sum(a == b for x, y in zip(tokens, peer_tokens, strict=True) for a, b in zip(x, y, strict=True))
+    detail = f"{seconds * 1e3:.2f} ms a step, transformers {peer_seconds * 1e3:.2f}"
+    return Outcome(peer_seconds / seconds, detail=f"{detail}; {equal} of {batch * count} tokens equal")
 
 
 @torch.inference_mode()
-def by_transformers(context: Context, prompts: torch.Tensor, count: int) -> tuple[float, list[list[int]]]:
-    """Seconds of a decode step, and the tokens."""
+def decode_transformers(context: Context, prompts: torch.Tensor, count: int) -> tuple[float, list[list[int]]]:
+    """Median seconds of a decode step, and the tokens per prompt."""
     model = context.shared("transformers", lambda: drawn_transformers(context))
     ids, cache, tokens, times = prompts.to(context.device), DynamicCache(config=model.config), [], []
     for _ in range(count):
         context.synchronize()
         start = time.perf_counter()
-        # By place: transformers 5.24 gave the cache another name.
+        # Positional: transformers 5.24 renamed the cache's keyword.
         hidden = model.model(ids, None, None, cache, use_cache=True).last_hidden_state
         ids = model.lm_head(hidden[:, -1]).argmax(-1, keepdim=True)
         tokens.append(ids[:, 0].tolist())
         times.append(time.perf_counter() - start)
-    # The first is the prompt's, and the second may still set things up.
+    # The first step is the prompt's, and the second may include initialisation.
     rest = sorted(times[2:])
     return rest[len(rest) // 2], [list(column) for column in zip(*tokens, strict=True)]
 
 
-def by_engine(context: Context, prompts: torch.Tensor, count: int) -> tuple[float, list[list[int]]]:
-    """The same by the engine."""
+def decode_engine(context: Context, prompts: torch.Tensor, count: int) -> tuple[float, list[list[int]]]:
+    """decode_transformers with the engine."""
     config = drawn_engine.config_of(context, LAYERS)
     options = {} if context.twin else {"cache_bytes": 4 << 30}
     engine = context.shared("engine", lambda: drawn_engine.with_graphs(drawn_engine.build(context, config, **options)))
-    found: list[list[int]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
     times = []
     for number, prompt in enumerate(prompts.tolist()):
         engine.add(str(number), prompt, drawn_engine.greedy(count))
@@ -98,9 +96,9 @@ def by_engine(context: Context, prompts: torch.Tensor, count: int) -> tuple[floa
         context.synchronize()
         start = time.perf_counter()
         outputs = drawn_engine.step(engine)
-        if len(outputs) == len(found) and all(found):
+        if len(outputs) == len(tokens) and all(tokens):
             times.append(time.perf_counter() - start)
         for output in outputs:
-            found[int(output.request_id)] += output.outputs[0].token_ids
+            tokens[int(output.request_id)] += output.outputs[0].token_ids
     rest = sorted(times[1:])
-    return rest[len(rest) // 2], found
+    return rest[len(rest) // 2], tokens

@@ -1,4 +1,4 @@
-"""Stage verification: steps of several query tokens, a draft head's tokens, and the choice and reading of tokens in
+"""Stage verification: steps with several query tokens, drafting by a head, and selection and reading of tokens in
 sparse attention.
 """
 
@@ -19,7 +19,7 @@ from mlaforge.engine.engine import Engine
 from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.families.spec import capture_boundaries
 from mlaforge.gpu_verification import drawn_engine
-from mlaforge.gpu_verification.case import Case, Outcome, Prediction, Unfit
+from mlaforge.gpu_verification.case import Case, Outcome, Prediction, Unsupported
 from mlaforge.gpu_verification.context import Context
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.ops import paged_attention_triton as attention
@@ -28,13 +28,13 @@ from mlaforge.planning.costs import Cost
 
 LAYERS, CONTEXT, TWIN_CONTEXT = 4, 8192, 96
 QUERIES, TWIN_QUERIES = range(1, 10), (1, 4)
-# A tree of 16 drafted tokens behind the newest one: two, then their children.
+# A tree of 16 drafted tokens after the newest token: two children, then their children.
 PARENTS = [-1, -1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 DRAFTED, DRAFTING_STEPS = 3, 8
-# Expected milliseconds of three drafted tokens, and of a tree step: trees have no kernel, and read lengths on the host.
+# Expected milliseconds of drafting three tokens, and of a tree step: trees have no kernel and read lengths on the host.
 DRAFT_MS, TREE_MS = 2.5, 30.0
 SELECTED, SELECT_CONTEXTS, TWIN_SELECT = 1024, (8192, 32768, 131072), (300,)
-# Expected microseconds of a choice beside what reading the index keys takes.
+# Expected microseconds of a selection besides reading the index keys.
 SELECT_US = 150.0
 
 
@@ -71,13 +71,13 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def stage_engine(context: Context) -> Engine:
-    """The engine of steps without a drafter."""
+    """Engine without a drafter."""
     config = drawn_engine.config_of(context, LAYERS)
     return context.shared("engine", lambda: drawn_engine.with_graphs(drawn_engine.build(context, config)))
 
 
 def step(context: Context, lengths: Sequence[int], queries: Sequence[int], roof: float) -> Outcome:
-    """Time of a step whose sequences have so many query tokens."""
+    """Time of a step. lengths, queries: cached and query tokens per sequence; roof: roofline seconds."""
     engine = stage_engine(context)
     seconds = drawn_engine.step_seconds(context, engine, drawn_engine.make_step(engine, lengths, queries))
     drawn_engine.stop(engine)
@@ -95,7 +95,7 @@ def tree(context: Context, length: int) -> Outcome:
 
 
 def write_drawn_head(context: Context, directory: Path) -> Path:
-    """An EAGLE-3 head of random weights for the stage's model, in memory."""
+    """Write an EAGLE-3 head with random weights for the stage's model. Return its directory."""
     config = drawn_engine.config_of(context, LAYERS)
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     layer = LlamaConfig(
@@ -105,7 +105,7 @@ def write_drawn_head(context: Context, directory: Path) -> Path:
     )  # fmt: skip
     drafted = min(32000, vocabulary // 2)
     boundaries = tuple(capture_boundaries(config["num_hidden_layers"]))
-    head_config = Eagle3Config(layer, hidden, drafted, boundaries, own_embedding=False)
+    head_config = Eagle3Config(layer, hidden, drafted, boundaries, has_embed_tokens=False)
     with torch.device("meta"):
         head = Eagle3Head(head_config)
     state: dict[str, Tensor] = {}
@@ -121,7 +121,7 @@ def write_drawn_head(context: Context, directory: Path) -> Path:
 
 
 def draft(context: Context, length: int) -> Outcome:
-    """Time of a proposal, from the engine's statistics of decoding steps."""
+    """Milliseconds of a proposal, from the engine's statistics of decoding steps."""
 
     def make() -> Engine:
         directory = write_drawn_head(context, context.folder / "head")
@@ -141,24 +141,24 @@ def draft(context: Context, length: int) -> Outcome:
         drawn_engine.step(engine)
     drawn_engine.stop(engine)
     seconds, steps, drafted = (
-        now - then for now, then in zip((stats.draft_seconds, stats.engine_steps, stats.drafted), before, strict=True)
+        after - start
+        for after, start in zip((stats.draft_seconds, stats.engine_steps, stats.drafted), before, strict=True)
     )
     if not drafted:
-        raise Unfit("the head drafted nothing in these steps")
+        raise Unsupported("the head drafted nothing in these steps")
     return Outcome(seconds / steps * 1e3, detail=f"{drafted / steps:.1f} tokens a step")
 
 
 def index_cost(length: int) -> Cost:
-    """Reading a layer's index keys twice, and their products with 64 heads' queries."""
+    """Cost of reading a layer's index keys twice, and of their products with the queries of 64 heads."""
     width, heads = 64, 64
     return Cost(2.0 * 2 * heads * width * length, 2.0 * width * length)
 
 
 def select(context: Context, length: int, attend: bool) -> Outcome:
-    """Time to choose tokens by their index keys, or to attend to those chosen, in one layer."""
-    inputs = context.shared(f"selection {length}", lambda: selection_inputs(context, length))
-    choose, read = inputs
-    seconds = context.seconds(read if attend else choose, graph=attend)
+    """Time in one layer to select tokens by their index keys, or with `attend` to attend to the selected ones."""
+    choose, attend_selected = context.shared(f"selection {length}", lambda: selection_inputs(context, length))
+    seconds = context.seconds(attend_selected if attend else choose, graph=attend)
     return Outcome(seconds * 1e6)
 
 
@@ -185,5 +185,5 @@ def selection_inputs(context: Context, length: int) -> tuple[Callable[[], Any], 
             return index._triton(keys, q.flatten(1), turn, view, counts, 1)
         return index.choose(keys, q.flatten(1), turn, view, counts)
 
-    some = narrowed(view, *choose(), counts, False)
-    return choose, lambda: attention.attend(q, k, v, some, scale)
+    selected = narrowed(view, *choose(), counts, False)
+    return choose, lambda: attention.attend(q, k, v, selected, scale)

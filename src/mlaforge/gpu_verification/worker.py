@@ -1,7 +1,7 @@
-"""The process that runs the cases of one stage: `python -m mlaforge.gpu_verification.worker JOB --report FD`.
+"""Worker process that runs the cases of one stage: `python -m mlaforge.gpu_verification.worker JOB --report FD`.
 
 JOB is a JSON file (`Job`). Reports go to the file descriptor FD, one flushed JSON line each: the list of cases with
-their predictions, the start of a case, its end. A process that dies between start and end has crashed in that case.
+their predictions, the start of a case, its end. A process that dies between start and end crashed in that case.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Exit code of a process whose CUDA context a failed case has made unusable.
+# Exit code after a failed case made the CUDA context unusable.
 BROKEN_CONTEXT = 70
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Cases from number `first` on, or number `only` alone, of the stage in `module`; `on_cpu`: it needs no GPU."""
+    """Cases of the stage in `module`: from number `first` on, or number `only`. on_cpu: the stage needs no GPU."""
 
     module: str
     twin: bool
@@ -35,7 +35,7 @@ class Job:
 
 
 def main(path: str, report: Callable[[dict[str, Any]], None]) -> int:
-    """Runs a job; the exit code."""
+    """Run a job and return the exit code. report: called with each report."""
     import torch
 
     from mlaforge.gpu_verification.case import Case, describe
@@ -50,32 +50,32 @@ def main(path: str, report: Callable[[dict[str, Any]], None]) -> int:
         return 0
     torch.manual_seed(0)
     context = Context(device, job.twin, job.facts, Path(job.folder))
-    listed: list[Case] = list(importlib.import_module(job.module).cases(context))
-    names = [case.name for case in listed]
-    assert len(set(names)) == len(names), f"two cases have one name: {names}"
-    report({"event": "cases", "cases": [{"case": c.name, "predicted": describe(c.prediction)} for c in listed]})
-    numbers = range(job.first, len(listed)) if job.only is None else [job.only]
+    cases: list[Case] = list(importlib.import_module(job.module).cases(context))
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names), f"two cases have the same name: {names}"
+    report({"event": "cases", "cases": [{"case": c.name, "predicted": describe(c.prediction)} for c in cases]})
+    numbers = range(job.first, len(cases)) if job.only is None else [job.only]
     for number in numbers:
-        case = listed[number]
+        case = cases[number]
         report({"event": "start", "number": number, "limit": case.limit})
-        began = time.perf_counter()
+        start = time.perf_counter()
         status, body = _outcome(case, context)
-        report({"event": "end", "number": number, "status": status, "seconds": time.perf_counter() - began, **body})
+        report({"event": "end", "number": number, "status": status, "seconds": time.perf_counter() - start, **body})
         if status == "crashed":
             return BROKEN_CONTEXT
     return 0
 
 
 def _outcome(case: Any, context: Any) -> tuple[str, dict[str, Any]]:
-    """Status of a case and what is reported with it."""
-    from mlaforge.gpu_verification.case import WITHIN, Unfit, Wrong
+    """Run a case. Return its status and the other keys of its report."""
+    from mlaforge.gpu_verification.case import WITHIN, Unsupported, WrongResult
 
     try:
         outcome = case.run()
         context.synchronize()
-    except Unfit as reason:
+    except Unsupported as reason:
         return "skipped", {"detail": str(reason)}
-    except Wrong as reason:
+    except WrongResult as reason:
         return "off", {"detail": str(reason)}
     except Exception as error:  # any code may be a case: it raises nothing narrower
         traceback.print_exc()
@@ -83,10 +83,10 @@ def _outcome(case: Any, context: Any) -> tuple[str, dict[str, Any]]:
         try:
             context.synchronize()
         except Exception:  # CUDA errors of any kind; torch raises nothing narrower in all versions
-            # Whatever failed has taken the CUDA context with it: no case after it could run here.
+            # The failure made the CUDA context unusable: no later case can run in this process.
             return "crashed", {"detail": detail}
         return "failed", {"detail": detail}
-    # Times of an interpreter say nothing.
+    # Times of the interpreter are not judged.
     holds = case.prediction.holds(outcome.measured) or (context.twin and case.prediction.rule == WITHIN)
     return "ok" if holds else "off", {
         "measured": outcome.measured, "share": outcome.share, "detail": outcome.detail, "more": outcome.more,

@@ -28,7 +28,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.writer import rewriting
 from mlaforge.config import by_keywords
 from mlaforge.data import overlap, packing
-from mlaforge.factorization.refit import TOKENS, steer
+from mlaforge.factorization.refit import TOKENS, refit_student
 from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, LossConfig, Validation, trainable
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -253,7 +253,7 @@ def _refit(
         LayerStream(original, dtype, device) as teacher_stream,
     ):
         for name, up in (("o_proj", False), ("up_and_o_proj", True)):
-            refitted = steer(student_stream, teacher_stream, sample, up)
+            refitted = refit_student(student_stream, teacher_stream, sample, up)
             _load_tensors(student, refitted)
             kl[name] = validation.measure(model)["kl"]
             refits[name] = {key: tensor.clone() for key, tensor in refitted.items()}

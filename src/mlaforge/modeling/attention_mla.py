@@ -1,29 +1,29 @@
-"""Softmax attention over latents: the reference every faster implementation is compared with.
+"""Softmax attention over latents: the reference implementation.
 
-Every attention returns `(out, lse)`: lse is the natural logarithm of the softmax denominator, in fp32. A learned
-sink is then `out * sigmoid(lse - sink)`, whatever computed the two. Copied into checkpoints; needs only torch.
+Every attention function returns `(out, lse)`, where lse is the natural logarithm of the softmax denominator, in fp32. A
+learned sink is then `out * sigmoid(lse - sink)`, for any backend. Copied into checkpoints; requires only torch.
 
-Legend: B batch, H query heads, G key heads (H is a multiple of G), T query tokens, S cached tokens,
-D key dimensions, V value dimensions.
+Legend: B batch, H query heads, G KV heads (H is a multiple of G), T query tokens, S cached tokens, D key dimensions, V
+value dimensions.
 """
 
 import torch
 from torch import Tensor, nn
 
-# Query rows are taken in chunks so that one chunk's scores (fp32) stay below this many numbers.
+# Maximum fp32 scores in memory: query rows are processed in chunks.
 MAX_SCORES = 1 << 25
-# Name of `attend_fused` among transformers' attention functions.
+# Name of `attend_fused` in transformers' registry of attention functions.
 FUSED = "mlaforge_fused"
-# Fused kernels want widths that are multiples of this.
+# Fused kernels require head dimensions that are multiples of this.
 WIDTH = 8
 
 
 def attend(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of H query heads over G key heads; head h reads key head h // (H / G).
+    """Softmax attention with grouped KV heads; query head h reads KV head h // (H / G).
 
-    `mask` is None (causal, as in transformers' SDPA: one query token sees everything, several are aligned with
-    the first key), boolean (True = visible) or additive, and broadcasts against [B, 1, T, S].
-    Returns out [B, H, T, V] in the dtype of v, and lse [B, H, T] in fp32. A row that sees nothing gives 0 and -inf.
+    `mask` is None (causal, as in transformers' SDPA: one query token sees everything, several are aligned with the
+    first key), boolean (True = visible) or additive, and broadcasts against [B, 1, T, S]. Returns out [B, H, T, V] in
+    the dtype of v, and lse [B, H, T] in fp32. A row that sees nothing gives out 0 and lse -inf.
     """
     B, H, T, D = q_BHTD.shape
     G, V = k_BGSD.shape[1], v_BGSV.shape[-1]
@@ -39,7 +39,7 @@ def attend(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, 
     for start in range(0, T, rows):
         q = q_BHTD[:, :, start : start + rows]
         t = q.shape[2]
-        # The heads of one group lie one after another, so they fold into the rows of one matrix product.
+        # The heads of a group are contiguous, so they become rows of one matrix product.
         scores = (q.reshape(B, G, -1, D) @ k_BGDS).view(B, H, t, S).float() * scale
         if mask is not None:
             part = mask[..., start : start + rows, :S]
@@ -47,7 +47,7 @@ def attend(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, 
                 scores = scores.masked_fill(~part, -torch.inf)
             else:
                 scores = scores + part
-                # transformers' additive masks hold the dtype's minimum rather than -inf.
+                # transformers' additive masks contain the dtype's minimum instead of -inf.
                 scores = scores.masked_fill(part <= torch.finfo(part.dtype).min, -torch.inf)
         lse = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None]).to(v_BGSV.dtype)
@@ -57,17 +57,18 @@ def attend(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, 
 
 
 def sink_share(lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
-    """What a learned sink leaves to the tokens: sigmoid(lse - sink), [B, H, T] in fp32."""
+    """Fraction of the softmax that a learned sink leaves to the tokens: sigmoid(lse - sink), [B, H, T] in fp32."""
     return torch.sigmoid(lse_BHT - sinks_H.float()[:, None])
 
 
 def attend_fused(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Tensor | None, scale: float, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """`attend` and a learned sink through torch's fused attention: [B, H, T, V], differentiable, no scores held.
+    """`attend` with a learned sink, by torch's fused attention: [B, H, T, V]. Differentiable; does not materialise the
+    scores.
 
-    The sink of head h becomes one more key: the query gets a coordinate sink_h / scale that only this key has, and
-    its value is zero. So it takes its share of the softmax inside the kernel. `mask`: None or boolean, as in `attend`.
+    The sink of head h is one more key with value zero: queries get a coordinate sink_h / scale that only this key has.
+    `mask`: None or boolean, as in `attend`.
     """
     B, H, T, D = q_BHTD.shape
     G, V = k_BGSD.shape[1], v_BGSV.shape[-1]
@@ -86,7 +87,7 @@ def attend_fused(
         if mask is not None:
             assert mask.dtype == torch.bool
             mask = nn.functional.pad(mask, (1, 0), value=True)
-    # One width for queries, keys and values: without it torch on a CPU falls back to a path that is 4.5 times slower.
+    # Pad queries, keys and values to one width: otherwise torch on a CPU takes a path that is 4.5 times slower.
     width = -(-max(k_BGSD.shape[-1], V) // WIDTH) * WIDTH
     q, k, v = (nn.functional.pad(t, (0, width - t.shape[-1])) for t in (q_BHTD, k_BGSD, v_BGSV))
     out = nn.functional.scaled_dot_product_attention(

@@ -1,43 +1,43 @@
-"""Configuration of a model whose attention was converted to multi-head latent attention (MLA).
+"""Configuration of a model converted to multi-head latent attention (MLA).
 
-`<Family>MlaConfig` is the family's own transformers config plus the fields below, made on demand from the class
-name: `LlamaMlaConfig` extends `LlamaConfig`. This file is copied into checkpoints; it needs only transformers.
+`<Family>MlaConfig` is the family's transformers config plus the fields below, created on demand from the class name:
+`LlamaMlaConfig` extends `LlamaConfig`. Copied into checkpoints; requires only transformers.
 """
 
 import transformers
 
 SUFFIX = "MlaConfig"
 
-# Fields that every <Family>MlaConfig has beside its family's own; (type, default). The DeepSeek names mean what
-# they mean there. "gqa" layers keep the family's attention and have rank 0.
+# Fields of every <Family>MlaConfig besides the family's own: (type, default). Names from DeepSeek keep their meaning.
+# "gqa" layers keep the family's attention and have rank 0.
 FIELDS = {
-    # Latent rank of a token: one number where all converted layers agree, else their maximum.
+    # Latent rank: one value if all converted layers agree, else the maximum.
     "kv_lora_rank": (int, 0),
-    # Rotary key dimensions of a token shared by all heads; 0 in the `latent` layout.
+    # Rotary key dimensions, shared by all heads; 0 in the `latent` layout.
     "qk_rope_head_dim": (int, 0),
     # Query and key dimensions per head that are scored through the latent.
     "qk_nope_head_dim": (int, 0),
     "v_head_dim": (int, 0),
-    # Rank of a factored query projection; None keeps one q_proj.
+    # Rank of a factored query projection; None for a single q_proj.
     "q_lora_rank": (int | None, None),
-    # Multiplies the logits before the softmax. Stored, never derived.
+    # Factor of the logits before the softmax. Stored, never derived.
     "softmax_scale": (float | None, None),
     # Per layer: "gqa", "latent" or "latent_rope", and the latent rank.
     "mla_layer_types": (list[str] | None, None),
     "mla_kv_lora_ranks": (list[int] | None, None),
-    # Per layer, where rows are coded: how many numbers of the latent have at least 1, 2, ... bits (coded_rows_mla.py);
-    # empty where they are not.
+    # Per layer with coded rows: how many coordinates of the latent have at least 1, 2, ... bits (coded_rows_mla.py);
+    # empty for other layers.
     "mla_code_counts": (list[list[int]] | None, None),
-    # Which converted projections carry a bias, and whether the softmax has a learned sink per head.
+    # Which converted projections have a bias, and whether the softmax has a learned sink per head.
     "mla_q_bias": (bool, False),
     "mla_k_bias": (bool, False),
     "mla_o_bias": (bool, False),
     "mla_sinks": (bool, False),
     # Whether queries and keys are RMS-normed per head before RoPE, as in the source (layout `latent` only).
     "mla_qk_norm": (bool, False),
-    # Sparse attention (token_index_mla.py): the kind of the index, None where all attention is dense; tokens that a
-    # query reads, and per layer where layers differ; numbers of an index key; which tokens are read in any case: the
-    # first, the newest, and the first of every so many.
+    # Sparse attention (token_index_mla.py): the kind of index, None for dense attention; tokens per query, and per
+    # layer if layers differ; elements of an index key; tokens that are always read: the first `sink`, the last
+    # `window`, and every `stride`-th.
     "index_kind": (str | None, None),
     "index_topk": (int | None, None),
     "index_topk_per_layer": (list[int] | None, None),
@@ -45,7 +45,7 @@ FIELDS = {
     "index_sink": (int, 0),
     "index_window": (int, 0),
     "index_stride": (int, 0),
-    # Per layer: "full" has an index, "shared" reads what the last layer before it that has one chose, "dense" all.
+    # Per layer: "full" has an index, "shared" reuses the selection of the last "full" layer, "dense" reads all tokens.
     "indexer_types": (list[str] | None, None),
 }
 
@@ -53,7 +53,7 @@ _classes: dict[str, type] = {}
 
 
 def __getattr__(name: str) -> type:
-    """`<Family>MlaConfig`, subclass of transformers' `<Family>Config` (PEP 562: made once, on first use)."""
+    """Return `<Family>MlaConfig`, a subclass of transformers' `<Family>Config`, created on first use (PEP 562)."""
     if not name.endswith(SUFFIX) or name == SUFFIX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in _classes:

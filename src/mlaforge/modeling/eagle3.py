@@ -1,11 +1,12 @@
-"""The EAGLE-3 draft head: one decoder layer that reads a target's hidden states and proposes its next tokens.
+"""EAGLE-3 draft head (arXiv:2503.01840): one decoder layer that reads a target's hidden states and proposes its next
+tokens.
 
-Row i of its input is the target's state at position i and the embedding of token i + 1; its output predicts token
-i + 2. The first state is `fuse` of three of the target's; the states of drafted tokens are the head's own output.
-Names of parameters are those of checkpoints (`LlamaForCausalLMEagle3`). Needs only torch and transformers.
+Row i of the input is the target's state at position i and the embedding of token i + 1; its output predicts token i +
+2. The first state is `fuse` of three of the target's states; the states of drafted tokens are the head's own output.
+Parameter names are those of checkpoints (`LlamaForCausalLMEagle3`). Requires only torch and transformers.
 
-Legend: B sequences, T rows, C hidden size of the head, S the captured states of the target side by side (3 times its
-hidden size), V draft vocabulary.
+Legend: B sequences, T rows, C hidden size of the head, S concatenated states of the target (3 times its hidden size), V
+draft vocabulary.
 """
 
 import dataclasses
@@ -17,23 +18,23 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from .rope_mla import pairs, rotate
 
-# The boundary behind the target's final norm.
+# Boundary after the target's final norm.
 AFTER_NORM = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config:
-    """What a head is. `layer` is a transformers config with sizes, RoPE and norm epsilon of its own layer; its
-    vocab_size is the target's.
+    """Architecture of a head. `layer` is a transformers config with the sizes, RoPE and norm epsilon of the head's
+    layer; its vocab_size is the target's.
 
     boundaries            where the target's residual stream is captured: boundary b is the input of its layer b, the
-                          number of its layers the output of the last, AFTER_NORM what the final norm makes of that
+                          number of its layers is the output of the last one, AFTER_NORM the output of the final norm
     sliding_window        tokens that the head's attention sees; None for all
-    norm_before_residual  the normed state, not the state, is what the layer adds to
+    norm_before_residual  the residual connection adds to the normed state instead of the state
     norm_before_fc        one norm over all captured states (`input_norm`)
-    fc_norm               a norm for each captured state
-    norm_output           what is fed back is the normed output
-    own_embedding         it has `embed_tokens`; else the target's is used
+    fc_norm               one norm per captured state
+    norm_output           the normed output becomes the next state
+    has_embed_tokens      the head has `embed_tokens`; otherwise it uses the target's
     """
 
     layer: Any
@@ -45,11 +46,11 @@ class Eagle3Config:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    own_embedding: bool = False
+    has_embed_tokens: bool = False
 
 
 class Eagle3Attention(nn.Module):
-    """Causal attention whose input is twice as wide as its output."""
+    """Causal attention with an input twice as wide as its output."""
 
     def __init__(self, layer: Any):
         super().__init__()
@@ -62,7 +63,7 @@ class Eagle3Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, layer.hidden_size, bias=bias)
 
     def forward(self, x_BTI: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """`mask`: boolean, True where a row sees another, broadcast against [B, heads, T, T]."""
+        """Return [B, T, C]. `mask`: boolean, True = visible, broadcast against [B, heads, T, T]."""
         q, k, v = (
             proj(x_BTI).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -74,7 +75,7 @@ class Eagle3Attention(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """The head's only layer: of a state and the embedding of the token after it."""
+    """The head's decoder layer. Inputs are a state and the embedding of the next token."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -87,18 +88,18 @@ class Eagle3Layer(nn.Module):
         self.mlp = LlamaMLP(layer)
 
     def forward(self, hidden_BTC: Tensor, embedded_BTC: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """[B, T, C], before the final norm."""
+        """Return [B, T, C], before the final norm."""
         normed = self.hidden_norm(hidden_BTC)
         plus = normed if self.norm_before_residual else hidden_BTC
-        both = torch.cat((self.input_layernorm(embedded_BTC), normed), dim=-1)
-        hidden = plus + self.self_attn(both, cos, sin, mask)
+        x_BTI = torch.cat((self.input_layernorm(embedded_BTC), normed), dim=-1)
+        hidden = plus + self.self_attn(x_BTI, cos, sin, mask)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
 class Eagle3Head(nn.Module):
-    """A draft head in plain PyTorch. `d2t` [V]: token of the target = token of the head + d2t[token of the head];
-    `t2d` [vocabulary of the target]: whether the head has the token."""
+    """EAGLE-3 head in plain PyTorch. Buffers: `d2t` [V], target token id minus draft token id; `t2d` [target
+    vocabulary], whether the draft vocabulary has the token."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -113,7 +114,7 @@ class Eagle3Head(nn.Module):
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
-        if config.own_embedding:
+        if config.has_embed_tokens:
             self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
         if config.draft_vocab_size != layer.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -121,17 +122,17 @@ class Eagle3Head(nn.Module):
 
     @property
     def target_ids(self) -> Tensor:
-        """int64 [V]: the target's token of each of the head's."""
-        own = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        """Target token id of each draft token: int64 [V]."""
+        head_ids = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
         offsets = getattr(self, "d2t", None)
-        return own if offsets is None else own + offsets
+        return head_ids if offsets is None else head_ids + offsets
 
     def rotary(self) -> LlamaRotaryEmbedding:
-        """cos and sin by the head's own RoPE."""
+        """Return the rotary embedding of the head's RoPE."""
         return LlamaRotaryEmbedding(self.config.layer).to(self.fc.weight.device)
 
     def fuse(self, states_BTS: Tensor) -> Tensor:
-        """The target's captured states -> the state that the layer reads, [B, T, C]."""
+        """Combine the target's captured states into the state that the layer reads: [B, T, C]."""
         if self.config.norm_before_fc:
             states_BTS = self.input_norm(states_BTS)
         if self.config.fc_norm:
@@ -141,18 +142,18 @@ class Eagle3Head(nn.Module):
         return fused
 
     def forward(self, hidden_BTC: Tensor, embedded_BTC: Tensor, positions_BT: Tensor, mask: Tensor) -> Tensor:
-        """States and the embeddings of the tokens after them -> [B, T, C] before the final norm, which `logits` and
-        `fed_back` go on from. `mask`: boolean, broadcast against [B, heads, T, T]."""
+        """Run the layer on states and the embeddings of the next tokens: [B, T, C] before the final norm, the input of
+        `logits` and `fed_back`. `mask`: boolean, broadcast against [B, heads, T, T]."""
         half = self.config.layer.head_dim // 2
         cos, sin = (pairs(table, half) for table in self.rotary()(hidden_BTC, positions_BT))
         out: Tensor = self.midlayer(hidden_BTC, embedded_BTC, cos, sin, mask)
         return out
 
     def fed_back(self, out_BTC: Tensor) -> Tensor:
-        """The state of a drafted token, from the output that proposed it."""
+        """Return the state of a drafted token, from the output that proposed it."""
         return self.norm(out_BTC) if self.config.norm_output else out_BTC
 
     def logits(self, out_BTC: Tensor) -> Tensor:
-        """[B, T, V] over the draft vocabulary."""
+        """Return logits over the draft vocabulary: [B, T, V]."""
         logits: Tensor = self.lm_head(self.norm(out_BTC))
         return logits

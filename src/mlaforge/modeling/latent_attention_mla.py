@@ -1,16 +1,16 @@
-"""Multi-head latent attention with two cache layouts, a drop-in for a decoder layer's `self_attn`.
+"""Multi-head latent attention with two cache layouts: replaces a decoder layer's `self_attn`.
 
-`latent`: a token caches c (r numbers). Keys are decompressed from c, normed where the source norms them, and rotated
-where they are read, so all of RoPE is kept; values can be absorbed (attend over c, then apply W_uv).
-`latent_rope`: a token caches c and one rotary key (r + d_r numbers) that all heads share: DeepSeek-V2's layout
-(arXiv:2405.04434), with a table that says which of the model's frequencies each rotary pair turns with.
+`latent`: a token caches c (R elements). Keys are decompressed from c, normed if the source norms them, and rotated when
+they are read, so RoPE is preserved completely; values can be absorbed (attend over c, then apply W_uv). `latent_rope`:
+a token caches c and one rotary key that all heads share (R + E elements), DeepSeek-V2's layout (arXiv:2405.04434), with
+a table of the model frequency of each rotary pair.
 
-The cache is any stock transformers cache: it is given the latent row as keys and an empty tensor as values. Where rows
-are coded, keys are a row's bytes, and attention reads what they hold, of every token, its own too.
-Copied into checkpoints; needs only torch and transformers.
+Works with any transformers cache: the latent row is stored as keys, with empty values. Coded rows are stored as bytes,
+and attention reads the decoded rows of all tokens, including the current ones. Copied into checkpoints; requires only
+torch and transformers.
 
-Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim (= qk_nope_head_dim),
-V v_head_dim, R kv_lora_rank, E qk_rope_head_dim.
+Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim (= qk_nope_head_dim), V
+v_head_dim, R kv_lora_rank, E qk_rope_head_dim.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_mla import FUSED, attend, attend_fused, sink_share
 from .coded_rows_mla import CodedRows
 from .rope_mla import RotationTable, pairs, rotate
-from .token_index_mla import SparseLayer, Sparsity, cached
+from .token_index_mla import SparseLayer, Sparsity, update_cache
 
 
 class HeadRMSNorm(nn.Module):
-    """weight · x / sqrt(mean(x²) + eps) over the last dimension, in fp32 until it meets the weight."""
+    """RMS norm over the last dimension, weight · x / sqrt(mean(x²) + eps), in fp32 until the weight is applied."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -45,17 +45,17 @@ class LatentAttention(nn.Module):
 
     Parameters (DeepSeek's names; kv_b_proj has one block per KV head instead of one per query head):
         q_proj               [H·(D+E), hidden], or q_a_proj [q_lora_rank, hidden] and q_b_proj [H·(D+E), q_lora_rank]
-        kv_a_proj_with_mqa   [R+E, hidden], no norm; a bias only in latent_rope where the source's keys have one, and
-                             where rows are coded
+        kv_a_proj_with_mqa   [R+E, hidden], no norm; has a bias only for coded rows, and in latent_rope if the source's
+                             keys have one
         kv_b_proj            [G·(D+V), R] with bias; rows per KV head: D of the key, then V of the value
         o_proj               [hidden, H·V]
-        rope_index           [E/2] int64, only in latent_rope: the model's frequency that each rotary pair turns with
-        sinks                [H], only where the softmax has a learned sink
-        q_norm, k_norm       [D], only in latent and where the source has them: RMS norms per head, between projection
-                             (for keys: decompression) and RoPE
+        rope_index           [E/2] int64, only in latent_rope: the model frequency of each rotary pair
+        sinks                [H], only with learned sinks
+        q_norm, k_norm       [D], only in latent, if the source has them: RMS norms per head, between projection (for
+                             keys: decompression) and RoPE
 
-    Key positions are indices into the cache: RoPE sees only differences, and within what a mask lets a token see,
-    positions are contiguous in every cache and padding that transformers makes.
+    Key positions are cache indices: RoPE depends only on differences, and the positions that a mask makes visible are
+    contiguous in every cache and padding of transformers.
     """
 
     is_causal = True
@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         kinds = getattr(config, "layer_types", None)
         windowed = kinds is None or kinds[layer_idx] == "sliding_attention"
         self.sliding_window = getattr(config, "sliding_window", None) if windowed else None
-        # True and False force the absorbed or the expanded form; None takes the one with fewer FLOPs.
+        # True and False force the absorbed or the expanded form; None selects the one with fewer FLOPs.
         self.absorb: bool | None = None
 
         hidden, q_rank = config.hidden_size, config.q_lora_rank
@@ -100,11 +100,11 @@ class LatentAttention(nn.Module):
             self.sinks = nn.Parameter(torch.zeros(self.num_heads))
         self.qk_norm = config.mla_qk_norm
         if self.qk_norm:
-            # A norm spans the whole head, so no part of a key could be kept rotary on its own.
+            # A norm spans the whole head, so no part of a key could stay rotary.
             assert self.layout == "latent"
             self.q_norm = HeadRMSNorm(self.nope_dim, config.rms_norm_eps)
             self.k_norm = HeadRMSNorm(self.nope_dim, config.rms_norm_eps)
-        # An index key is a linear map of the row as it is read, or of the keys where a norm stands between.
+        # An index key is a linear map of the decoded row, or of the keys if a norm follows the decompression.
         features = self.num_kv_heads * self.nope_dim if self.qk_norm else self.rank + self.rope_dim
         self.sparse = SparseLayer.of(config, layer_idx, sparsity, features, self.nope_dim + self.rope_dim)
         self.index = self.sparse.index if self.sparse is not None else None
@@ -118,8 +118,8 @@ class LatentAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None). Before transformers 5.24 they
-        are given their cache as `past_key_values`."""
+        """Interface of transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None). Versions before 5.24
+        pass the cache as `past_key_values`."""
         cache = past_key_values if cache is None else cache
         out_BHTV = self.heads(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         return self.o_proj(out_BHTV.transpose(1, 2).flatten(2)), None
@@ -132,14 +132,14 @@ class LatentAttention(nn.Module):
         cache: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Everything before o_proj: [B, T, hidden] -> [B, H, T, V]."""
+        """Compute everything before o_proj: [B, T, hidden] -> [B, H, T, V]."""
         T = hidden_states.shape[1]
         q_BHTD = self.queries(hidden_states)
         row_BTR = self.kv_a_proj_with_mqa(hidden_states)
 
         first = 0
         if cache is not None:
-            # The frame in which transformers builds its masks: cached row j has index first_key + j.
+            # transformers builds masks in this frame: cached row j has index first_key + j.
             seen = cache.get_seq_length(self.layer_idx)
             first = int(seen - cache.get_mask_sizes(T, self.layer_idx)[1])
         if self.layout == "latent":
@@ -150,7 +150,7 @@ class LatentAttention(nn.Module):
         if self.index is not None:
             index_BTI = self.index.keys(self.index_features(row_BTR), cos, sin)
         if self.sparse is not None:
-            self.sparse.ask(q_BHTD, cos, sin)
+            self.sparse.set_queries(q_BHTD, cos, sin)
 
         if self.layout == "latent":
             q_BHTD = rotate(q_BHTD, cos, sin)
@@ -165,7 +165,7 @@ class LatentAttention(nn.Module):
         if self.coded is not None:
             row_B1SR = self.coded.rounded(row_B1SR) if cache is None else self.coded.pack(row_B1SR)
         if cache is not None:
-            row_B1SR, index_BTI = cached(cache, self.layer_idx, row_B1SR, index_BTI)
+            row_B1SR, index_BTI = update_cache(cache, self.layer_idx, row_B1SR, index_BTI)
             if self.coded is not None:
                 row_B1SR = self.coded.unpack(row_B1SR).to(row_BTR.dtype)
         row_BSR, at = row_B1SR[:, 0], None
@@ -176,15 +176,15 @@ class LatentAttention(nn.Module):
         return form(q_BHTD, row_BSR, attention_mask, at, **kwargs)
 
     def queries(self, hidden_BTC: Tensor) -> Tensor:
-        """[B, H, T, D+E], normed where the source norms them, before RoPE."""
+        """Return queries [B, H, T, D+E] before RoPE, normed if the source norms them."""
         x = hidden_BTC if self.config.q_lora_rank is None else self.q_a_proj(hidden_BTC)
         q = (self.q_proj if self.config.q_lora_rank is None else self.q_b_proj)(x)
         q_BHTD: Tensor = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return self.q_norm(q_BHTD) if self.qk_norm else q_BHTD
 
     def index_features(self, row_BTR: Tensor) -> Tensor:
-        """What an index key is a linear map of: a row as it is read, its rotary part not turned yet, or the normed keys
-        of all heads."""
+        """Return the input of the index key projection: the decoded row with an unrotated rotary part, or the normed
+        keys of all heads."""
         if self.coded is not None:
             whole = self.coded.nearest(row_BTR[..., : self.rank]).to(row_BTR.dtype)
             row_BTR = torch.cat((whole, row_BTR[..., self.rank :]), dim=-1)
@@ -199,7 +199,7 @@ class LatentAttention(nn.Module):
         return self.sinks if self.config.mla_sinks else None
 
     def cheaper_absorbed(self, num_queries: int) -> bool:
-        """Whether T query tokens cost fewer FLOPs per cached token over the latent than over decompressed heads."""
+        """Whether T query tokens need fewer FLOPs per cached token over the latent than over decompressed heads."""
         per_head = self.num_heads * num_queries
         if self.layout == "latent":
             saved = self.rank * self.num_kv_heads * self.v_dim
@@ -208,15 +208,15 @@ class LatentAttention(nn.Module):
         return per_head * (2 * self.rank - self.nope_dim - self.v_dim) < saved
 
     def up_projections(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """W_uk [G, D, R], W_uv [G, V, R] and their biases b_k [G, D], b_v [G, V]."""
+        """Return W_uk [G, D, R], W_uv [G, V, R] and their biases b_k [G, D], b_v [G, V]."""
         shape = (self.num_kv_heads, self.nope_dim + self.v_dim, self.rank)
         w_uk, w_uv = self.kv_b_proj.weight.view(shape).split([self.nope_dim, self.v_dim], dim=1)
         b_k, b_v = self.kv_b_proj.bias.view(shape[:2]).split([self.nope_dim, self.v_dim], dim=1)
         return w_uk, w_uv, b_k, b_v
 
     def rotated_keys(self, k_BGSD: Tensor, at_S: Tensor | None) -> Tensor:
-        """What a query of the `latent` layout is multiplied with, from keys as they are decompressed. Positions `at_S`
-        are below a length that `table` was asked for before: to look at them, the host would wait for the device."""
+        """Norm and rotate decompressed keys of the `latent` layout. Positions `at_S` must be below a length that
+        `table` was called with before: checking them would synchronise with the device."""
         if self.qk_norm:
             k_BGSD = self.k_norm(k_BGSD)
         length = k_BGSD.shape[2]
@@ -228,8 +228,8 @@ class LatentAttention(nn.Module):
     def expanded(
         self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, at_S: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Keys and values of every KV head are decompressed: fewer FLOPs where many query tokens share them. `at_S`:
-        positions of the rows, [S] or [B, S], where they are not 0 to S - 1."""
+        """Attention over decompressed keys and values of every KV head: fewer FLOPs for many query tokens. `at_S`:
+        positions of the rows, [S] or [B, S]; None for 0 to S - 1."""
         B, S, _ = row_BSR.shape
         kv = self.kv_b_proj(row_BSR[..., : self.rank]).view(B, S, self.num_kv_heads, -1).transpose(1, 2)
         k_BGSD, v_BGSV = kv.split([self.nope_dim, self.v_dim], dim=-1)
@@ -247,7 +247,7 @@ class LatentAttention(nn.Module):
         backend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, self._eager
         )
-        # Fused kernels want keys and values of one width.
+        # Fused kernels require keys and values of one width.
         v_BGSV = nn.functional.pad(v_BGSV, (0, self.rope_dim + self.nope_dim - self.v_dim))
         dropout = self.attention_dropout if self.training else 0.0
         out_BTHV, _ = backend(
@@ -260,14 +260,15 @@ class LatentAttention(nn.Module):
     def _eager(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """transformers' `eager` interface on `attend`; it has no dropout because no supported model has any."""
+        """transformers' `eager` interface on `attend`, without dropout, which no supported model uses."""
         assert not kwargs.get("dropout")
         return attend(q, k, v, mask, scaling)[0].transpose(1, 2), None
 
     def absorbed(
         self, q_BHTD: Tensor, row_BSR: Tensor, mask: Tensor | None, at_S: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Values stay latent, and in latent_rope keys too: one cached row serves every head. `at_S`: as expanded."""
+        """Attention over latent values, in latent_rope over latent keys too: all heads share one cached row. `at_S`: as
+        in `expanded`."""
         B, G, R = len(q_BHTD), self.num_kv_heads, self.rank
         latent_B1SR = row_BSR[:, None, :, :R]
         if self.layout == "latent":
@@ -279,11 +280,12 @@ class LatentAttention(nn.Module):
             q_row, shift = self.absorbed_queries(q_BHTD)
             out_BHTR, lse = attend(q_row, row_BSR[:, None], latent_B1SR, mask, self.scaling)
             lse = lse + shift
-        return self.lift(out_BHTR, lse)
+        return self.up_project(out_BHTR, lse)
 
     def absorbed_queries(self, q_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """latent_rope: queries that are multiplied with cached rows as they are, [B, H, T, R+E], and by how much the
-        key bias moves all of a query's logits, [B, H, T] in fp32: no weight changes by it, but a sink's share does."""
+        """latent_rope: fold W_uk into the queries. Returns queries to multiply with cached rows, [B, H, T, R+E], and
+        the key bias' shift of each query's logits, [B, H, T] in fp32: it cancels in the softmax, but not in a sink's
+        share."""
         B, H, T, _ = q_BHTD.shape
         w_uk, _, b_k, _ = self.up_projections()
         q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
@@ -291,8 +293,8 @@ class LatentAttention(nn.Module):
         q_row = torch.cat(((q_nope @ w_uk).view(B, H, T, self.rank), q_rope), dim=-1)
         return q_row, (q_nope @ b_k[..., None]).view(B, H, T).float() * self.scaling
 
-    def lift(self, out_BHTR: Tensor, lse_BHT: Tensor) -> Tensor:
-        """Attention over latents -> attention over values, [B, H, T, V]; `lse_BHT` decides a learned sink's share."""
+    def up_project(self, out_BHTR: Tensor, lse_BHT: Tensor) -> Tensor:
+        """Map attention over latents to attention over values, [B, H, T, V], and apply a learned sink by `lse_BHT`."""
         B, H, T, R = out_BHTR.shape
         _, w_uv, _, b_v = self.up_projections()
         out = out_BHTR.reshape(B, self.num_kv_heads, -1, R) @ w_uv.transpose(1, 2) + b_v[:, None]
@@ -306,11 +308,11 @@ def _fused(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float,
     s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention interface on `attend_fused`, for layers that keep their own attention module."""
+    """transformers' attention interface on `attend_fused`, for layers that keep their attention module."""
     assert not kwargs.get("dropout")
     return attend_fused(q, k, v, mask, scaling, s_aux).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(FUSED, _fused)
-# Under the same name, else transformers passes no mask.
+# Same name as the attention function: otherwise transformers passes no mask.
 ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED, sdpa_mask)

@@ -1,8 +1,8 @@
-"""Models with multi-head latent attention, made from transformers' own: only `self_attn` of a layer differs.
+"""Models with multi-head latent attention: transformers' models with another `self_attn`.
 
-`<Family>MlaModel` and `<Family>MlaForCausalLM` are made on demand from the class name (`LlamaMlaForCausalLM`
-extends `LlamaForCausalLM`), so no model file is copied and no family is named here. This file is copied into
-checkpoints, where `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)` finds it.
+`<Family>MlaModel` and `<Family>MlaForCausalLM` are created on demand from the class name (`LlamaMlaForCausalLM` extends
+`LlamaForCausalLM`), so no model file is copied and no family is named here. This file is copied into checkpoints, where
+`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)` finds it.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ _classes: dict[str, type] = {}
 
 
 def use_latent_attention(model: Any) -> None:
-    """Replaces `self_attn` of every converted or sparse layer of a decoder (`model.layers`, `model.rotary_emb`) in
-    place. `model.sparsity`: what its sparse layers share, None where all attention is dense."""
+    """Replace `self_attn` of every converted or sparse layer of a decoder (`model.layers`, `model.rotary_emb`) in
+    place. Sets `model.sparsity`, the state that sparse layers share; None for dense attention."""
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     table = RotationTable(model.rotary_emb, head_dim // 2)
@@ -48,7 +48,7 @@ def _make(name: str, family: str, kind: str) -> type:
         "__module__": __name__,
         "config_class": config_class,
         "config": None,
-        # Flash and flex attention want equal key and value dimensions, which the latents do not have.
+        # Flash and flex attention require equal key and value dimensions.
         "_supports_flash_attn": False,
         "_supports_flex_attn": False,
     }
@@ -71,7 +71,7 @@ def _make(name: str, family: str, kind: str) -> type:
 
 
 def __getattr__(name: str) -> type:
-    """`<Family>MlaForCausalLM` or `<Family>MlaModel` (PEP 562: made once, on first use)."""
+    """Return `<Family>MlaForCausalLM` or `<Family>MlaModel`, created on first use (PEP 562)."""
     for kind in ("ForCausalLM", "Model"):
         family = name.removesuffix(f"Mla{kind}")
         if family and family != name and not name.startswith("_"):

@@ -1,7 +1,7 @@
-"""Grouped-query attention that reads a selection of its cache: for layers that were not converted.
+"""Sparse grouped-query attention, for layers that were not converted.
 
-Takes over the projections, norms and sinks of a decoder layer's own attention module. A token's row, its rotated keys
-and its values side by side, is cached as keys, its index key as values. Copied into checkpoints; needs only torch.
+Takes over the projections, norms and sinks of a decoder layer's attention module. A token's row, its rotated keys and
+its values, is cached as keys, and its index key as values. Copied into checkpoints; requires only torch.
 
 Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim.
 """
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from .attention_mla import attend, attend_fused, sink_share
 from .rope_mla import pairs, rotate
-from .token_index_mla import SparseLayer, Sparsity, cached, seen
+from .token_index_mla import SparseLayer, Sparsity, update_cache, visible_mask
 
 
 class SparseAttention(nn.Module):
-    """`attention`: the layer's own module, whose parts this one has from then on. With a T of several that are not
-    given selections it is the same attention."""
+    """Replaces `attention`, the layer's module, and takes over its submodules. Several query tokens without selections
+    are computed as in the original."""
 
     q_proj: Any
     k_proj: Any
@@ -48,8 +48,8 @@ class SparseAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None). Before transformers 5.24 they
-        are given their cache as `past_key_values`."""
+        """Interface of transformers' attention modules: [B, T, hidden] -> ([B, T, hidden], None). Versions before 5.24
+        pass the cache as `past_key_values`."""
         assert self.sparse is not None
         cache = past_key_values if cache is None else cache
         B, T, _ = hidden_states.shape
@@ -59,11 +59,11 @@ class SparseAttention(nn.Module):
         cos, sin = (pairs(table, self.head_dim // 2) for table in position_embeddings)
         index_BTI = None if self.index is None else self.index.keys(k.flatten(2), cos, sin)
         q_BHTD, k_BGTD = q.transpose(1, 2), k.transpose(1, 2)
-        self.sparse.ask(q_BHTD, cos, sin)
+        self.sparse.set_queries(q_BHTD, cos, sin)
         q_BHTD, k_BGTD = rotate(q_BHTD, cos, sin), rotate(k_BGTD, cos, sin)
         row_BSW = torch.cat((k_BGTD.transpose(1, 2).flatten(2), self.v_proj(hidden_states)), dim=-1)
         if cache is not None:
-            row_B1SW, index_BTI = cached(cache, self.layer_idx, row_BSW[:, None], index_BTI)
+            row_B1SW, index_BTI = update_cache(cache, self.layer_idx, row_BSW[:, None], index_BTI)
             row_BSW = row_B1SW[:, 0]
         row_BSW, mask, _ = self.sparse.read(row_BSW, index_BTI, attention_mask, T, self.sinks)
         S = row_BSW.shape[1]
@@ -71,7 +71,7 @@ class SparseAttention(nn.Module):
             part.reshape(B, S, self.num_kv_heads, self.head_dim).transpose(1, 2) for part in row_BSW.chunk(2, dim=-1)
         )
         if T > 1:
-            visible = seen(mask, B, T, S, q.device)
+            visible = visible_mask(mask, B, T, S, q.device)
             out_BHTD = attend_fused(q_BHTD, k_BGSD, v_BGSD, visible, self.scaling, self.sinks)
         else:
             out_BHTD, lse = attend(q_BHTD, k_BGSD, v_BGSD, mask, self.scaling)

@@ -1,12 +1,11 @@
-"""What the queries of one step may see of the paged cache: engine/execution/batch.py alone builds it, attention ops
-read it.
+"""What the queries of one step see of the paged cache. Built only in engine/execution/batch.py, read by attention ops.
 
-Every layer keeps one tensor of cached rows, [num_blocks * block_size, width]: slot = block * block_size + offset. Where
-rows are packed it may have a second one, of whole blocks (ops/paged_rows.py), whose slots follow.
-Keys are rotated when they are written (or where they are read, in the `latent` layout), so gaps in a view are legal.
+Every layer has one tensor of cached rows, [num_blocks * block_size, width]: slot = block * block_size + offset. Packed
+rows may have a second tensor, of unquantized blocks (ops/paged_rows.py), whose slots follow. Keys are rotated when they
+are written (or, in the `latent` layout, when they are read), so a view may have gaps.
 
-Legend: S sequences of the step, N query tokens of all of them one after another, B columns of the block table; of one
-sequence T query tokens, L rows that they read, n rows of a tree.
+Legend: S sequences of the step, N query tokens of all of them, concatenated, B columns of the block table; of one
+sequence: T query tokens, L rows that they read, n rows of a tree.
 """
 
 from __future__ import annotations
@@ -24,34 +23,33 @@ from mlaforge.runtime import uploaded
 
 @dataclasses.dataclass(frozen=True)
 class CacheView:
-    """Query token t (0-based, of T) of sequence s stands at position seq_len - T + t and sees every cached position
-    up to its own, the last `window` of them (its own included) where there is a window.
+    """Query token t (0-based, of T) of sequence s is at position seq_len - T + t. It sees every cached position up to
+    and including its own, or the last `window` of these.
 
-    block_table_SB  int32: column b holds the block of positions first + b * block_size onwards; columns behind a
-                    sequence's last block hold the number of some block
-    seq_lens_S      int32: positions that exist after this step's tokens were written
+    block_table_SB  int32: column b is the block of positions first + b * block_size onwards; columns after a sequence's
+                    last block contain any valid block number
+    seq_lens_S      int32: length after this step's tokens are written
     first_S         int32: position of the table's first row; a multiple of block_size, 0 without a window
-    query_start_S1  int32: row of each sequence's first query token among the N, and N itself last
-    slots_N         int64: where this step's tokens are written
-    packs_2K        int64, or None: whole blocks that are full then, and the packed ones that they become before any
-                    query reads
+    query_start_S1  int32: row of each sequence's first query token among the N; the last element is N
+    slots_N         int64: slots that this step's tokens are written to
+    packs_2K        int64, or None: unquantized blocks that become full, and the packed blocks that replace them before
+                    any query reads
 
-    tree_Tn         int32, for one sequence alone: its last n rows are no text but a tree of drafted tokens. How many
-                    positions before query token t the j-th of them stands, -1 where it is not seen: only ancestors
-                    and the token itself are. Token t then stands max(tree_Tn[t]) behind the first row of the tree,
-                    and sees all rows before the tree that its window reaches
+    tree_Tn         int32, for a single sequence: its last n rows are a tree of drafted tokens instead of text. Distance
+                    from query token t back to the j-th of them, -1 if not visible: only ancestors and the token itself
+                    are. Token t is max(tree_Tn[t]) behind the first row of the tree, and sees all rows before the tree
+                    within its window
 
-    generating      per sequence, whether its tokens were generated or drafted: in sparse layers they read a selection;
-                    nothing said, none were
-    positions_SK    int32, or None: of a selection (ops/token_selection.py), where the tokens of the table's rows stand
-                    in their text; `counts`, host numbers, are the rows of each sequence. All other positions count what
-                    is read, from first_S on
+    generating      per sequence, whether its tokens were generated or drafted: sparse layers then read a selection.
+                    Empty: none were
+    positions_SK    int32, or None: for a selection (ops/token_selection.py), text positions of the table's rows;
+                    `counts`, on the host, are the rows of each sequence. Otherwise positions count rows from first_S
 
-    Host numbers, so that no kernel launch waits for the device: `max_query` and `max_seq_len` bound the step (graphs
-    round them up), `queries` is T per sequence, `lengths` per sequence how many tokens its table holds, this step's
-    among them, and `runs` the stretches of consecutive slots (start, length) that hold them. Computing `runs` takes a
-    look at every block: what needs only the number of tokens reads `lengths`. `runs` must be read in the step that the
-    view was built for (engine/cache/view.py).
+    Host values, so that no kernel launch synchronises: `max_query` and `max_seq_len` are upper bounds for the step
+    (graphs round them up), `queries` is T per sequence, `lengths` the tokens in each sequence's table, including this
+    step's, and `runs` the ranges of consecutive slots (start, length) with these tokens. Computing `runs` reads every
+    block number; use `lengths` if only the number of tokens matters. `runs` must be read in the step that the view was
+    built for (engine/cache/view.py).
     """
 
     block_table_SB: Tensor
@@ -72,24 +70,24 @@ class CacheView:
     counts: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
 
-    def own(self, queries: int) -> int:
-        """The last rows, of which not every query token of a sequence sees all: its own, or the tree."""
+    def step_rows(self, queries: int) -> int:
+        """Number of last rows that not every query token of a sequence sees: the step's own rows, or the tree."""
         return queries if self.tree_Tn is None else self.tree_Tn.shape[1]
 
     def visible(self, T: int, L: int) -> Tensor:
-        """bool [T, L]: which of the last L rows of a sequence its T query tokens see. L holds the tree."""
+        """Visibility of a sequence's last L rows, including a tree, for its T query tokens: bool [T, L]."""
         at_L = torch.arange(L, device=self.slots_N.device)
         if self.tree_Tn is None:
             distance = at_L[-T:, None] - at_L
         else:
             before = L - self.tree_Tn.shape[1]
-            stands_T1 = before + self.tree_Tn.amax(1, keepdim=True)
-            distance = torch.cat((stands_T1 - at_L[:before], self.tree_Tn), dim=1)
+            position_T1 = before + self.tree_Tn.amax(1, keepdim=True)
+            distance = torch.cat((position_T1 - at_L[:before], self.tree_Tn), dim=1)
         return (distance >= 0) & (distance < (self.window or L))
 
-    def places(self, index: int, L: int) -> Tensor | None:
-        """int64 [L]: positions of sequence `index`'s last L rows, of a selection in the text, else counted from the
-        first of them; None where they are one by one. The query tokens are the whole tree."""
+    def positions(self, index: int, L: int) -> Tensor | None:
+        """Positions of sequence `index`'s last L rows, int64 [L]: text positions for a selection, otherwise relative to
+        the first of these rows. None if they are 0, 1, 2, .... For a tree, the query tokens must be the whole tree."""
         if self.positions_SK is not None:
             at_L = self.positions_SK[index, :L].long()
         elif self.tree_Tn is None:
@@ -102,29 +100,28 @@ class CacheView:
         assert n == T, f"{T} query tokens of a tree of {n}"
         return torch.cat((at_L[: L - n], at_L[L - n] + self.tree_Tn.amax(1).long()))
 
-    def reads(self, topk: int, window: int) -> tuple[int, ...] | None:
-        """How many tokens of each sequence a sparse layer reads that has such a budget and always reads so many of the
-        newest; None where it reads all of every sequence. Of a step longer than that nobody could be left out."""
+    def selected_counts(self, topk: int, window: int) -> tuple[int, ...] | None:
+        """Number of tokens per sequence that a sparse layer with this budget reads, if it always reads the newest
+        `window`; None if it reads all tokens. Steps longer than the window read all: no token could be left out."""
         if not any(self.generating):
             return None
-        if (topk, window) not in self._reads:
+        if (topk, window) not in self._selected_counts:
             counts = tuple(
                 min(length, topk) if sparse and window >= T else length
                 for length, T, sparse in zip(self.lengths, self.queries, self.generating, strict=True)
             )
-            self._reads[topk, window] = None if counts == self.lengths else counts
-        return self._reads[topk, window]
+            self._selected_counts[topk, window] = None if counts == self.lengths else counts
+        return self._selected_counts[topk, window]
 
     @functools.cached_property
-    def _reads(self) -> dict[tuple[int, int], tuple[int, ...] | None]:
+    def _selected_counts(self) -> dict[tuple[int, int], tuple[int, ...] | None]:
         return {}
 
     @functools.cached_property
     def dense_slots(self) -> tuple[Tensor, Tensor]:
-        """For one query token per sequence: slots [S, L] int64 and which of them it sees [S, L], by copying.
+        """Slots [S, L] int64 and visibility [S, L], for copying the rows of steps with one query token per sequence.
 
-        Where nothing is to be seen stands a slot of the sequence's own: what other sequences left in theirs, even
-        NaN, is never read.
+        Invisible entries repeat a slot of the sequence itself, because slots of other sequences may contain NaN.
         """
         at_L = torch.arange(max(self.lengths), device=self.seq_lens_S.device)
         position_SL = self.first_S[:, None] + at_L
@@ -136,19 +133,19 @@ class CacheView:
 
     @functools.cached_property
     def gathered(self) -> tuple[Tensor, CacheView]:
-        """The blocks that hold the sequences' rows, int64, one sequence after another; and this view of a cache in
-        which they lie so. From host numbers alone."""
+        """The blocks of all sequences, concatenated, int64; and this view of a cache that consists of exactly these
+        blocks. Uses host values only."""
         size, device = self.block_size, self.slots_N.device
         counts = [-(-length // size) for length in self.lengths]
         begins = [0, *itertools.accumulate(counts)]
-        held_SB = torch.arange(self.block_table_SB.shape[1]) < torch.tensor(counts)[:, None]
-        table_SB = torch.zeros(held_SB.shape, dtype=torch.int32)
-        table_SB[held_SB] = torch.arange(begins[-1], dtype=torch.int32)
+        used_SB = torch.arange(self.block_table_SB.shape[1]) < torch.tensor(counts)[:, None]
+        table_SB = torch.zeros(used_SB.shape, dtype=torch.int32)
+        table_SB[used_SB] = torch.arange(begins[-1], dtype=torch.int32)
         sequences = list(zip(begins[:-1], self.lengths, self.queries, strict=True))
         slots_N = torch.cat([torch.arange(b * size + n - T, b * size + n) for b, n, T in sequences])
-        # By places rather than by a mask, whose number of blocks the host would wait for.
-        places = uploaded(held_SB.flatten().nonzero()[:, 0], device)
-        return self.block_table_SB.flatten().index_select(0, places).long(), dataclasses.replace(
+        # Indices instead of a mask, whose number of blocks would need a synchronisation.
+        used = uploaded(used_SB.flatten().nonzero()[:, 0], device)
+        return self.block_table_SB.flatten().index_select(0, used).long(), dataclasses.replace(
             self, block_table_SB=uploaded(table_SB, device), slots_N=uploaded(slots_N, device),
             runs=tuple(((begin * size, length),) for begin, length, _ in sequences),
         )  # fmt: skip
@@ -158,7 +155,7 @@ class CacheView:
         return {}
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`dense_slots` with an additive mask [S, 1, 1, L] in `dtype`."""
+        """Return `dense_slots` with the visibility as an additive mask [S, 1, 1, L] in `dtype`."""
         slots_SL, seen_SL = self.dense_slots
         if dtype not in self._masks:
             mask = torch.zeros_like(seen_SL, dtype=dtype).masked_fill_(~seen_SL, -torch.inf)
@@ -166,8 +163,8 @@ class CacheView:
         return slots_SL, self._masks[dtype]
 
     def sequence(self, index: int, rows_LW: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What sequence `index` sees of a layer's rows, [1, L, W], its own last: a view where its slots lie one after
-        another. With it the mask of its T query tokens over them, [1, 1, T, L] bool, None where each sees all."""
+        """Return the rows of a layer that sequence `index` reads, [1, L, W], in order (a view if its slots are
+        consecutive), and the mask of its T query tokens, [1, 1, T, L] bool, or None if each sees all rows."""
         if index not in self._sequences:
             self._sequences[index] = self._slots_and_mask(index)
         slots, mask = self._sequences[index]
@@ -184,14 +181,14 @@ class CacheView:
             mask = self.visible(T, count)[None, None] if T > 1 or self.tree_Tn is not None else None
             return self.block_table_SB[index, :count].long(), mask
         total = self.lengths[index]
-        L = total if self.window is None else min(total, self.own(T) - 1 + self.window)
+        L = total if self.window is None else min(total, self.step_rows(T) - 1 + self.window)
         mask = self.visible(T, L)[None, None] if T > 1 or self.tree_Tn is not None else None
         runs, before = [], total - L
         for start, length in self.runs[index]:
             if length > before:
                 runs.append((start + before, length - before))
             before = max(0, before - length)
-        # From host numbers alone: nothing of a step waits for a tensor's value.
+        # Host values only: no synchronisation.
         if all(start + length == following for (start, length), (following, _) in itertools.pairwise(runs)):
             return slice(runs[0][0], runs[0][0] + L), mask
         return uploaded(torch.cat([torch.arange(start, start + length) for start, length in runs]), device), mask

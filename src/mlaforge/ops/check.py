@@ -1,4 +1,4 @@
-"""Comparing an implementation's outputs with the reference's, and keeping the inputs of a mismatch for replay."""
+"""Comparison of an implementation's outputs with the reference, and storage of mismatching inputs for replay."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from mlaforge import runtime
 
-# Absolute and relative tolerance by the dtype of an op's first input: an output may leave both only to be a mismatch.
+# Absolute and relative tolerance by the dtype of an op's first input; a mismatch exceeds both.
 TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 5e-3), torch.bfloat16: (1e-2, 3e-2)}
 
 
 def differences(actual: Tensor, expected: Tensor, absolute: float, relative: float) -> str:
-    """ "" where the two agree, else a line that says how they differ and where it is worst.
+    """Return "" if the tensors agree, else a line that describes the difference and its worst position.
 
-    Infinities and NaNs must stand at the same places; numbers must agree absolutely or relatively.
+    Infinities and NaNs must be at the same positions; finite values must agree absolutely or relatively.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return f"{list(actual.shape)} {actual.dtype} instead of {list(expected.shape)} {expected.dtype}"
@@ -31,7 +31,9 @@ def differences(actual: Tensor, expected: Tensor, absolute: float, relative: flo
         wrong = mask(actual) != mask(expected)
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())
-            return f"{int(wrong.sum())} places differ in {name}, first {at}: {actual[at]:g} instead of {expected[at]:g}"
+            return (
+                f"{int(wrong.sum())} elements differ in {name}, first {at}: {actual[at]:g} instead of {expected[at]:g}"
+            )
     a, e = actual.double(), expected.double()
     error = torch.where(e.isfinite(), (a - e).abs(), 0.0)
     excess = error / (absolute + relative * torch.where(e.isfinite(), e, 0.0).abs())
@@ -39,11 +41,11 @@ def differences(actual: Tensor, expected: Tensor, absolute: float, relative: flo
         return ""
     at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
     wrong_count = int((excess > 1).sum())
-    return f"{wrong_count} of {excess.numel()} numbers differ, worst {at}: {actual[at]:g} instead of {expected[at]:g}"
+    return f"{wrong_count} of {excess.numel()} elements differ, worst {at}: {actual[at]:g} instead of {expected[at]:g}"
 
 
 def check(name: str, inputs: Sequence[Any], actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Raises AssertionError where an output differs; the line holds the path of the saved inputs."""
+    """Raise AssertionError if an output differs. The message contains the path of the saved inputs."""
     tolerances = TOLERANCES[inputs[0].dtype]
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         if line := differences(a, e, *tolerances):
@@ -55,7 +57,7 @@ def check(name: str, inputs: Sequence[Any], actual: Sequence[Tensor], expected: 
 
 
 def _leaves(inputs: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Inputs by number, fields of dataclasses as `number.field`."""
+    """Yield inputs by index, and fields of dataclasses as `index.field`."""
     for i, value in enumerate(inputs):
         if dataclasses.is_dataclass(value):
             yield from ((f"{i}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
@@ -64,8 +66,8 @@ def _leaves(inputs: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def save(path: Path, inputs: Sequence[Any]) -> None:
-    """Tensors, numbers and dataclasses of both as one safetensors file. Strides and tensors that share memory come
-    back as they were: each storage is saved once, whole."""
+    """Save tensors, numbers and dataclasses of these as one safetensors file. Strides and shared memory are preserved:
+    each storage is saved once, complete."""
     storages: dict[str, Tensor] = {}
     described: dict[str, Any] = {}
     for name, value in _leaves(inputs):
@@ -75,18 +77,18 @@ def save(path: Path, inputs: Sequence[Any]) -> None:
             storages.setdefault(key, flat)
             value = {"storage": key, "view": [list(value.shape), list(value.stride()), value.storage_offset()]}
         described[name] = value
-    # The runs of a view are a sequence that is no list.
+    # A view's runs are a sequence, but not a list.
     text = json.dumps(described, default=list)
     save_file({key: flat.cpu() for key, flat in storages.items()}, path, {"inputs": text})
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has lists only; what was saved had tuples."""
+    """Convert lists to tuples, which JSON does not have."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def load(path: Path, kinds: dict[int, type], device: str = "cpu") -> list[Any]:
-    """What `save` wrote; `kinds` says which input is which dataclass."""
+    """Load what `save` wrote; `kinds` maps the index of an input to its dataclass."""
     values: dict[int, Any] = {}
     with safe_open(path, "pt", device=device) as file:
         storages = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)

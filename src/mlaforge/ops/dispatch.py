@@ -1,8 +1,8 @@
-"""Which implementation of an op runs, and the mode that compares it with the reference.
+"""Selection of an op's implementation, and the mode that compares it with the reference.
 
-Order: the explicit argument, then $MLAFORGE_OPS, then the first registered one that supports the inputs; the reference
-stands last. MLAFORGE_OPS is a list of words with commas: an implementation's name for every op, `op=name` for one, and
-`check`, which runs the reference too and compares (it waits for the device: not inside a captured graph).
+Order: the explicit argument, then $MLAFORGE_OPS, then the first registered implementation that supports the inputs,
+last the reference. MLAFORGE_OPS is a comma-separated list: an implementation's name for every op, `op=name` for one op,
+and `check`, which also runs the reference and compares (it synchronises, so not within a captured graph).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """`supports` and `run` take the op's arguments; `supports` answers True or the reason why not, in a few words.
+    """An implementation of an op. `supports` and `run` take the op's arguments; `supports` returns True or a short
+    reason.
 
-    It is chosen unasked only on devices of `device_type`; there, passing it over is logged with the reason, unless it
-    is `quiet`, being made for some inputs only. `capturable`: it launches from host numbers alone, so that a CUDA graph
-    can hold it.
+    It is chosen automatically only on devices of `device_type`. If it is skipped there, the reason is logged, unless it
+    is `quiet` because it supports only some inputs. `capturable`: its launches depend only on host values, so a CUDA
+    graph can capture it.
     """
 
     name: str
@@ -45,8 +46,8 @@ class Op:
         self.name = name
         self.reference = reference
         self.implementations: dict[str, Implementation] = {}
-        # Called before each run with the implementation's name and its inputs, for who counts calls.
-        self.watch: Callable[[str, Sequence[Any]], None] | None = None
+        # Called before each run with the implementation's name and its inputs, e.g. to count calls.
+        self.hook: Callable[[str, Sequence[Any]], None] | None = None
         assert name not in OPS, name
         OPS[name] = self
         self._logged: set[tuple[str, str]] = set()
@@ -62,21 +63,21 @@ class Op:
         return [*self.implementations, "reference"]
 
     def __call__(self, *inputs: Any, implementation: str | None = None) -> tuple[Tensor, ...]:
-        """Runs the chosen implementation on `inputs`, whose first is a tensor on the device that counts.
+        """Run the selected implementation on `inputs`; the device of the first one decides.
 
-        Raises UserError where a name is not known or the named one does not support the inputs.
+        Raises UserError if the name is unknown or the named implementation does not support the inputs.
         """
-        wanted, checked = self._from_environment()
-        name, run = self.choose(*inputs, implementation=implementation or wanted)
-        if self.watch is not None:
-            self.watch(name, inputs)
+        choice, check_mode = self._from_environment()
+        name, run = self.choose(*inputs, implementation=implementation or choice)
+        if self.hook is not None:
+            self.hook(name, inputs)
         outputs = run(*inputs)
-        if checked and name != "reference":
+        if check_mode and name != "reference":
             check(f"{self.name} {name}", inputs, outputs, self.reference(*inputs))
         return outputs
 
     def choose(self, *inputs: Any, implementation: str | None = None) -> tuple[str, Run]:
-        """Name and function of what would run on `inputs`; raises as calling does."""
+        """Return the name and function that would run on `inputs`. Raises as __call__ does."""
         if implementation == "reference":
             return "reference", self.reference
         if implementation is not None:
@@ -95,33 +96,33 @@ class Op:
                 return name, candidate.run
             if not candidate.quiet and (name, reason) not in self._logged:
                 self._logged.add((name, reason))
-                runtime.log(f"{self.name}: not {name}: {reason}")
+                runtime.log(f"{self.name}: {name} is not used: {reason}")
         return "reference", self.reference
 
     def capturable(self, *inputs: Any) -> bool:
-        """Whether a CUDA graph can hold what calling with `inputs` would run; raises as calling does."""
-        wanted, checked = self._from_environment()
-        name, _ = self.choose(*inputs, implementation=wanted)
-        return not checked and name in self.implementations and self.implementations[name].capturable
+        """Whether a CUDA graph can capture a call with `inputs`. Raises as __call__ does."""
+        choice, check_mode = self._from_environment()
+        name, _ = self.choose(*inputs, implementation=choice)
+        return not check_mode and name in self.implementations and self.implementations[name].capturable
 
     def _from_environment(self) -> tuple[str | None, bool]:
-        """The implementation that $MLAFORGE_OPS names for this op, if any, and whether to check it."""
-        everywhere = here = None
-        checked = False
+        """Return the implementation that $MLAFORGE_OPS names for this op, if any, and whether `check` is set."""
+        default = override = None
+        check_mode = False
         if not runtime.ops_choice():
             return None, False
         for word in filter(None, map(str.strip, runtime.ops_choice().split(","))):
             op, equals, name = word.partition("=")
             if word == "check":
-                checked = True
+                check_mode = True
             elif not equals:
-                everywhere = word
+                default = word
             elif op == self.name:
-                here = name
+                override = name
             elif find_spec(f"mlaforge.ops.{op}") is None:
-                raise runtime.UserError(f"MLAFORGE_OPS names {op!r}, which is no op; this one is {self.name}")
-        return here or everywhere, checked
+                raise runtime.UserError(f"MLAFORGE_OPS names {op!r}, which is not an op; this op is {self.name}")
+        return override or default, check_mode
 
 
-# Every op that was made, by its name.
+# All ops by name.
 OPS: dict[str, Op] = {}

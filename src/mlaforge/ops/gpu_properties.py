@@ -1,4 +1,4 @@
-"""What Triton kernels and the engine need to know of a GPU to choose tiles and formats."""
+"""GPU properties by which Triton kernels and the engine choose tiles and formats."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import functools
 import torch
 
 KIB = 1024
-# Shared memory that one block may opt in to, by compute capability (CUDA C++ Programming Guide, table of technical
-# specifications), where no GPU can be asked.
+# Maximum opt-in shared memory per block, by compute capability (CUDA C++ Programming Guide, table of technical
+# specifications), for compilation without a GPU.
 SHARED_MEMORY = {
     (7, 5): 64 * KIB, (8, 0): 163 * KIB, (8, 6): 99 * KIB, (8, 7): 163 * KIB, (8, 9): 99 * KIB, (9, 0): 227 * KIB,
     (10, 0): 227 * KIB, (10, 3): 227 * KIB, (12, 0): 99 * KIB, (12, 1): 99 * KIB,
 }  # fmt: skip
-# The first compute capability whose conversions know float8_e4m3fn.
+# First compute capability with float8_e4m3fn conversions.
 FP8_CAPABILITY = (8, 9)
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuProperties:
-    """`shared_memory`: bytes that one block may opt in to."""
+    """`shared_memory`: maximum opt-in bytes per block."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -28,16 +28,17 @@ class GpuProperties:
 
     @classmethod
     def of_capability(cls, major: int, minor: int) -> GpuProperties:
-        """A GPU that is not there: few multiprocessors, so that interpreted kernels split their work too."""
+        """Return the properties of a GPU that is not present, with few multiprocessors, so that interpreted kernels
+        split their work too."""
         return cls((major, minor), 4, SHARED_MEMORY[major, minor])
 
     @property
     def asynchronous(self) -> bool:
-        """Whether Triton's products of 64 rows or more run asynchronously (wgmma, tcgen05), from shared memory."""
+        """Whether Triton's products of 64 rows or more are asynchronous (wgmma, tcgen05), from shared memory."""
         return self.capability[0] in (9, 10)
 
     def why_no_fp8(self) -> str | None:
-        """Why kernels cannot read float8_e4m3fn here; None where they can."""
+        """Return the reason why kernels cannot read float8_e4m3fn here, or None."""
         if self.capability >= FP8_CAPABILITY:
             return None
         needed, present = (".".join(map(str, capability)) for capability in (FP8_CAPABILITY, self.capability))
@@ -46,12 +47,13 @@ class GpuProperties:
 
 @functools.cache
 def gpu_properties(device: torch.device) -> GpuProperties:
-    """Of a CUDA device; of a Hopper GPU for any other device, where kernels are interpreted or compiled ahead."""
+    """Return the properties of a CUDA device; for other devices, where kernels are interpreted or compiled ahead, of a
+    Hopper GPU."""
     if device.type != "cuda":
         return GpuProperties.of_capability(9, 0)
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
-    # Builds for ROCm and torch's type stubs lack the attribute. Every GPU has 48 KiB.
+    # ROCm builds and torch's type stubs lack the attribute. Every GPU has 48 KiB.
     known = SHARED_MEMORY.get(capability, 48 * KIB)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", known)
     return GpuProperties(capability, properties.multi_processor_count, shared_memory)

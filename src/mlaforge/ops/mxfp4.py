@@ -1,9 +1,9 @@
-"""MXFP4: blocks of 32 four-bit floats that share a scale of eight bits, as public checkpoints store fused experts.
+"""MXFP4: blocks of 32 four-bit floats with a shared 8-bit scale, as public checkpoints store fused experts.
 
-Tensors in, tensors out. Letters: E experts, K inputs, N outputs, G = K / 32 blocks. A weight is [E, K, N] as
-transformers holds fused experts; stored it is `<name>_blocks` u8 [E, N, G, 16] and `<name>_scales` u8 [E, N, G]:
-blocks run along the inputs, the low nibble is the even element. A value is code · 2^(scale - 127), its code E2M1.
-(Format: OCP Microscaling Formats specification 1.0.)
+Legend: E experts, K inputs, N outputs, G = K / 32 blocks. A weight is [E, K, N] as in transformers' fused experts;
+stored, it is `<name>_blocks` u8 [E, N, G, 16] and `<name>_scales` u8 [E, N, G]: blocks run along the inputs, the low
+nibble is the even element. A value is code · 2^(scale - 127), with an E2M1 code. (Format: OCP Microscaling Formats
+specification 1.0.)
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from mlaforge.ops import native
 BLOCK = 32
 # E2M1: one sign bit, two of exponent, one of mantissa; the code of a value is its index.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# Where rounding turns to the next magnitude, and whether the midpoint itself does: ties go to the even code.
+# Rounding boundaries between magnitudes, and whether the midpoint itself rounds up: ties go to the even code.
 MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 BIAS = 127
-# The scale that is no number, by the specification.
+# NaN, by the specification.
 NAN_SCALE = 255
 # Exponent of the largest code, 6 = 1.5 · 2^2.
 LARGEST = 2
-# What is worked on at once, in weights: memory beside input and output stays under about a hundred MB.
+# Weights processed at a time: memory besides input and output stays under about a hundred MB.
 CHUNK = 1 << 22
 
 
 def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    """fp32 [..., N, 32 G] from blocks [..., N, G, 16] and scales [..., N, G], both u8, exactly.
+    """Dequantize blocks [..., N, G, 16] and scales [..., N, G], both u8, to fp32 [..., N, 32 G], exactly.
 
-    The scale 255, NaN in the specification, gives infinity as transformers' does. ValueError for shapes that do not
-    belong together.
+    The scale 255, NaN in the specification, gives infinity as in transformers. ValueError if shapes or dtypes do not
+    match.
     """
     if blocks.ndim < 3 or blocks.shape[-1] != BLOCK // 2 or blocks.shape[:-1] != scales.shape:
         raise ValueError(
@@ -51,10 +51,10 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[E, K, N] of `dtype` from blocks [E, N, G, 16] and scales [E, N, G], both u8.
+    """Dequantize blocks [E, N, G, 16] and scales [E, N, G], both u8, to [E, K, N] of `dtype`.
 
-    Equal bit by bit to what transformers loads, its overflow to infinity for the scale 255 included. Any leading slice
-    of experts may be given. ValueError as `unpack` does.
+    Bitwise equal to transformers, including its overflow to infinity for the scale 255. Any slice of experts is
+    allowed. ValueError as in `unpack`.
     """
     experts, n, groups, _ = blocks.shape if blocks.ndim == 4 else (0, 0, 0, 0)
     out = torch.empty(experts, groups * BLOCK, n, dtype=dtype, device=blocks.device)
@@ -62,17 +62,17 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     for expert in range(experts):
         for start in range(0, n, rows):
             part = slice(start, start + rows)
-            # Exact in fp32, so that the only rounding is the one to `dtype`.
+            # Exact in fp32, so the conversion to `dtype` is the only rounding.
             out[expert, :, part] = unpack(blocks[expert, part], scales[expert, part]).to(dtype).T
     return out
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks [E, N, G, 16] and scales [E, N, G], both u8, of a weight [E, K, N].
+    """Quantize a weight [E, K, N] to blocks [E, N, G, 16] and scales [E, N, G], both u8.
 
-    A block's exponent is that of its largest magnitude less 2; values round to the nearest code, ties to even,
-    and what lies above 6 saturates. A block of zeros has the scale 0. ValueError where K is no multiple of 32 or
-    the weight is not finite.
+    A block's exponent is that of its largest magnitude minus 2. Values round to the nearest code, ties to even, and
+    saturate above 6. A block of zeros has the scale 0. ValueError if K is not a multiple of 32 or the weight is not
+    finite.
     """
     if weight.ndim != 3 or weight.shape[1] % BLOCK:
         raise ValueError(f"MXFP4 needs a weight [E, K, N] with K a multiple of {BLOCK}, not {list(weight.shape)}")
@@ -89,11 +89,11 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes in pairs [..., G, 16] and scales [..., G] of fp32 values [..., G, 32]."""
+    """Quantize fp32 values [..., G, 32] to pairs of codes [..., G, 16] and scales [..., G]."""
     largest = values.abs().amax(dim=-1)
     if not torch.isfinite(largest).all():
-        raise ValueError("MXFP4 holds no NaN or infinity")
-    # frexp's mantissa lies in [0.5, 1), so that its exponent is floor(log2) + 1, exactly.
+        raise ValueError("MXFP4 cannot represent NaN or infinity")
+    # frexp's mantissa is in [0.5, 1), so its exponent is floor(log2) + 1, exactly.
     exponent = (torch.frexp(largest).exponent - 1 - LARGEST).clamp(-BIAS, BIAS)
     exponent = torch.where(largest == 0, -BIAS, exponent)
     scaled = torch.ldexp(values, -exponent[..., None])

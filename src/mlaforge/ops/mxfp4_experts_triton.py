@@ -1,19 +1,18 @@
-"""A mixture of MXFP4 experts in Triton: tokens grouped by expert, weights unpacked in the tile that multiplies them.
+"""Mixture of MXFP4 experts in Triton: tokens grouped by expert, weights unpacked within the tile that multiplies them.
 
-Pairs of a token and one of its experts are sorted by expert on the device. A program takes one item of work after
-another: so many pairs of one expert, and so many of its outputs. Where an expert's pairs begin is read on the device
-and the grid follows from host numbers alone, so that a launch can be captured in a graph, and no one waits for the
-host. Three launches: gate and up with the gate applied, down, and the weighted sum of a token's experts.
+(token, expert) pairs are sorted by expert on the device. A program processes work items: a tile of pairs of one expert
+and a tile of its outputs. Offsets of the experts' pairs are read on the device, and the grid depends only on host
+values, so a launch needs no synchronisation and can be captured in a graph. Three launches: gate and up with the
+activation, down, and the weighted sum of a token's experts.
 
-A row's numbers depend on no other row: the tile is the same however many there are, sums run over the inputs in their
-order, and a token's experts are added in the order of their rank. Weights are the left factor: outputs fill the 64
-rows that Hopper's asynchronous tensor cores take, and 16 pairs are enough beside them.
-Not measured on a GPU yet.
+A row's result does not depend on other rows: tiles do not change with their number, sums run over the inputs in order,
+and a token's experts are added by rank. Weights are the left factor: outputs fill the 64 rows of Hopper's asynchronous
+tensor cores, and 16 pairs suffice on the other side. Not measured on a GPU yet.
 
-Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per token, P = N K pairs in order of expert.
+Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per token, P = N K pairs sorted by expert.
 """
 
-# Triton reads annotations of kernels: only constexpr may stand there.
+# Triton reads annotations of kernels: only constexpr is allowed.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from torch import Tensor
 from mlaforge.ops.gpu_properties import gpu_properties
 from mlaforge.ops.mxfp4 import BLOCK
 
-# Pairs of a tile; its outputs and inputs: of 16 bits a number, and of 32, which are there for parity: exact products
-# have no tensor core.
+# Pairs per tile; outputs and inputs per tile in 16 bits, and in 32, which is for parity only: exact products have no
+# tensor core.
 BLOCK_M, TILE, EXACT_TILE = 16, (64, 128), (16, 32)
-# Columns of a program that sums a token's experts.
-SUMMED = 1024
+# Columns per program of the weighted sum.
+SUM_BLOCK = 1024
 
 
 @triton.jit
 def _value(code):
-    """fp32 of E2M1 codes: the exponent's bits are moved to where fp32 has them; 0.5 has no leading one."""
+    """Convert E2M1 codes to fp32: shifts the exponent's bits to their place in fp32; 0.5 has no implicit leading
+    one."""
     magnitude = code & 7
     bits = tl.where(magnitude < 2, magnitude * 0x3F000000, (magnitude << 22) + 0x3F000000)
     return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
@@ -49,44 +49,44 @@ def _value(code):
 def _weights(
     blocks, scales, rows, live, start, INPUTS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """[BLOCK_O, BLOCK_K] in fp32, exact: inputs from `start` on of the outputs `rows`; 0 where there are none."""
+    """Return exact fp32 weights [BLOCK_O, BLOCK_K]: inputs from `start` on of the outputs `rows`; 0 if masked."""
     byte, group = start // 2 + tl.arange(0, BLOCK_K // 2), start // 32 + tl.arange(0, BLOCK_K // 32)
     mask, group_mask = live[:, None], live[:, None]
     if INPUTS % BLOCK_K:
         mask, group_mask = mask & (byte < INPUTS // 2)[None, :], group_mask & (group < INPUTS // 32)[None, :]
     codes = tl.load(blocks + rows[:, None] * (INPUTS // 2) + byte[None, :], mask=mask, other=0).to(tl.int32)
     scale = tl.load(scales + rows[:, None] * (INPUTS // 32) + group[None, :], mask=group_mask, other=0).to(tl.int32)
-    # 2^-127 has no leading one either; 255 becomes infinity, as transformers has it.
+    # 2^-127 has no implicit leading one either; 255 becomes infinity, as in transformers.
     power = tl.where(scale == 0, 0x400000, scale << 23).to(tl.float32, bitcast=True)
     power = tl.broadcast_to(power[:, :, None], (BLOCK_O, BLOCK_K // 32, 16)).reshape(BLOCK_O, BLOCK_K // 2)
     return tl.interleave(_value(codes & 15) * power, _value(codes >> 4) * power)
 
 
-@triton.jit(do_not_specialize=["chosen"])
+@triton.jit(do_not_specialize=["top_k"])
 def product_kernel(
-    x, order, offsets, blocks, scales, bias, out, x_row, chosen, alpha, limit,
+    x, order, offsets, blocks, scales, bias, out, x_row, top_k, alpha, limit,
     EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. GATED: x [N, INPUTS], out [P, OUTPUTS], weights of twice as many outputs, gate and
-    up in turn. Otherwise x [P, INPUTS], and out is in the order of the pairs before they were sorted."""
+    """Grid: any number of programs. GATED: x [N, INPUTS], out [P, OUTPUTS], weights with twice as many outputs, gate
+    and up alternating. Otherwise x [P, INPUTS], and out is in the pairs' order before sorting."""
     e = tl.arange(0, BLOCK_E)
     begins = tl.load(offsets + e, mask=e < EXPERTS, other=0)
     ends = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0)
     tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
-    until = tl.cumsum(tiles, 0)
+    tile_ends = tl.cumsum(tiles, 0)
     columns: tl.constexpr = (OUTPUTS + BLOCK_O - 1) // BLOCK_O
 
-    for work in range(tl.program_id(0), tl.sum(tiles) * columns, tl.num_programs(0)):
-        tile = work // columns
-        expert = tl.sum((until <= tile).to(tl.int32))
-        first = tl.sum(tl.where(e == expert, begins + (tile - until + tiles) * BLOCK_M, 0))
+    for item in range(tl.program_id(0), tl.sum(tiles) * columns, tl.num_programs(0)):
+        tile = item // columns
+        expert = tl.sum((tile_ends <= tile).to(tl.int32))
+        first = tl.sum(tl.where(e == expert, begins + (tile - tile_ends + tiles) * BLOCK_M, 0))
         p = first + tl.arange(0, BLOCK_M)
-        real = p < tl.sum(tl.where(e == expert, ends, 0))
-        pair = tl.load(order + p, mask=real, other=0)
-        x_rows = x + (pair // chosen if GATED else p.to(tl.int64)) * x_row
-        o = work % columns * BLOCK_O + tl.arange(0, BLOCK_O)
+        valid = p < tl.sum(tl.where(e == expert, ends, 0))
+        pair = tl.load(order + p, mask=valid, other=0)
+        x_rows = x + (pair // top_k if GATED else p.to(tl.int64)) * x_row
+        o = item % columns * BLOCK_O + tl.arange(0, BLOCK_O)
         live = o < OUTPUTS
         rows = expert.to(tl.int64) * (2 * OUTPUTS if GATED else OUTPUTS) + (o * 2 if GATED else o)
 
@@ -95,15 +95,15 @@ def product_kernel(
             up = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
         for start in range(0, INPUTS, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
-            mask = real[:, None]
+            mask = valid[:, None]
             if INPUTS % BLOCK_K:
                 mask = mask & (k < INPUTS)[None, :]
-            read = tl.trans(tl.load(x_rows[:, None] + k[None, :], mask=mask, other=0.0))
-            weights = _weights(blocks, scales, rows, live, start, INPUTS, BLOCK_O, BLOCK_K).to(read.dtype)
-            acc = tl.dot(weights, read, acc, input_precision=PRECISION)
+            x_tile = tl.trans(tl.load(x_rows[:, None] + k[None, :], mask=mask, other=0.0))
+            weights = _weights(blocks, scales, rows, live, start, INPUTS, BLOCK_O, BLOCK_K).to(x_tile.dtype)
+            acc = tl.dot(weights, x_tile, acc, input_precision=PRECISION)
             if GATED:
-                weights = _weights(blocks, scales, rows + 1, live, start, INPUTS, BLOCK_O, BLOCK_K).to(read.dtype)
-                up = tl.dot(weights, read, up, input_precision=PRECISION)
+                weights = _weights(blocks, scales, rows + 1, live, start, INPUTS, BLOCK_O, BLOCK_K).to(x_tile.dtype)
+                up = tl.dot(weights, x_tile, up, input_precision=PRECISION)
 
         acc += tl.load(bias + rows, mask=live, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -111,14 +111,14 @@ def product_kernel(
             gate = tl.minimum(acc, limit)
             acc = (tl.minimum(tl.maximum(up, -limit), limit) + 1.0) * gate * tl.sigmoid(gate * alpha)
         at = out + (p.to(tl.int64) if GATED else pair)[None, :] * OUTPUTS + o[:, None]
-        tl.store(at, acc.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
+        tl.store(at, acc.to(out.dtype.element_ty), mask=live[:, None] & valid[None, :])
 
 
 @triton.jit
-def sum_kernel(parts, weights, out, K: tl.constexpr, C: tl.constexpr, SUMMED: tl.constexpr):
-    """Grid (N, columns): parts [N, K, C] in fp32 times weights [N, K] become out [N, C], in the order of K."""
-    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * SUMMED + tl.arange(0, SUMMED)
-    acc = tl.zeros([SUMMED], tl.float32)
+def sum_kernel(parts, weights, out, K: tl.constexpr, C: tl.constexpr, SUM_BLOCK: tl.constexpr):
+    """Grid (N, columns): out [N, C] = sum over K of parts [N, K, C] in fp32 times weights [N, K], in order of K."""
+    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
+    acc = tl.zeros([SUM_BLOCK], tl.float32)
     for k in range(K):
         part = tl.load(parts + (n * K + k) * C + c, mask=c < C, other=0.0)
         acc += part * tl.load(weights + n * K + k).to(tl.float32)
@@ -129,15 +129,15 @@ INTERPRETED = not isinstance(product_kernel, triton.JITFunction)
 
 
 def supports(x_NC: Tensor, *packed: Tensor) -> Literal[True] | str:
-    """True, or the reason why the kernels cannot run on hidden states and the tensors of a mixture."""
+    """Return True, or the reason why the kernels cannot run on hidden states and the tensors of a mixture."""
     if x_NC.device.type != "cuda" and not INTERPRETED:
-        return f"it needs CUDA tensors, these are on {x_NC.device.type}"
+        return f"it needs CUDA tensors, the inputs are on {x_NC.device.type}"
     if x_NC.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it has no {x_NC.dtype}"
+        return f"it does not support {x_NC.dtype}"
     if INTERPRETED and x_NC.dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 wrongly"
+        return "Triton's interpreter computes wrong bfloat16 products"
     if x_NC.stride(-1) != 1 or not all(tensor.is_contiguous() for tensor in packed):
-        return "the numbers of a row must lie one after another"
+        return "rows must be contiguous"
     return True
 
 
@@ -152,17 +152,17 @@ class Launch:
 
 def make_launch(
     x: Tensor, order_P: Tensor, offsets: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor, out: Tensor,
-    chosen: int, alpha: float, limit: float, gated: bool,
+    top_k: int, alpha: float, limit: float, gated: bool,
 ) -> Launch:  # fmt: skip
-    """From shapes alone. `blocks` [E, outputs, inputs / 32, 16], `offsets` int32 [E + 1]."""
+    """Prepare a launch from shapes alone. `blocks` [E, outputs, inputs / 32, 16], `offsets` int32 [E + 1]."""
     E, P, OUTPUTS = len(blocks), len(order_P), out.shape[1]
     BLOCK_O, BLOCK_K = EXACT_TILE if x.dtype == torch.float32 else TILE
-    # No more tiles can be needed: each expert's last one may be cut short.
+    # Upper bound of the tiles: each expert's last one may be partial.
     tiles = P // BLOCK_M + min(E, P)
     programs = min(tiles * triton.cdiv(OUTPUTS, BLOCK_O), 2 * gpu_properties(x.device).multiprocessors)
     arguments = {
         "x": x, "order": order_P, "offsets": offsets, "blocks": blocks, "scales": scales, "bias": bias, "out": out,
-        "x_row": x.stride(0), "chosen": chosen, "alpha": alpha, "limit": limit, "EXPERTS": E,
+        "x_row": x.stride(0), "top_k": top_k, "alpha": alpha, "limit": limit, "EXPERTS": E,
         "INPUTS": blocks.shape[2] * BLOCK, "OUTPUTS": OUTPUTS, "GATED": gated, "BLOCK_E": triton.next_power_of_2(E),
         "BLOCK_M": BLOCK_M, "BLOCK_O": BLOCK_O, "BLOCK_K": BLOCK_K,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
@@ -171,47 +171,48 @@ def make_launch(
 
 
 def mixture(
-    x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor, gate_up_blocks: Tensor, gate_up_scales: Tensor,
+    x_NC: Tensor, topk_ids_NK: Tensor, topk_weights_NK: Tensor, gate_up_blocks: Tensor, gate_up_scales: Tensor,
     gate_up_bias: Tensor, down_blocks: Tensor, down_scales: Tensor, down_bias: Tensor, alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
     """ops/mxfp4_experts.py's function: [N, C] in the dtype of x."""
-    (N, K), (E, C), device = chosen_NK.shape, down_bias.shape, x_NC.device
+    (N, K), (E, C), device = topk_ids_NK.shape, down_bias.shape, x_NC.device
     out_NC = x_NC.new_empty(N, C)
     if not N:
         return out_NC
-    order_P, offsets = route(chosen_NK, E)
+    order_P, offsets = route(topk_ids_NK, E)
     gated_PI = x_NC.new_empty(N * K, gate_up_bias.shape[1] // 2)
-    # Rounded once, when they have been added.
+    # fp32: rounded once, after the sum.
     parts_PC = torch.empty(N * K, C, dtype=torch.float32, device=device)
     gate_up, down = (gate_up_blocks, gate_up_scales, gate_up_bias), (down_blocks, down_scales, down_bias)
     product(x_NC, order_P, offsets, gate_up, gated_PI, K, alpha, limit, gated=True)
     product(gated_PI, order_P, offsets, down, parts_PC, K, alpha, limit, gated=False)
-    weighted_sum(parts_PC, weights_NK, out_NC)
+    weighted_sum(parts_PC, topk_weights_NK, out_NC)
     return out_NC
 
 
-def route(chosen_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs of a token and an expert in order of expert, int64 [P]; where each expert's pairs begin, int32 [E + 1]."""
-    sorted_P, order_P = chosen_NK.flatten().sort(stable=True)
-    experts = torch.arange(num_experts + 1, device=chosen_NK.device)
+def route(topk_ids_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return (token, expert) pairs sorted by expert, int64 [P], and the offsets of the experts' pairs, int32 [E +
+    1]."""
+    sorted_P, order_P = topk_ids_NK.flatten().sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=topk_ids_NK.device)
     return order_P, torch.searchsorted(sorted_P, experts, out_int32=True)
 
 
 def product(
-    x: Tensor, order_P: Tensor, offsets: Tensor, weights: Sequence[Tensor], out: Tensor, chosen: int, alpha: float,
+    x: Tensor, order_P: Tensor, offsets: Tensor, weights: Sequence[Tensor], out: Tensor, top_k: int, alpha: float,
     limit: float, gated: bool,
 ) -> None:  # fmt: skip
-    """Overwrites `out` with every pair's product; `weights` are blocks, scales and bias of all experts. `gated`: of
-    the gate and up projections, with the gate applied; `x` has a row per token, else one per pair."""
+    """Overwrite `out` with every pair's product; `weights` are blocks, scales and bias of all experts. `gated`: gate
+    and up projections with the activation, and `x` has a row per token; otherwise one per pair."""
     blocks, scales, bias = weights
-    launch = make_launch(x, order_P, offsets, blocks, scales, bias, out, chosen, alpha, limit, gated)
+    launch = make_launch(x, order_P, offsets, blocks, scales, bias, out, top_k, alpha, limit, gated)
     with torch.cuda.device_of(x):
         product_kernel[(launch.programs,)](**launch.arguments, **launch.options)
 
 
-def weighted_sum(parts_PC: Tensor, weights_NK: Tensor, out_NC: Tensor) -> None:
-    """Overwrites `out_NC` with the sums of each token's parts by their weights."""
-    (N, K), C = weights_NK.shape, parts_PC.shape[1]
+def weighted_sum(parts_PC: Tensor, topk_weights_NK: Tensor, out_NC: Tensor) -> None:
+    """Overwrite `out_NC` with the weighted sums of each token's parts."""
+    (N, K), C = topk_weights_NK.shape, parts_PC.shape[1]
     with torch.cuda.device_of(out_NC):
-        grid = (N, triton.cdiv(C, SUMMED))
-        sum_kernel[grid](parts_PC, weights_NK.contiguous(), out_NC, K=K, C=C, SUMMED=SUMMED, num_warps=4)
+        grid = (N, triton.cdiv(C, SUM_BLOCK))
+        sum_kernel[grid](parts_PC, topk_weights_NK.contiguous(), out_NC, K=K, C=C, SUM_BLOCK=SUM_BLOCK, num_warps=4)

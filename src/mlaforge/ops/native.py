@@ -1,8 +1,8 @@
-"""The CPU kernels in cpu/, compiled once per machine by the C++ compiler that is there.
+"""CPU kernels of cpu/, compiled once per machine by the local C++ compiler.
 
-They exist in three forms, and the fastest that the processor has is taken: with AMX, for AVX-512 BF16, and for AVX2.
-Where there is no compiler everything runs on torch's own operations; the reason is said once. Kept under
-runtime.cache_home(), by a hash of the source and of torch's version.
+There are three forms, of which the fastest that the processor supports is used: AMX, AVX-512 BF16, AVX2. Without a
+compiler torch's operations are used, and the reason is logged once. Libraries are cached in runtime.cache_home(), by a
+hash of the source and of torch's version.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from mlaforge import runtime
 
 FOLDER = Path(__file__).with_name("cpu")
 SOURCE = FOLDER / "native.cpp"
-# A sum must not depend on how the compiler joins its products with it. What is not exported cannot be taken for another
-# form's.
+# -ffp-contract=off: a sum must not depend on whether the compiler fuses its products. Hidden symbols cannot be resolved
+# to another form's.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
-# What the compiler may use in each form, the fastest form first.
+# Instruction sets of each form, the fastest form first.
 FORMS = {"amx": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), "avx512": AVX512, "avx2": AVX2}
 
 
 def why_not() -> str | None:
-    """Why the kernels cannot be had here; None where they can."""
+    """Return the reason why the kernels are not available, or None."""
     if runtime.native_choice() == "0":
         return "MLAFORGE_NATIVE is 0"
     if form() is None:
-        return f"this processor has neither of {', '.join(FORMS)}, or MLAFORGE_NATIVE is another one's name"
+        return (
+            f"this processor supports none of {', '.join(FORMS)}, or MLAFORGE_NATIVE names one that it does not support"
+        )
     if compiler() is None:
         return "there is no C++ compiler (g++)"
     return None
 
 
 def runs(name: str) -> bool:
-    """Whether this processor can run a form of the kernels, were it compiled."""
+    """Whether this processor can run a form of the kernels."""
     if name == "amx":
         return runs("avx512") and torch.cpu._is_amx_tile_supported() and bool(torch.cpu._init_amx())
     if name == "avx512":
@@ -53,7 +55,8 @@ def runs(name: str) -> bool:
 
 
 def form() -> str | None:
-    """The form of the kernels that is taken here: the fastest, or the one that runtime.native_choice() names."""
+    """Return the form to use: the fastest supported one, or the one that runtime.native_choice() names; None if there
+    is none."""
     choice = runtime.native_choice()
     return next((name for name in FORMS if choice in ("1", name) and runs(name)), None)
 
@@ -64,7 +67,7 @@ def compiler() -> str | None:
 
 @functools.cache
 def kernels() -> Any | None:
-    """The compiled kernels as torch's operations, or None; compiles on the first call of a machine."""
+    """Return the compiled kernels as torch operations, or None. Compiles them on the first call on a machine."""
     reason, name = why_not(), form()
     if reason is None and name is not None:
         reason = load(name)
@@ -75,13 +78,13 @@ def kernels() -> Any | None:
 
 
 def operations(name: str) -> Any:
-    """The operations of a form that was loaded."""
+    """Return the operations of a loaded form."""
     return getattr(torch.ops, f"mlaforge_{name}")
 
 
 def pack(weight_MK: Tensor, step: int = 1) -> Tensor:
-    """The layout that `linear` reads: bf16 [M / 16, K / 2, 16, 2], outputs filled up with zeros. K must be even. What
-    `latent` reads has its inputs filled up too, to a multiple of `step` 32."""
+    """Pack a weight [M, K] for `linear`: bf16 [M / 16, K / 2, 16, 2], outputs zero-padded; K must be even. With `step`
+    32, as for `latent`, inputs are padded too, to a multiple of it."""
     M, K = weight_MK.shape
     padded = torch.nn.functional.pad(weight_MK.bfloat16(), (0, -K % step, 0, -M % 16)).contiguous()
     return padded.view(len(padded) // 16, 16, -1, 2).transpose(1, 2).contiguous()
@@ -92,12 +95,12 @@ def _sources() -> bytes:
 
 
 def load(name: str) -> str | None:
-    """Compiles a form of the kernels where that was not done before and loads it; why not, where it cannot be."""
+    """Compile a form of the kernels, unless the library exists, and load it. Returns the reason if that fails."""
     assert runs(name), f"this processor lacks {name}"
     key = hashlib.sha256(_sources() + f"{torch.__version__} {FLAGS} {FORMS[name]}".encode()).hexdigest()[:16]
     library = runtime.cache_home() / "native" / f"{name}-{key}.so"
     if not library.is_file():
-        runtime.log("compiling CPU kernels, once on this machine (about half a minute)")
+        runtime.log("compiling the CPU kernels, once per machine (about half a minute)")
         if (failed := _compile(library, name)) is not None:
             return failed
     torch.ops.load_library(library)
@@ -105,11 +108,11 @@ def load(name: str) -> str | None:
 
 
 def _compile(library: Path, name: str) -> str | None:
-    """Writes `library`; or nothing, and the compiler's first complaint."""
+    """Write `library`. On failure, write nothing and return the compiler's first error."""
     from torch.utils.cpp_extension import include_paths
 
     libraries = Path(torch.__file__).parent / "lib"
-    # Torch's own OpenMP runtime: a second one in the process would have threads of its own that fight for the cores.
+    # Link torch's own OpenMP runtime: a second one would start threads that compete for the cores.
     openmp = next(iter(sorted(libraries.glob("libgomp*"))), None)
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

@@ -1,10 +1,10 @@
-"""Attention of a step's query tokens over the paged cache: GQA, and absorbed MLA as GQA with one key head.
+"""Attention of a step's query tokens over the paged cache: GQA, and absorbed MLA as GQA with one KV head.
 
-For MLA the cached row [latent r, rotary e] is the key and its first r columns are the value: pass
-k = rows[:, None] and v = k[..., :r], which implementations recognise as one memory and read once.
+For MLA the cached row [latent r, rotary e] is the key, and its first r columns are the value: pass k = rows[:, None]
+and v = k[..., :r], which implementations recognise as shared memory and read once.
 
-Legend: N query tokens of all sequences one after another, T of one sequence, H query heads, G key heads (head h reads
-key head h // (H / G)), E heads per key head, L slots of the cache, P cached positions, D key width, V value width.
+Legend: N query tokens of all sequences, concatenated, T of one sequence, H query heads, G KV heads (head h reads KV
+head h // (H / G)), E heads per KV head, L slots of the cache, P cached positions, D key width, V value width.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ from mlaforge.ops.paged_attention_cpu import paged_attention_runs
 def paged_attention(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, implementation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention; what a query token sees is said by `view` (ops/cache_view.py).
+    """Softmax attention; `view` defines what each query token sees (ops/cache_view.py).
 
-    k_LGD and v_LGV are views over all slots of a layer's cache, of any strides, in the queries' dtype or in one that is
-    cast to it (bf16, fp8). A learned sink is the caller's:
-    out * sigmoid(lse - sink). Returns out [N, H, V] in the queries' dtype and lse [N, H], the natural logarithm of the
-    softmax denominator, in fp32; a row that sees nothing gives 0 and -inf. `implementation` None lets
-    ops/dispatch.py choose; UserError where the named one cannot run.
+    k_LGD and v_LGV are views over all slots of a layer's cache, with any strides, in the queries' dtype or in one that
+    is cast to it (bf16, fp8). The caller applies a learned sink: out * sigmoid(lse - sink). Returns out [N, H, V] in
+    the queries' dtype and lse [N, H], the natural logarithm of the softmax denominator, in fp32; a row that sees
+    nothing gives 0 and -inf. `implementation` None lets ops/dispatch.py choose. UserError if the named one cannot run.
     """
     out, lse = OP(q_NHD, k_LGD, v_LGV, view, scale, implementation=implementation)
     return out, lse
 
 
 def capturable(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> bool:
-    """Whether a CUDA graph can hold what `paged_attention` would run on queries like these; their number is free."""
+    """Whether a CUDA graph can capture `paged_attention` for queries like these, of any number."""
     return OP.capturable(q_NHD, k_LGD, v_LGV, view, scale)
 
 
 def reference(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
-    """In fp32, sequence by sequence; reads the lengths from the device."""
+    """Compute in fp32, sequence by sequence. Reads the lengths from the device."""
     (N, H, _), G, V = q_NHD.shape, k_LGD.shape[1], v_LGV.shape[2]
     out_NHV = q_NHD.new_zeros(N, H, V)
     lse_NH = torch.full((N, H), -torch.inf, device=q_NHD.device)
@@ -84,13 +83,13 @@ def _triton(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale:
 
 
 def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
-    # Loading Triton takes a second, which a CPU that never runs it should not pay.
+    # Importing Triton takes a second; a CPU that never runs it should not pay for it.
     if q_NHD.device.type != "cuda" and not runtime.triton_interpreted():
-        return f"it needs CUDA tensors, these are on {q_NHD.device.type}"
+        return f"it needs CUDA tensors, the inputs are on {q_NHD.device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
     if view.tree_Tn is not None:
-        return "it has no trees"
+        return "it does not support trees"
     from mlaforge.ops import paged_attention_triton
 
     return paged_attention_triton.supports(q_NHD, k_LGD, v_LGV)
@@ -98,13 +97,13 @@ def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
 
 def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
     if q_NHD.device.type != "cpu":
-        return f"it reads host memory, these are on {q_NHD.device.type}"
+        return f"it needs CPU tensors, the inputs are on {q_NHD.device.type}"
     if k_LGD.dtype != q_NHD.dtype:
         return f"rows are {k_LGD.dtype}, queries {q_NHD.dtype}"
     if len(view.runs) != len(view.seq_lens_S):
         return "the view has no runs"
     if k_LGD.shape[2] != v_LGV.shape[2] and (k_LGD.data_ptr(), k_LGD.stride()) != (v_LGV.data_ptr(), v_LGV.stride()):
-        return "keys and values differ in width and are not one memory"
+        return "keys and values differ in width and do not share memory"
     return True
 
 
@@ -122,15 +121,15 @@ def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale:
 
 def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
     if q_NHD.device.type != "cpu":
-        return f"it reads host memory, these are on {q_NHD.device.type}"
+        return f"it needs CPU tensors, the inputs are on {q_NHD.device.type}"
     if q_NHD.dtype != torch.bfloat16 or k_LGD.dtype != torch.bfloat16:
-        return f"it is for bfloat16, these are {q_NHD.dtype}"
+        return f"it supports bfloat16, queries are {q_NHD.dtype}"
     if k_LGD.stride(2) != 1 or v_LGV.stride(2) != 1 or k_LGD.stride(0) != v_LGV.stride(0):
         return "keys and values are not parts of one row"
     if k_LGD.untyped_storage().data_ptr() != v_LGV.untyped_storage().data_ptr():
         return "keys and values are not parts of one row"
     if k_LGD.shape[1] > 1 and (k_LGD.stride(1) != k_LGD.shape[2] or v_LGV.stride(1) != v_LGV.shape[2]):
-        return "heads do not lie side by side"
+        return "heads are not contiguous"
     return True if kernels() is not None else "it is not compiled"
 
 
@@ -141,6 +140,6 @@ OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=
 
 
 def replay(path: Path, implementation: str | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Runs the op again on the inputs of a mismatch, as ops/check.py saved them."""
+    """Run the op on the inputs of a mismatch that ops/check.py saved."""
     q, k, v, view, scale = load(path, {3: CacheView}, device)
     return paged_attention(q, k, v, view, scale, implementation)

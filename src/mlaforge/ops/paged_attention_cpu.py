@@ -1,11 +1,11 @@
-"""Paged attention on a CPU: a sequence's consecutive slots are read where they lie, nothing is gathered.
+"""Paged attention on a CPU that reads runs of consecutive slots in place.
 
-Torch's flash kernel takes any strides and returns the lse, so a stretch of the cache is a view of it, the query heads
-of one key head become rows of one product, and stretches merge by their lse. Only where many short sequences decode
-together are their rows copied side by side: a call of the kernel costs more than the copy.
+Torch's flash kernel takes any strides and returns the lse: a run is a strided view of the cache, the query heads of one
+KV head become rows of one product, and runs are merged by their lse. Only many short decoding sequences are copied next
+to each other: a kernel call costs more than the copy.
 
-Legend: N query tokens, S sequences, T query tokens of one sequence, L slots or tokens of a stretch, H query heads,
-G key heads, J = H / G, D key and V value dimensions.
+Legend: N query tokens, S sequences, T query tokens of one sequence, L slots or tokens of a run, H query heads, G KV
+heads, J = H / G, D key and V value dimensions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 
-# Cached bytes up to which decoding sequences are copied side by side (measured: docs/notes/cpu-kernels.md).
+# Maximum cached bytes for which decoding sequences are copied (measured: docs/notes/cpu-kernels.md).
 GATHER_BYTES = 2 << 20
-# A stretch of at least this many tokens is cut in two, so that an odd number of key heads keeps two cores busy.
+# Runs of at least this many tokens are split in two, so that an odd number of KV heads occupies two cores.
 SPLIT_TOKENS = 1024
-# Query rows up to which the heads of a group fold into one product; beyond, every head is a task of its own.
+# Maximum query rows for which the heads of a group are folded into one product; beyond, every head is a task.
 FOLD_ROWS = 64
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -28,7 +28,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def merge(parts: list[Part]) -> Part:
-    """Attention over several sets of keys from attention over each: out [..., V] and lse [...] of every part."""
+    """Merge attention over several sets of keys by lse. Each part is out [..., V] and lse [...]."""
     if len(parts) == 1:
         return parts[0]
     lse = torch.stack([part[1] for part in parts])
@@ -40,11 +40,11 @@ def merge(parts: list[Part]) -> Part:
 
 
 def paged_attention_runs(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Part:
-    """As ops.paged_attention; needs the view's `queries` and `runs`."""
+    """As ops.paged_attention; requires the view's `queries` and `runs`."""
     N, H, D = q_NHD.shape
     G, V = k_LGD.shape[1], v_LGV.shape[-1]
     if V != D:
-        # The kernel wants one width. In MLA the value is a part of the key's own row.
+        # The kernel requires equal widths. In MLA the value is a part of the key's row.
         assert v_LGV.data_ptr() == k_LGD.data_ptr() and v_LGV.stride() == k_LGD.stride()
         v_LGV = k_LGD
     q_NGJD = q_NHD.view(N, G, H // G, D)
@@ -63,10 +63,10 @@ def paged_attention_runs(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: Cach
 
 
 def _sequence(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: CacheView, scale: float) -> Part:
-    """One sequence's query tokens: [T, G, J, D] and [T, G, J]."""
+    """Attention of one sequence's query tokens: out [T, G, J, D] and lse [T, G, J]."""
     T, tree = len(q_TGJD), view.tree_Tn is not None
     if view.window is not None:
-        runs = _tail(runs, min(sum(length for _, length in runs), view.window - 1 + view.own(T)))
+        runs = _tail(runs, min(sum(length for _, length in runs), view.window - 1 + view.step_rows(T)))
     if T == 1 and not tree:
         return _decode(q_TGJD, k_LGD, v_LGV, runs, scale)
     if view.window is None:
@@ -75,7 +75,7 @@ def _sequence(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: Ca
 
 
 def _tail(runs: Runs, tokens: int) -> Runs:
-    """The stretches that hold the last `tokens` tokens."""
+    """Return the runs of the last `tokens` tokens."""
     tail: list[tuple[int, int]] = []
     for start, length in reversed(runs):
         take = min(length, tokens)
@@ -87,7 +87,7 @@ def _tail(runs: Runs, tokens: int) -> Runs:
 
 
 def _decode(q_1GJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, scale: float) -> Part:
-    """One query token: [1, G, J, D] and [1, G, J]."""
+    """Attention of one query token: out [1, G, J, D] and lse [1, G, J]."""
     parts = []
     for start, length in runs:
         cuts = 2 if length >= SPLIT_TOKENS else 1
@@ -104,7 +104,7 @@ def _decode(q_1GJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, scale: flo
 
 
 def _cut(rows_LGD: Tensor, start: int, cuts: int, length: int) -> Tensor:
-    """`cuts` neighbouring stretches of `length` slots as a batch: [cuts, G, length, D], nothing copied."""
+    """Return `cuts` adjacent runs of `length` slots as a batch [cuts, G, length, D], without a copy."""
     slot, head, unit = rows_LGD.stride()
     _, G, D = rows_LGD.shape
     size, strides = (cuts, G, length, D), (length * slot, head, slot, unit)
@@ -112,14 +112,14 @@ def _cut(rows_LGD: Tensor, start: int, cuts: int, length: int) -> Tensor:
 
 
 def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: CacheView, scale: float) -> Part:
-    """T query tokens that stand last: all of them see what came before, and each other causally or as a tree."""
+    """Attention of the last T tokens of a sequence: all see the tokens before, and each other causally or as a tree."""
     T, _, J, _ = q_TGJD.shape
-    last = view.own(T)
+    last = view.step_rows(T)
     before = sum(length for _, length in runs) - last
-    past, own = _head(runs, before) if before else (), _tail(runs, last)
+    past_runs, step_runs = _head(runs, before) if before else (), _tail(runs, last)
     q_GJTD = q_TGJD.permute(1, 2, 0, 3)
     parts = []
-    for start, length in past:
+    for start, length in past_runs:
         k, v = (rows[start : start + length].transpose(0, 1)[:, None] for rows in (k_LGD, v_LGV))
         if J * T <= FOLD_ROWS:
             folded = q_GJTD.reshape(len(q_GJTD), 1, J * T, -1)
@@ -127,7 +127,7 @@ def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: Cache
             parts.append((out.view(q_GJTD.shape), lse.view(q_GJTD.shape[:3])))
         else:
             parts.append(_flash(q_GJTD, k.expand(-1, J, -1, -1), v.expand(-1, J, -1, -1), 0.0, False, scale=scale))
-    k, v = (_gather(rows, own).transpose(0, 1)[:, None].expand(-1, J, -1, -1) for rows in (k_LGD, v_LGV))
+    k, v = (_gather(rows, step_runs).transpose(0, 1)[:, None].expand(-1, J, -1, -1) for rows in (k_LGD, v_LGV))
     if view.tree_Tn is None:
         parts.append(_flash(q_GJTD, k, v, 0.0, True, scale=scale))
     else:
@@ -138,12 +138,12 @@ def _chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: Cache
 
 
 def _additive(visible_TL: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores: -inf where nothing is to be seen."""
+    """Return an additive mask: -inf for invisible positions."""
     return torch.zeros_like(visible_TL, dtype=dtype).masked_fill_(~visible_TL, -torch.inf)
 
 
 def _windowed_chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, view: CacheView, scale: float) -> Part:
-    """As `_chunk` where a token sees only a window: a band, so the kernel is given a mask."""
+    """As `_chunk` with a sliding window: a band, so the kernel needs a mask."""
     T, _, J, _ = q_TGJD.shape
     mask = _additive(view.visible(T, sum(length for _, length in runs)), q_TGJD.dtype)
     k, v = (_gather(rows, runs).transpose(0, 1)[:, None].expand(-1, J, -1, -1) for rows in (k_LGD, v_LGV))
@@ -152,7 +152,7 @@ def _windowed_chunk(q_TGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, runs: Runs, vi
 
 
 def _head(runs: Runs, tokens: int) -> Runs:
-    """The stretches that hold the first `tokens` tokens."""
+    """Return the runs of the first `tokens` tokens."""
     head: list[tuple[int, int]] = []
     for start, length in runs:
         take = min(length, tokens)
@@ -164,7 +164,7 @@ def _head(runs: Runs, tokens: int) -> Runs:
 
 
 def _gather(rows_LGD: Tensor, runs: Runs) -> Tensor:
-    """The rows of all stretches one after another; a view where there is one stretch."""
+    """Concatenate the rows of all runs; a view if there is one run."""
     pieces = [rows_LGD[start : start + length] for start, length in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -176,7 +176,7 @@ def _fits(k_LGD: Tensor, v_LGV: Tensor, view: CacheView) -> bool:
 
 
 def _side_by_side(q_SGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Part:
-    """One query token of each of S short sequences: [S, G, J, D] and [S, G, J]."""
+    """Attention of one query token of each of S short sequences: out [S, G, J, D] and lse [S, G, J]."""
     slots_SL, mask_S11L = view.dense(q_SGJD.dtype)
     k, v = (rows.transpose(1, 2) for rows in _rows(k_LGD, v_LGV, slots_SL))
     out: Tensor
@@ -185,8 +185,8 @@ def _side_by_side(q_SGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView,
 
 
 def _rows(k_LGD: Tensor, v_LGV: Tensor, slots_SL: Tensor) -> list[Tensor]:
-    """Keys [S, L, G, D] and values of these slots: whole rows of the cache are copied where both are parts of one row,
-    which takes a third of the time of copying them apart."""
+    """Return keys [S, L, G, D] and values of these slots. If both are parts of one row, complete rows are copied, which
+    takes a third of the time of two copies."""
     width, storage = k_LGD.stride(0), k_LGD.untyped_storage().data_ptr()
     parts = (k_LGD, v_LGV)
     if any(

@@ -1,16 +1,16 @@
 """Paged attention in Triton: flash decoding over the block table, split along the cache, merged by lse.
 
-A program takes one tile of query rows (tokens x heads of one key head, at most BLOCK_M), one key head and one split of
-the positions that the tile sees, so a cached row is read once per tile; with an MLA row the loaded latent serves as
-key and as value. Prefill is the same kernel with more tiles per sequence. Launch geometry depends on host numbers
-alone (tensor shapes and the view's bounds), lengths are read on the device: launches can be captured in a graph.
+A program computes one tile of query rows (tokens x heads of one KV head, at most BLOCK_M), for one KV head and one
+split of the positions that the tile sees, so a cached row is read once per tile; a loaded MLA latent serves as key and
+as value. Prefill is the same kernel with more tiles per sequence. Launch geometry depends only on host values (tensor
+shapes and the view's bounds), and lengths are read on the device, so launches can be captured in a graph.
 
-Widths that are no powers of two are cut into pieces (576 = 512 + 64), the last of them masked. Rows in another dtype
-than the queries (fp8) are cast tile by tile as they are read.
-Written after Flash-Decoding (Dao et al. 2023) and FlashAttention-2 (arXiv:2307.08691). Not measured on a GPU yet.
+Widths that are not powers of two are cut into pieces (576 = 512 + 64), of which the last is masked. Rows in another
+dtype than the queries (fp8) are cast per tile. Written after Flash-Decoding (Dao et al. 2023) and FlashAttention-2
+(arXiv:2307.08691). Not measured on a GPU yet.
 """
 
-# Triton reads annotations of kernels: only constexpr may stand there.
+# Triton reads annotations of kernels: only constexpr is allowed.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from torch import Tensor
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
 
-# Sequences per step of the search for a tile's sequence. A launch passes it: compiled kernels read no globals.
+# Sequences per step of the search for a tile's sequence. Passed to launches, because compiled kernels read no globals.
 SEARCHED = 256
 
 
 @triton.jit
 def _columns(rows, live, BEGIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns BEGIN to BEGIN + SIZE of rows given by their addresses; 0 in dead rows and from column WIDTH on."""
+    """Load columns [BEGIN, BEGIN + SIZE) of rows given by their addresses; 0 in masked rows and from column WIDTH
+    on."""
     d = BEGIN + tl.arange(0, SIZE)
     mask = live[:, None]
     if BEGIN + SIZE > WIDTH:
@@ -51,7 +52,7 @@ def _put(rows, live, values, BEGIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def _finite(x):
-    """Subtracting -inf from -inf would be NaN; what it is subtracted from is -inf as well then."""
+    """Replace -inf by 0, so that -inf - _finite(-inf) is -inf instead of NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
@@ -60,9 +61,9 @@ def _locate(
     tile, query_start, num_sequences, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr,
     SEARCHED: tl.constexpr,
 ):  # fmt: skip
-    """The sequence of a tile of the grid, and which of the sequence's tiles it is.
+    """Return the sequence of a tile of the grid, and the tile's number within the sequence.
 
-    TILES > 0: so many tiles for every sequence. TILES = 0: sequence s has as many as its rows can need, from tile
+    TILES > 0: every sequence has this many tiles. TILES = 0: sequence s has as many as its rows can need, from tile
     rows_before(s) // BLOCK_M + s on.
     """
     if TILES > 0:
@@ -80,7 +81,7 @@ def _locate(
 
 @triton.jit
 def _share(lowest, highest, first, split, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which positions a split reads for tokens at positions `lowest` to `highest`: from, and up to but without."""
+    """Return the positions [start, end) that a split reads for tokens at positions `lowest` to `highest`."""
     lo = first
     if WINDOW > 0:
         lo = tl.maximum(first, lowest - WINDOW + 1)
@@ -98,8 +99,8 @@ def attend_kernel(
     V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key heads, splits). out [N, H, splits, V] and lse [N, H, splits] are contiguous. WINDOW 0 is none,
-    a piece of size 0 is none; D0 and D1 are the value's pieces too where V_IN_K."""
+    """Grid (tiles, KV heads, splits). out [N, H, splits, V] and lse [N, H, splits] are contiguous. WINDOW 0: none; a
+    piece of size 0: none. If V_IN_K, D0 and D1 are the value's pieces too."""
     g, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads, splits = tl.num_programs(1) * GROUP, tl.num_programs(2)
     s, tile = _locate(tl.program_id(0), query_start, num_sequences, GROUP, TILES, BLOCK_M, SEARCHED)
@@ -150,7 +151,7 @@ def attend_kernel(
         if D2 > 0:
             k2 = _columns(k_rows, live, V, D2, D).to(q.dtype.element_ty)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
-        # What is not live lies behind every position: only the last split's last tile is cut short.
+        # Masked positions are beyond every query's: only the last split's last tile is partial.
         visible = p[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (p[None, :] > position[:, None] - WINDOW)
@@ -185,14 +186,14 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(parts, lses, out, lse, splits, V: tl.constexpr, SIZE: tl.constexpr):
-    """Grid (N * H): parts [N * H, splits, V] and lses [N * H, splits] become out [N * H, V] and lse [N * H]."""
+    """Grid (N * H): merge parts [N * H, splits, V] and lses [N * H, splits] into out [N * H, V] and lse [N * H]."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, SIZE)
     peak, total = float("-inf"), 0.0
     acc = tl.zeros([SIZE], tl.float32)
     for i in range(splits):
         part_lse = tl.load(lses + row * splits + i)
-        # The values of an empty split were never written.
+        # The values of an empty split are uninitialised.
         part = tl.load(parts + (row * splits + i) * V + d, mask=d < tl.where(part_lse > float("-inf"), V, 0), other=0.0)
         higher = tl.maximum(peak, part_lse)
         fade, weight = tl.exp(peak - _finite(higher)), tl.exp(part_lse - _finite(higher))
@@ -208,33 +209,33 @@ INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 
 
 def supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor) -> Literal[True] | str:
-    """True, or the reason why the kernel cannot run on these."""
+    """Return True, or the reason why the kernel cannot run on these."""
     if q_NHD.device.type != "cuda" and not INTERPRETED:
-        return f"it needs CUDA tensors, these are on {q_NHD.device.type}"
+        return f"it needs CUDA tensors, the inputs are on {q_NHD.device.type}"
     if k_LGD.dtype != v_LGV.dtype or k_LGD.dtype not in (q_NHD.dtype, torch.bfloat16, torch.float8_e4m3fn):
         return f"queries {q_NHD.dtype}, keys {k_LGD.dtype} and values {v_LGV.dtype} differ in dtype"
     if q_NHD.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it has no {q_NHD.dtype}"
+        return f"it does not support {q_NHD.dtype}"
     if INTERPRETED and q_NHD.dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 wrongly"
+        return "Triton's interpreter computes wrong bfloat16 products"
     gpu = gpu_properties(q_NHD.device)
     if k_LGD.dtype == torch.float8_e4m3fn and (reason := gpu.why_no_fp8()):
         return reason
     if any(x.stride(-1) != 1 for x in (q_NHD, k_LGD, v_LGV)):
-        return "the numbers of a row must lie one after another"
+        return "rows must be contiguous"
     if q_NHD.shape[1] % k_LGD.shape[1]:
-        return f"{q_NHD.shape[1]} heads over {k_LGD.shape[1]} key heads"
+        return f"{q_NHD.shape[1]} query heads are not a multiple of {k_LGD.shape[1]} KV heads"
     D, V, v_in_k = k_LGD.shape[2], v_LGV.shape[2], is_prefix(v_LGV, k_LGD)
     K_pieces, V_pieces = cut(D, V, v_in_k)
     if sum(V_pieces) > 512:
-        return f"values of {V} numbers do not fit into registers; it takes at most 512"
+        return f"values of {V} elements do not fit into registers; at most 512 do"
     if not tile_sizes(512, sum(K_pieces), sum(V_pieces), v_in_k, q_NHD.element_size(), gpu):
-        return f"rows of {D} and {V} numbers do not fit into {gpu.shared_memory // KIB} KiB of shared memory"
+        return f"rows of {D} and {V} elements do not fit into {gpu.shared_memory // KIB} KiB of shared memory"
     return True
 
 
 def pieces(width: int) -> tuple[int, int]:
-    """Powers of two (at least 16, a tensor core's depth) that cover the width: two where that wastes less."""
+    """Return powers of two (at least 16, a tensor core's depth) that cover the width: two if that wastes less."""
     whole = max(16, triton.next_power_of_2(width))
     half = max(16, whole // 2)
     rest = max(16, triton.next_power_of_2(width - half)) if width > half else 0
@@ -242,7 +243,7 @@ def pieces(width: int) -> tuple[int, int]:
 
 
 def is_prefix(v_LGV: Tensor, k_LGD: Tensor) -> bool:
-    """Whether values are the keys' own first columns."""
+    """Whether the values are the first columns of the keys."""
     return (
         v_LGV.data_ptr() == k_LGD.data_ptr() and v_LGV.stride() == k_LGD.stride() and v_LGV.shape[2] <= k_LGD.shape[2]
     )
@@ -250,7 +251,8 @@ def is_prefix(v_LGV: Tensor, k_LGD: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def cut(D: int, V: int, v_in_k: bool) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Pieces of keys and values. A value that is the key's first part is cut alike, and the rest of the key follows."""
+    """Return the pieces of keys and of values. A value that is a prefix of the key is cut alike, and the rest of the
+    key follows."""
     if not v_in_k:
         return (*pieces(D), 0), pieces(V)
     return (*pieces(V), max(16, triton.next_power_of_2(D - V)) if D > V else 0), pieces(V)
@@ -258,7 +260,7 @@ def cut(D: int, V: int, v_in_k: bool) -> tuple[tuple[int, int, int], tuple[int, 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A launch of the attention kernel: grid (tiles, key heads, splits), arguments by name, compiler options."""
+    """A launch of the attention kernel: grid (tiles, KV heads, splits), arguments by name, compiler options."""
 
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
@@ -269,9 +271,9 @@ def make_launch(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None,
     gpu: GpuProperties | None = None,
 ) -> Launch:  # fmt: skip
-    """From shapes, strides and the view's host numbers only. Outputs are allocated here: `out` [N, H, splits, V].
+    """Prepare a launch from shapes, strides and the view's host values. Allocates the outputs: `out` [N, H, splits, V].
 
-    `gpu` is the GPU to compile for, where it is not the tensors' device.
+    `gpu` is the GPU to compile for, if not the tensors' device.
     """
     gpu = gpu or gpu_properties(q_NHD.device)
     (N, H, D), (_, G, V) = q_NHD.shape, v_LGV.shape
@@ -282,7 +284,7 @@ def make_launch(
     assert sizes, "supports() was not asked"
     BLOCK_M, BLOCK_N, num_warps, num_stages = sizes
 
-    # One search costs less than many programs that find nothing to do: steps that mix prefill and decode.
+    # A search per tile costs less than many empty programs in steps that mix prefill and decode.
     tiles = triton.cdiv(view.max_query * group, BLOCK_M)
     rectangular = S * tiles <= 2 * (N * group // BLOCK_M + S)
     grid_x = S * tiles if rectangular else N * group // BLOCK_M + S
@@ -306,7 +308,7 @@ def make_launch(
     return Launch((grid_x, G, splits), arguments, {"num_warps": num_warps, "num_stages": num_stages})
 
 
-# Shared memory that Triton needs beside the tiles, and bytes that CUDA reserves per block.
+# Shared memory that Triton needs besides the tiles, and bytes that CUDA reserves per block.
 OVERHEAD, RESERVED = 5 * KIB, KIB
 
 
@@ -314,19 +316,18 @@ OVERHEAD, RESERVED = 5 * KIB, KIB
 def tile_sizes(
     rows: int, keys: int, values: int, v_in_k: bool, itemsize: int, gpu: GpuProperties
 ) -> tuple[int, int, int, int] | None:
-    """BLOCK_M, BLOCK_N, warps and stages for `rows` query rows and padded widths; None where nothing fits.
+    """Return BLOCK_M, BLOCK_N, warps and stages for `rows` query rows and padded widths; None if nothing fits.
 
-    64 rows are the least that Hopper's asynchronous tensor cores take; more than that only where rows are narrow, fewer
-    only where 64 do not fit into the GPU's shared memory. Fewer rows are bound by memory, so two programs should share
-    a multiprocessor. Each two stages after the first keep one more tile in flight: block numbers take every other
-    stage, since addresses follow from them. Chosen by what ptxas says of registers and shared memory; not tuned on a
-    GPU yet.
+    Hopper's asynchronous tensor cores need at least 64 rows; more are used only for narrow rows, and fewer only if 64
+    do not fit into the GPU's shared memory. Fewer rows are limited by memory, so two programs should share a
+    multiprocessor. Every two stages after the first keep one more tile in flight: block numbers take every other stage,
+    because addresses depend on them. Chosen by ptxas' registers and shared memory; not tuned on a GPU yet.
     """
     row_bytes = (keys if v_in_k else keys + values) * itemsize
-    # Two programs and what CUDA reserves for them share a multiprocessor's memory.
+    # Two programs, and what CUDA reserves for them, share a multiprocessor's memory.
     whole, half = gpu.shared_memory - OVERHEAD, (gpu.shared_memory + RESERVED) // 2 - RESERVED - OVERHEAD
     if itemsize == 4:
-        # There for parity: exact products have no tensor core.
+        # For parity only: exact products have no tensor core.
         return (16, 16, 4, 2) if 16 * (keys * itemsize + row_bytes) <= whole else None
     BLOCK_M = min(64, max(16, triton.next_power_of_2(rows)))
     if rows >= 512 and max(keys, values) <= 128:
@@ -340,7 +341,8 @@ def tile_sizes(
                     if asynchronous := BLOCK_M >= 64 and gpu.asynchronous:
                         # The tile that the tensor cores still read.
                         tiles += 1
-                    # Synchronous tensor cores take their left factor, the weights, from registers by way of memory.
+                    # Synchronous tensor cores take their left factor, the weights, from registers through shared
+                    # memory.
                     weights = 0 if asynchronous else BLOCK_M * BLOCK_N * itemsize
                     if BLOCK_M * keys * itemsize + tiles * BLOCK_N * row_bytes + weights <= budget:
                         return BLOCK_M, BLOCK_N, warps, stages
@@ -350,9 +352,9 @@ def tile_sizes(
 
 @functools.lru_cache(maxsize=4096)
 def choose_splits(programs: int, most: int, room: int) -> int:
-    """The fewest splits (of at most `most`) that keep the machine about as busy as any number of them would.
+    """Return the fewest splits, at most `most`, with at least 90 % of the best occupancy.
 
-    `room` programs run at a time, in waves; what counts is how full the waves are.
+    `room` programs run at a time, in waves; occupancy is how full the waves are.
     """
 
     def fill(splits: int) -> float:
@@ -366,12 +368,12 @@ def choose_splits(programs: int, most: int, room: int) -> int:
 def attend(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """ops/paged_attention.py's function; `splits` overrides into how many parts each tile's positions are cut."""
+    """ops.paged_attention; `splits` overrides the number of parts into which each tile's positions are cut."""
     return run(make_launch(q_NHD, k_LGD, v_LGV, view, scale, splits))
 
 
 def run(launch: Launch) -> tuple[Tensor, Tensor]:
-    """Runs the kernel and merges its splits: out [N, H, V] and lse [N, H]."""
+    """Run the kernel and merge its splits: out [N, H, V] and lse [N, H]."""
     q_NHD, out, lse = (launch.arguments[name] for name in ("q", "out", "lse"))
     N, H, splits, V = out.shape
     if not N:

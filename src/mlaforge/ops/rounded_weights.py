@@ -1,4 +1,4 @@
-"""Weights rounded to 8 or to 4 bits, laid out as the compiled kernels read them (cpu/linear_int8.h, linear_int4.h).
+"""Weights quantized to 8 or 4 bits in the layout of the compiled kernels (cpu/linear_int8.h, linear_int4.h).
 
 Legend: M outputs, K inputs, B blocks of 16 outputs, G groups of 32 inputs.
 """
@@ -9,42 +9,44 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What a scale is at least, so that a row of zeros can be divided by it.
+# Minimum scale, so that a row of zeros can be divided by it.
 LEAST = 1e-30
 # Inputs that share a step and a zero in 4 bits.
 GROUP = 32
-# Rows rounded at a time: 4 bits try several steps, each with numbers as large as the weights in fp32.
+# Rows quantized at a time: 4 bits try several steps, each with temporaries as large as the fp32 weights.
 CHUNK = 4096
 
 
 def rounded8(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers of -127 to 127 [M, K] and scales [M], both fp32 as the weights are: a weight is code * scale.
+    """Quantize to integers from -127 to 127 [M, K] with scales [M], both in fp32: a weight is code * scale.
 
-    Symmetric, to nearest, a scale per output."""
+    Symmetric, round to nearest, one scale per output.
+    """
     scale_M = (weight_MK.abs().amax(dim=1) / 127).clamp_min(LEAST)
     return torch.round(weight_MK / scale_M[:, None]), scale_M
 
 
 def packed8(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [B, K / 4, 16, 4], K filled up to a multiple of 64, and fp32 scales [16 B]: a weight is (w - 128) * scale.
+    """Pack to uint8 [B, K / 4, 16, 4], K padded to a multiple of 64, and fp32 scales [16 B]: a weight is (w - 128) *
+    scale.
 
-    Rounded by `rounded8`."""
+    Quantized by `rounded8`.
+    """
     codes_MK, scale_M = rounded8(_filled(weight_MK))
     bytes_MK = codes_MK.add_(128).to(torch.uint8)
     return bytes_MK.view(-1, 16, bytes_MK.shape[1] // 4, 4).transpose(1, 2).contiguous(), scale_M
 
 
 def packed4(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [B, K / 64, 576], K filled up to a multiple of 64, and fp32 scales [16 B]: a weight is
-    (zero + (code * step >> 4) - 128) * scale, with a code per weight and a step and a zero per group.
-    """
+    """Pack to uint8 [B, K / 64, 576], K padded to a multiple of 64, and fp32 scales [16 B]: a weight is (zero + (code *
+    step >> 4) - 128) * scale, with a code per weight and a step and a zero per group."""
     weight_MK = _filled(weight_MK)
     parts = [_rounded4(chunk) for chunk in weight_MK.split(CHUNK)]
     code_MK, step_MG, zero_MG, scale_M = (torch.cat(part) for part in zip(*parts, strict=True))
     blocks, steps = len(scale_M) // 16, weight_MK.shape[1] // 64
     # [B, K / 64, group, 16, (step, zero)]
     pairs = torch.stack((step_MG, zero_MG), dim=-1).view(blocks, 16, steps, 2, 2).permute(0, 2, 3, 1, 4)
-    # Two lines of four inputs to a vector: [B, K / 64, 8, line, 16, half, byte of the half]
+    # Two lines of four inputs per vector: [B, K / 64, 8, line, 16, half, byte of the half]
     lines = code_MK.view(blocks, 16, steps, 8, 2, 2, 2).permute(0, 2, 3, 4, 1, 5, 6)
     first, second = lines.unbind(3)
     codes = torch.stack((second[..., 1] | first[..., 1] << 4, second[..., 0] | first[..., 0] << 4), dim=-1)
@@ -53,8 +55,8 @@ def packed4(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded4(weight_MK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """uint8 codes [M, K], steps and zeros [M, G], and fp32 scales [M]: of steps and zeros near those that span a group,
-    the ones with the least squared error."""
+    """Quantize to uint8 codes [M, K], steps and zeros [M, G], and fp32 scales [M]. Steps and zeros are those with the
+    least squared error near the ones that span a group."""
     groups = weight_MK.view(len(weight_MK), -1, GROUP)
     least, most = groups.amin(-1), groups.amax(-1)
     # Weights within -127 to 127, groups within 15 steps of 255 / 16.
@@ -68,7 +70,7 @@ def _rounded4(weight_MK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         step = (span + wider).clamp_(1, 255)
         for higher in (0, 1):
             zero = torch.minimum(torch.floor(least + higher), 255 - torch.floor(step * 15 / 16))
-            # The product is cut off below: half a unit on average.
+            # The kernel truncates the product: half a unit on average.
             code = torch.round((target - zero[..., None] + 0.47) * 16 / step[..., None]).clamp_(0, 15)
             value = torch.floor(code * step[..., None] / 16) + zero[..., None]
             error = (value - target).square_().sum(-1)
@@ -88,5 +90,5 @@ def _rounded4(weight_MK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _filled(weight_MK: Tensor) -> Tensor:
-    """fp32, with zeros to multiples of 16 outputs and 64 inputs."""
+    """Convert to fp32 and zero-pad to multiples of 16 outputs and 64 inputs."""
     return F.pad(weight_MK.float(), (0, -weight_MK.shape[1] % 64, 0, -len(weight_MK) % 16))

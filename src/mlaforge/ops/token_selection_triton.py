@@ -1,11 +1,11 @@
-"""The choice of tokens in Triton: index logits, each head's softmax over its sequence, and the mean over heads.
+"""Token selection in Triton: index logits, each head's softmax over its sequence, and the mean over heads.
 
-Logits are computed twice, once for the softmax's sums and once for the scores: index keys are few bytes, and logits of
-all heads would be many. The best of the scores are torch.topk's; among equal scores any wins. Launch geometry depends
-on host numbers alone. Not measured on a GPU yet.
+Logits are computed twice, for the softmax's sums and for the scores: index keys are few bytes, and logits of all heads
+would be many. torch.topk selects the best scores, with arbitrary ties. Launch geometry depends only on host values. Not
+measured on a GPU yet.
 """
 
-# Triton reads annotations of kernels: only constexpr may stand there.
+# Triton reads annotations of kernels: only constexpr is allowed.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import on_device
 
-# Tokens of a program, and those whose logits it holds at a time.
+# Tokens per program, and per tile of logits.
 STRETCH, BLOCK_N = 1024, 64
 
 
@@ -31,19 +31,19 @@ def _logits(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_H, BLOCK_N] of the tokens from `start` on, -inf where there is no head or no token. Index keys are sixteen
-    tokens' by sixteen, number by number, wherever these lie."""
+    """Return logits [BLOCK_H, BLOCK_N] of the tokens from `start` on, -inf for masked heads and tokens. Index keys are
+    stored by 16 tokens, element by element, with any strides."""
     h, i, t = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I), start + tl.arange(0, BLOCK_N)
     live = t < length
     block = tl.load(blocks + t // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
     slot = block * BLOCK_SIZE + t % BLOCK_SIZE
     at = slot // 16 * key_tile + slot % 16 * key_token
-    own = tl.load(keys + at[None, :] + i[:, None] * key_number, mask=live[None, :] & (i < WIDTH)[:, None], other=0)
-    asked = tl.load(
+    key_tile = tl.load(keys + at[None, :] + i[:, None] * key_number, mask=live[None, :] & (i < WIDTH)[:, None], other=0)
+    query_tile = tl.load(
         queries + h[:, None] * WIDTH + i[None, :], mask=(h < HEADS)[:, None] & (i < WIDTH)[None, :], other=0.0
     )
-    # Scores next to each other decide, so in as many bits as fp32 has, by tensor cores.
-    logits = tl.dot(asked, own.to(tl.float32), input_precision="tf32x3")
+    # Close scores decide the selection, so use fp32 precision, on tensor cores.
+    logits = tl.dot(query_tile, key_tile.to(tl.float32), input_precision="tf32x3")
     return tl.where(live[None, :] & (h < HEADS)[:, None], logits, float("-inf"))
 
 
@@ -79,12 +79,12 @@ def score_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences, stretches): out [S, width], the mean over heads of exp(logit - lse), infinite where a token is
-    read in any case, -1 where there is none."""
+    """Grid (sequences, stretches): out [S, width], the mean over heads of exp(logit - lse); inf for tokens that are
+    always read, -1 beyond the sequence."""
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(seq_lens + s)
     h = tl.arange(0, BLOCK_H)
-    # Of no head all logits are -inf.
+    # 0 for padding heads, whose logits are -inf.
     level = tl.load(lse + s * HEADS + h, mask=h < HEADS, other=0.0)
     for start in range(part * STRETCH, part * STRETCH + STRETCH, BLOCK_N):
         logits = _logits(
@@ -104,7 +104,7 @@ INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
 
 
 def supports(keys: Tensor, queries: Tensor, view: CacheView) -> Literal[True] | str:
-    """True, or the reason why the kernels cannot run on index keys, queries and a view."""
+    """Return True, or the reason why the kernels cannot run on index keys, queries and a view."""
     for name, tensor in (("index keys", keys), ("queries", queries), ("the block table", view.block_table_SB)):
         if tensor.device.type != "cuda" and not INTERPRETED:
             return f"it needs CUDA tensors, {name} are on {tensor.device.type}"
@@ -114,7 +114,7 @@ def supports(keys: Tensor, queries: Tensor, view: CacheView) -> Literal[True] | 
 
 
 def launches(keys: Tensor, queries_SHI: Tensor, view: CacheView) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid of both kernels, and what both take, by name."""
+    """Return the grid of both kernels, and their common arguments by name."""
     S, H, I = queries_SHI.shape  # noqa: E741
     sizes = {
         "HEADS": H, "WIDTH": I, "BLOCK_SIZE": view.block_size, "BLOCK_H": max(16, triton.next_power_of_2(H)),
@@ -129,10 +129,10 @@ def launches(keys: Tensor, queries_SHI: Tensor, view: CacheView) -> tuple[tuple[
 
 
 def choose(
-    keys: Tensor, queries_SHI: Tensor, view: CacheView, counts: Sequence[int], apart: int, sinks_H: Tensor | None,
+    keys: Tensor, queries_SHI: Tensor, view: CacheView, counts: Sequence[int], multiple: int, sinks_H: Tensor | None,
     sink: int, window: int, stride: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As TokenIndex.choose, from the index queries of each sequence's last token, fp32."""
+    """As TokenIndex.choose, from the fp32 index queries of each sequence's last token."""
     queries_SHI = queries_SHI.contiguous()
     (S, H, _), device, L = queries_SHI.shape, queries_SHI.device, view.max_seq_len
     grid, arguments = launches(keys, queries_SHI, view)
@@ -145,11 +145,11 @@ def choose(
     score_kernel[grid](
         **arguments, lse=lse_SH.contiguous(), out=scores_SL, width=L, sink=sink, window=window, stride=stride,
     )  # fmt: skip
-    most, size = max(counts), view.block_size
-    best = scores_SL.topk(most, dim=1).indices
-    # Behind those that a sequence reads stands what does not count.
-    within = torch.arange(most, device=device) < on_device(list(counts), torch.int64, device)[:, None]
+    max_count, size = max(counts), view.block_size
+    best = scores_SL.topk(max_count, dim=1).indices
+    # Positions beyond a sequence's count are masked.
+    within = torch.arange(max_count, device=device) < on_device(list(counts), torch.int64, device)[:, None]
     positions = best.masked_fill(~within, L).sort(dim=1).values
     positions = torch.where(within, positions, 0)
     slots = view.block_table_SB.gather(1, positions // size) * size + positions % size
-    return tuple(torch.nn.functional.pad(x, (0, -most % apart)).int() for x in (slots, positions))  # type: ignore[return-value]
+    return tuple(torch.nn.functional.pad(x, (0, -max_count % multiple)).int() for x in (slots, positions))  # type: ignore[return-value]

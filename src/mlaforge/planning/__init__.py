@@ -1,1 +1,1 @@
-"""Cost before doing: cache and FLOP arithmetic, what a machine can do with it, plans on disk."""
+"""Cost estimates before conversion: cache bytes and FLOPs, rooflines of machines, and plan files."""

@@ -1,6 +1,6 @@
-"""What a plan costs in FLOPs and bytes, and the machines that it is computed for.
+"""FLOPs and bytes of a plan, and datasheets of the target machines.
 
-FLOPs count a multiply-add as two. Left out as noise: biases, norms, routers, softmax and rotation.
+FLOPs count a multiply-add as two. Biases, norms, routers, softmax and rotation are negligible and not counted.
 
 Legend: H query heads, G KV heads, d head_dim, r kv_lora_rank, d_r qk_rope_head_dim, T query tokens of one request in
 one step.
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mlaforge.families.spec import LayerSpec, ModelSpec, MoeSpec
-from mlaforge.planning.plan import LayerPlan, Plan, tokens_held
+from mlaforge.planning.plan import LayerPlan, Plan, tokens_cached
 
-# Of the tokens that a step of a sparse model reads, those that the step before did not: 74 of 512 where SmolLM2 has
-# 8,000 tokens, 27 of 256 at 2,000.
-FRESH = 1 / 7
+# Share of the tokens selected by a sparse step that the previous step did not select: measured on SmolLM2, 74 of 512 at
+# 8,000 tokens and 27 of 256 at 2,000.
+NEW_TOKEN_SHARE = 1 / 7
 
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs done and bytes read."""
+    """FLOPs computed and bytes read."""
 
     flops: float
     bytes: float
@@ -44,29 +44,29 @@ def attention_op(
 
     FLOPs per cached token: gqa T·4·H·d. latent_rope, absorbed: T·(2·H·(r + d_r) + 2·H·r). latent: keys are
     decompressed once, 2·r·G·d, then T·(2·H·d + 2·H·r) for scores and absorbed values. The cache is read once
-    per step whatever T is. Decompressed keys that do not stay on the chip are written and read again, 2·G·d bytes each.
+    per step for any T. Decompressed keys that do not stay on the chip are written and read again, 2·G·d bytes each.
 
-    A sparse layer reads `topk` tokens, chosen by one query token of each request among the index keys of all: `index`
-    bytes and 2·H·index FLOPs a token. On a CPU the keys that a step before had decompressed are kept.
+    A sparse layer reads `topk` tokens, selected by one query token of each request from the index keys of all: `index`
+    bytes and 2·H·index FLOPs per token. On a CPU, keys decompressed by the previous step are reused.
     """
     H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     r, d_r = chosen.kv_lora_rank, chosen.qk_rope_head_dim
-    held = tokens_held(layer, context)
-    read = min(held, chosen.topk or held)
+    cached = tokens_cached(layer, context)
+    read = min(cached, chosen.topk or cached)
     per_token: float
     if chosen.layout == "gqa":
         per_token = queries * 4 * H * d
     elif chosen.layout == "latent":
-        fresh = FRESH if keys_on_chip and read < held else 1.0
-        per_token = fresh * 2 * r * G * d + queries * 2 * H * (d + r)
+        decompressed = NEW_TOKEN_SHARE if keys_on_chip and read < cached else 1.0
+        per_token = decompressed * 2 * r * G * d + queries * 2 * H * (d + r)
     else:
         assert chosen.layout == "latent_rope"
         per_token = queries * 2 * H * (2 * r + d_r)
     moved = 0 if keys_on_chip or chosen.layout != "latent" else 2 * 2 * G * d * read
-    own = Cost(batch * read * per_token, batch * (chosen.row_bytes(layer, read, stored) + moved))
-    if read == held:
-        return own
-    return own + Cost(batch * held * 2.0 * H * chosen.index, batch * held * chosen.index)
+    attention = Cost(batch * read * per_token, batch * (chosen.row_bytes(layer, read, stored) + moved))
+    if read == cached:
+        return attention
+    return attention + Cost(batch * cached * 2.0 * H * chosen.index, batch * cached * chosen.index)
 
 
 def projection_params(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan) -> int:
@@ -79,10 +79,10 @@ def projection_params(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan) -> i
 
 
 def projections(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan, tokens: int) -> Cost:
-    """The attention projections of one layer for `tokens` new tokens, with what absorbing costs per token.
+    """Attention projections of one layer for `tokens` new tokens, including absorption.
 
-    kv_b_proj then serves every query head: out @ W_uv, and in latent_rope q_nope @ W_uk, are 2·H·d·r FLOPs
-    each. In `latent` its key half works in `attention_op`; its bytes are counted here once.
+    Absorbed, kv_b_proj is applied per query head: out @ W_uv, and in latent_rope q_nope @ W_uk, are 2·H·d·r FLOPs
+    each. In `latent` its key half is part of `attention_op`; its bytes are counted here once.
     """
     params = projection_params(spec, layer, chosen)
     flops = 2.0 * params
@@ -94,7 +94,7 @@ def projections(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan, tokens: in
 
 
 def experts_touched(moe: MoeSpec, tokens: int) -> float:
-    """Expected number of distinct experts that `tokens` tokens read, were routing independent and uniform."""
+    """Expected number of distinct experts that `tokens` tokens read under independent, uniform routing."""
     return moe.num_experts * (1.0 - (1.0 - moe.top_k / moe.num_experts) ** tokens)
 
 
@@ -111,7 +111,7 @@ def lm_head(spec: ModelSpec, tokens: int) -> Cost:
 
 
 def weight_bytes(plan: Plan) -> float:
-    """Bytes of all weights: both embeddings (one where they are tied), projections, every expert."""
+    """Bytes of all weights: both embeddings (one if they are tied), projections, every expert."""
     spec = plan.spec
     total = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2) * spec.bits / 8
     for layer, chosen in zip(spec.layers, plan.layers, strict=True):
@@ -124,10 +124,10 @@ def weight_bytes(plan: Plan) -> float:
 class Gpu:
     """A machine. `bf16_tflops` is the dense datasheet figure with fp32 accumulation, never the sparse one.
 
-    `bandwidth_tbs` is TB/s (1e12 bytes), `memory_gib` what the driver reports, `achievable` the share of the
-    datasheet's FLOP/s that a good matrix product reaches, `read` that of its bandwidth; `rows_read`: bytes per second
-    at which attention reads cached rows at most, by how they are stored, or by their layout; `keys_on_chip`: whether
-    there is a kernel that keeps the keys that it decompresses; `fp8`: whether kernels convert float8_e4m3fn.
+    bandwidth_tbs: TB/s (1e12 bytes). memory_gib: as the driver reports it. achievable: share of the datasheet's FLOP/s
+    that a good matrix product reaches; read: the same of its bandwidth. row_bandwidths: maximum bytes per second at
+    which attention reads cached rows, by storage format or layout. keys_on_chip: a kernel keeps decompressed keys on
+    the chip. fp8: kernels convert float8_e4m3fn.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Gpu:
     source: str
     achievable: float = 0.8
     read: float = 1.0
-    rows_read: Mapping[str, float] = field(default_factory=dict)
+    row_bandwidths: Mapping[str, float] = field(default_factory=dict)
     keys_on_chip: bool = False
     fp8: bool = True
 
@@ -153,32 +153,32 @@ class Gpu:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte above which FLOP/s are the limit, below which bandwidth is."""
+        """FLOP per byte at which the limit changes from bandwidth to compute."""
         return self.flops / self.bandwidth
 
-    def stated(self, memory: float | None, bandwidth: float | None) -> Gpu:
-        """The same with another memory, in GiB, or one of another speed, in 1e9 bytes per second, where these are told.
-        Products stay as fast, and the share of memory's speed that a step reaches is the same."""
-        said = [f"{memory:g} GiB of memory"] if memory else []
-        said += [f"{bandwidth:g} GB/s"] if bandwidth else []
-        source = f"{self.source}; {' and '.join(said)} as stated" if said else self.source
+    def with_overrides(self, memory: float | None, bandwidth: float | None) -> Gpu:
+        """A copy with another memory size (GiB) or bandwidth (1e9 bytes per second), where given. The speed of products
+        and the shares that steps reach are unchanged."""
+        overrides = [f"{memory:g} GiB of memory"] if memory else []
+        overrides += [f"{bandwidth:g} GB/s"] if bandwidth else []
+        source = f"{self.source}; {' and '.join(overrides)} as stated" if overrides else self.source
         speed = bandwidth / 1e3 if bandwidth else self.bandwidth_tbs
         return replace(self, memory_gib=memory or self.memory_gib, bandwidth_tbs=speed, source=source)
 
     def seconds(self, cost: Cost, rows: str = "") -> float:
-        """The roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer. `rows`: what
-        is read, where that is a cache's, as `rows_read` names it."""
-        return max(self._reading(cost, rows), cost.flops / self.flops)
+        """Roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer. rows: key of
+        `row_bandwidths` if the bytes are cached rows."""
+        return max(self._read_seconds(cost, rows), cost.flops / self.flops)
 
     def bound(self, cost: Cost, rows: str = "") -> str:
-        """Which of the two that is: `bandwidth` or `compute`."""
-        return "compute" if cost.flops / self.flops > self._reading(cost, rows) else "bandwidth"
+        """Limiting resource: `bandwidth` or `compute`."""
+        return "compute" if cost.flops / self.flops > self._read_seconds(cost, rows) else "bandwidth"
 
-    def _reading(self, cost: Cost, rows: str) -> float:
-        return cost.bytes / min(self.bandwidth, self.rows_read.get(rows, math.inf))
+    def _read_seconds(self, cost: Cost, rows: str) -> float:
+        return cost.bytes / min(self.bandwidth, self.row_bandwidths.get(rows, math.inf))
 
 
-# Datasheets alone: this CPU is measured (machines.py).
+# Datasheets only; this CPU is measured (machines.py).
 GPUS = {
     gpu.name: gpu
     for gpu in (

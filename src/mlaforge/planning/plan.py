@@ -1,6 +1,6 @@
-"""The plan: what each layer becomes, and how many numbers and bytes it then caches (costs.py has FLOPs and machines).
+"""The plan: the layout of each layer, and its cached elements and bytes (costs.py has FLOPs and machines).
 
-Ratios count K and V: the base of every fraction is 2 · n_kv_heads · head_dim numbers per token and layer.
+Ratios count K and V: the base of every fraction is 2 · n_kv_heads · head_dim elements per token and layer.
 
 Legend: d_r qk_rope_head_dim.
 """
@@ -19,32 +19,32 @@ from mlaforge.families.spec import LayerSpec, ModelSpec
 from mlaforge.runtime import UserError
 
 LATENT_LAYOUTS = ("latent", "latent_rope")
-# A budget becomes a rank that is a multiple of this: what vector loads and tensor cores take without padding.
+# Ranks from a budget are multiples of this, so that vector loads and tensor cores need no padding.
 RANK_MULTIPLE = 8
 DEFAULT_ROPE_DIM = 64
 SMALLER_KEY = "use a smaller qk_rope_head_dim"
 DEFAULT_BITS, DEFAULT_BUDGET = 4.0, 0.5
-# Numbers of an index key, a byte each.
+# Elements of an index key, one byte each.
 DEFAULT_INDEX = 32
-# Bytes of a number in cached rows that are plain.
+# Bytes per element of plain cached rows.
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp8": 1}
-# How the cache can store its rows: the engine's kv_cache_dtype, whose auto is one of these or `coded`.
+# Storage formats of cached rows: the engine's kv_cache_dtype, whose auto is one of these or `coded`.
 STORED = (*ITEMSIZES, "int8", "int4")
-# Tokens that int4 packs together; every other format packs each alone.
+# Tokens per group of int4; other formats pack every token separately.
 PACKED = 32
-# Bits between the first and the last number of a coded layer, had all of them some (measured on SmolLM2).
+# Difference in bits between the first and last coordinate of a coded layer if all were coded (measured on SmolLM2).
 BITS_FALL = 11.6
 LARGEST_CODE = 11
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer becomes: `gqa` (it stays as it is), `latent` or `latent_rope`.
+    """Target of one layer. layout: `gqa` (unchanged), `latent` or `latent_rope`.
 
-    `kv_lora_rank` is the latent's width r; `qk_rope_head_dim` the width d_r of the rotary key that all heads
-    share, 0 but in `latent_rope`. `code` is how many of the latent's numbers have at least 1, 2, ... bits
-    (modeling/coded_rows_mla.py), empty where rows are not coded. In a sparse layer a generated token reads `topk`
-    tokens (0: all), and every token has an index key of `index` bytes, 0 where another layer's selection is read.
+    kv_lora_rank: width r of the latent. qk_rope_head_dim: width d_r of the rotary key shared by all heads, 0 except in
+    `latent_rope`. code: number of the latent's coordinates with at least 1, 2, ... bits (modeling/coded_rows_mla.py),
+    empty for uncoded rows. topk: tokens that a generated token reads in a sparse layer, 0 for all. index: bytes of the
+    index key per token, 0 if the layer uses another layer's selection.
     """
 
     layout: str
@@ -55,39 +55,39 @@ class LayerPlan:
     index: int = 0
 
     def cached(self, layer: LayerSpec) -> int:
-        """Numbers in the cache per token: 2 · n_kv_heads · head_dim, r, or r + d_r."""
+        """Cached elements per token: 2 · n_kv_heads · head_dim, r, or r + d_r."""
         return layer.cached if self.layout == "gqa" else self.kv_lora_rank + self.qk_rope_head_dim
 
     def cached_bytes(self, layer: LayerSpec, tokens: int, stored: str) -> int:
-        """Bytes of so many tokens of a request in the cache: their rows and index keys."""
+        """Cache bytes of `tokens` tokens of a request: rows and index keys."""
         return self.row_bytes(layer, tokens, stored) + tokens * self.index
 
     def row_bytes(self, layer: LayerSpec, tokens: int, stored: str) -> int:
-        """Of rows alone, scales among them: ops/row_format.py, without torch. `stored` is of STORED, or coded where the
-        layer has a code."""
-        numbers = self.cached(layer)
+        """Bytes of the rows of `tokens` tokens, including scales (the formats of ops/row_format.py, without torch).
+        stored: one of STORED, or `coded` if the layer has a code."""
+        elements = self.cached(layer)
         if stored == "int8":
             scales = 2 * layer.num_kv_heads if self.layout == "gqa" else 1 + (self.qk_rope_head_dim > 0)
-            return tokens * (numbers + numbers % 2 + 2 * scales)
+            return tokens * (elements + elements % 2 + 2 * scales)
         if stored == "int4":
-            # The newest tokens are packed when they are so many.
+            # The newest tokens are packed once a group of PACKED is full.
             packed, rest = divmod(tokens, PACKED)
-            return packed * (16 * numbers + 2 * numbers + 128 * layer.num_kv_heads) + rest * 2 * numbers
+            return packed * (16 * elements + 2 * elements + 128 * layer.num_kv_heads) + rest * 2 * elements
         if stored == "coded":
             return tokens * self.coded_bytes
-        return tokens * numbers * ITEMSIZES[stored]
+        return tokens * elements * ITEMSIZES[stored]
 
     @property
     def coded_bytes(self) -> int:
-        """Of a coded row."""
+        """Bytes of a coded row."""
         planes, rotary = sum(self.code) // 8, self.qk_rope_head_dim
         return planes + ((planes + rotary) % 2 + rotary + 2 if rotary else 0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One LayerPlan per layer of `spec`. `stored` is of STORED, or coded: then layers without a code have `plain` rows,
-    as the model computes in. Raises UserError where a layer cannot be."""
+    """One LayerPlan per layer of `spec`. stored: one of STORED, or `coded`; layers without a code then have rows of the
+    format `plain`, the model's compute dtype. Raise UserError for an unsupported combination."""
 
     spec: ModelSpec
     layers: tuple[LayerPlan, ...]
@@ -103,12 +103,12 @@ class Plan:
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Cached numbers per token of every layer."""
+        """Cached elements per token of every layer."""
         return tuple(chosen.cached(layer) for chosen, layer in zip(self.layers, self.spec.layers, strict=True))
 
     @property
     def cached_per_token(self) -> int:
-        """Cached numbers of a token that every layer still holds."""
+        """Cached elements of a token that is inside the window of every layer."""
         return sum(self.cached)
 
     @property
@@ -118,29 +118,27 @@ class Plan:
 
     @property
     def converted_fraction(self) -> float:
-        """What a token caches in the converted layers over what GQA caches there, numbers of 16 bits unless they are
-        coded; 1.0 where none is."""
+        """Bytes per token of the converted layers over GQA's, at 16 bits per element unless coded; 1.0 if no layer is
+        converted."""
         stored, layers = "coded" if self.stored == "coded" else "bf16", self.spec.layers
-        before = sum(2 * layers[i].cached for i in self.converted)
-        return (
-            sum(self.layers[i].cached_bytes(layers[i], 1, stored) for i in self.converted) / before if before else 1.0
-        )
+        gqa_bytes = sum(2 * layers[i].cached for i in self.converted)
+        cached_bytes = sum(self.layers[i].cached_bytes(layers[i], 1, stored) for i in self.converted)
+        return cached_bytes / gqa_bytes if gqa_bytes else 1.0
 
     @property
     def bits(self) -> float:
-        """What rows of the converted layers (all where none is) store of each number that GQA caches there, in the
-        mean."""
+        """Mean stored bits of the converted layers (of all if none is) per element that GQA caches there."""
         layers = [(self.layers[i], self.spec.layers[i]) for i in self.converted or range(self.spec.num_layers)]
         stored = sum(chosen.row_bytes(layer, PACKED, self.stored_as(chosen)) for chosen, layer in layers) / PACKED
         return 8 * stored / sum(layer.cached for _, layer in layers)
 
     def model_fraction(self, context: int) -> float:
-        """Cache of the whole model over its GQA cache at `context` tokens; windows count in both."""
+        """Cache bytes of the whole model over its GQA cache at `context` tokens; windows count in both."""
         stored = self.stored_as(LayerPlan("gqa"))
         return self.cache_bytes(context) / unconverted(self.spec, stored).cache_bytes(context)
 
     def stored_as(self, chosen: LayerPlan) -> str:
-        """How the rows of such a layer are stored."""
+        """Storage format of the rows of such a layer."""
         return self.stored if self.stored != "coded" or chosen.code else self.plain
 
     def cache_bytes(self, context: int, batch: int = 1) -> int:
@@ -149,13 +147,13 @@ class Plan:
         A layer with a sliding window holds at most `window` tokens, converted or not.
         """
         return batch * sum(
-            chosen.cached_bytes(layer, tokens_held(layer, context), self.stored_as(chosen))
+            chosen.cached_bytes(layer, tokens_cached(layer, context), self.stored_as(chosen))
             for chosen, layer in zip(self.layers, self.spec.layers, strict=True)
         )
 
 
 def plan_of(config: Mapping[str, Any], spec: ModelSpec) -> Plan:
-    """What the layers of a model are, original or converted, from its config.json; `spec` is the original's."""
+    """Plan of an original or converted model from its config.json. spec: that of the original."""
     layers, codes = [], config.get("mla_code_counts") or [[]] * spec.num_layers
     sparse = config.get("indexer_types") or ["dense"] * spec.num_layers
     reads = config.get("index_topk_per_layer") or [config.get("index_topk")] * spec.num_layers
@@ -169,25 +167,25 @@ def plan_of(config: Mapping[str, Any], spec: ModelSpec) -> Plan:
 
 
 def plain(itemsize: int) -> str:
-    """How plain rows of a dtype with so many bytes are called."""
+    """Name of the plain row format with `itemsize` bytes per element."""
     return next(name for name, size in ITEMSIZES.items() if size == itemsize)
 
 
-def tokens_held(layer: LayerSpec, context: int) -> int:
-    """Tokens of a request that a layer keeps."""
+def tokens_cached(layer: LayerSpec, context: int) -> int:
+    """Tokens of a request that a layer caches."""
     return context if layer.window is None else min(context, layer.window)
 
 
 def unconverted(spec: ModelSpec, stored: str = "bf16") -> Plan:
-    """The plan that changes nothing."""
+    """Plan without any converted layer."""
     return Plan(spec, (LayerPlan("gqa"),) * spec.num_layers, stored)
 
 
 def sparse(plan: Plan, topk: int) -> Plan:
-    """The same, and a generated token reads `topk` tokens in every layer without a window. Raises UserError where there
-    is none."""
+    """A copy in which a generated token reads `topk` tokens in every layer without a window. Raise UserError if there
+    is no such layer."""
     if all(layer.window is not None for layer in plan.spec.layers):
-        raise UserError("all layers slide: there is nothing to make sparse")
+        raise UserError("all layers have a sliding window: there is nothing to make sparse")
     layers = (
         dataclasses.replace(chosen, topk=topk, index=DEFAULT_INDEX) if layer.window is None else chosen
         for chosen, layer in zip(plan.layers, plan.spec.layers, strict=True)
@@ -196,25 +194,25 @@ def sparse(plan: Plan, topk: int) -> Plan:
 
 
 def rank_limit(spec: ModelSpec, layer: LayerSpec, layout: str) -> int:
-    """The largest useful kv_lora_rank: the rank of [W_k; W_v], min(2 · n_kv_heads · head_dim, hidden_size).
-
-    0 for `gqa`, which has no latent.
-    """
+    """Largest useful kv_lora_rank: the rank of [W_k; W_v], min(2 · n_kv_heads · head_dim, hidden_size); 0 for `gqa`."""
     return 0 if layout == "gqa" else min(layer.cached, spec.hidden_size)
 
 
 class BudgetTooSmall(UserError):
-    """`why` it is, and the `least` that is not, above 1 where none is."""
+    """A budget leaves no room for the latent. reason: the rest of the sentence; minimum: the smallest sufficient
+    budget, above 1 if there is none."""
 
-    def __init__(self, budget: float, why: str, least: float):
-        advice = f"use a budget of at least {least}" if least <= 1 else SMALLER_KEY
-        super().__init__(f"budget {budget} {why}; {advice}")
-        self.why, self.least = why, least
+    def __init__(self, budget: float, reason: str, minimum: float):
+        advice = f"use a budget of at least {minimum}" if minimum <= 1 else SMALLER_KEY
+        super().__init__(f"budget {budget} {reason}; {advice}")
+        self.reason, self.minimum = reason, minimum
 
 
-def left_open(layout: str, bits: float | None, budget: float | None, ranked: bool) -> tuple[float | None, float | None]:
-    """Bits of coded rows or the budget of plain ones, one of them None, where a user says neither: `latent` is coded
-    unless its ranks are said otherwise (`ranked`)."""
+def resolve_bits_or_budget(
+    layout: str, bits: float | None, budget: float | None, ranked: bool
+) -> tuple[float | None, float | None]:
+    """Return (bits of coded rows, budget of plain rows) with the default if both are None: `latent` is coded unless its
+    ranks are given (`ranked`)."""
     if bits is None and budget is None:
         return (DEFAULT_BITS, None) if layout == "latent" and not ranked else (None, DEFAULT_BUDGET)
     return bits, budget
@@ -229,13 +227,12 @@ def make_plan(
     qk_rope_head_dim: int | None = None,
     stored: str = "bf16",
 ) -> Plan:
-    """The same ranks for every layer that `layers` names; the others stay GQA.
+    """Plan with equal ranks for every layer selected by `layers`; the others stay GQA.
 
-    `budget` in (0, 1] is the fraction of those layers' GQA cache (K and V) that the plan may use; ranks are
-    rounded down to a multiple of 8, and at 1.0 nothing is removed. `kv_lora_rank` takes the budget's place.
-    `layers` is `all`, `full` (those without a sliding window), `auto` (full where a model has both kinds, else all)
-    or a list such as `0,2,5-9`.
-    Raises UserError for ranks that a layer cannot hold; the range of `budget` and `layout` is the options' to check.
+    budget: in (0, 1], fraction of those layers' GQA cache (K and V) that the plan may use; ranks are rounded down to a
+    multiple of 8, and 1.0 removes nothing. kv_lora_rank: replaces the budget. layers: `all`, `full` (those without a
+    sliding window), `auto` (full if the model has both kinds, else all) or a list such as `0,2,5-9`.
+    Raise UserError for ranks that a layer does not support; the options check the range of `budget` and `layout`.
     """
     assert 0.0 < budget <= 1.0 and layout in LATENT_LAYOUTS, (budget, layout)
     if layout == "latent" and qk_rope_head_dim:
@@ -256,52 +253,54 @@ def make_plan(
     )
 
 
-def foreseen_code(numbers: int, bits: int) -> tuple[int, ...]:
-    """LayerPlan.code as it will be like: `bits` in all for at most so many numbers. How many of them are left, and the
-    bits of each, is a guess that calibration will replace."""
-    blocks = numbers // 8
+def expected_code(coordinates: int, bits: int) -> tuple[int, ...]:
+    """Estimate of LayerPlan.code: `bits` in total for at most `coordinates` coordinates. Calibration replaces the
+    number of retained coordinates and their bits."""
+    blocks = coordinates // 8
     widths = [0] * blocks
     for _ in range(bits // 8):
-        open_ones = [i for i in range(blocks) if widths[i] < LARGEST_CODE]
-        if open_ones:
-            widths[min(open_ones, key=lambda i: widths[i] + BITS_FALL * i / blocks)] += 1
+        extensible = [i for i in range(blocks) if widths[i] < LARGEST_CODE]
+        if extensible:
+            widths[min(extensible, key=lambda i: widths[i] + BITS_FALL * i / blocks)] += 1
     return tuple(8 * sum(width > bit for width in widths) for bit in range(max(widths)))
 
 
 def coded_shape(
     spec: ModelSpec, bits: float, layout: str, layers: str = "all", qk_rope_head_dim: int | None = None
 ) -> Plan:
-    """The plan at the budget whose rotary key suits rows of so many bits: its numbers have 8 each. Ranks follow from
-    the bits. Raises UserError for too few of them."""
+    """Plan at the budget whose rotary key fits rows of `bits` bits per element; the key itself has 8 per element. The
+    final ranks follow from the bits. Raise UserError for too few bits."""
     try:
         return make_plan(spec, min(bits / 8, 0.99), layout, layers, None, qk_rope_head_dim)
     except BudgetTooSmall as error:
-        least = math.ceil(800 * error.least) / 100
-        advice = f"use at least {least:g}" if least <= 8 else SMALLER_KEY
-        raise UserError(f"bits = {bits:g}, as a budget {bits / 8:g} {error.why}; {advice}") from None
+        minimum = math.ceil(800 * error.minimum) / 100
+        advice = f"use at least {minimum:g}" if minimum <= 8 else SMALLER_KEY
+        raise UserError(f"bits = {bits:g}, as a budget {bits / 8:g} {error.reason}; {advice}") from None
 
 
 def coded_plan(spec: ModelSpec, bits: float, layout: str, layers: str, qk_rope_head_dim: int | None = None) -> Plan:
-    """As make_plan, with rows of `bits` a number in the mean, of what GQA caches."""
+    """make_plan with coded rows of `bits` bits in the mean per element that GQA caches."""
     plan = coded_shape(spec, bits, layout, layers, qk_rope_head_dim)
     chosen = list(plan.layers)
     for i in plan.converted:
         rotary, layer = chosen[i].qk_rope_head_dim, spec.layers[i]
-        left = int(bits * layer.cached) - (8 * rotary + 24 if rotary else 0)
-        code = foreseen_code(rank_limit(spec, layer, layout), left)
+        latent_bits = int(bits * layer.cached) - (8 * rotary + 24 if rotary else 0)
+        code = expected_code(rank_limit(spec, layer, layout), latent_bits)
         chosen[i] = LayerPlan(layout, code[0], rotary, code)
     return Plan(spec, tuple(chosen), "coded")
 
 
 def select_layers(spec: ModelSpec, layers: str) -> set[int]:
-    """Layer indices of `auto`, `all`, `full` or a list such as `0,2,5-9`; never empty. Raises UserError."""
+    """Layer indices of `auto`, `all`, `full` or a list such as `0,2,5-9`; never empty. Raise UserError otherwise."""
     text, last = layers.strip(), spec.num_layers - 1
     full = {i for i, layer in enumerate(spec.layers) if layer.window is None}
     if text == "all" or (text == "auto" and not full):
         return set(range(spec.num_layers))
     if text in ("full", "auto"):
         if not full:
-            raise UserError("layers 'full' selects none: all layers slide; use 'all' or a list such as '0,2,5-9'")
+            raise UserError(
+                "layers 'full' selects none: all layers have a sliding window; use 'all' or a list such as '0,2,5-9'"
+            )
         return full
     if not text:
         raise UserError(f"layers {layers!r} selects none; use 'all', 'full' or a list such as '0,2,5-9'")
@@ -348,36 +347,36 @@ def _layer_plan(
         rope = 0
         rank = limit if lossless else kv_lora_rank
     else:
-        # At most half of a small budget turns; the latent has the keys' rest and the values to carry.
+        # At most half of a small budget is rotary, as the latent carries the other key dimensions and the values.
         half = DEFAULT_ROPE_DIM if kv_lora_rank is not None else max(2, int(budget * layer.cached + 1e-9) // 2)
         default = layer.cached // 2 if lossless else min(DEFAULT_ROPE_DIM, half)
         rope = _rope_dim(layer, index, default, qk_rope_head_dim)
-        # With every key in the rotary part, the latent carries the values alone.
+        # With every key dimension in the rotary part, the latent carries the values only.
         rank = min(layer.cached // 2, limit) if lossless and qk_rope_head_dim is None else kv_lora_rank
     if rank is None:
-        # The small term: a product such as 0.7 · 640 falls just short of the integer it means.
+        # 1e-9: a product such as 0.7 · 640 is slightly below the intended integer.
         room = int(budget * layer.cached + 1e-9) - rope
         if room < RANK_MULTIPLE:
-            # Half of a larger budget may turn too: 6 numbers of 14.
-            needed = RANK_MULTIPLE + (RANK_MULTIPLE - 2 if rope and qk_rope_head_dim is None else rope)
-            taken = f" less {rope} of the rotary key (qk_rope_head_dim)" if rope else ""
-            why = (
-                f"of layer {index}'s {layer.cached} cached numbers{taken} leaves {max(room, 0)} for the latent, at "
+            # Half of a larger budget may be rotary too: 6 elements of 14.
+            required = RANK_MULTIPLE + (RANK_MULTIPLE - 2 if rope and qk_rope_head_dim is None else rope)
+            rotary = f" less {rope} of the rotary key (qk_rope_head_dim)" if rope else ""
+            reason = (
+                f"of layer {index}'s {layer.cached} cached elements{rotary} leaves {max(room, 0)} for the latent, at "
                 f"least {RANK_MULTIPLE} are needed"
             )
-            raise BudgetTooSmall(budget, why, math.ceil(needed / layer.cached * 1e4) / 1e4)
+            raise BudgetTooSmall(budget, reason, math.ceil(required / layer.cached * 1e4) / 1e4)
         rank = min(room // RANK_MULTIPLE * RANK_MULTIPLE, limit)
     return LayerPlan(layout, rank, rope)
 
 
 def _rope_dim(layer: LayerSpec, index: int, default: int, qk_rope_head_dim: int | None) -> int:
-    """d_r, at most what the layer's keys have: n_kv_heads · head_dim dimensions, in pairs."""
-    most = layer.cached // 2
+    """d_r: an even number of at most n_kv_heads · head_dim dimensions."""
+    limit = layer.cached // 2
     if qk_rope_head_dim is None:
-        return min(default, most) // 2 * 2
-    if qk_rope_head_dim % 2 or not 2 <= qk_rope_head_dim <= most:
+        return min(default, limit) // 2 * 2
+    if qk_rope_head_dim % 2 or not 2 <= qk_rope_head_dim <= limit:
         raise UserError(
-            f"qk_rope_head_dim {qk_rope_head_dim} must be even, positive and at most {most} for layer {index} "
+            f"qk_rope_head_dim {qk_rope_head_dim} must be even, positive and at most {limit} for layer {index} "
             f"({layer.num_kv_heads} KV heads · {layer.head_dim})"
         )
     return qk_rope_head_dim
@@ -387,9 +386,9 @@ CONTEXTS = (8192, 32768, 131072)
 
 
 def window_choices(plan: Plan) -> dict[str, dict[int, int]]:
-    """Cache bytes of one request at those of CONTEXTS that the model was made for (its longest where none is) for GQA,
-    for `full` and for `all` layers converted as `plan` converts its first one; empty for a model whose layers do not
-    differ in their window."""
+    """Cache bytes of one request by converted layers (`gqa`: none, `full`, `all`) and context: those of CONTEXTS that
+    the model supports, else its maximum. Layers are converted like the first converted one of `plan`. Empty for a model
+    whose layers all have a window or all have none."""
     spec, chosen = plan.spec, plan.layers[plan.converted[0]]
     windows = [layer.window is not None for layer in spec.layers]
     if len(set(windows)) == 1:
@@ -400,7 +399,7 @@ def window_choices(plan: Plan) -> dict[str, dict[int, int]]:
         "full": tuple(gqa if window else chosen for window in windows),
         "all": (chosen,) * spec.num_layers,
     }
-    plans = {name: Plan(spec, each, plan.stored) for name, each in layers.items()}
-    most = spec.max_position_embeddings
-    contexts = [tokens for tokens in CONTEXTS if tokens <= most] or [most]
-    return {name: {tokens: each.cache_bytes(tokens) for tokens in contexts} for name, each in plans.items()}
+    plans = {name: Plan(spec, choice, plan.stored) for name, choice in layers.items()}
+    max_context = spec.max_position_embeddings
+    contexts = [tokens for tokens in CONTEXTS if tokens <= max_context] or [max_context]
+    return {name: {tokens: choice.cache_bytes(tokens) for tokens in contexts} for name, choice in plans.items()}

@@ -1,5 +1,7 @@
-"""plan.json: what each layer is to become, as `diagnose` suggests it and `convert --plan` takes it. A person may
-write one too: `model` and `layers` are needed, the rest tells where it came from."""
+"""plan.json: the plan of every layer, written by `diagnose` and read by `convert --plan`.
+
+A file written by hand needs the keys `model` and `layers`; the others record its provenance.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ KEYS = ("kv_lora_rank", "qk_rope_head_dim")
 
 @dataclasses.dataclass(frozen=True)
 class PlanFile:
-    """A plan that was read. `passages` are those of the text it was made from: nothing may be judged on it."""
+    """A plan file as read. passages: hashes of the text that the plan was tuned on, which no evaluation may use."""
 
     plan: Plan
     sha256: str
@@ -28,13 +30,14 @@ class PlanFile:
 
 
 def shape(spec: ModelSpec) -> dict[str, Any]:
-    """What a model must have in common with the one that a plan is for."""
-    numbers = {"model_type": spec.model_type, "hidden_size": spec.hidden_size, "num_layers": spec.num_layers}
-    return {**numbers, "cached": [layer.cached for layer in spec.layers]}
+    """Properties that a model must share with the model of a plan."""
+    sizes = {"model_type": spec.model_type, "hidden_size": spec.hidden_size, "num_layers": spec.num_layers}
+    return {**sizes, "cached": [layer.cached for layer in spec.layers]}
 
 
 def write(path: Path, plan: Plan, provenance: dict[str, Any], losses: list[float | None], passages: list[int]) -> None:
-    """One line per layer. provenance: what the plan comes from, `model` among it; losses: predicted, nats per token."""
+    """Write plan.json, one line per layer. provenance: top-level keys, including `model`; losses: predicted, nats per
+    token."""
     body = {**provenance, "model": {**provenance.get("model", {}), **shape(plan.spec)}}
     lines = [f' "{key}": {json.dumps(value)},' for key, value in body.items()]
     layers = [
@@ -47,9 +50,9 @@ def write(path: Path, plan: Plan, provenance: dict[str, Any], losses: list[float
 
 
 def read(source: str, spec: ModelSpec) -> PlanFile:
-    """The plan of a file, or of a directory that `diagnose` wrote, for the model of `spec`.
+    """Read a plan file, or that in a directory written by `diagnose`, for the model of `spec`.
 
-    Raises UserError, one line, where it is none, is for another model, or asks for what a layer cannot hold.
+    Raise UserError if it is invalid, is for another model, or requests ranks that a layer does not support.
     """
     path = Path(source).expanduser()
     path = path / PLAN if path.is_dir() else path
@@ -70,25 +73,25 @@ def read(source: str, spec: ModelSpec) -> PlanFile:
         ) from error
     if not all(kinds):
         raise UserError(f"plan {path}: 'layers' must be a list, 'model' an object, 'passages' a list of whole numbers")
-    for key, own in shape(spec).items():
-        if key in model and model[key] != own:
-            raise UserError(f"plan {path} is for another model: its {key} is {model[key]}, this one's {own}")
+    for key, value in shape(spec).items():
+        if key in model and model[key] != value:
+            raise UserError(f"plan {path} is for another model: its {key} is {model[key]}, this model's is {value}")
     if len(layers) != spec.num_layers:
-        raise UserError(f"plan {path} has {len(layers)} layers, the model {spec.num_layers}; it needs one for each")
+        raise UserError(f"plan {path} has {len(layers)} layers, the model has {spec.num_layers}; it needs one for each")
     try:
         plan = Plan(spec, tuple(_layer(spec, i, layer) for i, layer in enumerate(layers)))
     except UserError as error:
         raise UserError(f"plan {path}: {error}") from error
     layouts = {(layer.layout, layer.qk_rope_head_dim) for layer in plan.layers if layer.layout != "gqa"}
     if len(layouts) != 1:
-        what = "several layouts or rotary key sizes; all converted layers need the same" if layouts else "no layer"
-        raise UserError(f"plan {path} converts {what}")
+        problem = "several layouts or rotary key sizes; all converted layers need the same" if layouts else "no layer"
+        raise UserError(f"plan {path} converts {problem}")
     digest = hashlib.sha256(json.dumps([[vars(layer) for layer in plan.layers], passages]).encode()).hexdigest()
     return PlanFile(plan, digest, passages)
 
 
 def _layer(spec: ModelSpec, index: int, entry: Any) -> LayerPlan:
-    """One entry, checked as an option of `convert` would be."""
+    """Parse one entry with the checks of `convert`'s options."""
     if not isinstance(entry, dict) or entry.get("layer", index) != index:
         raise UserError(f"entry {index} of 'layers' must be an object whose 'layer' is {index}")
     layout, known = entry.get("layout"), ("gqa", *LATENT_LAYOUTS)
@@ -102,7 +105,7 @@ def _layer(spec: ModelSpec, index: int, entry: Any) -> LayerPlan:
     if layout == "gqa":
         return LayerPlan("gqa")
     if entry.get("code"):
-        raise UserError(f"layer {index}: bits are found from calibration text, by `convert --bits`; leave its code out")
+        raise UserError(f"layer {index}: `convert --bits` chooses bits from calibration text; remove the key code")
     if layout == "latent_rope" and not rope:
         raise UserError(f"layer {index}: layout latent_rope needs a qk_rope_head_dim")
     return make_plan(spec, 0.5, layout, str(index), rank, rope or None).layers[index]

@@ -1,4 +1,4 @@
-"""`plan`: what conversion would save and what is physically possible, from a config.json alone, as tables."""
+"""Report of `plan`: estimated savings of a conversion and physical limits, from a config.json alone, as tables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ from mlaforge.config import by_keywords, whole_number
 from mlaforge.families.spec import LayerSpec, ModelSpec, capture_boundaries
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import Gpu, experts_touched, weight_bytes
-from mlaforge.planning.plan import PACKED, Plan, coded_plan, left_open, make_plan, plan_of, unconverted, window_choices
+from mlaforge.planning.plan import (
+    PACKED,
+    Plan,
+    coded_plan,
+    make_plan,
+    plan_of,
+    resolve_bits_or_budget,
+    unconverted,
+    window_choices,
+)
 from mlaforge.planning.recommendation import Recommendation, analyse, recommend
 from mlaforge.planning.roofline import PARTS, Row, compare, decode_step, in_bytes, in_digits
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
-# Tokens of a request where nobody says how many.
+# Default tokens of a request.
 CONTEXT = 32 * 1024
 
 
 def parse_context(text: str) -> int:
-    """`32k` -> 32768, `1m` -> 1048576, `4096` -> 4096. Raises UserError."""
+    """`32k` -> 32768, `1m` -> 1048576, `4096` -> 4096. Raise UserError for other text."""
     with suppress(ValueError):
         if (tokens := whole_number(text)) > 0:
             return tokens
@@ -31,68 +40,70 @@ def parse_context(text: str) -> int:
 
 
 def run(model: str, config: PlanConfig) -> PlanReport:
-    """What converting MODEL would save and what is physically possible; of MODEL only its config.json is read.
+    """Estimate the savings and limits of converting MODEL from its config.json.
 
-    The report's `rows` hold the numbers, `render()` is the tables as text. Raises UserError for the user's mistakes.
+    Return a report whose `rows` hold the numbers and whose `render()` returns the tables as text. Raise UserError for
+    invalid input.
     """
-    # Apart from what the rest of this file needs, because it loads torch.
+    # Imported here because they load torch.
     from mlaforge.checkpoint.converted_config import is_converted
     from mlaforge.checkpoint.resolve import find_config
     from mlaforge.checkpoint.source_model import read_spec
 
-    found = find_config(model)
-    spec = read_spec(found)
-    return run_plan(spec, config, plan_of(found, spec) if is_converted(found) else None)
+    model_config = find_config(model)
+    spec = read_spec(model_config)
+    return run_plan(spec, config, plan_of(model_config, spec) if is_converted(model_config) else None)
 
 
-def run_plan(spec: ModelSpec, options: PlanConfig, made: Plan | None = None, gpu: Gpu | None = None) -> PlanReport:
-    """All that `plan` knows of an original, and of what was `made` of it; `gpu`: in place of the options'. Raises
-    UserError for options out of range."""
-    wanted = parse_context(options.context) if options.context else CONTEXT
+def run_plan(spec: ModelSpec, options: PlanConfig, converted: Plan | None = None, gpu: Gpu | None = None) -> PlanReport:
+    """Report for an original. converted: plan of a model that is converted already. gpu: replaces that of the options.
+    Raise UserError for options out of range."""
+    requested_context = parse_context(options.context) if options.context else CONTEXT
     if options.budget is not None and options.kv_lora_rank is not None:
         raise UserError(f"budget {options.budget}, kv_lora_rank {options.kv_lora_rank}: give one of the two")
     if options.bits is not None and {options.budget, options.kv_lora_rank} != {None}:
-        raise UserError(f"bits {options.bits:g} chooses the ranks too: leave out budget and kv_lora_rank")
+        raise UserError(f"bits {options.bits:g} determines the ranks: leave out budget and kv_lora_rank")
     if gpu is None:
         from mlaforge.planning import machines
 
         gpu = machines.by_name(options.gpu)
-    gpu = gpu.stated(options.memory, options.bandwidth)
-    # As the engine runs it: weights that are stored in fp32 in bf16.
+    gpu = gpu.with_overrides(options.memory, options.bandwidth)
+    # The engine runs weights stored in fp32 in bf16.
     spec = dataclasses.replace(spec, bits=min(spec.bits, 16.0), layers=tuple(
         dataclasses.replace(layer, mlp_bits=min(layer.mlp_bits, 16.0)) for layer in spec.layers))  # fmt: skip
-    context = min(wanted, spec.max_position_embeddings)
+    context = min(requested_context, spec.max_position_embeddings)
     rows, notes = compare(spec, gpu, context, options.batch, options.drafts, layers=options.layers)
-    if options.context and context < wanted:
-        notes.insert(0, f"the model was made for {context:,} positions: planned for those, not for {wanted:,}")
+    if options.context and context < requested_context:
+        notes.insert(0, f"the model supports {context:,} positions: planned for these, not for {requested_context:,}")
     if (weights := weight_bytes(rows[0].plan)) > gpu.memory_gib * 2**30:
         notes.insert(0, f"the weights alone take {in_bytes(weights)}, and the machine has {gpu.memory_gib:g} GiB")
     if gpu.name != "cpu":
         notes.append(
             "on a GPU the keys of latent are decompressed to memory; coded, int8 and int4 rows are for CPUs; "
-            "selections have not run on one"
+            "selections have not been run on a GPU"
         )
-    chosen, asked = recommend(rows), None
-    if plan := _own(spec, options, made):
-        own = Row(plan, gpu, context, options.batch, options.drafts)
-        asked = next((row for row in rows if row.plan == plan), own)
-        rows += [] if any(row is asked for row in rows) else [asked]
-    return PlanReport(rows, asked, chosen, notes)
+    recommendation, requested = recommend(rows), None
+    if plan := _requested_plan(spec, options, converted):
+        row = Row(plan, gpu, context, options.batch, options.drafts)
+        requested = next((existing for existing in rows if existing.plan == plan), row)
+        rows += [] if any(existing is requested for existing in rows) else [requested]
+    return PlanReport(rows, requested, recommendation, notes)
 
 
-def _own(spec: ModelSpec, options: PlanConfig, made: Plan | None) -> Plan | None:
-    """The user's own configuration, if there is one."""
+def _requested_plan(spec: ModelSpec, options: PlanConfig, converted: Plan | None) -> Plan | None:
+    """Plan of the user's options or of the converted model; None without either."""
     ranks = (options.kv_lora_rank, options.qk_rope_head_dim)
     conversion = {options.bits, options.budget, options.layout, *ranks} != {None}
     stored = options.kv_cache_dtype or "bf16"
-    if made:
+    if converted:
         if conversion:
-            raise UserError("MODEL is converted already, and is its own row: leave the options of a conversion out")
-        return dataclasses.replace(made, spec=spec, stored=made.stored if made.stored == "coded" else stored)
+            raise UserError("MODEL is already converted and has its row: leave out the options of a conversion")
+        stored = "coded" if converted.stored == "coded" else stored
+        return dataclasses.replace(converted, spec=spec, stored=stored)
     if not conversion:
         return unconverted(spec, stored) if options.kv_cache_dtype else None
     layout = options.layout or "latent"
-    bits, budget = left_open(layout, options.bits, options.budget, options.kv_lora_rank is not None)
+    bits, budget = resolve_bits_or_budget(layout, options.bits, options.budget, options.kv_lora_rank is not None)
     if bits is not None:
         plan = coded_plan(spec, bits, layout, options.layers, options.qk_rope_head_dim)
         return dataclasses.replace(plan, stored=stored) if options.kv_cache_dtype else plan
@@ -107,14 +118,14 @@ def _loss(percent: float | None) -> str:
     return "-" if percent is None else f"{percent:.1f} %"
 
 
-def _bf16(row: Row) -> int:
+def _gqa_bytes(row: Row) -> int:
     return unconverted(row.plan.spec).cache_bytes(row.context)
 
 
-# title -> key -> heading over two lines, value of a row, how it is printed. T is 1 + drafts query tokens.
+# title -> key -> (two-line heading, value of a row, format). T is 1 + drafts query tokens.
 TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str]]]] = {
     "Forms": {
-        "model_fraction": ("of GQA's|bytes", lambda r: r.plan.cache_bytes(r.context) / _bf16(r), _percent),
+        "model_fraction": ("of GQA's|bytes", lambda r: r.plan.cache_bytes(r.context) / _gqa_bytes(r), _percent),
         "bytes_per_token": ("bytes|per token", lambda r: r.plan.cache_bytes(PACKED) / PACKED, "{:,.0f}".format),
         "cache_bytes": ("cache of|the batch", lambda r: r.plan.cache_bytes(r.context, r.batch), in_bytes),
         "requests": ("requests|that fit", lambda r: r.requests, "{:,}".format),
@@ -125,8 +136,8 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str
     },
     "Physics": {
         "converted_fraction": ("of GQA's|converted", lambda r: r.plan.converted_fraction, _percent),
-        "cached_per_token": ("numbers|per token", lambda r: r.plan.cached_per_token, "{:,}".format),
-        "bits": ("bits of a|GQA number", lambda r: r.plan.bits, "{:.4g}".format),
+        "cached_per_token": ("elements|per token", lambda r: r.plan.cached_per_token, "{:,}".format),
+        "bits": ("bits of a|GQA element", lambda r: r.plan.bits, "{:.4g}".format),
         "weight_bytes": ("weights|", lambda r: weight_bytes(r.plan), in_bytes),
         "intensity": ("FLOP/byte|1 query", lambda r: r.attention(1).intensity, in_digits),
         "intensity_verify": ("FLOP/byte|T queries", lambda r: r.attention(1 + r.drafts).intensity, in_digits),
@@ -144,36 +155,36 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What `plan` answers: `rows[0]` is the unconverted model, `asked` the user's own configuration."""
+    """Result of `plan`. rows[0]: the unconverted model; requested: the user's configuration."""
 
     rows: list[Row]
-    asked: Row | None
-    chosen: Recommendation
+    requested: Row | None
+    recommendation: Recommendation
     notes: list[str]
 
     @property
     def best(self) -> Row:
-        return self.chosen.best
+        return self.recommendation.best
 
     def record(self) -> dict[str, str]:
-        """The model, the machine and the workload in words."""
+        """Descriptions of model, machine and workload."""
         row, spec, gpu = self.rows[0], self.rows[0].plan.spec, self.rows[0].gpu
 
-        def each(words: Callable[[LayerSpec], str]) -> str:
-            return " or ".join(dict.fromkeys(words(layer) for layer in spec.layers))
+        def distinct(describe: Callable[[LayerSpec], str]) -> str:
+            return " or ".join(dict.fromkeys(describe(layer) for layer in spec.layers))
 
         sliding = [layer for layer in spec.layers if layer.window is not None]
         rope = {k: v for k, v in spec.rope.parameters.items() if k not in ("rope_type", "type", "rope_theta")}
         return {
             "model": f"{spec.model_type}, {spec.num_params / 1e9:.2f}e9 parameters",
             "hidden size": str(spec.hidden_size),
-            "heads": each(lambda la: f"{la.num_heads} query, {la.num_kv_heads} KV, head_dim {la.head_dim}"),
+            "heads": distinct(lambda la: f"{la.num_heads} query, {la.num_kv_heads} KV, head_dim {la.head_dim}"),
             "layers": f"{spec.num_layers}: {spec.num_layers - len(sliding)} full, {len(sliding)} sliding",
-            "window": each(lambda la: f"{la.window} tokens" if la.window is not None else "none"),
-            "GQA cache": each(lambda la: f"{la.cached}") + " numbers per token and layer (K and V)",
+            "window": distinct(lambda la: f"{la.window} tokens" if la.window is not None else "none"),
+            "GQA cache": distinct(lambda la: f"{la.cached}") + " elements per token and layer (K and V)",
             "RoPE": f"{spec.rope.kind}, theta {spec.rope.theta:g}, cos and sin x "
             + ", ".join([f"{spec.rope.attention_scaling:.4g}", *(f"{key} {rope[key]}" for key in rope)]),
-            "experts": each(lambda la: f"{la.moe.num_experts}, {la.moe.top_k} a token" if la.moe else "none"),
+            "experts": distinct(lambda la: f"{la.moe.num_experts}, {la.moe.top_k} a token" if la.moe else "none"),
             "EAGLE-3": f"captures at layers {', '.join(map(str, capture_boundaries(spec.num_layers)))}"
             if spec.num_layers > 5
             else "too few layers to capture from",
@@ -184,95 +195,97 @@ class PlanReport:
         }
 
     def render(self) -> str:
-        """For the terminal: the recommendation, the tables (`>` marks the user's row, `*` the best), the record."""
+        """Text for the terminal: recommendation, tables (`>` marks the requested row, `*` the best), record."""
         drafts = self.rows[0].drafts
-        lines = [self.chosen.sentence, *self.chosen.reasons]
-        if self.asked and self.asked is not self.best:
-            lines += [f"Yours (>): {self.asked.label}: {analyse(self.asked, self.rows[0])}"]
+        lines = [self.recommendation.sentence, *self.recommendation.reasons]
+        if self.requested and self.requested is not self.best:
+            lines += [f"Requested (>): {self.requested.label}: {analyse(self.requested, self.rows[0])}"]
         lines += [f"Note: {note}" for note in self.notes]
         for title, columns in TABLES.items():
             if not (shown := [columns[key] for key in columns if drafts or "verify" not in key]):
                 continue
             table = [[head.split("|")[line] for head in ("|", *(c[0] for c in shown))] for line in (0, 1)]
             for row in self.rows:
-                mark = "> " * (row is self.asked) + "* " * (row is self.best)
+                mark = "> " * (row is self.requested) + "* " * (row is self.best)
                 table.append([mark + row.label, *(show(value(row)) for _, value, show in shown)])
             lines += ["", title, text_table(table, "<>")]
         table = [["", *["read", "GFLOP", "ms"] * 2], ["", *["1 query"] * 3, *["T queries"] * 3]]
         for part in PARTS:
-            for label, row in {r.label: r for r in (self.rows[0], self.best, self.asked) if r}.items():
+            for label, row in {r.label: r for r in (self.rows[0], self.best, self.requested) if r}.items():
                 table.append([f"{part}, {label}"])
                 for step in (row.plain, row.verify):
                     cost, ms = step.costs[part], step.seconds[part] * 1e3
                     table[-1] += [in_bytes(cost.bytes), in_digits(cost.flops / 1e9), in_digits(ms)]
         lines += ["", "Parts of a step", text_table(table if drafts else [line[:4] for line in table], "<>")]
-        if several := self.several():
+        if reads := self.weight_reads():
             table = [
                 ["tokens", "experts of", "weights", "of them", "tokens/s"],
                 ["", "a layer", "read", "a token", "at most"],
             ]
-            for each in several:
-                read, tokens = each["bytes"], each["tokens"]
-                cells = f"{tokens:g}", f"{each['experts']:.1f}", in_bytes(read), in_bytes(read / tokens)
-                table.append([*cells, in_digits(each["tokens_per_second"])])
+            for entry in reads:
+                read, tokens = entry["bytes"], entry["tokens"]
+                cells = f"{tokens:g}", f"{entry['experts']:.1f}", in_bytes(read), in_bytes(read / tokens)
+                table.append([*cells, in_digits(entry["tokens_per_second"])])
             lines += ["", "Weights of a step of several tokens", text_table(table, ">>")]
         if choices := window_choices(self.best.plan) if self.best.plan.converted else {}:
             heads = [f"{tokens // 1024}K" for tokens in next(iter(choices.values()))]
             table = [["layers converted", *heads], *([name, *map(in_bytes, b.values())] for name, b in choices.items())]
             lines += ["", f"Cache of one request, {self.best.label}", text_table(table, "<>")]
         if len(layers := self.layers()) > 1:
-            table = [["layer", "layout", "numbers", "bits of a GQA number", "bytes per token"]]
+            table = [["layer", "layout", "elements", "bits of a GQA element", "bytes per token"]]
             table += [[str(n), layer["layout"], f"{layer['cached']}", f"{layer['bits']:.3g}", f"{layer['bytes']:g}"]
                       for n, layer in enumerate(layers)]  # fmt: skip
-            lines += ["", "Layers of yours (>)", text_table(table, "><>")]
+            lines += ["", "Layers of the requested configuration (>)", text_table(table, "><>")]
         return "\n".join([*lines, "", *(f"{key:<13}{value}" for key, value in self.record().items())])
 
-    def several(self) -> list[dict[str, float]]:
-        """What a step reads of the original's weights where it has so many tokens, of a batch or of drafts; empty where
-        it has no experts, since then it reads all of them. Rates are those at which memory gives it that."""
+    def weight_reads(self) -> list[dict[str, float]]:
+        """Experts and weight bytes that a step of the original reads, by its number of tokens (batch times drafts), and
+        tokens/s at memory bandwidth. Empty without experts, as every step then reads all weights."""
         row = self.rows[0]
         mixture = next((layer.moe for layer in row.plan.spec.layers if layer.moe), None)
         if mixture is None:
             return []
-        found = []
+        entries = []
         for tokens in sorted({1, 2, 4, 8, 16, 64, row.batch, row.batch * (1 + row.drafts)}):
             read = decode_step(row.plan, row.gpu, 1, tokens).weight_bytes
             rate = tokens * row.gpu.bandwidth / read
             touched = experts_touched(mixture, tokens)
-            found.append({"tokens": tokens, "experts": touched, "bytes": read, "tokens_per_second": rate})
-        return found
+            entries.append({"tokens": tokens, "experts": touched, "bytes": read, "tokens_per_second": rate})
+        return entries
 
     def layers(self) -> list[dict[str, Any]]:
-        """What each layer of the user's configuration keeps of a token, where they are not all alike."""
-        if self.asked is None or len(set(self.asked.plan.layers)) == 1:
+        """Cached elements, bytes and bits per token of each layer of the requested configuration; empty if all layers
+        are alike."""
+        if self.requested is None or len(set(self.requested.plan.layers)) == 1:
             return []
-        plan = self.asked.plan
+        plan = self.requested.plan
         return [
             {
                 "layout": chosen.layout,
                 "cached": chosen.cached(layer),
-                "bytes": (held := chosen.cached_bytes(layer, PACKED, plan.stored_as(chosen)) / PACKED),
-                "bits": 8 * held / layer.cached,
+                "bytes": (size := chosen.cached_bytes(layer, PACKED, plan.stored_as(chosen)) / PACKED),
+                "bits": 8 * size / layer.cached,
                 "code": list(chosen.code),
             }
             for chosen, layer in zip(plan.layers, plan.spec.layers, strict=True)
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON: sizes in bytes, times in ms; `rows[0]` is the unconverted model."""
+        """The report for JSON: sizes in bytes, times in ms; rows[0] is the unconverted model."""
         rows = []
         for row in self.rows:
             cells: dict[str, Any] = {"configuration": row.label, **dataclasses.asdict(row.chosen)}
-            cells |= {"stored": row.plan.stored, "asked": row is self.asked, "recommended": row is self.best}
+            cells |= {"stored": row.plan.stored, "asked": row is self.requested, "recommended": row is self.best}
             for columns in TABLES.values():
                 cells |= {key: value(row) for key, (_, value, _) in columns.items()}
             for name, step in (("parts", row.plain), ("parts_verify", row.verify)):
                 costs = {part: dataclasses.asdict(cost) for part, cost in step.costs.items()}
                 cells[name] = {part: {**costs[part], "ms": step.seconds[part] * 1e3} for part in costs}
             rows.append(cells)
-        return {"recommendation": self.chosen.sentence, "reasons": self.chosen.reasons, "notes": self.notes,
+        return {"recommendation": self.recommendation.sentence, "reasons": self.recommendation.reasons,
+                "notes": self.notes,
                 "record": self.record(), "rows": rows, "layers": self.layers(),
-                "several_tokens": self.several(),
+                "several_tokens": self.weight_reads(),
                 "window_choices": window_choices(self.best.plan) if self.best.plan.converted else {}}  # fmt: skip
 
 

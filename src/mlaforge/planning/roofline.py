@@ -1,8 +1,8 @@
-"""What a plan costs in time and memory on a machine, and whether bytes or FLOPs are the limit.
+"""Roofline of a plan on a machine: time and memory of a decode step, and its limiting resource.
 
-A roofline is a bound, not a prediction: every part of a step runs at the machine's bandwidth or at its achievable
-FLOP/s, whichever takes longer, and parts run one after another. Activations, launches and drafting are free. On a CPU
-both are what steps were measured to reach (machines.py).
+A roofline is a bound, not a prediction: every part of a step runs at the machine's bandwidth or achievable FLOP/s,
+whichever takes longer, and parts run one after another. Activations, launches and drafting are free. On a CPU both
+rates are those that measured steps reach (machines.py).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """Where most of the time goes."""
+        """Limit under which most of the time is spent."""
         return max(self.limits, key=lambda name: self.limits[name])
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of weights that the step reads."""
+        """Weight bytes read by the step."""
         return sum(cost.bytes for part, cost in self.costs.items() if part != "attention")
 
 
 def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1) -> Step:
-    """One step of `batch` requests with `queries` tokens each on top of `context` cached ones."""
+    """One step of `batch` requests with `queries` new tokens each and `context` cached ones."""
     tokens = batch * queries
     costs = dict.fromkeys(PARTS, Cost(0.0, 0.0))
     seconds, limits = dict.fromkeys(PARTS, 0.0), defaultdict[str, float](float)
@@ -62,7 +62,7 @@ def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1
 
     for layer, chosen in zip(plan.spec.layers, plan.layers, strict=True):
         stored = plan.stored_as(chosen)
-        rows = chosen.layout if stored == "bf16" and chosen.layout in gpu.rows_read else stored
+        rows = chosen.layout if stored == "bf16" and chosen.layout in gpu.row_bandwidths else stored
         run("attention", attention_op(layer, chosen, context, batch, queries, stored, gpu.keys_on_chip), rows)
         run("projections", projections(plan.spec, layer, chosen, tokens))
         run("mlp", mlp(layer, tokens))
@@ -72,8 +72,8 @@ def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration on one machine: `plain` decodes one token per request, `verify` takes 1 + drafts. `form`: the
-    one that it is; None for a configuration of the user's own."""
+    """One configuration on one machine. plain: step of one token per request; verify: step of 1 + drafts tokens. form:
+    None for a configuration of the user."""
 
     plan: Plan
     gpu: Gpu
@@ -84,13 +84,13 @@ class Row:
 
     @property
     def chosen(self) -> LayerPlan:
-        """The LayerPlan of the converted layers (all alike), or of the first layer where none is."""
+        """LayerPlan of the converted layers (all are alike), or of the first layer if none is converted."""
         return self.plan.layers[self.plan.converted[0] if self.plan.converted else 0]
 
     @property
     def label(self) -> str:
-        """Layout, ranks, how rows are stored, and how many of them are read where not all are: `latent_rope 448+64`,
-        `latent 304, 4 bits`, `gqa, int8, 1024 read`."""
+        """Layout, ranks, storage of the rows, and the number read by a selection: `latent_rope 448+64`, `latent 304, 4
+        bits`, `gqa, int8, 1024 read`."""
         chosen = self.chosen
         packed = "" if self.plan.stored in ("bf16", "coded") else f", {self.plan.stored}"
         topk = max(layer.topk for layer in self.plan.layers)
@@ -111,7 +111,7 @@ class Row:
         return decode_step(self.plan, self.gpu, self.context, self.batch, 1 + self.drafts)
 
     def attention(self, queries: int) -> Cost:
-        """The attention op of the converted layers (of every layer where none is) for one request."""
+        """Cost of the attention op of the converted layers (of every layer if none is) for one request."""
         plan, pairs = self.plan, list(zip(self.plan.spec.layers, self.plan.layers, strict=True))
         costs = (
             attention_op(*pairs[i], self.context, 1, queries, plan.stored_as(plan.layers[i]))
@@ -121,22 +121,22 @@ class Row:
 
     @property
     def verify_ratio(self) -> float:
-        """Time of a step with drafts over a step without."""
+        """Time of a step with drafts over that of a plain step."""
         return self.verify.total / self.plain.total
 
     @property
     def perfect_speedup(self) -> float:
-        """The ceiling of speculation: all drafts accepted (length 1 + drafts), and drafting costs nothing."""
+        """Upper bound of speculation: all drafts accepted (length 1 + drafts) and drafting free."""
         return (1 + self.drafts) / self.verify_ratio
 
     @property
     def fits(self) -> bool:
-        """Whether the batch fits into the machine beside the weights."""
+        """Whether weights and the cache of the batch fit into the machine's memory."""
         return self.requests >= self.batch
 
     @property
     def requests(self) -> int:
-        """Requests of `context` tokens that fit beside the weights; activations will take some of that."""
+        """Maximum requests of `context` tokens in the memory that the weights leave, ignoring activations."""
         free = self.gpu.memory_gib * 2**30 - weight_bytes(self.plan)
         return max(0, int(free // self.plan.cache_bytes(self.context)))
 
@@ -144,25 +144,25 @@ class Row:
 def compare(
     spec: ModelSpec, gpu: Gpu, context: int, batch: int, drafts: int, forms: Sequence[Form] = FORMS, layers: str = "all"
 ) -> tuple[list[Row], list[str]]:
-    """A row for each of `forms` that the engine reads on such a machine, the first as it stands; and a line for each
-    layout that does not fit the model."""
+    """Return a row for each of `forms` that the engine reads directly on such a machine, and a note for each layout
+    that the model does not support."""
     select_layers(spec, layers)
-    rows, left_out = [], dict[str, str]()
+    rows, excluded = [], dict[str, str]()
     for form in forms:
-        read = ("cpu" if gpu.name == "cpu" else "gpu") in form.on and (gpu.fp8 or form.stored != "fp8")
-        if read and form.topk(context) < context:
+        readable = ("cpu" if gpu.name == "cpu" else "gpu") in form.devices and (gpu.fp8 or form.stored != "fp8")
+        if readable and form.topk(context) < context:
             try:
                 rows.append(Row(form.plan(spec, layers, context), gpu, context, batch, drafts, form))
             except UserError as error:
-                # One reason for a layout: a budget too small says no more than the next larger one's.
-                left_out.setdefault(form.layout, f"{form.layout} is left out: {error}")
-    return rows, [line for layout, line in left_out.items() if layout not in {row.chosen.layout for row in rows}]
+                # One reason per layout: the errors of its smaller budgets repeat the first.
+                excluded.setdefault(form.layout, f"{form.layout} is left out: {error}")
+    return rows, [note for layout, note in excluded.items() if layout not in {row.chosen.layout for row in rows}]
 
 
 def slowdown(row: Row, gqa: Row, queries: int) -> float:
-    """Time of attention over the cache, over GQA's; the layers that stay GQA count in both."""
-    mine, theirs = (decode_step(r.plan, r.gpu, r.context, r.batch, queries) for r in (row, gqa))
-    return mine.seconds["attention"] / theirs.seconds["attention"]
+    """Time of attention over the cache relative to GQA's; layers that stay GQA count in both."""
+    step, gqa_step = (decode_step(r.plan, r.gpu, r.context, r.batch, queries) for r in (row, gqa))
+    return step.seconds["attention"] / gqa_step.seconds["attention"]
 
 
 def in_bytes(count: float) -> str:
@@ -172,5 +172,5 @@ def in_bytes(count: float) -> str:
 
 
 def in_digits(value: float) -> str:
-    """Three significant digits, or the whole number."""
+    """Three significant digits, or the whole number from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

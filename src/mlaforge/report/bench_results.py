@@ -15,7 +15,7 @@ from mlaforge.rendering.page import NOT_FINITE, at, model_name, number
 
 KINDS = ("scenario", "kernels", "conversion", "gates")
 SCHEMA = 1
-OWN = "mlaforge"
+ENGINE = "mlaforge"
 # A run's folder is named by its time.
 RUN = re.compile(r"\d{8}-\d{6}")
 # What makes a case another series of measurements: all but its context, its batch and its drafted tokens.
@@ -106,7 +106,7 @@ def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
     parts = [model_name(case["model"])]
     for key, form in (("layout", "{}"), ("engine", "{}"), ("dtype", "{}"), ("cache_fraction", "cache {}")):
         several = len({str(other[key]) for other in among if other[key] is not None}) > 1
-        if several and case[key] not in (None, OWN) and str(case[key]) not in parts[0]:
+        if several and case[key] not in (None, ENGINE) and str(case[key]) not in parts[0]:
             parts.append(form.format(case[key]))
     if case["imported"]:
         parts.append(f"imported: {at(case, 'imported', 'device')}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import ABSOLUTE, MANIFEST, Manifest, sha256
+from mlaforge.artifact import ABSOLUTE_PATH, MANIFEST, Manifest, sha256
 from mlaforge.checkpoint.reader import COMPANIONS, TEMPLATES
 from mlaforge.runtime import UserError, progress, version
 
@@ -182,7 +182,7 @@ def _check(file: Path) -> None:
         raise UserError(f"{file} holds a token of the hub: take it out, and revoke it if anybody else could see it")
     if file.suffix not in WRITTEN or any(file.match(pattern) for pattern in COMPANIONS):
         return
-    if place := ABSOLUTE.search(text.decode(errors="replace")):
+    if place := ABSOLUTE_PATH.search(text.decode(errors="replace")):
         raise UserError(f"{file} names {place[0]}, a path of this machine: make it again, or put its last part there")
 
 

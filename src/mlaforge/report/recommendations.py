@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlaforge.rendering.page import at, number, shown
-from mlaforge.report.bench_results import OWN, SERIES, groups, measured, partial, spread
+from mlaforge.report.bench_results import ENGINE, SERIES, groups, measured, partial, spread
 
 # A conversion that costs more perplexity than this is not recommended.
 COST = 1.05
@@ -42,7 +42,7 @@ def recommend(conversions: list[dict[str, Any]], scenarios: list[dict[str, Any]]
         {**case, "device": body.get("device")}
         for body in scenarios
         for case in body["cases"]
-        if case["engine"] == OWN and not case["imported"]
+        if case["engine"] == ENGINE and not case["imported"]
     ]
     rules = {"cache": _cache(conversions), "layout": _layout(cases), "drafts": _drafts(cases), "batch": _batch(cases),
              "context": _context(cases)}  # fmt: skip

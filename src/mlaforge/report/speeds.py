@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.rendering.page import at, number
-from mlaforge.report.bench_results import OWN, measured, spread
+from mlaforge.report.bench_results import ENGINE, measured, spread
 
 # Tokens in the cache, as the page calls them.
 CONTEXTS = {"100": 100, "2K": 2048, "8K": 8192}
@@ -33,7 +33,7 @@ def speeds(scenarios: list[dict[str, Any]], generations: list[dict[str, Any]]) -
     for body in scenarios:
         for case in measured(body["cases"]):
             plain = case["batch"] == 1 and not case["num_speculative_tokens"]
-            if plain and case["engine"] == OWN and not case["imported"]:
+            if plain and case["engine"] == ENGINE and not case["imported"]:
                 see(case["model"], case["context"], spread(case)[1], 0)
     for record in generations:
         for run in record["metrics"]["runs"]:

@@ -1,1 +1,1 @@
-"""Models over HTTP and in the terminal: the application, its protocol and limits, chat, generate."""
+"""Serving over HTTP and in the terminal: the application, its protocol and limits, chat, generate."""

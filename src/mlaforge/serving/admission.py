@@ -1,4 +1,4 @@
-"""Admission control: API keys, concurrent requests and their queue, clients that go or read nothing."""
+"""Admission control: API keys, the request queue and its slots, disconnected and stalled clients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Disconnected(Exception):
-    """The client has gone, or has read nothing for too long."""
+    """The client closed the connection, or has not read for longer than the timeout."""
 
 
 class ApiKey:
-    """ASGI middleware: every path but /health needs `Authorization: Bearer KEY`, compared in constant time."""
+    """ASGI middleware: every path but /health requires `Authorization: Bearer KEY`, compared in constant time."""
 
     def __init__(self, app: App, key: str) -> None:
         self._app, self._expected = app, key.encode("utf-8")
@@ -42,38 +42,38 @@ class ApiKey:
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str], more_body: bool = False) -> None:
-    """A whole response of JSON; with `more_body` its client has all of it, but the server not its end."""
+    """Send a complete JSON response; with `more_body` the caller still has to send the empty last message."""
     fields = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     raw = [(name.lower().encode("latin-1"), text.encode("latin-1")) for name, text in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
-def _queue_full(why: str) -> ApiError:
-    return ApiError(429, why, code="queue_full", headers={"Retry-After": "1"})
+def _queue_full(reason: str) -> ApiError:
+    return ApiError(429, reason, code="queue_full", headers={"Retry-After": "1"})
 
 
 class AdmissionControl:
-    """Lets `slots` requests run at once and `queue` more wait, first come first served, with bodies of at most `room`
-    bytes; refuses the rest.
+    """Limits on concurrent requests: `slots` run, `queue` more wait in order of arrival, with request bodies of at most
+    `max_bytes` in total; further requests are refused.
 
-    `admitted` counts those that run or wait, `running` those that hold a slot.
+    `admitted` counts running and waiting requests, `running` those that occupy a slot.
     """
 
-    def __init__(self, slots: int, queue: int, room: int) -> None:
-        self._capacity, self._room = slots + queue, room
+    def __init__(self, slots: int, queue: int, max_bytes: int) -> None:
+        self._capacity, self._max_bytes = slots + queue, max_bytes
         self._slots = asyncio.Semaphore(slots)
         self._idle = asyncio.Event()
         self._idle.set()
         self.admitted = 0
         self.running = 0
         self.draining = False
-        # Bytes of the bodies of those that wait.
-        self._waiting = 0
+        # Bytes of the bodies of waiting requests.
+        self._waiting_bytes = 0
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """A request from when it has come whole to its end. Raises ApiError: 503 while draining, 429 where the queue is
+        """Admit a completely received request until its end. Raises ApiError: 503 while draining, 429 if the queue is
         full."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10", "Connection": "close"})
@@ -90,18 +90,19 @@ class AdmissionControl:
 
     @contextmanager
     def waiting(self, size: int) -> Iterator[None]:
-        """A request with a body of `size` bytes, until it has its slot. Raises ApiError: 429 where too much waits."""
-        if self._waiting and self._waiting + size > self._room:
-            raise _queue_full(f"requests of {self._waiting} bytes are waiting; try again later")
-        self._waiting += size
+        """Count a body of `size` bytes while its request waits for a slot. Raises ApiError: 429 if that exceeds the
+        limit."""
+        if self._waiting_bytes and self._waiting_bytes + size > self._max_bytes:
+            raise _queue_full(f"requests of {self._waiting_bytes} bytes are waiting; try again later")
+        self._waiting_bytes += size
         try:
             yield
         finally:
-            self._waiting -= size
+            self._waiting_bytes -= size
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """One of the slots at the engine; waits until one is free."""
+        """Wait for a slot of the engine and occupy it."""
         async with self._slots:
             self.running += 1
             try:
@@ -110,7 +111,7 @@ class AdmissionControl:
                 self.running -= 1
 
     async def drain(self, timeout: float) -> bool:
-        """Admits no more requests and waits, `timeout` seconds at most; whether all had ended by then."""
+        """Stop admitting requests and wait at most `timeout` seconds. Returns whether all requests have ended."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout):
@@ -121,33 +122,34 @@ class AdmissionControl:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes. Raises Disconnected, and what `work` raises."""
+    """Return the result of `work`, which is cancelled when the client disconnects. Raises Disconnected, and the errors
+    of `work`."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise Disconnected
     finally:
-        for each in (task, watch):
-            each.cancel()
-        # Both have ended, cleaned up, before the request is over.
+        for future in (task, watch):
+            future.cancel()
+        # Both have cleaned up before the request ends.
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
 def with_write_timeout(send: Send, timeout: float) -> Send:
-    """`send` that raises Disconnected where the client has read nothing for `timeout` seconds."""
+    """Wrap `send` to raise Disconnected if the client reads nothing for `timeout` seconds."""
 
-    async def sending(message: Message) -> None:
+    async def send_in_time(message: Message) -> None:
         try:
             async with asyncio.timeout(timeout):
                 await send(message)
         except TimeoutError as error:
             raise Disconnected from error
 
-    return sending
+    return send_in_time

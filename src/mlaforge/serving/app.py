@@ -33,7 +33,7 @@ from mlaforge.serving.admission import (
     with_write_timeout,
 )
 from mlaforge.serving.async_engine import AsyncEngine, EngineUnavailable, Stream
-from mlaforge.serving.bodies import Bodies, Incoming
+from mlaforge.serving.bodies import Bodies, BodyReceive
 from mlaforge.serving.chat import Chat
 from mlaforge.serving.config import ServeConfig
 from mlaforge.serving.metrics import Metrics
@@ -43,48 +43,48 @@ from mlaforge.serving.responses import ChatForm, Form, Prompt, Reply, TextForm
 from mlaforge.serving.token_text import TokenText
 from mlaforge.serving.wire import ApiError
 
-# Bodies of the largest size for which there is room: that are on their way, and that wait for a slot at the engine.
-ROOM = 16
-# Grammars that are compiled at once, each in a process.
+# Bodies of maximal size that fit in memory at once: as many unfinished ones, and as many that wait for a slot.
+MAX_BODIES = 16
+# Grammars compiled concurrently, each in a process.
 GRAMMAR_CHECKS = 16
-# After so many seconds without the end of a step, though there is work, /health fails. The first steps on a GPU may
-# compile kernels.
+# /health fails if the engine has work and finishes no step for this many seconds. The first steps on a GPU may compile
+# kernels.
 STUCK_SECONDS = 120.0
-# The client closed the connection before its answer: for the metrics alone (nginx's number).
+# The client closed the connection before the response: nginx's status code, for the metrics alone.
 CLIENT_CLOSED_REQUEST = 499
 
 
 class Service:
-    """What the endpoints share: the engine, its limits and metrics, and requests turned into forms."""
+    """State shared by the endpoints: the engine, limits, metrics, and the conversion of requests to response forms."""
 
     def __init__(self, engine: AsyncEngine, config: ServeConfig) -> None:
         inner = engine.engine
         self.engine, self.config = engine, config
         self.model = config.served_model_name or inner.model_name
         self.created = int(time.time())
-        room = ROOM * config.max_body
-        self.bodies = Bodies(config.max_body, config.client_timeout, room)
-        self.admission = AdmissionControl(config.max_concurrent, config.max_queue, room)
+        max_bytes = MAX_BODIES * config.max_body
+        self.bodies = Bodies(config.max_body, config.client_timeout, max_bytes)
+        self.admission = AdmissionControl(config.max_concurrent, config.max_queue, max_bytes)
         self.metrics = Metrics(engine, self.admission)
         self.tokens = TokenText(inner.tokenizer)
         self.prompts = Prompts(inner.tokenizer, inner.max_model_len)
         self.chat = Chat(
             inner.tokenizer, harmony.choose(inner.tokenizer, config.harmony), self.prompts, config.ignored_tools
         )
-        self.checking = ThreadPoolExecutor(GRAMMAR_CHECKS, thread_name_prefix="mlaforge-grammar")
+        self.grammar_pool = ThreadPoolExecutor(GRAMMAR_CHECKS, thread_name_prefix="mlaforge-grammar")
 
     async def check_grammar(self, params: SamplingParams) -> None:
-        """Raises ApiError (400) where the grammar cannot be followed. Nobody else waits meanwhile."""
+        """Compile the request's grammar without blocking other requests. Raises ApiError (400) for an invalid one."""
         if params.regex is None and params.json_schema is None:
             return
         try:
             check = self.engine.engine.check_grammar
-            await asyncio.get_running_loop().run_in_executor(self.checking, check, params)
+            await asyncio.get_running_loop().run_in_executor(self.grammar_pool, check, params)
         except UserError as error:
             raise refusal(error) from error
 
     def text_form(self, payload: dict[str, Any]) -> tuple[CompletionRequest, Form]:
-        """A completion request, tokenized. Raises ApiError."""
+        """Parse and tokenize a completion request. Raises ApiError."""
         inner, request = self.engine.engine, CompletionRequest.read(payload)
         self._check(request)
         if request.max_tokens == 0 and not request.echo:
@@ -97,48 +97,46 @@ class Service:
                 prompts.append(Prompt(ids, prompt))
             else:
                 self._check_prompt(prompt, request.max_tokens)
-                echoed = request.echo and inner.tokenizer.decode(
-                    prompt, skip_special_tokens=request.skip_special_tokens
-                )
-                prompts.append(Prompt(prompt, echoed or ""))
+                echo = request.echo and inner.tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens)
+                prompts.append(Prompt(prompt, echo or ""))
         scoring_only = request.max_tokens == 0
         defaults = inner.sampling_defaults
-        most = defaults.get("max_tokens", 16) if request.max_tokens is None else max(request.max_tokens, 1)
-        changes: dict[str, Any] = {"max_tokens": most, "logprobs": request.logprobs}
+        max_tokens = defaults.get("max_tokens", 16) if request.max_tokens is None else max(request.max_tokens, 1)
+        changes: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": request.logprobs}
         if request.echo and request.prompt_logprobs is None:
             changes["prompt_logprobs"] = request.logprobs
         params = request.params(inner.vocab_size, defaults, **changes)
-        wants = request.prompt_logprobs is not None
+        with_prompt_logprobs = request.prompt_logprobs is not None
         form = TextForm(
-            self.model, prompts, params, self.tokens, request.logprobs, wants, request.return_tokens_as_token_ids,
-            echo=request.echo, scoring_only=scoring_only,
+            self.model, prompts, params, self.tokens, request.logprobs, with_prompt_logprobs,
+            request.return_tokens_as_token_ids, echo=request.echo, scoring_only=scoring_only,
         )  # fmt: skip
         return request, form
 
     def chat_form(self, payload: dict[str, Any]) -> tuple[ChatRequest, Form]:
-        """A chat request, tokenized. Raises ApiError."""
+        """Parse and tokenize a chat request. Raises ApiError."""
         request = ChatRequest.read(payload)
         self._check(request)
         defaults = self.engine.engine.sampling_defaults
-        limit, alternatives = request.limit(), request.alternatives()
-        most = defaults.get("max_tokens") if limit is None else limit
-        changes = {"max_tokens": most, "logprobs": alternatives, **self.chat.sampling(request)}
+        limit, top_logprobs = request.limit(), request.num_top_logprobs()
+        max_tokens = defaults.get("max_tokens") if limit is None else limit
+        changes = {"max_tokens": max_tokens, "logprobs": top_logprobs, **self.chat.sampling(request)}
         params = request.params(self.engine.engine.vocab_size, defaults, **changes)
         ids = self.chat.prompt(request)
         self._check_prompt(ids, limit)
-        wants = request.prompt_logprobs is not None
+        with_prompt_logprobs = request.prompt_logprobs is not None
         form = ChatForm(
-            self.model, [Prompt(ids)], params, self.tokens, alternatives, wants, request.return_tokens_as_token_ids,
-            parser=self.chat.parser(request),
+            self.model, [Prompt(ids)], params, self.tokens, top_logprobs, with_prompt_logprobs,
+            request.return_tokens_as_token_ids, parser=self.chat.parser(request),
         )  # fmt: skip
         return request, form
 
     def _check(self, request: Generation) -> None:
         if request.model is not None and request.model != self.model:
-            message = f"there is no model {request.model[:200]!r} here; it is {self.model!r}"
+            message = f"the model {request.model[:200]!r} does not exist here; use {self.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
-        if request.n > (most := self.config.max_n or self.config.max_num_seqs):
-            raise ApiError(400, f"n = {request.n} is too large; at most {most}", "n")
+        if request.n > (max_n := self.config.max_n or self.config.max_num_seqs):
+            raise ApiError(400, f"n = {request.n} is too large; at most {max_n}", "n")
 
     def _check_prompt(self, token_ids: list[int], max_tokens: int | None) -> None:
         inner = self.engine.engine
@@ -150,7 +148,7 @@ class Service:
             raise ApiError(400, str(error), "prompt") from error
 
     async def drain(self) -> None:
-        """New requests get 503; waits for the running ones as long as the configuration says, then ends them."""
+        """Refuse new requests with 503, wait up to `drain_timeout` for the running ones, then end them."""
         start = time.perf_counter()
         await self.admission.drain(self.config.drain_timeout)
         await self.engine.drain(max(self.config.drain_timeout - (time.perf_counter() - start), 0))
@@ -159,11 +157,12 @@ class Service:
         self.engine.close()
         self.chat.close()
         self.prompts.close()
-        self.checking.shutdown(wait=False, cancel_futures=True)
+        self.grammar_pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Answer(Response):
-    """One request from its body to the last byte of its answer; whatever ends it, its blocks and slot are released."""
+class GenerationResponse(Response):
+    """ASGI response of a generation request, from reading the body to the last byte; its blocks and slot are released
+    however it ends."""
 
     def __init__(
         self, service: Service, endpoint: str, read: Callable[[dict[str, Any]], tuple[Generation, Form]]
@@ -175,48 +174,48 @@ class Answer(Response):
         self._reply: Reply | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, status, incoming = self._service, 500, Incoming(receive)
+        service, status, receive_body = self._service, 500, BodyReceive(receive)
         try:
             content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
             wire.check_media_type(content_type)
-            # Only a request that has come whole is admitted: half a body keeps nobody out.
-            self._body = await service.bodies.read(scope, incoming)
+            # A request is admitted only when it is complete, so that unfinished bodies occupy no slot.
+            self._body = await service.bodies.read(scope, receive_body)
             async with service.admission.admit():
-                answer = self._answer(with_write_timeout(send, service.config.client_timeout))
-                await while_connected(receive, answer)
+                work = self._respond(with_write_timeout(send, service.config.client_timeout))
+                await while_connected(receive, work)
             status = 200
         except Disconnected:
             status = CLIENT_CLOSED_REQUEST
         except ApiError as error:
             status = error.status
-            # The rest of a body that nobody wants is read all the same; not what was waited for in vain.
-            unread = incoming.more and status != 408
+            # The rest of a refused body is read and dropped, unless the body timed out.
+            unread = receive_body.more and status != 408
             await send_json(send, status, wire.dumps(error.body()), error.headers, more_body=unread)
             if unread:
-                await incoming.discard(service.config.client_timeout)
+                await receive_body.discard(service.config.client_timeout)
                 await send({"type": "http.response.body", "body": b""})
         finally:
             reply = self._reply
             ids, n = (list(reply.request_ids), reply.form.params.n) if reply else ([], 0)
-            service.metrics.ended(self._endpoint, status, self._arrived, ids, n)
+            service.metrics.record_request(self._endpoint, status, self._arrived, ids, n)
 
     def _parse(self, body: bytes) -> tuple[Generation, Form]:
         """Raises ApiError."""
         try:
             return self._read(wire.parse_object(body))
         except PromptTooLong as error:
-            # Of a chat the messages are the prompt.
+            # The prompt of a chat is its messages.
             field = "messages" if error.field == "prompt" and self._endpoint == "chat" else error.field
             raise ApiError(400, str(error), field, "context_length_exceeded") from error
 
-    async def _answer(self, send: Send) -> None:
+    async def _respond(self, send: Send) -> None:
         service, body = self._service, self._body
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as slot:
             with service.admission.waiting(len(body)):
                 request, form = await service.prompts.in_thread(len(body), self._parse, body)
                 await service.check_grammar(form.params)
-                await held.enter_async_context(service.admission.slot())
-            # Those that run are bounded by their number: not a body is kept of them.
+                await slot.enter_async_context(service.admission.slot())
+            # Running requests are limited by count, not by bytes: their bodies are released.
             self._body = body = b""
             reply = self._reply = Reply(form)
             requests = {
@@ -233,17 +232,17 @@ class Answer(Response):
                 raise refusal(error) from error
             except EngineUnavailable as error:
                 raise _unavailable(error) from error
-        if any(map(_long, outputs)):
-            whole = await asyncio.to_thread(lambda: wire.dumps_long(reply.whole(outputs)))
+        if any(map(_is_long, outputs)):
+            response = await asyncio.to_thread(lambda: wire.dumps_long(reply.full_response(outputs)))
         else:
-            whole = wire.dumps(reply.whole(outputs))
-        await send_json(send, 200, whole, {})
+            response = wire.dumps(reply.full_response(outputs))
+        await send_json(send, 200, response, {})
 
 
-def _long(output: RequestOutput) -> bool:
-    """Whether an output's log probabilities take long to write: that is for a thread."""
-    counts = [len(each.logprobs or ()) for each in output.outputs]
-    return output.prompt_logprobs is not None or sum(counts) > wire.AT_ONCE
+def _is_long(output: RequestOutput) -> bool:
+    """Return whether serialising an output's log probabilities takes so long that it is done in a thread."""
+    counts = [len(completion.logprobs or ()) for completion in output.outputs]
+    return output.prompt_logprobs is not None or sum(counts) > wire.SLICE
 
 
 def _unavailable(error: EngineUnavailable) -> ApiError:
@@ -251,14 +250,14 @@ def _unavailable(error: EngineUnavailable) -> ApiError:
 
 
 async def _stream(reply: Reply, request: Generation, stream: Stream, send: Send) -> None:
-    """Server-sent events; an error on the way is the last of them, as OpenAI sends it."""
+    """Send server-sent events; an error after the head is the last event, as in OpenAI's API."""
     options = request.stream_options
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     end = b""
     try:
         async for output in stream:
-            if _long(output):
+            if _is_long(output):
                 body = await asyncio.to_thread(_events, reply, output, options, wire.dumps_long)
             else:
                 body = _events(reply, output, options, wire.dumps)
@@ -277,7 +276,7 @@ async def _stream(reply: Reply, request: Generation, stream: Stream, send: Send)
 def _events(
     reply: Reply, output: RequestOutput, options: StreamOptions | None, write: Callable[[Any], bytes]
 ) -> bytes:  # fmt: skip
-    """An output as events; nothing where a client would not notice it."""
+    """Return an output as server-sent events, or nothing if it changes nothing for the client."""
     chunks = reply.chunks(output)
     if options is not None and options.continuous_usage_stats:
         chunks = [{**chunk, "usage": reply.usage.as_dict()} for chunk in chunks]
@@ -285,8 +284,7 @@ def _events(
 
 
 class TrailingSlash:
-    """ASGI middleware: a path means the same with a slash at its end. (A redirect would not bring a POST there with
-    every client.)"""
+    """ASGI middleware that ignores a slash at the end of a path. (Not every client follows a redirect with a POST.)"""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -298,8 +296,8 @@ class TrailingSlash:
 
 
 def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
-    """The application; `app.state.service` is its Service. Raises UserError where the model's chat format lacks its
-    package. The engine is started with the application and closed with it."""
+    """Return the application, which starts the engine and closes it; `app.state.service` is its Service. Raises
+    UserError if the package of the model's chat format is missing."""
     service = Service(engine, config)
 
     @asynccontextmanager
@@ -308,7 +306,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
         yield
         service.close()
 
-    # No documentation pages: they would load scripts from elsewhere. No CORS: pages of others stay out.
+    # No documentation pages: they would load scripts from other hosts. No CORS: other web pages have no access.
     app = FastAPI(
         title="mlaforge",
         version=runtime.version(),
@@ -323,15 +321,15 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
         app.add_middleware(ApiKey, key=config.api_key)
     app.add_middleware(TrailingSlash)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _our_error)
+    app.add_exception_handler(Exception, _internal_error)
 
     @app.post("/v1/completions")
     async def completions() -> Response:
-        return Answer(service, "completions", service.text_form)
+        return GenerationResponse(service, "completions", service.text_form)
 
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
-        return Answer(service, "chat", service.chat_form)
+        return GenerationResponse(service, "chat", service.chat_form)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -340,17 +338,17 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name != service.model:
-            error = ApiError(404, f"there is no model {name[:200]!r} here", "model", "model_not_found")
+            error = ApiError(404, f"the model {name[:200]!r} does not exist here", "model", "model_not_found")
             return JSONResponse(error.body(), error.status)
         return JSONResponse(_model(service))
 
     @app.get("/health")
     async def health() -> Response:
         if service.admission.draining or engine.unavailable is not None:
-            why = str(engine.unavailable or "the server is shutting down")
-            return JSONResponse(ApiError(503, why).body(), 503)
-        if (seconds := engine.busy) > STUCK_SECONDS:
-            return JSONResponse(ApiError(503, f"no step has ended for {seconds:.0f} s").body(), 503)
+            reason = str(engine.unavailable or "the server is shutting down")
+            return JSONResponse(ApiError(503, reason).body(), 503)
+        if (seconds := engine.busy_seconds) > STUCK_SECONDS:
+            return JSONResponse(ApiError(503, f"no engine step has finished for {seconds:.0f} s").body(), 503)
         return JSONResponse({"status": "ok", "non_finite_requests": engine.stats.non_finite_requests})
 
     @app.get("/metrics")
@@ -377,6 +375,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(api_error.body(), api_error.status, headers=error.headers)
 
 
-async def _our_error(request: Request, error: Exception) -> Response:
-    """Starlette raises it again afterwards, so that its traceback is in the server's log and only there."""
-    return JSONResponse(ApiError(500, "an error of the server's own; see its log").body(), 500)
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again afterwards, so that its traceback appears in the server's log alone."""
+    return JSONResponse(ApiError(500, "internal server error; see the server's log").body(), 500)

@@ -1,8 +1,8 @@
-"""The synchronous engine in one thread, seen from one event loop.
+"""AsyncEngine: the synchronous engine in a thread, driven from one event loop.
 
-Commands go to the thread by a queue, on which it sleeps while the engine has no work. Outputs come back in batches: the
-thread appends to an outbox and wakes the loop once, however many steps pass before the loop gets to it. What a reader
-has not fetched yet is merged into one output per request, so that a slow reader costs at most its own answer.
+The thread takes commands from a queue, on which it blocks while the engine has no work. It appends outputs to an outbox
+and wakes the loop once per batch of steps. Outputs that a reader has not fetched are merged into one per request, so
+that a slow reader needs no more memory than its whole response.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
 from mlaforge.runtime import UserError
 
-# Requests that come and go between two steps take so long at most, or one of them.
+# Time limit for the commands between two steps; at least one command is executed.
 COMMAND_SECONDS = 0.02
-# How long `close` waits for the step that runs.
+# Time for which `close` waits for the running step.
 CLOSE_SECONDS = 10.0
 
 
 class SyncEngine(Protocol):
-    """What the server needs of an engine. All methods but the tokenizer's and `check_grammar` are called in one
+    """The engine interface of the server. All methods except the tokenizer's and `check_grammar` are called from one
     thread."""
 
     @property
@@ -51,28 +51,28 @@ class SyncEngine(Protocol):
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine takes or continues no request: its thread died (the cause is chained), or it is shutting down."""
+    """The engine accepts or continues no request: its thread died (the cause is chained), or it is shutting down."""
 
 
 class Stream:
-    """Outputs of requests that belong together: `async with` it, then iterate.
+    """Outputs of the engine requests of one HTTP request: `async with` it, then iterate.
 
-    Leaving it, by whatever way, aborts the requests that are not finished. Iteration and `complete` raise UserError
-    where the engine refused one of them or gave it up, EngineUnavailable where the engine ended first.
+    Leaving it aborts the unfinished requests. Iteration and `complete` raise UserError if the engine refused or failed
+    a request, EngineUnavailable if the engine stopped.
     """
 
-    def __init__(self, owner: AsyncEngine, requests: Requests, arrived: float) -> None:
+    def __init__(self, engine: AsyncEngine, requests: Requests, arrived: float) -> None:
         self.arrived = arrived  # seconds of time.perf_counter()
-        self._owner = owner
+        self._engine = engine
         self._order = list(requests)
-        # Those that the engine does not have yet, and how many continuations it has of the others.
+        # Requests that the engine does not have yet, and the number of continuations of those that it has.
         self._waiting = dict(requests)
-        self._held: dict[str, int] = {}
+        self._submitted: dict[str, int] = {}
         self._unanswered: set[str] = set()
         self._open = set(requests)
         self._pending: dict[str, RequestOutput] = {}
         self._error: UserError | EngineUnavailable | None = None
-        self._news = asyncio.Event()
+        self._updated = asyncio.Event()
 
     async def __aenter__(self) -> Stream:
         return self
@@ -80,23 +80,24 @@ class Stream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._owner._leave(self._open)
+        self._engine._abort(self._open)
         self._open, self._waiting = set(), {}
         self._pending = {}
 
     async def _wait(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+        self._updated.clear()
+        await self._updated.wait()
 
     async def accepted(self) -> None:
-        """Returns once the engine has taken the first of the requests. What it may refuse, they have in common."""
+        """Wait until the engine has accepted the first requests. All of them share the parameters that it may
+        refuse."""
         while self._unanswered and self._error is None:
             await self._wait()
         if self._error is not None:
             raise self._error
 
     async def complete(self) -> list[RequestOutput]:
-        """Every request's whole answer, in the order in which they were given."""
+        """Return the complete output of every request, in the order of the requests."""
         while self._open and self._error is None:
             await self._wait()
         if self._error is not None:
@@ -116,81 +117,81 @@ class Stream:
         return self._pending.pop(next(iter(self._pending)))
 
     def _next(self, share: int) -> Iterator[tuple[str, list[int], SamplingParams]]:
-        """Those that are given to the engine now, so that it has at most `share` continuations, or one request."""
+        """Yield requests to submit until the engine has `share` continuations of this stream, or one request."""
         while self._waiting and self._error is None:
             request_id, (prompt_ids, params) = next(iter(self._waiting.items()))
-            if self._held and sum(self._held.values()) + params.n > share:
+            if self._submitted and sum(self._submitted.values()) + params.n > share:
                 return
             del self._waiting[request_id]
-            self._held[request_id] = params.n
+            self._submitted[request_id] = params.n
             self._unanswered.add(request_id)
             yield request_id, prompt_ids, params
 
-    def _put(self, request_id: str, note: RequestOutput | UserError | None) -> None:
-        """`note`: news of a request, why it was refused, or None when it was taken."""
+    def _put(self, request_id: str, event: RequestOutput | UserError | None) -> None:
+        """`event`: an output of the request, the reason of its refusal, or None for its acceptance."""
         self._unanswered.discard(request_id)
-        if isinstance(note, UserError) or (note is not None and note.finished):
-            del self._held[request_id]
-        if isinstance(note, UserError):
+        if isinstance(event, UserError) or (event is not None and event.finished):
+            del self._submitted[request_id]
+        if isinstance(event, UserError):
             self._open.discard(request_id)
-            self._error = self._error or note
-        elif note is not None:
-            old = self._pending.get(request_id)
-            self._pending[request_id] = note if old is None else merge(old, note)
-            if note.finished:
+            self._error = self._error or event
+        elif event is not None:
+            unread = self._pending.get(request_id)
+            self._pending[request_id] = event if unread is None else merge(unread, event)
+            if event.finished:
                 self._open.discard(request_id)
             if self._error is None:
                 try:
-                    note.raise_for_error()
+                    event.raise_for_error()
                 except UserError as error:
                     self._error = error
-        self._news.set()
+        self._updated.set()
 
     def _fail(self, error: EngineUnavailable) -> None:
         self._error = self._error or error
-        self._news.set()
+        self._updated.set()
 
 
-# (stream's arrival, output, when its step ended): both times in seconds of time.perf_counter().
+# (arrival of the stream, output, end of its step): both times in seconds of time.perf_counter().
 Observer = Callable[[float, RequestOutput, float], None]
 # Id -> prompt and parameters.
 Requests = Mapping[str, tuple[list[int], SamplingParams]]
 _Command = tuple[str, list[int], SamplingParams] | str | None
-_Note = tuple[str, RequestOutput | UserError | None, float]
+_Event = tuple[str, RequestOutput | UserError | None, float]
 
 
 class AsyncEngine:
-    """One engine, its thread, and the streams that wait for it. Used from one event loop, the first that opens one.
+    """An engine, its thread and its streams, used from one event loop: the first that opens a stream.
 
-    `stats` is the engine's state after its last step. `on_output` sees every output as it comes, read or not. Of one
-    stream the engine has at most `share` continuations at a time, or one request: thousands of prompts of one client
-    neither fill the queue before everybody else nor are taken in one go.
+    `stats` is the engine's state after its last step. `on_output` is called with every output, read or not. The engine
+    has at most `share` continuations of a stream at a time, or one request, so that a client's thousands of prompts
+    neither delay others nor are added between two steps.
     """
 
     def __init__(self, engine: SyncEngine, share: int = 32) -> None:
         self.engine, self._share = engine, share
         self.stats = engine.stats()
         self.on_output: Observer | None = None
-        # Why no request is taken any more; None while all is well.
+        # The reason why requests are refused, if they are.
         self.unavailable: EngineUnavailable | None = None
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
-        self._outbox: list[_Note] = []
+        self._outbox: list[_Event] = []
         self._outbox_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="mlaforge-engine", daemon=True)
         self._no_streams: asyncio.Event | None = None
-        # Since when the thread is at what it does now (time.perf_counter()); None while it sleeps.
+        # Start of the current step (time.perf_counter()); None while the thread waits for commands.
         self._busy_since: float | None = None
 
     @property
-    def busy(self) -> float:
-        """Seconds since a step ended, or since there was work again; 0 where there is none."""
+    def busy_seconds(self) -> float:
+        """Seconds since the last step ended or the engine got work; 0 without work."""
         since = self._busy_since
         return 0.0 if since is None else time.perf_counter() - since
 
     def start(self) -> None:
-        """Starts the thread; called inside the event loop. Again: nothing happens."""
+        """Start the thread, once; called inside the event loop."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._no_streams = asyncio.Event()
@@ -198,7 +199,7 @@ class AsyncEngine:
             self._thread.start()
 
     def open(self, requests: Requests, arrived: float | None = None) -> Stream:
-        """Gives requests to the engine. Raises EngineUnavailable."""
+        """Submit requests to the engine. Raises EngineUnavailable."""
         self.start()
         assert self._no_streams is not None
         if self.unavailable is not None:
@@ -207,24 +208,24 @@ class AsyncEngine:
         stream = Stream(self, requests, time.perf_counter() if arrived is None else arrived)
         self._streams.update(dict.fromkeys(requests, stream))
         self._no_streams.clear()
-        self._give(stream)
+        self._submit(stream)
         return stream
 
-    def _give(self, stream: Stream) -> None:
+    def _submit(self, stream: Stream) -> None:
         for command in stream._next(self._share):
             self._commands.put(command)
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], params: SamplingParams
     ) -> AsyncIterator[RequestOutput]:
-        """One request's outputs, each only what is new. Raises UserError and EngineUnavailable."""
+        """Yield the incremental outputs of one request. Raises UserError and EngineUnavailable."""
         async with self.open({request_id: (prompt_ids, params)}) as stream:
             async for output in stream:
                 yield output
 
     async def drain(self, timeout: float) -> bool:
-        """Takes no more requests and waits for the running ones, `timeout` seconds at most; those that remain then
-        end with EngineUnavailable. Returns whether all had finished."""
+        """Refuse new requests and wait at most `timeout` seconds for the running ones; the remaining ones end with
+        EngineUnavailable. Returns whether all had finished."""
         self.unavailable = self.unavailable or EngineUnavailable("the server is shutting down")
         if self._no_streams is None:
             return True
@@ -238,14 +239,14 @@ class AsyncEngine:
         return True
 
     def close(self) -> None:
-        """Ends the thread after its current step, and leaves it behind where that does not end; waiting streams end
-        with EngineUnavailable."""
+        """Stop the thread after its current step, or abandon it if that takes longer than CLOSE_SECONDS; waiting
+        streams end with EngineUnavailable."""
         self.unavailable = self.unavailable or EngineUnavailable("the engine was closed")
         if self._thread.ident is not None:
             self._commands.put(None)
             self._thread.join(CLOSE_SECONDS)
 
-    def _leave(self, request_ids: set[str]) -> None:
+    def _abort(self, request_ids: set[str]) -> None:
         for request_id in request_ids:
             self._forget(request_id)
             self._commands.put(request_id)
@@ -256,11 +257,11 @@ class AsyncEngine:
             assert self._no_streams is not None
             self._no_streams.set()
 
-    # Everything below up to `_deliver` runs in the thread.
+    # The methods before `_deliver` run in the thread.
 
     def _run(self) -> None:
         try:
-            while self._obey():
+            while self._execute_commands():
                 outputs = self.engine.step() if self.engine.has_work else []
                 self.stats = self.engine.stats()
                 self._busy_since = time.perf_counter()
@@ -268,18 +269,18 @@ class AsyncEngine:
                     now = time.perf_counter()
                     self._post([(output.request_id, output, now) for output in outputs])
         finally:
-            # The error itself goes on to threading.excepthook, which prints it.
+            # threading.excepthook prints the error.
             error = sys.exception()
             assert self._loop is not None
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._end, error)
 
-    def _obey(self) -> bool:
-        """Carries out what was asked, but no more than those who decode hardly notice; sleeps while there is nothing to
-        do. False: the thread is to end."""
-        idle, begin = not self.engine.has_work, time.perf_counter()
+    def _execute_commands(self) -> bool:
+        """Execute queued commands for about COMMAND_SECONDS, so that decoding is not delayed; block while the engine
+        has no work. Returns False if the thread has to end."""
+        idle, start = not self.engine.has_work, time.perf_counter()
         while True:
-            if not idle and time.perf_counter() - begin > COMMAND_SECONDS and self.engine.has_work:
+            if not idle and time.perf_counter() - start > COMMAND_SECONDS and self.engine.has_work:
                 return True
             if idle:
                 self._busy_since = None
@@ -288,7 +289,7 @@ class AsyncEngine:
             except queue.Empty:
                 return True
             if idle:
-                self._busy_since = begin = time.perf_counter()
+                self._busy_since = start = time.perf_counter()
             idle = False
             if command is None:
                 return False
@@ -303,29 +304,29 @@ class AsyncEngine:
                 refusal = error
             self._post([(request_id, refusal, time.perf_counter())])
 
-    def _post(self, notes: list[_Note]) -> None:
+    def _post(self, events: list[_Event]) -> None:
         with self._outbox_lock:
-            asleep = not self._outbox
-            self._outbox += notes
+            was_empty = not self._outbox
+            self._outbox += events
         assert self._loop is not None
-        if asleep and not self._loop.is_closed():
+        if was_empty and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver)
 
-    # The loop's side again.
+    # The methods below run in the event loop.
 
     def _deliver(self) -> None:
         with self._outbox_lock:
-            notes, self._outbox = self._outbox, []
-        for request_id, note, when in notes:
+            events, self._outbox = self._outbox, []
+        for request_id, event, seconds in events:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue
-            stream._put(request_id, note)
-            if isinstance(note, RequestOutput) and self.on_output is not None:
-                self.on_output(stream.arrived, note, when)
-            if isinstance(note, UserError) or (note is not None and note.finished):
+            stream._put(request_id, event)
+            if isinstance(event, RequestOutput) and self.on_output is not None:
+                self.on_output(stream.arrived, event, seconds)
+            if isinstance(event, UserError) or (event is not None and event.finished):
                 self._forget(request_id)
-                self._give(stream)
+                self._submit(stream)
 
     def _end(self, error: BaseException | None) -> None:
         self._deliver()

@@ -1,4 +1,4 @@
-"""Bodies of requests on their way: each within a size and a time, those that are not whole yet within a room."""
+"""Reading of request bodies, with limits on their size, their time and the total of unfinished bodies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mlaforge.serving.admission import Disconnected, Message, Receive, Scope
 from mlaforge.serving.wire import ApiError
 
 
-class Incoming:
-    """A request's `receive`, and whether there is `more` of its body."""
+class BodyReceive:
+    """ASGI `receive` that records whether `more` of the body follows."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -22,8 +22,8 @@ class Incoming:
         return message
 
     async def discard(self, timeout: float) -> None:
-        """Reads what is left of the body and forgets it, `timeout` seconds at most. A connection that is closed while
-        bytes lie in it unread is reset, and a client that sends everything before it reads would see no answer."""
+        """Read and drop the rest of the body for at most `timeout` seconds. Closing a connection with unread bytes
+        resets it, and a client that sends its whole body before it reads would not see the response."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while self.more:
@@ -31,25 +31,25 @@ class Incoming:
 
 
 class Bodies:
-    """Reads bodies of at most `most` bytes, each in at most `timeout` seconds.
+    """Reader of bodies of at most `max_size` bytes, each in at most `timeout` seconds.
 
-    What has come of unfinished ones takes at most `room` bytes. Where it would be more, the body of which nothing has
-    come for longest is given up, so that those who send nothing keep nobody out.
+    Unfinished bodies occupy at most `max_total` bytes. Beyond that, the body that has been idle for longest is
+    abandoned, so that stalled clients do not block others.
     """
 
-    def __init__(self, most: int, timeout: float, room: int) -> None:
-        assert room >= most, (room, most)
-        self._most, self._timeout, self._room = most, timeout, room
-        # Clock of an unfinished body -> bytes of it that have come; the one that has been silent for longest first.
-        self._coming: dict[asyncio.Timeout, int] = {}
-        self._bytes = 0
+    def __init__(self, max_size: int, timeout: float, max_total: int) -> None:
+        assert max_total >= max_size, (max_total, max_size)
+        self._max_size, self._timeout, self._max_total = max_size, timeout, max_total
+        # Clock of an unfinished body -> its bytes received so far; the one idle for longest first.
+        self._unfinished: dict[asyncio.Timeout, int] = {}
+        self._total = 0
 
-    async def read(self, scope: Scope, receive: Incoming) -> bytes:
-        """A request's body. Raises ApiError: 413 where it is too large, announced or not, 408 where it is given up;
-        raises Disconnected."""
-        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        too_large = ApiError(413, f"the body is larger than {self._most} bytes", code="body_too_large")
-        if int(announced) > self._most:
+    async def read(self, scope: Scope, receive: BodyReceive) -> bytes:
+        """Return a request's body. Raises ApiError: 413 if it is too large, with or without Content-Length, 408 if it
+        is too slow; raises Disconnected."""
+        content_length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        too_large = ApiError(413, f"the body is larger than {self._max_size} bytes", code="body_too_large")
+        if int(content_length) > self._max_size:
             raise too_large
         chunks, size = [], 0
         try:
@@ -61,22 +61,25 @@ class Bodies:
                             raise Disconnected
                         chunks.append(message.get("body", b""))
                         size += len(chunks[-1])
-                        if size > self._most:
+                        if size > self._max_size:
                             raise too_large
                         if receive.more:
-                            self._take(clock, len(chunks[-1]))
+                            self._count(clock, len(chunks[-1]))
                 finally:
-                    self._bytes -= self._coming.pop(clock, 0)
+                    self._total -= self._unfinished.pop(clock, 0)
         except TimeoutError as error:
-            late = f"the body did not come within {self._timeout:g} s, or slower than those that needed its room"
-            raise ApiError(408, late, headers={"Connection": "close"}) from error
+            reason = (
+                f"the body was not received within {self._timeout:g} s, or was slower than others while the server was "
+                "short of memory for bodies"
+            )
+            raise ApiError(408, reason, headers={"Connection": "close"}) from error
         return b"".join(chunks)
 
-    def _take(self, clock: asyncio.Timeout, size: int) -> None:
-        self._coming[clock] = self._coming.pop(clock, 0) + size
-        self._bytes += size
-        while self._bytes > self._room:
-            silent = next(iter(self._coming))
-            self._bytes -= self._coming.pop(silent)
-            if not silent.expired():
-                silent.reschedule(asyncio.get_running_loop().time())
+    def _count(self, clock: asyncio.Timeout, size: int) -> None:
+        self._unfinished[clock] = self._unfinished.pop(clock, 0) + size
+        self._total += size
+        while self._total > self._max_total:
+            idle = next(iter(self._unfinished))
+            self._total -= self._unfinished.pop(idle)
+            if not idle.expired():
+                idle.reschedule(asyncio.get_running_loop().time())

@@ -1,4 +1,4 @@
-"""Chat requests as prompts, and generated text as a chat message: by the model's template, or by harmony."""
+"""Chat requests to prompts and generated text to chat messages, by the model's chat template or by harmony."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mlaforge.engine.request.output import Completion
 from mlaforge.serving.harmony_process import HarmonyProcesses
 from mlaforge.serving.prompts import Prompts
 from mlaforge.serving.protocol import ChatMessage, ChatRequest, NamedTool
-from mlaforge.serving.tool_calls import CallsReader, begun_call
+from mlaforge.serving.tool_calls import CallsReader, new_call
 from mlaforge.serving.wire import ApiError, parse
 
-# What tokenizers take besides the template's variables: a request may not set these through chat_template_kwargs.
+# Arguments of tokenizers that are not template variables: chat_template_kwargs may not set them.
 _RESERVED = frozenset({
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -25,8 +25,8 @@ _RESERVED = frozenset({
 
 
 class AnswerParser(Protocol):
-    """Reads one choice's answer. `failed`: a part of it is no harmony; `calls`: tools called so far, of the model's
-    own accord or as one of several."""
+    """Incremental parser of one choice. `failed`: a part of the text is not valid harmony; `calls`: number of tool
+    calls so far, except that of a named tool."""
 
     @property
     def failed(self) -> bool: ...
@@ -34,11 +34,11 @@ class AnswerParser(Protocol):
     def calls(self) -> int: ...
 
     def read(self, new: Completion) -> dict[str, Any]:
-        """What a completion's news add to the message."""
+        """Return the message delta of an incremental completion."""
 
 
 class PlainParser:
-    """Everything is content. Calls of tools stay in the text as the model writes them."""
+    """All text is content. Tool calls stay in the text as the model writes them."""
 
     failed = False
     calls = 0
@@ -48,10 +48,10 @@ class PlainParser:
 
 
 class ChannelParser:
-    """Tokens, not text, are read: harmony's structure is in its special tokens."""
+    """Parses tokens, not text: the structure of harmony is in its special tokens."""
 
-    def __init__(self, spoken: Harmony, tools: list[dict[str, Any]]) -> None:
-        self._parser = spoken.parser(tools)
+    def __init__(self, harmony: Harmony, tools: list[dict[str, Any]]) -> None:
+        self._parser = harmony.parser(tools)
 
     @property
     def failed(self) -> bool:
@@ -66,7 +66,7 @@ class ChannelParser:
 
 
 class CallsParser:
-    """A list of calls, as the schema of `tool_choice: required` has the model write it."""
+    """Parses the list of calls that the schema of `tool_choice: required` prescribes."""
 
     failed = False
 
@@ -78,18 +78,18 @@ class CallsParser:
         return self._reader.calls
 
     def read(self, new: Completion) -> dict[str, Any]:
-        added = self._reader.read(new.text)
-        return {"tool_calls": added} if added else {}
+        deltas = self._reader.read(new.text)
+        return {"tool_calls": deltas} if deltas else {}
 
 
 class NamedCallParser:
-    """Everything is the arguments of one tool. As OpenAI and vLLM have it, such an answer ends with `stop`."""
+    """All text is the arguments of one tool. Such an answer ends with `stop`, as with OpenAI and vLLM."""
 
     failed = False
     calls = 0
 
     def __init__(self, name: str) -> None:
-        self._call = begun_call(0, name)
+        self._call = new_call(0, name)
 
     def read(self, new: Completion) -> dict[str, Any]:
         if not new.text:
@@ -99,23 +99,25 @@ class NamedCallParser:
 
 
 class Chat:
-    """How one model is talked with: in harmony, or by its chat template."""
+    """The chat format of one model: harmony, or its chat template."""
 
-    def __init__(self, tokenizer: Any, spoken: Harmony | None, prompts: Prompts, ignored_tools: str = "error") -> None:
+    def __init__(self, tokenizer: Any, harmony: Harmony | None, prompts: Prompts, ignored_tools: str = "error") -> None:
         self._tokenizer, self._prompts, self._ignored_tools = tokenizer, prompts, ignored_tools
-        self.harmony = spoken
-        self._processes = None if spoken is None else HarmonyProcesses(spoken)
+        self.harmony = harmony
+        self._processes = None if harmony is None else HarmonyProcesses(harmony)
 
     def prompt(self, request: ChatRequest) -> list[int]:
-        """The request's prompt as token ids. Raises ApiError (400), PromptTooLong."""
-        return self._by_template(request) if self._processes is None else self._in_harmony(self._processes, request)
+        """Return the prompt's token ids. Raises ApiError (400), PromptTooLong."""
+        if self._processes is None:
+            return self._template_prompt(request)
+        return self._harmony_prompt(self._processes, request)
 
     def close(self) -> None:
         if self._processes is not None:
             self._processes.close()
 
     def parser(self, request: ChatRequest) -> Callable[[], AnswerParser]:
-        """What makes the parsers of the request's answers."""
+        """Return the factory of the parsers for the request's choices."""
         if self.harmony is not None:
             return functools.partial(ChannelParser, self.harmony, _tools(request))
         if isinstance(request.tool_choice, NamedTool):
@@ -123,7 +125,7 @@ class Chat:
         return CallsParser if request.tool_choice == "required" else PlainParser
 
     def sampling(self, request: ChatRequest) -> dict[str, Any]:
-        """What talking so changes in the sampling parameters. Raises ApiError (400)."""
+        """Return the sampling parameters that the chat format sets. Raises ApiError (400)."""
         if self.harmony is None:
             return {}
         for name in (
@@ -131,16 +133,16 @@ class Chat:
         ):  # fmt: skip
             value = getattr(request, name)
             if value and value not in ("auto", "none") and getattr(value, "type", "") != "text":
-                why = f"{name} would bind harmony's channels too; use --no-harmony, or say it in a message"
-                raise ApiError(400, why, name, "unsupported_parameter")
+                reason = f"{name} would constrain harmony's channels, too; use --no-harmony, or state it in a message"
+                raise ApiError(400, reason, name, "unsupported_parameter")
         stops = () if request.ignore_eos else self.harmony.stop_token_ids
         return {"stop_token_ids": (*request.stop_token_ids, *stops)}
 
-    def _in_harmony(self, processes: HarmonyProcesses, request: ChatRequest) -> list[int]:
+    def _harmony_prompt(self, processes: HarmonyProcesses, request: ChatRequest) -> list[int]:
         if request.continue_final_message or not request.add_generation_prompt:
             raise ApiError(400, "with harmony the answer is always a new message", "add_generation_prompt")
         if request.chat_template_kwargs:
-            raise ApiError(400, "with harmony there is no chat template", "chat_template_kwargs")
+            raise ApiError(400, "harmony uses no chat template", "chat_template_kwargs")
         messages = [message.model_dump(include=set(FIELDS), exclude_none=True) for message in request.messages]
         self._prompts.check("\n".join(message.text for message in request.messages))
         try:
@@ -148,7 +150,7 @@ class Chat:
         except MessageError as error:
             raise ApiError(400, str(error), error.field) from error
 
-    def _by_template(self, request: ChatRequest) -> list[int]:
+    def _template_prompt(self, request: ChatRequest) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
         if reserved := sorted(_RESERVED & request.chat_template_kwargs.keys()):
@@ -160,8 +162,8 @@ class Chat:
             "add_generation_prompt": request.add_generation_prompt,
             "continue_final_message": request.continue_final_message,
         }
-        # A forced call has the tool's schema in its grammar: the tools are not lost.
-        ignored = self._ignored_tools if request.forced is None else "log"
+        # A forced call has the tool's schema in its grammar, so the template may ignore the tools.
+        ignored = self._ignored_tools if request.forced_tools is None else "log"
         try:
             text = chat_template.text(
                 self._tokenizer, [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)],
@@ -174,12 +176,13 @@ class Chat:
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools that the model is told of, as plain objects."""
+    """Return the tools that the prompt describes, as plain objects."""
     return [] if request.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
-    """A message with the fields that templates know. Calls' arguments are parsed here, where JSON has its limits."""
+    """Return a message with the fields that templates know. Arguments of tool calls are parsed here, where the size of
+    JSON is limited."""
     plain = message.model_dump(include=set(FIELDS), exclude_none=True)
     for call in plain.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
@@ -187,11 +190,11 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
-    """A call's arguments, which the API carries as JSON text. Raises ApiError (400)."""
+    """Return the arguments of a tool call, which the API carries as JSON text. Raises ApiError (400)."""
     try:
         arguments = parse(text or "{}")
     except ValueError as error:
         raise ApiError(400, f"{where}: a call's arguments are not JSON", f"{where}.tool_calls") from error
     if not isinstance(arguments, dict):
-        raise ApiError(400, f"{where}: a call's arguments are no JSON object", f"{where}.tool_calls")
+        raise ApiError(400, f"{where}: a call's arguments must be a JSON object", f"{where}.tool_calls")
     return arguments

@@ -1,7 +1,7 @@
-"""Connections: one on which a client says too little for too long is closed, whatever it was about to say.
+"""HTTP connections with a timeout for the request head.
 
-uvicorn has a timeout between two requests alone, and the first byte of the next one ends it: half a request line would
-be waited for until the end of time.
+uvicorn only has a timeout between two requests, which the first byte of the next request ends: it would wait for ever
+for the rest of a request line.
 """
 
 from __future__ import annotations
@@ -12,59 +12,59 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 
-class _Punctual(asyncio.Protocol):
-    """Beside one of uvicorn's HTTP protocols. From its beginning, and from the end of every answer, a connection has
-    `patience` seconds for a whole request head, and as much again whenever its client has fetched more of the answer;
-    then it is cut."""
+class _HeadTimeout(asyncio.Protocol):
+    """Mixin for uvicorn's HTTP protocols. A connection is aborted if `head_timeout` seconds after it was opened, or
+    after the end of a response, no complete request head was received; the timer restarts while the client reads the
+    response."""
 
-    patience: float
-    # uvicorn's: the connection, and the newest request with its answer.
+    head_timeout: float
+    # uvicorn's: the connection, and the newest request with its response.
     transport: Any
     cycle: Any
-    _alarm: asyncio.TimerHandle | None = None
-    # Bytes of an answer that were not fetched yet when the alarm was set.
+    _timer: asyncio.TimerHandle | None = None
+    # Bytes of the response that were still in the write buffer when the timer was started.
     _unsent = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._wait()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._answering:
-            self._stop_waiting()
+        if self._responding:
+            self._stop_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # type: ignore[misc]
-        if not self._answering:
-            self._wait()
+        if not self._responding:
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._stop_timer()
         super().connection_lost(exc)
 
     @property
-    def _answering(self) -> bool:
+    def _responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _wait(self) -> None:
-        self._stop_waiting()
+    def _start_timer(self) -> None:
+        self._stop_timer()
         self._unsent = self.transport.get_write_buffer_size()
-        self._alarm = asyncio.get_running_loop().call_later(self.patience, self._expire)
+        self._timer = asyncio.get_running_loop().call_later(self.head_timeout, self._expire)
 
     def _expire(self) -> None:
         if self.transport.get_write_buffer_size() < self._unsent:
-            self._wait()
+            self._start_timer()
         else:
-            # Not `close`: that waits for a client that may never read.
+            # Not `close`, which waits for a client that may never read.
             self.transport.abort()
 
-    def _stop_waiting(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
-def protocol(patience: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, over httptools where it is installed, with that patience in seconds."""
-    return type("PunctualProtocol", (_Punctual, AutoHTTPProtocol), {"patience": patience})
+def protocol(timeout: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol, with httptools if installed, and a timeout for request heads in seconds."""
+    return type("HeadTimeoutProtocol", (_HeadTimeout, AutoHTTPProtocol), {"head_timeout": timeout})

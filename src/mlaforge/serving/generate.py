@@ -1,4 +1,4 @@
-"""`generate` and `chat`: text from the engine, one model or two side by side, with the cache measured in real bytes."""
+"""`generate` and `chat`: text from one model or two, with measured throughput and cache bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlaforge.synthesis.repetition import repeats_from
 
 
 def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> dict[str, Any]:
-    """One model's continuation and what it took. The clock of `tokens_per_second` starts at the first token."""
+    """Return one model's continuation with its time and cache bytes. `tokens_per_second` excludes the first token."""
     llm = LLM(model, config, harmony=config.harmony)
 
     def outputs(params: SamplingParams) -> Iterator[RequestOutput]:
@@ -33,18 +33,18 @@ def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> 
         return llm.stream(config.prompt, params)
 
     params = _params(llm, config, 0.0, 1.0)
-    # One token first, so that neither model's clock pays for warming up.
+    # Generate one token first, so that warming up is not timed.
     for _ in outputs(dataclasses.replace(params, max_tokens=1)):
         pass
-    start, first, cached, read, ids, text, reasoning = time.perf_counter(), 0.0, 0, 0, [], [], []
+    start, first, cache_bytes, prompt_tokens, ids, text, reasoning = time.perf_counter(), 0.0, 0, 0, [], [], []
     for output in outputs(params):
         first = first or time.perf_counter()
-        read = len(output.prompt_token_ids)
+        prompt_tokens = len(output.prompt_token_ids)
         ids += output.outputs[0].token_ids
         text.append(output.outputs[0].text)
         reasoning.append(output.outputs[0].reasoning_content)
-        # Its blocks are given back with the last token.
-        cached = max(cached, llm.engine.stats().cache_bytes_used)
+        # The last token frees the blocks.
+        cache_bytes = max(cache_bytes, llm.engine.stats().cache_bytes_used)
     end = time.perf_counter()
     return {
         "text": "".join(text),
@@ -53,25 +53,26 @@ def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> 
         "repeats_from": repeats_from(ids),
         "seconds": end - start,
         "tokens_per_second": (len(ids) - 1) / (end - first) if len(ids) > 1 else len(ids) / (end - start),
-        "cache_bytes": cached,
-        "cached_tokens": read + len(ids) - 1,
+        "cache_bytes": cache_bytes,
+        "cached_tokens": prompt_tokens + len(ids) - 1,
         "dtype": llm.engine.model.format,
         "eagle_speculation": llm.engine.speculation.stats.block() if llm.engine.speculation else None,
     }
 
 
 def _params(llm: LLM, config: GenerateConfig | ChatConfig, temperature: float, top_p: float) -> SamplingParams:
-    """As the options say; what they leave unset as the model's generation_config.json says, else these two."""
+    """Return the sampling parameters: the options, else the model's generation_config.json, else `temperature` and
+    `top_p`."""
     options = {"temperature": config.temperature, "top_p": config.top_p}
-    told = {name: value for name, value in options.items() if value is not None}
-    own = {name: value for name, value in llm.engine.sampling_defaults.items() if name != "max_tokens"}
-    announce({name: value for name, value in own.items() if name not in told})
-    values: dict[str, Any] = {"temperature": temperature, "top_p": top_p} | own | told
+    overrides = {name: value for name, value in options.items() if value is not None}
+    defaults = {name: value for name, value in llm.engine.sampling_defaults.items() if name != "max_tokens"}
+    announce({name: value for name, value in defaults.items() if name not in overrides})
+    values: dict[str, Any] = {"temperature": temperature, "top_p": top_p} | defaults | overrides
     return SamplingParams(max_tokens=config.max_new_tokens, seed=config.seed, **values)
 
 
 def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = False) -> Manifest:
-    """Continues the prompt with MODEL, and with `against` where given; writes an artifact if `out` is given."""
+    """Continue the prompt with MODEL, and with `against` if set; write an artifact if `out` is given."""
     head = Path(config.speculative)
     sources = [SourceModel.open(name) for name in dict.fromkeys((model, config.against)) if name]
     manifest = Manifest(
@@ -86,7 +87,7 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
     if out is not None and (done := finished(out, manifest, overwrite, (head, *(source.path for source in sources)))):
         return done
     with nullcontext() if out is None else writing(out, manifest):
-        # One choice for both models: a difference between them is then not one of dtypes.
+        # Both models use the dtype chosen for the first, so that they differ only in the model.
         format = choose_format(config.dtype, sources[0], resolve_device(config.device))
         config = dataclasses.replace(config, dtype=format)
         with timed(manifest.seconds, "generate"):
@@ -96,26 +97,26 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
 
 
 class Conversation:
-    """A chat with one model: its turns, and answers as they are made. What was said before is not computed again.
+    """A chat with one model: its messages and streamed answers. Earlier messages are reused from the prefix cache.
 
-    Raises UserError for a model that cannot be loaded or talked with.
+    Raises UserError for a model that cannot be loaded or has no chat format.
     """
 
     def __init__(self, model: str, config: ChatConfig):
         self.llm, self._effort = LLM(model, config, harmony=config.harmony), config.reasoning_effort
         self.params = _params(self.llm, config, 0.7, 0.95)
         self._first = [{"role": "system", "content": config.system}] if config.system else []
-        # A missing package is told before the user says anything.
+        # Report a missing package before the user's first message.
         _ = self.llm.harmony
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Clear the conversation."""
         self.messages = list(self._first)
 
     def answer(self, text: str) -> Generator[Completion]:
-        """The model's answer to the user's turn, piece by piece. A turn whose answer is broken off is not kept, nor is
-        what was thought before an answer."""
+        """Stream the model's answer to the user's turn. The history omits a turn whose answer was interrupted, and the
+        reasoning before an answer."""
         messages = [*self.messages, {"role": "user", "content": text}]
         pieces = []
         for output in self.llm.stream_chat(messages, self.params, reasoning_effort=self._effort):

@@ -1,7 +1,7 @@
-"""Long conversations written in harmony by processes of their own, which the kernel ends where they take too long.
+"""Rendering of long conversations in harmony in separate processes with a CPU time limit.
 
-The library holds Python's lock while it works, so that nobody else's tokens move, takes a time that grows with the
-square of a word's length, and dies of a million spaces.
+The library blocks Python's global lock, so that all other requests stall; its time is quadratic in the length of a
+word; and a million spaces crash it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any
 
 from mlaforge.engine.request.harmony import Harmony, MessageError, encoding
 
-# Conversations of so many characters of JSON take milliseconds at worst: they are written here.
+# Conversations up to this length of JSON take milliseconds at worst and are rendered in this process.
 SHORT = 4096
-# Processor time for a conversation. The longest that a model's context holds takes less than one.
+# CPU seconds for a conversation. The longest one that fits a model's context takes less than one second.
 SECONDS = 5
 
 
 class HarmonyProcesses:
-    """Stands in for a Harmony's `render`; a process for every thread that asks, made when it is first needed."""
+    """`Harmony.render` in subprocesses: one per calling thread, started on first use."""
 
-    def __init__(self, spoken: Harmony) -> None:
-        self._spoken = spoken
-        self._own = threading.local()
-        self._all: list[subprocess.Popen[bytes]] = []
+    def __init__(self, harmony: Harmony) -> None:
+        self._harmony = harmony
+        self._local = threading.local()
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], reasoning_effort: str | None
     ) -> list[int]:
-        """As Harmony.render. Raises MessageError, also where it would take too long."""
+        """Same as Harmony.render, but also raises MessageError if rendering takes too long."""
         job = json.dumps([messages, tools, reasoning_effort])
         if len(job) <= SHORT:
-            return self._spoken.render(messages, tools, reasoning_effort)
+            return self._harmony.render(messages, tools, reasoning_effort)
         process = self._process()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -46,50 +46,50 @@ class HarmonyProcesses:
         answer = process.stdout.readline()
         if not answer.endswith(b"\n"):
             self._end(process)
-            why = "harmony cannot write these messages; is there a word of many thousand letters, or that much space?"
-            raise MessageError(why, "messages")
+            reason = "harmony cannot render these messages; does one contain a word or spaces of many thousand letters?"
+            raise MessageError(reason, "messages")
         result = json.loads(answer)
         if isinstance(result, dict):
             raise MessageError(result["why"], result["field"])
         return list(result)
 
     def _process(self) -> subprocess.Popen[bytes]:
-        process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
+        process: subprocess.Popen[bytes] | None = getattr(self._local, "process", None)
         if process is not None and process.poll() is not None:
             self._end(process)
             process = None
         if process is None:
-            process = self._own.process = subprocess.Popen(
+            process = self._local.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(SECONDS)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
-            self._all.append(process)
+            self._processes.append(process)
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.kill()
         # Closes its pipes, too.
         process.communicate()
-        if process in self._all:
-            self._all.remove(process)
+        if process in self._processes:
+            self._processes.remove(process)
 
     def close(self) -> None:
-        """Ends the processes."""
-        for process in list(self._all):
+        """End the processes."""
+        for process in list(self._processes):
             self._end(process)
 
 
 def main() -> None:
-    """python -m mlaforge.serving.harmony_process SECONDS: answers each line of its standard input, the arguments of
-    `render`, with a line, until the other side is gone."""
-    # Its life is the other side's, not the terminal's.
+    """python -m mlaforge.serving.harmony_process SECONDS: read the arguments of `render` from standard input, one JSON
+    line per call, and answer with one line, until standard input is closed."""
+    # The parent ends this process, not signals from the terminal.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    seconds, spoken = float(sys.argv[1]), Harmony(encoding())
+    seconds, harmony = float(sys.argv[1]), Harmony(encoding())
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            answer: Any = spoken.render(*json.loads(line))
+            answer: Any = harmony.render(*json.loads(line))
         except MessageError as error:
             answer = {"why": str(error), "field": error.field}
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,8 +1,7 @@
-"""The requests of /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's extras, strictly typed.
+"""The requests of /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's extensions, strictly typed.
 
-A field is one of: declared below; harmless, so accepted and ignored (it changes nothing that a client could see in the
-answer's text); refused by name, because ignoring it would answer another question than the one asked; or unknown.
-null is the same as leaving a field out.
+A field is one of: declared below; harmless and ignored (it does not affect the text of the answer); refused by name,
+because ignoring it would change the meaning of the request; or unknown. null is the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from mlaforge.engine.request.output import NonFiniteLogits
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 from mlaforge.serving import tool_calls
-from mlaforge.serving.strict import Strict, explained
+from mlaforge.serving.strict import Strict, api_error
 from mlaforge.serving.structured_outputs import ResponseFormat, StructuredOutputs
 from mlaforge.serving.wire import ApiError
 
-# What a server bounds beyond SamplingParams, which has the ranges of everything else.
+# Limits of the server; SamplingParams has the ranges of the other fields.
 MAX_LOGPROBS = 20
 MAX_BIASES = 10_000
-# OpenAI's; SamplingParams takes any that leaves the logits finite.
+# OpenAI's limit; SamplingParams accepts any temperature that leaves the logits finite.
 MAX_TEMPERATURE = 2.0
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -35,7 +34,7 @@ HARMLESS = frozenset({
     "user", "store", "metadata", "service_tier", "parallel_tool_calls", "prediction", "prompt_cache_key",
     "prompt_cache_retention", "safety_identifier", "request_id",
 })  # fmt: skip
-# Field -> (what to do instead, values with which it asks for nothing).
+# Field -> (alternative, values that request nothing).
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "suffix": ("text is only continued", ("",)),
     "use_beam_search": ("there is no beam search", (False,)),
@@ -58,22 +57,23 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": ("answers are text", (["text"],)),
     "audio": ("answers are text", ()),
     "web_search_options": ("there is no web search", ()),
-    "verbosity": ("say it in a message", ("medium",)),
+    "verbosity": ("state it in a message", ("medium",)),
     "mm_processor_kwargs": ("prompts are text", ()),
 }
 
 
 class StreamOptions(Strict):
-    """`continuous_usage_stats` is vLLM's: usage so far in every chunk."""
+    """Options of a streamed answer. `continuous_usage_stats`, vLLM's, adds the usage so far to every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class Generation(Strict):
-    """What both endpoints share."""
+    """Fields that both endpoints share."""
 
-    own_refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {}
+    # Fields refused by this endpoint, beside REFUSED.
+    refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {}
 
     model: str | None = None
     stream: bool = False
@@ -89,7 +89,7 @@ class Generation(Strict):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    # Signed, as OpenAI's and vLLM's.
+    # Signed, as in OpenAI's and vLLM's APIs.
     seed: Annotated[int, Field(le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] = Field(default_factory=list)
@@ -110,15 +110,15 @@ class Generation(Strict):
 
     @classmethod
     def read(cls, payload: dict[str, Any]) -> Self:
-        """The request in a JSON object. Raises ApiError (400) that names the field."""
-        refused = {**REFUSED, **cls.own_refused}
+        """Parse the request from a JSON object. Raises ApiError (400) that names the field."""
+        refused = {**REFUSED, **cls.refused}
         values: dict[str, Any] = {}
         for name, value in payload.items():
             if value is None or (name in HARMLESS and name not in cls.model_fields):
                 continue
             if name in refused:
-                instead, nothing = refused[name]
-                if any(value == other and type(value) is type(other) for other in nothing):
+                instead, neutral_values = refused[name]
+                if any(value == neutral and type(value) is type(neutral) for neutral in neutral_values):
                     continue
                 raise ApiError(400, f"{name} is not supported: {instead}", name, "unsupported_parameter")
             if name not in cls.model_fields:
@@ -131,7 +131,7 @@ class Generation(Strict):
         try:
             request = cls.model_validate(values)
         except ValidationError as error:
-            raise explained(error, values) from error
+            raise api_error(error, values) from error
         if request.best_of is not None and request.best_of != request.n:
             raise ApiError(400, "best_of other than n is not supported", "best_of", "unsupported_parameter")
         if request.stream_options is not None and not request.stream:
@@ -139,21 +139,22 @@ class Generation(Strict):
         return request
 
     def constraints(self) -> list[tuple[str, str, Any]]:
-        """What binds the answer: field of the request, field of SamplingParams, its value. Raises ApiError (400)."""
+        """Return the constraints on the answer as (field of the request, field of SamplingParams, value). Raises
+        ApiError (400)."""
         constraints: list[tuple[str, str, Any]] = []
-        if self.response_format is not None and (binding := self.response_format.binding()) is not None:
-            constraints.append(("response_format", *binding))
+        if self.response_format is not None and (constraint := self.response_format.constraint()) is not None:
+            constraints.append(("response_format", *constraint))
         for name in ("regex", "guided_regex"):
             if (pattern := getattr(self, name)) is not None:
                 constraints.append((name, "regex", pattern))
         if self.guided_json is not None:
             constraints.append(("guided_json", "json_schema", self.guided_json))
         if self.structured_outputs is not None:
-            constraints.append(("structured_outputs", *self.structured_outputs.binding()))
+            constraints.append(("structured_outputs", *self.structured_outputs.constraint()))
         return constraints
 
     def constraint(self) -> dict[str, Any]:
-        """The json_schema or regex that binds the answer, as SamplingParams takes it. Raises ApiError (400)."""
+        """Return the json_schema or regex of the answer as a field of SamplingParams. Raises ApiError (400)."""
         constraints = self.constraints()
         if len(constraints) > 1:
             names = " and ".join(name for name, _, _ in constraints)
@@ -161,7 +162,7 @@ class Generation(Strict):
         return {kind: value for _, kind, value in constraints}
 
     def params(self, vocab_size: int, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
-        """For the engine. `defaults`: the model's own, for what the client left unset. Raises ApiError (400)."""
+        """Return the sampling parameters, with the model's `defaults` for unset fields. Raises ApiError (400)."""
         values = {
             name: getattr(self, name)
             for name in (
@@ -182,19 +183,19 @@ class Generation(Strict):
 
 
 class CompletionRequest(Generation):
-    """/v1/completions. `logprobs` counts the alternatives beside each token."""
+    """Request of /v1/completions. `logprobs` is the number of alternatives of each token."""
 
-    own_refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = dict.fromkeys(
+    refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = dict.fromkeys(
         ("messages", "tools", "tool_choice"), ("it belongs to /v1/chat/completions", ())
     )
 
-    # Checked by `prompts`, which stops at the first mistake: a list may hold a million of them.
+    # Validated by `prompts`, which stops at the first error: a list may hold a million of them.
     prompt: Any = None
     echo: bool = False
     logprobs: Logprobs | None = None
 
-    def prompts(self, most: int) -> list[str | list[int]]:
-        """The prompts, each text or token ids; at most `most`. Raises ApiError (400)."""
+    def prompts(self, max_prompts: int) -> list[str | list[int]]:
+        """Return the prompts, each text or token ids. Raises ApiError (400), also for more than `max_prompts`."""
         value = self.prompt
         if isinstance(value, str):
             return [value]
@@ -202,8 +203,8 @@ class CompletionRequest(Generation):
             kinds = "a string, a list of strings, a list of token ids or a list of such lists"
             raise ApiError(400, f"prompt is needed: {kinds}, not empty", "prompt")
         prompts = [value] if type(value[0]) is int else value
-        if len(prompts) > most:
-            raise ApiError(400, f"{len(prompts)} prompts in one request; at most {most}", "prompt")
+        if len(prompts) > max_prompts:
+            raise ApiError(400, f"{len(prompts)} prompts in one request; at most {max_prompts}", "prompt")
         for prompt in prompts:
             if type(prompt) is not type(prompts[0]) or not isinstance(prompt, str | list):
                 raise ApiError(400, "prompt must hold strings only, token ids only, or lists of token ids", "prompt")
@@ -230,7 +231,7 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. What an assistant's answer of ours holds may be sent back as it is."""
+    """Message of a chat. An answer of this server may be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -245,7 +246,7 @@ class ChatMessage(Strict):
 
     @property
     def text(self) -> str:
-        """The content as one text; parts stand on lines of their own, as in vLLM."""
+        """The content as one text; parts are joined by newlines, as in vLLM."""
         if isinstance(self.content, list):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
@@ -273,9 +274,9 @@ class NamedTool(Strict):
 
 
 class ChatRequest(Generation):
-    """/v1/chat/completions. `logprobs` is a switch, `top_logprobs` the number of alternatives."""
+    """Request of /v1/chat/completions. `logprobs` is a switch, `top_logprobs` the number of alternatives."""
 
-    own_refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {
         "prompt": ("it belongs to /v1/completions", ()),
         "echo": ("it belongs to /v1/completions", (False,)),
     }
@@ -293,8 +294,9 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def forced(self) -> list[Tool] | None:
-        """The tools of which one must be called; None where none must. Raises ApiError (400) where there is none."""
+    def forced_tools(self) -> list[Tool] | None:
+        """The tools of which the answer must call one, or None if no call is required. Raises ApiError (400) if
+        `tools` has no such tool."""
         if self.tool_choice in ("none", "auto"):
             return None
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
@@ -305,7 +307,7 @@ class ChatRequest(Generation):
         return tools
 
     def constraints(self) -> list[tuple[str, str, Any]]:
-        if (tools := self.forced) is None:
+        if (tools := self.forced_tools) is None:
             return super().constraints()
         functions = {tool.function.name: tool.function.parameters for tool in tools}
         if isinstance(self.tool_choice, NamedTool):
@@ -315,17 +317,18 @@ class ChatRequest(Generation):
         return [*super().constraints(), ("tool_choice", "json_schema", schema)]
 
     def limit(self) -> int | None:
-        """max_completion_tokens, by whichever name. Raises ApiError (400) where the two differ or are 0."""
+        """Return max_completion_tokens or its older name max_tokens. Raises ApiError (400) if the two differ or are
+        0."""
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ", "max_completion_tokens")
-        most = next(iter(limits), None)
-        if most == 0:
+        limit = next(iter(limits), None)
+        if limit == 0:
             raise ApiError(400, "max_completion_tokens must be at least 1", "max_completion_tokens")
-        return most
+        return limit
 
-    def alternatives(self) -> int | None:
-        """How many alternatives to report beside each token; None: no log probabilities at all."""
+    def num_top_logprobs(self) -> int | None:
+        """Return the number of alternatives of each token, or None for no log probabilities. Raises ApiError (400)."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs = true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -333,16 +336,16 @@ class ChatRequest(Generation):
 
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 10):
-        raise ApiError(400, f"logit_bias: {key[:20]!r} is no token id", "logit_bias")
+        raise ApiError(400, f"logit_bias: {key[:20]!r} is not a token id", "logit_bias")
     return int(key)
 
 
 def refusal(error: UserError) -> ApiError:
-    """The engine's refusal as a client sees it; `param` is the field that its text begins with, if it does, with the
-    place in it. What is the model's fault, not the request's, is a 500."""
+    """Return the API error of an engine error. `param` is the field at the beginning of its message, if any, with the
+    index in it. Non-finite logits are a fault of the model, not of the request: status 500."""
     if isinstance(error, NonFiniteLogits):
         return ApiError(500, str(error), code="non_finite_logits")
-    begin = re.match(r"(\w+)(?:\[(\w+)\])?", str(error))
-    field, place = begin.groups() if begin else ("", None)
-    known = field in CompletionRequest.model_fields or field in ChatRequest.model_fields
-    return ApiError(400, str(error), (f"{field}.{place}" if place else field) if known else None)
+    match = re.match(r"(\w+)(?:\[(\w+)\])?", str(error))
+    field, index = match.groups() if match else ("", None)
+    is_field = field in CompletionRequest.model_fields or field in ChatRequest.model_fields
+    return ApiError(400, str(error), (f"{field}.{index}" if index else field) if is_field else None)

@@ -1,4 +1,4 @@
-"""`mlaforge serve`: the application on a socket, from the first signal to the last answer."""
+"""`mlaforge serve`: the application on a socket, with draining on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mlaforge.serving.async_engine import AsyncEngine, SyncEngine
 from mlaforge.serving.config import ServeConfig
 from mlaforge.serving.connection import protocol
 
-# After draining, seconds in which slow readers may still fetch what is finished.
-LAST_BYTES = 5
+# Seconds after draining in which slow readers may fetch finished responses.
+FLUSH_SECONDS = 5
 
 
 class DrainingServer(uvicorn.Server):
-    """On SIGTERM or SIGINT it goes on listening, so that new requests read a 503, until the running ones are done or
-    the time for that is over; then it ends with exit code 0. A second signal ends it at once."""
+    """Server that drains on SIGTERM or SIGINT: it answers new requests with 503 until the running ones have finished or
+    `drain_timeout` is over, then exits with code 0. A second signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -38,9 +38,9 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # From now on they end the process whatever it is doing: the system does it, not a handler that waits its turn.
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
+        # The next signal ends the process by the system's default, which needs no turn of the event loop.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         if self._loop is None:
             self.should_exit = True
         else:
@@ -52,11 +52,11 @@ class DrainingServer(uvicorn.Server):
         self._draining.add_done_callback(lambda _: setattr(self, "should_exit", True))
 
 
-def checked(config: ServeConfig) -> ServeConfig:
-    """The configuration, with the environment's API key where it has none. Raises UserError for an empty key, and where
-    settings contradict each other."""
+def validated(config: ServeConfig) -> ServeConfig:
+    """Return the configuration, with the environment's API key if it has none. Raises UserError for an empty key, and
+    for contradictory options."""
     if config.api_key is not None and not config.api_key.strip():
-        raise UserError("--api-key is empty, as an unset variable is; give a key, or leave it out to serve anybody")
+        raise UserError("--api-key is empty, as an unset variable is; give a key, or omit it to serve without a key")
     if config.max_n is not None and config.max_n > config.max_num_seqs:
         raise UserError(
             f"max_n = {config.max_n} must be at most max_num_seqs = {config.max_num_seqs}: a request's continuations "
@@ -65,35 +65,35 @@ def checked(config: ServeConfig) -> ServeConfig:
     return dataclasses.replace(config, api_key=config.api_key or runtime.api_key())
 
 
-def settings(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
-    """How uvicorn serves it."""
+def uvicorn_config(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
+    """Return uvicorn's configuration for the application."""
     return uvicorn.Config(
         app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=LAST_BYTES, http=protocol(config.client_timeout), ws="none",
+        timeout_graceful_shutdown=FLUSH_SECONDS, http=protocol(config.client_timeout), ws="none",
     )  # fmt: skip
 
 
-def listen(settings: uvicorn.Config) -> socket.socket:
-    """A socket of that address, bound. Raises UserError where it cannot be had."""
+def listen(config: uvicorn.Config) -> socket.socket:
+    """Return a socket bound to the configured address. Raises UserError if that fails."""
     try:
-        listener = settings.bind_socket()
+        listener = config.bind_socket()
     except SystemExit as error:
-        raise UserError(f"{settings.host}:{settings.port} cannot be listened on: is it taken?") from error
-    # Connections inherit it. asyncio sets it only on sockets that were made for TCP by name, and uvicorn's was not: the
-    # body of a short answer would wait 40 ms until the client has acknowledged its head.
+        raise UserError(f"cannot listen on {config.host}:{config.port}: is the port already in use?") from error
+    # Inherited by connections. asyncio sets it only on sockets created with the protocol TCP, unlike uvicorn's: the
+    # body of a short response would wait 40 ms until the client has acknowledged its head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def run(engine: SyncEngine, config: ServeConfig) -> None:
-    """Serves until a signal ends it. Raises UserError, also where the address cannot be had."""
+    """Serve until a signal. Raises UserError, also if the address is not available."""
     app = create_app(AsyncEngine(engine, max(1, config.max_num_seqs // 2)), config)
     service: Service = app.state.service
-    how = settings(app, config)
-    listener = listen(how)
+    server_config = uvicorn_config(app, config)
+    listener = listen(server_config)
     host, port = listener.getsockname()[:2]
     announce(engine.sampling_defaults)
     runtime.log(f"serving {service.model} on http://{host}:{port}/v1")
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
-        runtime.log("anybody who reaches this address may use it: there is no API key")
-    DrainingServer(how, service).run(sockets=[listener])
+        runtime.log("no API key is set: every client that can reach this address may use the server")
+    DrainingServer(server_config, service).run(sockets=[listener])

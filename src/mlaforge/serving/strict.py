@@ -1,4 +1,4 @@
-"""JSON objects as strictly typed ones; a mistake is told with the path to it as the client wrote it."""
+"""Strict pydantic models for JSON objects, and validation errors with the path in the client's request."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from mlaforge.serving.wire import ApiError
 
 
 class Strict(BaseModel):
-    """No coercion, no infinite number, no unknown field."""
+    """Base model without coercion, infinite numbers and unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _not_crowded(cls, value: Any) -> Any:
-        # pydantic writes down every single mistake: a million of them would take gigabytes.
+        # pydantic records every error: a million of them would take gigabytes.
         if isinstance(value, dict) and len(value) > 100:
-            raise ValueError("an object with more fields than there are")
+            raise ValueError("an object with more than 100 fields")
         return value
 
 
-def explained(error: ValidationError, payload: Any) -> ApiError:
-    """One of pydantic's complaints, with the path to what it complains about as the client wrote it: the deepest path,
-    because where alternatives were tried, the one that came furthest is the one that was meant."""
+def api_error(error: ValidationError, payload: Any) -> ApiError:
+    """Return one of pydantic's errors with its path in the client's request: the deepest path, because of several
+    members of a union the one that matched furthest was meant."""
     details = error.errors(include_url=False, include_context=False, include_input=False)[:100]
-    paths = [_path(each["loc"], each["type"] == "missing", payload) for each in details]
+    paths = [_path(detail["loc"], detail["type"] == "missing", payload) for detail in details]
     path, detail = max(zip(paths, details, strict=True), key=lambda pair: len(pair[0]))
     param = ".".join(path) or None
     return ApiError(400, f"{param}: {detail['msg']}" if param else detail["msg"], param)
 
 
 def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> list[str]:
-    """The steps of an error's location that exist in the request, and the last where that is what is missing: names of
-    a union's arms stand among them."""
+    """Return the keys of an error's location that exist in the request, and the last one if that is the missing field:
+    pydantic inserts the names of union members."""
     path: list[str] = []
-    for left, step in zip(reversed(range(len(location))), location, strict=True):
-        if isinstance(value, dict) and (step in value or (missing and not left)):
-            path.append(str(step)[:100])
-            value = value.get(step)
-        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
-            path.append(str(step))
-            value = value[step]
+    for remaining, key in zip(reversed(range(len(location))), location, strict=True):
+        if isinstance(value, dict) and (key in value or (missing and not remaining)):
+            path.append(str(key)[:100])
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            path.append(str(key))
+            value = value[key]
     return path

@@ -1,4 +1,4 @@
-"""What may bind an answer: OpenAI's response_format and vLLM's structured_outputs, as SamplingParams takes it."""
+"""Constraints on answers: OpenAI's response_format and vLLM's structured_outputs as fields of SamplingParams."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mlaforge.serving.wire import ApiError
 
 MAX_CHOICES = 1024
 # Field of SamplingParams and its value.
-Binding = tuple[str, Any]
-ANY_OBJECT: Binding = ("json_schema", {"type": "object"})
-# What vLLM takes beside, and what to do instead.
+Constraint = tuple[str, Any]
+ANY_OBJECT: Constraint = ("json_schema", {"type": "object"})
+# Fields of vLLM that are not supported -> alternative.
 _REFUSED = {
     "grammar": "use regex or json",
     "structural_tag": "use json",
     "whitespace_pattern": "white space is bounded already",
     "disable_any_whitespace": "white space is bounded already",
-    "disable_additional_properties": "say additionalProperties: false in the schema",
+    "disable_additional_properties": "set additionalProperties: false in the schema",
 }
 
 
@@ -32,13 +32,13 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's."""
+    """OpenAI's response_format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
-    def binding(self) -> Binding | None:
-        """None for plain text. Raises ApiError (400)."""
+    def constraint(self) -> Constraint | None:
+        """Return the constraint, or None for plain text. Raises ApiError (400)."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -49,7 +49,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's: exactly one of its fields binds the answer."""
+    """vLLM's structured_outputs: exactly one of its fields is set."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -61,23 +61,23 @@ class StructuredOutputs(Strict):
     def _supported(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        asked = {name: each for name, each in value.items() if each is not None and each is not False}
-        if refused := sorted(_REFUSED.keys() & asked.keys()):
+        requested = {name: field for name, field in value.items() if field is not None and field is not False}
+        if refused := sorted(_REFUSED.keys() & requested.keys()):
             raise ValueError(f"{refused[0]} is not supported: {_REFUSED[refused[0]]}")
-        return asked
+        return requested
 
-    def binding(self) -> Binding:
-        """Raises ApiError (400)."""
-        bindings: list[Binding] = []
+    def constraint(self) -> Constraint:
+        """Return the constraint. Raises ApiError (400)."""
+        constraints: list[Constraint] = []
         if self.json_ is not None:
-            bindings.append(("json_schema", self.json_))
+            constraints.append(("json_schema", self.json_))
         if self.regex is not None:
-            bindings.append(("regex", self.regex))
+            constraints.append(("regex", self.regex))
         if self.choice is not None:
-            bindings.append(("regex", "|".join(map(re.escape, self.choice))))
+            constraints.append(("regex", "|".join(map(re.escape, self.choice))))
         if self.json_object:
-            bindings.append(ANY_OBJECT)
-        if len(bindings) != 1:
-            one = f"structured_outputs needs one of json, regex, choice and json_object, not {len(bindings)}"
-            raise ApiError(400, one, "structured_outputs")
-        return bindings[0]
+            constraints.append(ANY_OBJECT)
+        if len(constraints) != 1:
+            message = f"structured_outputs needs one of json, regex, choice and json_object, not {len(constraints)}"
+            raise ApiError(400, message, "structured_outputs")
+        return constraints[0]

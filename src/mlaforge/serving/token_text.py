@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes, as log probabilities report them."""
+"""Text and bytes of single tokens, as reported with log probabilities."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class TokenText:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = (json.loads(backend.to_str()).get("decoder") or {}) if backend is not None else {}
         kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ())) if "type" in part}
-        # Printable stand-ins for bytes: character -> byte.
-        stands_for = {character: byte for byte, character in bytes_to_unicode().items()}
-        self._alphabet = stands_for if "ByteLevel" in kinds else None
+        # Byte-level BPE represents bytes by printable characters: character -> byte.
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        self._alphabet = byte_of if "ByteLevel" in kinds else None
         self._cache: dict[int, bytes] = {}
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     def raw(self, token_id: int) -> bytes:
-        """The token's share of the text, in UTF-8 where it is not a part of a character."""
+        """Return the bytes of a token in the UTF-8 text, which may be a part of a character."""
         raw = self._cache.get(token_id)
         if raw is None:
-            raw = self._cache[token_id] = self._find(token_id)
+            raw = self._cache[token_id] = self._decode(token_id)
         return raw
 
-    def _find(self, token_id: int) -> bytes:
+    def _decode(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
@@ -50,7 +50,7 @@ class TokenText:
         return str(token).replace("▁", " ").encode("utf-8", errors="replace")
 
     def text(self, token_id: int) -> str:
-        """The token as text; OpenAI's `bytes:\\xe2\\x82` where it is only a part of a character."""
+        """Return a token's text; OpenAI's notation `bytes:\\xe2\\x82` for a part of a character."""
         raw = self.raw(token_id)
         try:
             return raw.decode("utf-8")
@@ -59,16 +59,16 @@ class TokenText:
 
 
 class Offsets:
-    """Where tokens begin in the text that they make together, in characters."""
+    """Character offsets of consecutive tokens in their text."""
 
     def __init__(self, tokens: TokenText, skip_special_tokens: bool) -> None:
         self._tokens, self._skip = tokens, skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at = 0
+        self._offset = 0
 
-    def place(self, token_id: int) -> int:
-        """The offset of the next token, which is `token_id`."""
-        at = self._at
+    def next(self, token_id: int) -> int:
+        """Return the offset of the next token, `token_id`, and advance past it."""
+        offset = self._offset
         if not (self._skip and self._tokens.is_special(token_id)):
-            self._at += len(self._decoder.decode(self._tokens.raw(token_id)))
-        return at
+            self._offset += len(self._decoder.decode(self._tokens.raw(token_id)))
+        return offset

@@ -1,4 +1,4 @@
-"""Bodies of requests and responses as bytes: JSON, server-sent events, and errors in OpenAI's shape."""
+"""Serialisation of requests and responses: JSON, server-sent events, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# Far deeper than any request or JSON schema that a person wrote, far less than Python's recursion limit.
+# Far deeper than requests and JSON schemas in practice, far below Python's recursion limit.
 MAX_DEPTH = 100
-# Of lists, objects and fields in a body: parsing them stops everybody else, some microseconds for each.
+# Maximum number of lists, objects and fields in a body: parsing blocks all other threads for microseconds per part.
 MAX_PARTS = 100_000
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Items of a list that are written in one go, in which nobody else's Python runs.
-AT_ONCE = 256
-# Line ends to Python's splitlines, by which some clients cut a stream of events into lines; JSON has escapes for them.
+# List items serialised per call: json.dumps blocks all other Python threads.
+SLICE = 256
+# Line ends of Python's splitlines, with which some clients split a stream of events; JSON has escapes for them.
 _LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 _TYPES = {
     401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
@@ -24,7 +24,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """What a client is told: HTTP status, and message, param and code in OpenAI's shape."""
+    """Error response: HTTP status, and message, param and code in OpenAI's shape."""
 
     def __init__(
         self,
@@ -44,37 +44,37 @@ class ApiError(Exception):
 
 
 def dumps(value: Any) -> bytes:
-    """Compact JSON in UTF-8. Half a surrogate pair, should one ever come, becomes a question mark."""
+    """Serialise to compact JSON in UTF-8. A lone surrogate becomes a question mark."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_LINE_ENDS).encode("utf-8", errors="replace")
 
 
 def dumps_long(value: Any) -> bytes:
-    """As `dumps`, but what is long a piece at a time, so that other threads come in between."""
+    """Same as `dumps`, but serialise long lists in slices, so that other threads can run in between."""
     return b"".join(_pieces(value))
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
     if isinstance(value, dict) and value:
-        for at, (name, each) in enumerate(value.items()):
-            yield (b"," if at else b"{") + dumps(name) + b":"
-            yield from _pieces(each)
+        for index, (name, field) in enumerate(value.items()):
+            yield (b"," if index else b"{") + dumps(name) + b":"
+            yield from _pieces(field)
         yield b"}"
-    elif isinstance(value, list) and len(value) > AT_ONCE:
-        for start in range(0, len(value), AT_ONCE):
-            yield (b"," if start else b"[") + dumps(value[start : start + AT_ONCE])[1:-1]
+    elif isinstance(value, list) and len(value) > SLICE:
+        for start in range(0, len(value), SLICE):
+            yield (b"," if start else b"[") + dumps(value[start : start + SLICE])[1:-1]
         yield b"]"
-    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
-        for at, each in enumerate(value):
-            yield b"," if at else b"["
-            yield from _pieces(each)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            yield from _pieces(item)
         yield b"]"
     else:
         yield dumps(value)
 
 
 def event(value: Any, write: Callable[[Any], bytes] = dumps) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + write(value) + b"\n\n"
 
 
@@ -93,7 +93,7 @@ def _finite(text: str) -> float:
 
 
 def depth(value: Any) -> int:
-    """How deep lists and objects are nested in a JSON value; 0 for a plain one."""
+    """Return the nesting depth of lists and objects in a JSON value; 0 for a scalar."""
     deepest, level = 0, [value]
     while level := [child for child in level if isinstance(child, dict | list)]:
         deepest += 1
@@ -102,30 +102,30 @@ def depth(value: Any) -> int:
 
 
 def check_media_type(content_type: bytes) -> None:
-    """Raises ApiError (415) unless that is JSON in UTF-8, the one encoding that JSON has on the wire (RFC 8259)."""
+    """Raises ApiError (415) unless the content type is JSON in UTF-8, the encoding required by RFC 8259."""
     media, *parameters = content_type.decode("latin-1").lower().split(";")
-    # Also keeps web pages out: a browser asks first before it sends this type to another origin.
+    # This also excludes web pages: a browser needs a CORS preflight to send this type to another origin.
     if media.strip() != "application/json":
         raise ApiError(415, "Content-Type must be application/json")
     for name, _, value in (parameter.partition("=") for parameter in parameters):
         charset = value.strip().strip('"')
         if name.strip() == "charset" and charset not in ("utf-8", "utf8", "us-ascii"):
-            raise ApiError(415, f"charset {charset[:40]!r} is not read; encode the body in UTF-8")
+            raise ApiError(415, f"charset {charset[:40]!r} is not supported; encode the body in UTF-8")
 
 
 def _parts(text: str) -> int:
-    """How many lists, objects and fields a JSON text has at most."""
+    """Return an upper bound of the number of lists, objects and fields of a JSON text."""
     marks = "[{:"
     count = sum(map(text.count, marks))
     if count > MAX_PARTS:
-        # Most of them may stand inside of strings, which are every other part between quotation marks.
+        # Do not count marks inside strings, which are every other part between quotation marks.
         outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
         count = sum(map(outside.count, marks))
     return count
 
 
 def parse(text: str) -> Any:
-    """A JSON value. Raises ValueError for what is no JSON, too large or nested too deep."""
+    """Parse a JSON value. Raises ValueError if the text is not JSON, too large or nested too deeply."""
     if _parts(text) > MAX_PARTS:
         raise ValueError(f"it has more than {MAX_PARTS} lists, objects and fields")
     try:
@@ -138,7 +138,7 @@ def parse(text: str) -> Any:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request's body. Raises ApiError (400) for everything else."""
+    """Parse the JSON object of a request's body. Raises ApiError (400) for any other body."""
     try:
         value = parse(body.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -151,5 +151,5 @@ def parse_object(body: bytes) -> dict[str, Any]:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ApiError(400, "the body holds half a surrogate pair (\\ud800 to \\udfff)") from error
+            raise ApiError(400, "the body contains half a surrogate pair (\\ud800 to \\udfff)") from error
     return value

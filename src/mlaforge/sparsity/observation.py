@@ -87,7 +87,7 @@ class LayerObserver:
         features, latent = torch.cat(self.features).cpu().double(), self.latent
         if not (features.isfinite().all() and self.moments.power.isfinite().all()):
             raise UserError(f"the model's keys or queries are NaN or infinity: it overflows in {self.stream.dtype}")
-        candidates = Candidates.turning(self.moments)
+        candidates = Candidates.rotary(self.moments)
         if latent is not None and not latent.qk_norm:
             w_uk, _, b_k, _ = (t.cpu() for t in latent.up_projections())
             if self.rotary:
@@ -96,8 +96,8 @@ class LayerObserver:
                 candidates.frequency = latent.rope_index.cpu()[candidates.frequency]
                 candidates.query = candidates.query.expand(len(w_uk), -1, -1, -1)
                 query_moments = self.queries.cpu() / self.moments.tokens
-                candidates = Candidates.still(torch.cov(unrotated.T), query_moments, w_uk).beside(candidates)
+                candidates = Candidates.unrotated(torch.cov(unrotated.T), query_moments, w_uk).concatenate(candidates)
             else:
-                candidates = candidates.of_latents(w_uk.flatten(0, 1), b_k.flatten())
+                candidates = candidates.on_latents(w_uk.flatten(0, 1), b_k.flatten())
         scaling = self.stream.spec.rope.attention_scaling
         return candidates.best(width, features, self.stream.spec.softmax_scale, scaling)

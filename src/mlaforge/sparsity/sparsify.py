@@ -20,7 +20,7 @@ from torch import Tensor
 import mlaforge.modeling
 from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
 from mlaforge.checkpoint import loading
-from mlaforge.checkpoint.converted_config import INDEX_NUMBERS, is_sparse
+from mlaforge.checkpoint.converted_config import INDEX_MULTIPLE, is_sparse
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.reader import INDEX, SINGLE, Reader
 from mlaforge.checkpoint.source_model import SourceModel
@@ -60,8 +60,8 @@ def settings(source: SourceModel, config: SparsifyConfig) -> dict[str, Any]:
             f"topk = {config.topk} must be above the {forced} tokens that are always read (sink {config.sink}, "
             f"window {config.window})"
         )
-    if config.width % INDEX_NUMBERS:
-        raise UserError(f"width = {config.width} must be a multiple of {INDEX_NUMBERS}")
+    if config.width % INDEX_MULTIPLE:
+        raise UserError(f"width = {config.width} must be a multiple of {INDEX_MULTIPLE}")
     raw, layer = source.config, source.spec.layers[0]
     dense_fields = {} if source.converted else {
         **mla_classes(raw), "kv_lora_rank": 0, "qk_nope_head_dim": layer.head_dim, "v_head_dim": layer.head_dim,

@@ -1,4 +1,5 @@
-"""Attention of a converted model's layers inside vLLM: modules of the model's own class with a rank's heads of them."""
+"""Attention layers of a converted model in vLLM: the model's own modules, with the heads of one tensor parallel
+rank."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from mlaforge import families
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.source_model import read_spec
 from mlaforge.engine.cache.kv_cache import layer_caches
-from mlaforge.engine.execution.angles import Angles
-from mlaforge.engine.execution.attention import PagedAttention, Step, paged
+from mlaforge.engine.execution.attention import PagedAttention, Step, make_paged_attention
 from mlaforge.engine.execution.batch import Batch
+from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.row_cache import Columns, RowCache
@@ -26,7 +27,7 @@ OP = "mlaforge_attention"
 
 
 class Attentions:
-    """All attention layers of a model, their weights and their caches."""
+    """All attention layers of a model: their modules, weights and caches."""
 
     def __init__(self, vllm_config: Any, prefix: str):
         model_config = vllm_config.model_config
@@ -34,11 +35,11 @@ class Attentions:
         self.spec, self.dtype = read_spec(raw), model_config.dtype
         size = get_tensor_model_parallel_world_size()
         self.heads = Heads(raw["num_key_value_heads"], get_tensor_model_parallel_rank(), size)
-        own = self.heads.config(raw)
-        skeleton = loading.skeleton(own)
+        rank_config = self.heads.config(raw)
+        skeleton = loading.skeleton(rank_config)
         self.device = torch.get_default_device()
         rotary = type(skeleton.model.rotary_emb)(skeleton.config).to(self.device)
-        self.angles = Angles(rotary, self.spec.layers[0].head_dim, self.dtype)
+        self.angles = RotaryEmbedding(rotary, self.spec.layers[0].head_dim, self.dtype)
         self.modules: list[Any] = [layer.self_attn for layer in skeleton.model.layers]
         for module in self.modules:
             if hasattr(module, "table"):
@@ -48,33 +49,35 @@ class Attentions:
             families.family_of({"model_type": self.spec.model_type}).attention.format(layer=index): index
             for index in range(len(self.modules))
         }
-        self.caches = self._make_caches(read_spec(own), skeleton.config, prefix)
+        self.caches = self._make_caches(read_spec(rank_config), skeleton.config, prefix)
         for cache in self.caches:
             vllm_config.compilation_config.static_forward_context[cache.name] = cache
 
     def _make_caches(self, spec: Any, config: Any, prefix: str) -> list[RowCache]:
-        """`spec` and `config` are of the rank's heads."""
+        """Create the caches. `spec` and `config` have only the rank's heads."""
         layers, windows = layer_caches(spec, config, self.dtype)
         self.kinds = [layer.kind for layer in layers]
         caches = []
         for group, window in enumerate(windows):
-            own = {
-                index: Columns(layer.width, layer.index) for index, layer in enumerate(layers) if layer.group == group
+            columns = {
+                index: Columns(layer.width, layer.index_bytes)
+                for index, layer in enumerate(layers)
+                if layer.group == group
             }
-            # vLLM orders caches by the one number in their name.
-            name = f"{prefix}.layers.{min(own)}.rows"
-            caches.append(RowCache(name, window, own, self.dtype, self))
+            # vLLM orders caches by the only number in their name.
+            name = f"{prefix}.layers.{min(columns)}.rows"
+            caches.append(RowCache(name, window, columns, self.dtype, self))
         for cache in caches:
             cache.siblings = caches
         return caches
 
     def layer(self, index: int) -> Attention:
-        """What stands in the place of a decoder layer's attention."""
+        """Return the module that replaces a decoder layer's attention."""
         name = next(cache.name for cache in self.caches if index in cache.columns)
         return Attention(index, name, self.heads.size)
 
     def take(self, name: str, tensor: Tensor) -> bool:
-        """Takes a checkpoint's tensor where it belongs to attention, and says whether it does."""
+        """Store a checkpoint tensor if it belongs to attention. Returns whether it does."""
         prefix, _, rest = name.partition(".self_attn.")
         index = self._prefixes.get(f"{prefix}.self_attn.")
         if not rest or index is None:
@@ -84,40 +87,43 @@ class Attentions:
         return True
 
     def finish(self) -> None:
-        """Gives the modules what was taken; RuntimeError names what is missing, extra or wrongly shaped."""
+        """Load the stored tensors into the modules. RuntimeError names missing, extra and wrongly shaped ones."""
         for index, state in self._pending.items():
             self.modules[index].load_state_dict(state, assign=True)
             self.modules[index].requires_grad_(False).eval()
         self._pending = {}
 
     def on(self, index: int, rows: PagedRows) -> PagedAttention:
-        """Attention of a layer on its columns of a cache."""
+        """Return the paged attention of a layer on its columns of a cache."""
         format = str(self.dtype).removeprefix("torch.")
-        return paged(self.modules[index], self.kinds[index], 0, rows, self.spec.layers[index].sinks, format)
+        return make_paged_attention(
+            self.modules[index], self.kinds[index], 0, rows, self.spec.layers[index].sinks, format
+        )
 
     def step(self, batch: Batch) -> Step:
-        """A step's tokens with their rotations."""
+        """Return a step's tokens with their rotations."""
         return Step.make(batch, self.angles)
 
 
 class Attention(nn.Module):
-    """Attention of decoder layer `index`, whose cache vLLM knows by `cache`."""
+    """Attention of decoder layer `index`; `cache` is the name of its cache in vLLM."""
 
     def __init__(self, index: int, cache: str, ranks: int):
         super().__init__()
         self.index, self.cache, self.ranks = index, cache, ranks
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        """[N, C] normed -> [N, C], on all ranks the same. Positions follow from the cache."""
+        """Map normed hidden states [N, C] to the layer's output [N, C], reduced over ranks. Positions follow from the
+        cache."""
         out = torch.zeros_like(hidden_states)
         getattr(torch.ops.vllm, OP)(hidden_states, out, self.cache, self.index)
         return tensor_model_parallel_all_reduce(out) if self.ranks > 1 else out
 
 
 def _attend(hidden: Tensor, out: Tensor, cache: str, layer: int) -> None:
-    """Fills `out` for the tokens that are there; a step may be filled up with others. Opaque to torch.compile."""
+    """Write the outputs of the step's tokens to `out`, which may have padding rows. Opaque to torch.compile."""
     context = get_forward_context()
-    # Without it vLLM only measures how much memory the model takes.
+    # vLLM's memory profiling runs without metadata.
     if context.attn_metadata is not None:
         batch = context.attn_metadata[cache]
         N = len(batch.positions_N)

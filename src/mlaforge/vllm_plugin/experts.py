@@ -1,4 +1,4 @@
-"""Experts in MXFP4 where vLLM has no kernels for them, on a CPU: they are unpacked in memory while they are loaded."""
+"""MXFP4 experts on platforms for which vLLM has no kernels (CPU): unpacked in memory while weights are loaded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from mlaforge.runtime import UserError, log
 
 
 def checked_by(base: Any) -> type:
-    """What vLLM checks and sets for an architecture, `base`; on a CPU it hears nothing of MXFP4, which it would refuse.
-    On a GPU its own kernels read experts as they are stored, under the name that `base` gives GPT-OSS's form of it."""
+    """Return vLLM's config checks of an architecture, `base`, adapted to MXFP4. On a CPU the quantization is hidden,
+    because vLLM would reject it. On a GPU vLLM's kernels read experts as stored, under the name that `base` gives
+    GPT-OSS's variant."""
 
     class Checked(base):
         @staticmethod
@@ -27,41 +28,41 @@ def checked_by(base: Any) -> type:
             if packed and current_platform.is_cpu():
                 read.quantization_config = None
                 for config in configs:
-                    # Both may be one.
+                    # The two configs may be one object.
                     if hasattr(config, "quantization_config"):
                         del config.quantization_config
             base.verify_and_update_model_config(model_config)
             if packed and read.quantization_config is not None:
-                # vLLM chooses by this copy, which it renames itself for the original's model_type only: by the name
-                # mxfp4 it would lay gate and up apart that GPT-OSS interleaves.
+                # vLLM reads the method from this copy, which it renames only for the original's model_type. As plain
+                # mxfp4 it would separate gate and up rows that GPT-OSS interleaves.
                 read.quantization_config = model_config.hf_config.quantization_config
 
     return Checked
 
 
 def unpacked(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Of blocks and scales (ops/mxfp4.py), which may be in different files, one weight [E, K, N] of `dtype` each; other
-    weights as they are. UserError where one of a pair is missing, ValueError where both do not belong together."""
-    halves: dict[str, dict[str, Tensor]] = {}
-    kept = size = 0
+    """Yield weights, with each pair of blocks and scales (ops/mxfp4.py) replaced by one weight [E, K, N] of `dtype`. A
+    pair may be split over files. UserError if one of a pair is missing, ValueError if their shapes do not match."""
+    pairs: dict[str, dict[str, Tensor]] = {}
+    packed_bytes = unpacked_bytes = 0
     for name, tensor in weights:
         weight = name.removesuffix(BLOCKS).removesuffix(SCALES)
         if weight == name:
             yield name, tensor
             continue
-        both = halves.setdefault(weight, {})
-        both[name] = tensor
-        if len(both) == 2:
-            del halves[weight]
-            whole = dequantize(both[weight + BLOCKS], both[weight + SCALES], dtype)
-            kept += sum(half.nbytes for half in both.values())
-            size += whole.nbytes
-            yield weight, whole
-    if halves:
-        alone = ", ".join(name for both in halves.values() for name in both)
-        raise UserError(f"blocks or scales are missing beside {alone}: fetch the checkpoint again")
-    if size:
+        pair = pairs.setdefault(weight, {})
+        pair[name] = tensor
+        if len(pair) == 2:
+            del pairs[weight]
+            weight_EKN = dequantize(pair[weight + BLOCKS], pair[weight + SCALES], dtype)
+            packed_bytes += sum(half.nbytes for half in pair.values())
+            unpacked_bytes += weight_EKN.nbytes
+            yield weight, weight_EKN
+    if pairs:
+        alone = ", ".join(name for pair in pairs.values() for name in pair)
+        raise UserError(f"the checkpoint has {alone} without the matching blocks or scales: download it again")
+    if unpacked_bytes:
         log(
-            f"experts unpacked from MXFP4, for which vLLM has no kernels on a CPU: {size:,} bytes on all ranks "
-            f"together, {kept:,} stored"
+            "vLLM has no MXFP4 kernels for a CPU: experts were unpacked from "
+            f"{packed_bytes:,} to {unpacked_bytes:,} bytes on all ranks together"
         )

@@ -1,7 +1,7 @@
 """Model classes by name: `<Family>MlaForCausalLM` is vLLM's `<Family>ForCausalLM` with attention replaced.
 
-vLLM's own classes bring embedding, norms, MLP, experts, head, their weights, tensor parallelism and the hidden states
-that draft heads read (`aux_hidden_states`); no family is named here.
+vLLM's classes provide embedding, norms, MLP, experts, head, their weights, tensor parallelism and the hidden states
+that draft heads read (`aux_hidden_states`). No family is named here.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _classes: dict[str, type] = {}
 
 
 def refuse(vllm_config: Any) -> None:
-    """UserError for what cannot be served, with the reason."""
+    """Raise UserError, with the reason, for configurations that cannot be served."""
     config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise UserError("converted models are served without pipeline parallelism: their cache is one for all layers")
+        raise UserError("converted models do not support pipeline parallelism: all layers share one cache")
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise UserError("converted models are served without context parallelism: a row is read by one rank as a whole")
+        raise UserError("converted models do not support context parallelism: a rank reads complete rows")
     if getattr(config, "mla_code_counts", None):
         raise UserError(
-            "rows of this model are coded and vLLM would keep them in its own dtype: use `mlaforge serve`, or convert "
-            "with --budget"
+            "this model has coded rows, which vLLM would store unpacked in the model's dtype: use `mlaforge serve`, or "
+            "convert with --budget"
         )
-    own = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if (kind := vllm_config.cache_config.cache_dtype) not in ("auto", own):
-        raise UserError(f"--kv-cache-dtype {kind} is not supported: a latent is kept in the model's dtype; use auto")
+    model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if (kind := vllm_config.cache_config.cache_dtype) not in ("auto", model_dtype):
+        raise UserError(f"--kv-cache-dtype {kind} is not supported: latents are cached in the model's dtype; use auto")
     size, heads = parallel.tensor_parallel_size, config.num_attention_heads
     if size > 1 and getattr(config, "index_kind", None):
-        raise UserError("a sparse model is served on one rank: all heads of a layer choose together what it reads")
+        raise UserError("sparse models do not support tensor parallelism: all heads of a layer share one selection")
     kv_heads = config.num_key_value_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         raise UserError(f"{heads} query and {kv_heads} KV heads are not divisible among {size} tensor parallel ranks")
@@ -49,12 +49,13 @@ def refuse(vllm_config: Any) -> None:
     for name, value in family.fixed.items():
         configured = getattr(config, name, None)
         if configured is not None and not math.isclose(configured, value, rel_tol=1e-6):
-            raise UserError(f"{name} = {configured}: vLLM computes this family with {value}, whatever config.json says")
+            raise UserError(f"{name} = {configured}: vLLM always uses {value} for this family")
 
 
 @contextmanager
 def _without_windows(config: Any) -> Iterator[None]:
-    """vLLM's classes refuse some arrangements of windows; what they would do with them is thrown away here."""
+    """Hide sliding windows while vLLM builds its layers: its classes reject some patterns, and their attention is
+    replaced anyway."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         config.layer_types = ["full_attention"] * len(kinds)
@@ -66,7 +67,7 @@ def _without_windows(config: Any) -> Iterator[None]:
 
 
 def _replace(model: Any, attentions: Attentions, context: dict[str, Any]) -> None:
-    """Every decoder layer's attention by ours; the original's caches are no longer known to vLLM."""
+    """Replace the attention of every decoder layer, and remove the original layers' caches from vLLM's context."""
     for index, layer in enumerate(model.layers):
         [name] = [n for n, part in layer.named_children() if any(isinstance(m, StockAttention) for m in part.modules())]
         for part in getattr(layer, name).modules():
@@ -78,7 +79,9 @@ def _replace(model: Any, attentions: Attentions, context: dict[str, Any]) -> Non
 def _make(name: str) -> type:
     stock = f"{name.removesuffix(SUFFIX)}ForCausalLM"
     if stock not in ModelRegistry.models:
-        raise UserError(f"this vLLM has no class {stock}, from which the converted model is made: use `mlaforge serve`")
+        raise UserError(
+            f"this version of vLLM lacks {stock}, the base class of the converted model: use `mlaforge serve`"
+        )
     original = ModelRegistry.models[stock].load_model_cls()
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
@@ -86,11 +89,11 @@ def _make(name: str) -> type:
         with _without_windows(vllm_config.model_config.hf_config):
             original.__init__(self, vllm_config=vllm_config, prefix=prefix)
         compilation = vllm_config.compilation_config
-        # None where the checkpoint's quantisation is vLLM's own matter.
+        # None if vLLM itself handles the checkpoint's quantization.
         self.unpacks = vllm_config.model_config.dtype if vllm_config.quant_config is None else None
         self.attentions = Attentions(vllm_config, prefix=f"{prefix}.model" if prefix else "model")
         _replace(self.model, self.attentions, compilation.static_forward_context)
-        # Where vLLM cuts its graphs at attention, it has to cut at ours.
+        # Split CUDA graphs at this attention op, if vLLM splits at attention.
         if compilation.splitting_ops and f"vllm::{OP}" not in compilation.splitting_ops:
             compilation.splitting_ops.append(f"vllm::{OP}")
 
@@ -101,14 +104,14 @@ def _make(name: str) -> type:
         return loaded
 
     doc = f"vLLM's {original.__name__} with latent attention."
-    # An adapter would want vLLM's own projections; the cache is one for all layers.
+    # LoRA needs vLLM's own projections, and pipeline parallelism more than one cache.
     flags = {"supports_lora": False, "supports_pp": False}
     body = {"__module__": __name__, "__doc__": doc, "__init__": __init__, "load_weights": load_weights, **flags}
     return type(name, (original,), body)
 
 
 def _others(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """All weights but attention's, and the head's, where the checkpoint ties it and vLLM's class does not."""
+    """Yield all weights except attention's. Adds lm_head.weight if the checkpoint ties it and vLLM's class does not."""
     embedding, has_head = None, False
     for name, tensor in weights:
         if model.attentions.take(name, tensor):
@@ -122,7 +125,7 @@ def _others(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple
 
 
 def __getattr__(name: str) -> type:
-    """`<Family>MlaForCausalLM` (PEP 562: made once, on first use)."""
+    """Return `<Family>MlaForCausalLM`, created on first use (PEP 562)."""
     if not name.endswith(SUFFIX) or name == SUFFIX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in _classes:

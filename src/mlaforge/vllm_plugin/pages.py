@@ -1,4 +1,4 @@
-"""Pages of one size for groups of layers whose rows are of different widths, as vLLM's pool wants them."""
+"""Equal page sizes for layer groups with different row widths, as vLLM's block pool requires."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mlaforge.runtime import UserError
 
 
 def even_pages(widths: Sequence[int], block_size: int, drafted: int = 0) -> tuple[list[int], list[int]]:
-    """Block sizes and row widths of groups whose rows need `widths`, so that all pages are of one size.
+    """Compute block sizes and row widths of groups whose rows need `widths`, so that all pages have one size.
 
-    The first group (the layers that see everything, where there are some) keeps `block_size` and its width; a wider
-    row gets smaller blocks, a narrower one larger, and what remains is columns that stay empty. Beside several groups
-    the page of a draft head must divide, or be divided by, the others': the first group's rows grow to that.
+    The first group (the layers with full attention, if any) keeps `block_size` and its width. A wider row gets smaller
+    blocks, a narrower one larger blocks, and the rest becomes unused columns. With several groups, the page of a draft
+    head must divide, or be divided by, theirs: the first group's rows grow accordingly.
     """
     first = widths[0]
     if len(widths) > 1 and drafted:
@@ -23,7 +23,9 @@ def even_pages(widths: Sequence[int], block_size: int, drafted: int = 0) -> tupl
         if width > first:
             parts = next((k for k in range(1, block_size + 1) if block_size % k == 0 and k * first >= width), None)
             if parts is None:
-                raise UserError(f"a block of {block_size} tokens is too small for this model's windows; --block-size")
+                raise UserError(
+                    f"a block of {block_size} tokens is too small for this model's windows; increase --block-size"
+                )
             sizes.append(block_size // parts)
             filled.append(first * parts)
         else:

@@ -1,11 +1,11 @@
-"""The cache that vLLM allots to a converted model: one row per token and group of layers with the same window.
+"""The cache that vLLM allocates for a converted model: one row per token and group of layers with the same window.
 
-A row holds what every layer of the group caches, side by side: latents (and rotary keys) of converted layers, keys and
-values of the others, and behind those of a sparse layer its index key. So the bytes of a token are the sum over layers,
-whatever ranks they have; one cache per layer would be filled up to the widest, as vLLM wants pages of one size. Pages
-of several groups are made equal by block sizes, and by columns that stay empty in rows of windows alone, which are few.
+A row concatenates the cached data of the group's layers: latents (and rotary keys) of converted layers, keys and values
+of the others, followed, for sparse layers, by the index key. So the bytes of a token are the sum over layers of any
+ranks; separate caches per layer would be padded to the widest one, because vLLM requires equal page sizes. Pages of
+several groups are made equal by block sizes, and by unused columns only in rows of sliding windows, which are few.
 
-Legend: L slots (block * block_size + offset), W numbers in a row.
+Legend: L slots (block * block_size + offset), W elements of a row.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mlaforge.engine.execution.attention import PagedAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Plain
-from mlaforge.ops.token_selection import TOGETHER
+from mlaforge.ops.token_selection import KEY_TILE
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.pages import even_pages
 
 
 class RowBackend(AttentionBackend):
-    """What vLLM asks of the layers that have a cache. It picks no kernel by this and makes no AttentionImpl of it:
-    attention is mlaforge.engine.execution.attention."""
+    """Describes the cache to vLLM. vLLM does not choose a kernel by it or create an AttentionImpl: attention is
+    mlaforge.engine.execution.attention."""
 
     @staticmethod
     def get_name() -> str:
@@ -46,12 +46,12 @@ class RowBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # Slots of a cache lie one after another; with one head these two are the same.
+        # Slots are contiguous; with one head these two layouts are the same.
         return KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 
 
 class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
-    """vLLM's block tables -> the view that the engine's attention reads. Host numbers: it waits for the device."""
+    """Converts vLLM's metadata to the view that the engine's attention reads. Needs host values, so it synchronises."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -66,7 +66,7 @@ class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
         chunks = [
             Chunk(seq, (), length - (stop - start), length, generating=generating[seq])
             for seq, ((start, stop), length) in enumerate(zip(pairwise(starts), lengths, strict=True))
-            # Rows that fill up a batch have no tokens.
+            # Padding requests have no tokens.
             if stop > start
         ]
         tables = _Tables(metadata.block_table_tensor, chunks, self.kv_cache_spec.block_size, self.window)
@@ -74,14 +74,14 @@ class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
 
 
 class _Tables:
-    """vLLM's block table of one group, as make_batch reads it."""
+    """vLLM's block table of one group, in the interface that make_batch reads."""
 
     def __init__(self, table_SB: Tensor, chunks: Sequence[Chunk], block_size: int, window: int | None):
         self.block_size = block_size
         self.groups = (CacheGroup("rows", 0, window),)
         self._table_SB = table_SB.cpu()
         self._ends = {chunk.seq: -(-chunk.stop // block_size) for chunk in chunks}
-        # Blocks that have left the window are gone.
+        # Blocks before the window are freed.
         self._firsts = {
             chunk.seq: 0 if window is None else max(0, chunk.start - window + 1) // block_size for chunk in chunks
         }
@@ -96,34 +96,34 @@ class _Tables:
 
 
 class Model(Protocol):
-    """What a cache needs of the model whose layers it serves."""
+    """What a cache needs from its model."""
 
     def on(self, index: int, rows: PagedRows) -> PagedAttention:
-        """Attention of a layer on its columns of a cache."""
+        """Return the paged attention of a layer on its columns of a cache."""
 
     def step(self, batch: Batch) -> Step:
-        """A step's tokens with their rotations."""
+        """Return a step's tokens with their rotations."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What a layer keeps of a token: so many numbers, and an index key of `index` bytes."""
+    """A layer's part of a row: `elements`, and an index key of `index_bytes`."""
 
-    numbers: int
-    index: int = 0
+    elements: int
+    index_bytes: int = 0
 
     def width(self, dtype: torch.dtype) -> int:
-        """In numbers of the cache's dtype."""
-        return self.numbers + -(-self.index // dtype.itemsize)
+        """Return the width in elements of the cache's dtype."""
+        return self.elements + -(-self.index_bytes // dtype.itemsize)
 
 
 class RowCache(AttentionLayerBase):
-    """The cache of the layers that see `window` tokens (None: all); vLLM knows it as one layer named `name`.
+    """The cache of the layers with one window (None: full attention); vLLM knows it as one layer named `name`.
 
-    `columns` is what each layer keeps of a token; in a row they lie one after another.
+    `columns` is each layer's part of a row, in order.
     """
 
-    # vLLM's builders of other layers' metadata look at it.
+    # vLLM's metadata builders of other layers read this attribute.
     impl = None
 
     def __init__(self, name: str, window: int | None, columns: dict[int, Columns], dtype: torch.dtype, model: Model):
@@ -135,8 +135,8 @@ class RowCache(AttentionLayerBase):
 
     @property
     def width(self) -> int:
-        """Numbers of a token."""
-        return sum(own.width(self.dtype) for own in self.columns.values())
+        """Elements of a token's row."""
+        return sum(columns.width(self.dtype) for columns in self.columns.values())
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return RowBackend
@@ -157,38 +157,38 @@ class RowCache(AttentionLayerBase):
         return SlidingWindowSpec(**fields, sliding_window=self.window)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """`kv_cache`: [blocks, 1, block_size, W]. vLLM may bind a small one first, to measure."""
+        """Bind `kv_cache` [blocks, 1, block_size, W]. vLLM may bind a small one first, for profiling."""
         if not kv_cache.is_contiguous():
-            raise UserError(f"vLLM allotted {self.name} pages with gaps, which this plugin cannot read")
+            raise UserError(f"vLLM allocated {self.name} with gaps between pages, which this plugin does not support")
         self.kv_cache = kv_cache
         rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
         for index, columns in self.columns.items():
-            numbers, end = columns.numbers, begin + columns.numbers
-            keys = index_keys(rows_LW, end, columns.index) if columns.index else None
-            own = PagedRows(Plain(numbers, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
+            numbers, end = columns.elements, begin + columns.elements
+            keys = index_keys(rows_LW, end, columns.index_bytes) if columns.index_bytes else None
+            rows = PagedRows(Plain(numbers, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
             if index in self._layers:
-                self._layers[index].keep_in(own)
+                self._layers[index].bind_cache(rows)
             else:
-                self._layers[index] = self.model.on(index, own)
+                self._layers[index] = self.model.on(index, rows)
             begin += columns.width(self.dtype)
 
     def attend(self, index: int, hidden_NC: Tensor, batch: Batch) -> Tensor:
-        """The output of a layer's attention, [N, C]."""
+        """Return the output of a layer's attention, [N, C]."""
         if self._step is None or self._step[0] is not batch:
             self._step = batch, self.model.step(batch)
         return self._layers[index](hidden_NC, self._step[1], None)
 
 
 def index_keys(rows_LW: Tensor, begin: int, count: int) -> Tensor:
-    """Bytes of each row from number `begin` on as the engine knows index keys, int8 [L / 16, count, 16]: a view."""
-    if len(rows_LW) % TOGETHER:
-        raise UserError(f"a sparse model needs blocks of whole {TOGETHER} tokens (--block-size)")
+    """View the bytes of each row from element `begin` on as index keys: int8 [L / 16, count, 16]."""
+    if len(rows_LW) % KEY_TILE:
+        raise UserError(f"a sparse model needs a multiple of {KEY_TILE} tokens per block (--block-size)")
     first = begin * rows_LW.itemsize
-    return rows_LW.view(torch.int8)[:, first : first + count].unflatten(0, (-1, TOGETHER)).transpose(1, 2)
+    return rows_LW.view(torch.int8)[:, first : first + count].unflatten(0, (-1, KEY_TILE)).transpose(1, 2)
 
 
 def drafted_width(vllm_config: Any) -> int:
-    """Numbers that the layer of a draft head caches per token; 0 without one."""
+    """Elements that a draft head's layer caches per token; 0 without a draft head."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
         return 0

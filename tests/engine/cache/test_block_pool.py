@@ -1,4 +1,4 @@
-"""The block pool against a plain model: a list of counts, a dict of contents and a list in order of release."""
+"""The block pool against a simple model: reference counts, contents by digest, and the order of release."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ def digest(number):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """One holder per allocation or acquisition; digests from a small set so that they collide."""
+    """One holder per allocation or acquisition; few digests, so that they collide."""
 
     SIZE = 12
 
@@ -25,11 +25,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.contents = {}
         self.released = []  # evictable, least recently released first
 
-    def held(self):
+    def used_blocks(self):
         return {block for blocks in self.holders for block in blocks}
 
     def free(self):
-        return set(range(self.SIZE)) - self.held() - set(self.released)
+        return set(range(self.SIZE)) - self.used_blocks() - set(self.released)
 
     @rule(count=st.integers(0, 7), after=st.none() | st.integers(0, SIZE - 1))
     def allocate(self, count, after):
@@ -53,11 +53,11 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, data):
         blocks = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.pool.release(blocks)
-        self.released += [b for b in blocks if b not in self.held() and b in self.contents]
+        self.released += [b for b in blocks if b not in self.used_blocks() and b in self.contents]
 
     @rule(data=st.data(), number=st.integers(0, 5))
     def publish(self, data, number):
-        known = [b for b in sorted(self.held()) if b not in self.contents]
+        known = [b for b in sorted(self.used_blocks()) if b not in self.contents]
         if known:
             block = data.draw(st.sampled_from(known))
             self.pool.publish(block, digest(number))
@@ -66,8 +66,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def withdraw(self, data):
-        if self.held():
-            block = data.draw(st.sampled_from(sorted(self.held())))
+        if self.used_blocks():
+            block = data.draw(st.sampled_from(sorted(self.used_blocks())))
             self.pool.withdraw(block)
             self.contents.pop(block, None)
 
@@ -84,8 +84,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.pool.check_integrity(self.holders)
-        assert self.pool.num_used == len(self.held())
-        assert self.pool.num_available == self.SIZE - len(self.held())
+        assert self.pool.num_used == len(self.used_blocks())
+        assert self.pool.num_available == self.SIZE - len(self.used_blocks())
         for block in range(self.SIZE):
             assert self.pool.digest(block) == self.contents.get(block)
             assert self.pool.is_shared(block) == (sum(block in blocks for blocks in self.holders) > 1)
@@ -95,7 +95,7 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_short_pool_gives_nothing_and_stays_as_it_is():
+def test_failed_allocation_changes_nothing():
     pool = BlockPool(4, 2)
     taken = pool.allocate(3)
     assert pool.allocate(2) is None
@@ -126,7 +126,7 @@ def test_free_blocks_go_before_cached_ones():
     assert pool.match([digest(b) for b in range(4)]) == [0, 1, 2, 3]
 
 
-def test_the_first_block_of_a_content_stays():
+def test_first_block_of_a_content_stays_registered():
     pool = BlockPool(3, 2)
     one, two = pool.allocate(2)
     pool.publish(one, digest(7))
@@ -138,7 +138,7 @@ def test_the_first_block_of_a_content_stays():
     assert pool.match([digest(7)]) == []
 
 
-def test_without_caching_nothing_stays():
+def test_no_content_stays_without_caching():
     pool = BlockPool(3, 2, caching=False)
     blocks = pool.allocate(2)
     pool.publish(blocks[0], digest(1))
@@ -174,7 +174,7 @@ def test_sequences_in_lockstep_stay_contiguous(sequences):
     assert max(map(runs, tables)) <= 2, [runs(table) for table in tables]
 
 
-def test_a_full_cache_is_evicted_in_stretches_that_are_contiguous_again():
+def test_full_cache_is_evicted_in_contiguous_runs():
     pool = BlockPool(4096, 16)
     old = pool.allocate(4096)
     for block in old:
@@ -188,8 +188,8 @@ def test_a_full_cache_is_evicted_in_stretches_that_are_contiguous_again():
     assert len(pool.match([digest(block) for block in old])) >= 4096 - 256 - 64
 
 
-def test_growing_looks_at_no_other_block():
-    """One block after the last costs the same in a small and in a large pool: it is counted, not timed."""
+def test_growing_scans_no_other_block():
+    """Allocating the next block costs the same in a small and in a large pool: counted, not timed."""
 
     class Watched(bytearray):
         seen = 0
@@ -207,21 +207,21 @@ def test_growing_looks_at_no_other_block():
     assert Watched.seen == 1000 and runs(table) == 1
 
 
-def test_what_only_we_can_break_is_told():
+def test_asserts_on_misuse():
     pool = BlockPool(4, 2)
     (block,) = pool.allocate(1)
-    with pytest.raises(AssertionError, match="counts 1 holders, but 0 hold it"):
+    with pytest.raises(AssertionError, match="has 1 references, but 0 users"):
         pool.check_integrity([])
-    with pytest.raises(AssertionError, match="counts 1 holders, but 2 hold it"):
+    with pytest.raises(AssertionError, match="has 1 references, but 2 users"):
         pool.check_integrity([[block], [block]])
     pool.publish(block, digest(1))
     with pytest.raises(AssertionError, match="second content"):
         pool.publish(block, digest(2))
     pool.release([block])
     for misuse in (lambda: pool.release([block]), lambda: pool.withdraw(block), lambda: pool.publish(block, digest(3))):
-        with pytest.raises(AssertionError, match="nobody holds it"):
+        with pytest.raises(AssertionError, match="but has no references"):
             misuse()
-    with pytest.raises(AssertionError, match="nothing is known"):
+    with pytest.raises(AssertionError, match="its content is unknown"):
         pool.acquire([block + 1])
 
 
@@ -234,7 +234,7 @@ def test_digests_can_be_computed_in_parts(tokens, size, data):
     assert whole[:cut] + rest == whole
 
 
-def test_digests_tell_prefixes_apart():
+def test_digests_distinguish_prefixes():
     tokens = [1, 2, 3, 4, 3, 4]
     first = block_digests(tokens, 2)
     assert len(set(first)) == 3

@@ -1,6 +1,6 @@
-"""Block tables: prefixes that are found again, windows, rewinding, forks, and what is told of misuse.
+"""Block tables: prefix hits, windows, rewinds, forks, and assertions on misuse.
 
-All of it together, by chance: test_table_machine.py.
+Random combinations: test_table_machine.py.
 """
 
 import copy
@@ -13,7 +13,7 @@ from support.engine_driver import most_blocks, vars_of
 
 
 def feed(tables, seq, tokens, computed=0, chunk=64):
-    """Compute all tokens in chunks; returns the copies."""
+    """Compute all tokens in chunks; return the copies."""
     copies = []
     while computed < len(tokens):
         upto = min(computed + chunk, len(tokens))
@@ -104,7 +104,7 @@ def test_a_window_group_needs_a_bounded_number_of_blocks(chunk, lookback):
     assert most_blocks(tables, 0, 7, chunk) == 2
 
 
-def test_rewind_by_lookback_always_works_and_beyond_it_says_so():
+def test_rewind_works_within_lookback_and_else_returns_zero():
     tables = pair(lookback=3)
     tokens = list(range(40))
     tables.start(1, tokens)
@@ -201,7 +201,7 @@ def test_eight_sequences_in_lockstep_stay_contiguous(caching):
         assert max(counted[1]) <= 3
 
 
-def test_misuse_is_told():
+def test_asserts_on_misuse():
     tables = pair()
     tables.start(1, [1, 2, 3])
     with pytest.raises(AssertionError, match="has no block"):

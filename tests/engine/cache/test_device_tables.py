@@ -1,4 +1,4 @@
-"""Tables on the device: what a step uploads, and engines that read them. test_table_machine.py has random lives."""
+"""Block tables on the device: uploads per step, and engines that read them. Random lifetimes: test_table_machine.py."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def decode(context, groups, steps, uploads):
     return counts
 
 
-def test_a_decode_step_uploads_a_few_numbers_whatever_the_context(uploads):
+def test_decode_step_uploads_few_numbers_at_any_context(uploads):
     """Of each group the sequences' rows, and of each new block its place and number."""
     full = [CacheGroup("full", 10_000)]
     first, *later = decode(4000, full, 9, uploads)
@@ -60,7 +60,7 @@ def test_a_decode_step_uploads_a_few_numbers_whatever_the_context(uploads):
     assert max(decode(4000, both, 9, uploads)[1:]) <= SEQUENCES * (2 + 2 + 2 * 4)
 
 
-def test_copies_grow_and_rows_are_free_again(uploads):
+def test_device_copy_grows_and_reuses_rows(uploads):
     tables, ids = DeviceTables([CacheGroup("full", 20 * ROWS * COLUMNS)], 1, caching=False), list(range(3 * COLUMNS))
     many = range(3 * ROWS)
     for seq in many:
@@ -84,7 +84,7 @@ def test_copies_grow_and_rows_are_free_again(uploads):
     assert tables._copy_GRC.shape == shape
 
 
-def test_engines_make_the_same_tokens_of_them(tiny_models, tmp_path, monkeypatch):
+def test_engine_tokens_equal_with_device_tables(tiny_models, tmp_path, monkeypatch):
     """Windows, prefixes, continuations, preemption, and a head's own batches for each drafted token."""
     options = {"speculative": str(saved(tmp_path / "head", sliding_window=9)), "adaptive_speculation": False}
     prompts = random_prompts(40, 40, 9, 21)

@@ -12,7 +12,7 @@ from mlaforge.checkpoint import loading
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import PromptLookupDrafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows
@@ -65,7 +65,7 @@ ASKED = greedy(NEW, logprobs=2)
 
 @pytest.mark.skipif(kernels() is None, reason="torch's products depend on what is computed beside")
 @pytest.mark.parametrize(("family", "layout", "stored"), CASES, ids=str)
-def test_a_request_has_one_result(family, layout, stored, model):
+def test_result_does_not_depend_on_schedule(family, layout, stored, model):
     """Alone and in batches, in chunks of any size, with found prefixes, preempted, and speculating."""
     options = {"dtype": "bfloat16", "kv_cache_dtype": stored, "cache_bytes": 4 << 20}
     directory = model(family, layout, stored)
@@ -83,7 +83,7 @@ def test_a_request_has_one_result(family, layout, stored, model):
         speculate(llm.engine, drafter, 5)
         assert results(llm.generate(PROMPTS, ASKED)) == alone
     assert llm.engine.stats().speculation.accepted
-    if not any(group.whole for group in llm.engine.tables.groups):
+    if not any(group.unquantized for group in llm.engine.tables.groups):
         branch(llm.engine, Branching(texts, 0.8), 6, tree=12)
         assert results(llm.generate(PROMPTS[:1], ASKED)) == alone[:1]
         assert llm.engine.stats().speculation.tree_tokens
@@ -91,10 +91,10 @@ def test_a_request_has_one_result(family, layout, stored, model):
 
     llm = watched(directory, **options)
     size = llm.engine.config.block_size
-    renew(llm.engine, 2, 230 + NEW, block_size=size, max_step=64, num_whole=6)
+    renew(llm.engine, 2, 230 + NEW, block_size=size, max_step=64, num_unquantized=6)
     assert results(llm.generate(PROMPTS, ASKED)) == alone
     # Where both are whole, no answer needs more blocks than its prompt.
-    assert llm.engine.stats().preemptions > 0 or len(llm.engine.tables.groups[0].whole) == 2
+    assert llm.engine.stats().preemptions > 0 or len(llm.engine.tables.groups[0].unquantized) == 2
     idle(llm.engine)
 
 
@@ -102,10 +102,12 @@ def test_a_request_has_one_result(family, layout, stored, model):
 @pytest.mark.parametrize(
     ("form", "layout"), [(Int4, None), (Int8, None), (Int8, "latent_rope"), (Int8, "latent")], ids=str
 )
-def test_first_blocks_can_be_whole(form, layout, model, monkeypatch):
+def test_first_blocks_can_be_unquantized(form, layout, model, monkeypatch):
     """Beside the newest ones of int4, and alone; they are found again too."""
-    monkeypatch.setattr(form, "whole", form.whole | {"first"})
-    test_a_request_has_one_result("llama" if layout is None else "mistral", layout, form.__name__.lower(), model)
+    monkeypatch.setattr(form, "unquantized_blocks", form.unquantized_blocks | {"first"})
+    test_result_does_not_depend_on_schedule(
+        "llama" if layout is None else "mistral", layout, form.__name__.lower(), model
+    )
 
 
 class RoundTrip(DynamicCache):
@@ -144,7 +146,7 @@ class RoundTrip(DynamicCache):
 
 @pytest.mark.parametrize(("family", "layout", "stored"), ROUNDED, ids=str)
 @torch.no_grad()
-def test_it_is_transformers_with_rounded_rows(family, layout, stored, model):
+def test_tokens_equal_transformers_with_rounded_rows(family, layout, stored, model):
     """In fp32. A number that lies between two codes may fall to either side, so few may differ by more."""
     directory, ids = model(family, layout), PROMPTS[0]
     oracle = loading.load_model(directory, "float32") if layout else load_original(directory)
@@ -158,7 +160,7 @@ def test_it_is_transformers_with_rounded_rows(family, layout, stored, model):
 
 @pytest.mark.parametrize(("family", "layout"), [case[:2] for case in CASES if case[2] == "coded"], ids=str)
 @torch.no_grad()
-def test_coded_rows_are_those_of_transformers(family, layout, model):
+def test_coded_rows_equal_those_of_transformers(family, layout, model):
     directory, ids = model(family, layout, "coded"), PROMPTS[0]
     oracle = loading.load_model(directory, "float32")
     want = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -171,15 +173,15 @@ def test_coded_rows_are_those_of_transformers(family, layout, model):
 def compare(llm, ids, want, unrounded):
     """Log probabilities [T, vocabulary] of an engine with those of an oracle, and with what nobody rounded."""
     asks = SamplingParams(max_tokens=0, prompt_logprobs=want.shape[1])
-    found = llm.generate([ids], asks)[0].prompt_logprobs[1:]
-    got = torch.tensor([[value for _, value in sorted(entry.top)] for entry in found])
+    outputs_found = llm.generate([ids], asks)[0].prompt_logprobs[1:]
+    got = torch.tensor([[value for _, value in sorted(entry.top)] for entry in outputs_found])
     error, rounding = (got - want[:-1]).abs(), (unrounded - want)[:-1].abs()
     print(f"mean {error.mean():.2e} of {rounding.mean():.2e}, largest {error.max():.2e}")
     assert error.mean() < 0.05 * rounding.mean() and error.max() < rounding.max()
 
 
 @pytest.mark.parametrize("layout", [None, "latent_rope"])
-def test_a_gpus_kernel_reads_fp8_as_it_lies(layout, model, monkeypatch):
+def test_gpu_kernel_reads_fp8_rows_in_place(layout, model, monkeypatch):
     """In Triton's interpreter: the tokens of decoded rows; a graph could hold such steps."""
     need_interpreter()
     decoded = watched(model("llama", layout), kv_cache_dtype="fp8").generate(PROMPTS[2:3], greedy(4))
@@ -188,8 +190,8 @@ def test_a_gpus_kernel_reads_fp8_as_it_lies(layout, model, monkeypatch):
     llm = watched(model("llama", layout), kv_cache_dtype="fp8")
     batches, run = [], llm.engine.runner
     monkeypatch.setattr(llm.engine, "runner", lambda batch: (batches.append(batch), run(batch))[1])
-    found = llm.generate(PROMPTS[2:3], greedy(4))
-    assert found[0].outputs[0].token_ids == decoded[0].outputs[0].token_ids
+    outputs_found = llm.generate(PROMPTS[2:3], greedy(4))
+    assert outputs_found[0].outputs[0].token_ids == decoded[0].outputs[0].token_ids
     assert run.capturable(batches[-1])
 
 
@@ -216,7 +218,7 @@ def planned(engine, stored):
     ],
     ids=str,
 )
-def test_the_plan_counts_the_bytes(family, layout, stored, model):
+def test_plan_predicts_cache_bytes(family, layout, stored, model):
     llm = watched(model(family, layout, stored), kv_cache_dtype=stored)
     engine, ids = llm.engine, random_prompts(192)[0]
     engine.tables.start(0, ids)
@@ -228,7 +230,7 @@ def test_the_plan_counts_the_bytes(family, layout, stored, model):
     assert engine.stats().cache_bytes == sum(tensor.nbytes for tensor in engine.cache.tensors)
 
 
-def test_a_head_keeps_its_rows_as_they_are(tiny_models, tmp_path):
+def test_draft_head_rows_are_not_quantized(tiny_models, tmp_path):
     engine = watched(tiny_models["llama"], kv_cache_dtype="int8", speculative=str(saved(tmp_path / "head"))).engine
     assert {rows.packed.dtype for rows in engine.cache.rows[:-1]} == {torch.uint8}
     assert engine.cache.rows[-1].packed.dtype == torch.float32
@@ -246,12 +248,12 @@ def on_a_gpu(monkeypatch, *capability):
     """An engine is refused as if this machine had such a GPU."""
     monkeypatch.setattr("mlaforge.engine.engine.resolve_device", lambda name: torch.device("cuda"))
     gpu = GpuProperties.of_capability(*capability)
-    monkeypatch.setattr("mlaforge.engine.contradictions.gpu_properties", lambda device: gpu)
+    monkeypatch.setattr("mlaforge.engine.config_checks.gpu_properties", lambda device: gpu)
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4"])
 @pytest.mark.parametrize(("capability", "right"), [((9, 0), "fp8"), ((8, 0), "bf16")])
-def test_packed_rows_are_for_cpus(stored, capability, right, tiny_models, monkeypatch):
+def test_rejects_integer_rows_on_gpus(stored, capability, right, tiny_models, monkeypatch):
     on_a_gpu(monkeypatch, *capability)
     message = f"kv_cache_dtype {stored} is for CPUs; use {right} on this GPU"
     refused(tiny_models["llama"], message, kv_cache_dtype=stored)
@@ -265,7 +267,7 @@ def test_fp8_rows_need_a_gpu_that_converts_them(capability, tiny_models, monkeyp
     refused(tiny_models["llama"], message, kv_cache_dtype="fp8")
 
 
-def test_what_int4_does_not_do(tiny_models, model, tmp_path):
+def test_rejects_unsupported_uses_of_int4(tiny_models, model, tmp_path):
     llama, int4 = tiny_models["llama"], {"kv_cache_dtype": "int4"}
     refused(
         llama, "block_size = 16 must be 32, the tokens that kv_cache_dtype int4 packs together", block_size=16, **int4
@@ -278,7 +280,7 @@ def test_what_int4_does_not_do(tiny_models, model, tmp_path):
         refused(model("llama", layout), message, **int4)
 
 
-def test_what_coded_rows_are(model):
+def test_rejects_dtypes_of_coded_rows(model):
     coded = model("llama", "latent", "coded")
     for stored in ("int8", "fp8", "int4"):
         refused(coded, f"kv_cache_dtype {stored} is not for coded rows; use auto, coded or bf16", kv_cache_dtype=stored)
@@ -287,6 +289,6 @@ def test_what_coded_rows_are(model):
     assert watched(coded).engine.cache.rows[0].packed.dtype == torch.uint8
 
 
-def test_a_name_that_nobody_knows(tiny_models):
+def test_rejects_unknown_cache_dtype(tiny_models):
     message = "kv_cache_dtype = 'int9' must be one of auto, bf16, fp8, int8, int4, coded.*"
     refused(tiny_models["llama"], message, kv_cache_dtype="int9")

@@ -1,7 +1,7 @@
-"""Block tables driven as an engine drives them, against memory that is simulated row by row. They are DeviceTables on
-the CPU, whose copy is compared with the tables now and then.
+"""Random operations on block tables, as an engine drives them, against a simulated memory. The tables are DeviceTables
+on the CPU, and their device copy is compared now and then.
 
-A row of simulated memory holds all tokens up to and with its own: what a real row of keys depends on. So a row is right
+A row of the simulated memory holds all tokens up to its own, which a real row of keys depends on. So a row is right
 only if its token and its whole prefix are.
 """
 
@@ -29,26 +29,29 @@ MODELS = {
     "full+window": (FULL, CacheGroup("window", 25, 5)),
     "windows": (CacheGroup("narrow", 18, 2), CacheGroup("wide", 25, 7)),
     "everything": (CacheGroup("one", 20, 1), FULL, CacheGroup("whole blocks", 25, 6)),
-    "newest whole": (CacheGroup("newest", 30, whole=frozenset(["newest"]), num_whole=18),),
-    "first whole": (FULL, CacheGroup("first", 25, whole=frozenset(["first"]), num_whole=7)),
-    "both whole": (CacheGroup("both", 25, whole=frozenset(["first", "newest"]), num_whole=20), FULL),
-    "whole and windows": (
+    "newest unquantized": (CacheGroup("newest", 30, unquantized=frozenset(["newest"]), num_unquantized=18),),
+    "first unquantized": (FULL, CacheGroup("first", 25, unquantized=frozenset(["first"]), num_unquantized=7)),
+    "first and newest unquantized": (
+        CacheGroup("both", 25, unquantized=frozenset(["first", "newest"]), num_unquantized=20),
+        FULL,
+    ),
+    "unquantized and windows": (
         FULL,
         CacheGroup("newest", 25, 6, frozenset(["newest"]), 20),
         CacheGroup("both", 25, 3, frozenset(["first", "newest"]), 22),
         CacheGroup("first", 25, 7, frozenset(["first"]), 9),
     ),
 }
-MOST = 5  # sequences at a time
+MAX_SEQUENCES = 5  # sequences at a time
 CHUNK = 7
-WHICH = st.integers(0, MOST - 1)  # the how manieth of the live sequences
+WHICH = st.integers(0, MAX_SEQUENCES - 1)  # the how manieth of the live sequences
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=CHUNK)
 
 
 @dataclasses.dataclass
 class Run:
-    """What the engine knows of a sequence: tokens known, how many are computed, and the two lengths that say how far
-    it can be rewound: where it started, and the longest it has been."""
+    """The engine's knowledge of a sequence: tokens, how many are computed, and the two lengths that limit a rewind:
+    where it started, and the longest it has been."""
 
     tokens: list[int]
     computed: int
@@ -72,12 +75,12 @@ class Engine(RuleBasedStateMachine):
         self.copied = self.hits = 0
 
     def cached(self, tokens, group):
-        """Which blocks of a prompt the pool knows."""
+        """Whether the pool has each block of a prompt."""
         pool = self.tables._pools[group]
         return [pool.find(d) is not None for d in block_digests(tokens, self.bs)]
 
     def expected_hit(self, tokens):
-        """The longest hit, from positions: everything that a query at the end of it sees is in a known block."""
+        """The longest hit, by positions: every position that a query at its end sees is in a cached block."""
         known = [self.cached(tokens, group) for group in range(len(self.tables.groups))]
         for length in range((len(tokens) - 1) // self.bs * self.bs, 0, -self.bs):
             if all(
@@ -90,29 +93,29 @@ class Engine(RuleBasedStateMachine):
 
     def begin(self, seq, tokens, reuse=True):
         expected = self.expected_hit(tokens) if self.tables.caching and reuse else 0
-        found = self.tables.start(seq, tokens, reuse)
-        assert found == expected
-        self.hits += found > 0
-        self.live[seq] = Run(list(tokens), found, found, found)
+        num_cached = self.tables.start(seq, tokens, reuse)
+        assert num_cached == expected
+        self.hits += num_cached > 0
+        self.live[seq] = Run(list(tokens), num_cached, num_cached, num_cached)
 
     def slot(self, seq, group, position, query):
-        """Where a query finds a position, in a block of the kind that it should have for this query."""
+        """The slot of a position for a query, in a block of the kind that the query must read."""
         first, blocks = self.tables.table(seq, group)
         number, block = position // self.bs, blocks[(position - first) // self.bs]
         if number == query // self.bs:
             block = self.tables.written(seq, group).get(number, block)
-        kinds = self.tables.groups[group].whole
+        kinds = self.tables.groups[group].unquantized
         whole = ("first" in kinds and number == 0) or ("newest" in kinds and number == query // self.bs)
-        assert self.tables._pools[group].is_whole(block) == whole
+        assert self.tables._pools[group].is_unquantized(block) == whole
         return block * self.bs + position % self.bs
 
     def seen(self, group, query):
-        """The positions before a query that it sees."""
+        """The earlier positions that a query sees."""
         window = self.tables.groups[group].window
         return range(0 if window is None else max(0, query - window + 1), query)
 
     def pack(self, seq, length):
-        """Of the blocks that were written to, those that are full now."""
+        """Quantize the written blocks that are full now."""
         for group, memory in enumerate(self.memory):
             first, blocks = self.tables.table(seq, group)
             for number, block in self.tables.written(seq, group).items():
@@ -126,9 +129,9 @@ class Engine(RuleBasedStateMachine):
         return sorted(self.live)[which % len(self.live)]
 
     def new(self):
-        return min(set(range(MOST)) - set(self.live))
+        return min(set(range(MAX_SEQUENCES)) - set(self.live))
 
-    @precondition(lambda self: len(self.live) < MOST)
+    @precondition(lambda self: len(self.live) < MAX_SEQUENCES)
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16),
         like=st.none() | WHICH,
@@ -142,12 +145,12 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(
         skipped=st.sets(WHICH, max_size=2),
-        chunks=st.tuples(*[TOKENS] * MOST),
-        rejected=st.tuples(*[st.integers(0, 3)] * MOST),
+        chunks=st.tuples(*[TOKENS] * MAX_SEQUENCES),
+        rejected=st.tuples(*[st.integers(0, 3)] * MAX_SEQUENCES),
         preempted=st.none() | st.none() | WHICH,
     )
     def step(self, skipped, chunks, rejected, preempted):
-        """A batch: known tokens are computed, then guesses, of which the last few are rejected."""
+        """Compute known tokens and then drafts, the last few of which are rejected."""
         copies, batch = [], {}
         for seq in sorted(set(self.live) - skipped):
             run = self.live[seq]
@@ -193,22 +196,25 @@ class Engine(RuleBasedStateMachine):
         seq = self.pick(which)
         run = self.live[seq]
         length = max(0, run.computed - by)
-        kept = self.tables.rewind(seq, length)
-        if any("newest" in group.whole for group in self.tables.groups) and length // self.bs < run.computed // self.bs:
+        num_computed = self.tables.rewind(seq, length)
+        if (
+            any("newest" in group.unquantized for group in self.tables.groups)
+            and length // self.bs < run.computed // self.bs
+        ):
             length -= length % self.bs
-        assert kept in (0, length)
+        assert num_computed in (0, length)
         if length >= run.origin and run.longest - length <= self.lookback:
-            assert kept == length
+            assert num_computed == length
         if all(group.window is None for group in self.tables.groups):
-            assert kept == length
+            assert num_computed == length
         tokens = run.tokens[:length] + other
-        run.tokens, run.computed, run.origin = tokens, kept, min(run.origin, kept)
-        if not kept:
+        run.tokens, run.computed, run.origin = tokens, num_computed, min(run.origin, num_computed)
+        if not num_computed:
             run.longest = 0
             if again:
                 self.begin(seq, tokens)
 
-    @precondition(lambda self: 0 < len(self.live) < MOST)
+    @precondition(lambda self: 0 < len(self.live) < MAX_SEQUENCES)
     @rule(which=WHICH)
     def fork(self, which):
         parent, child = self.pick(which), self.new()
@@ -223,9 +229,10 @@ class Engine(RuleBasedStateMachine):
         del self.live[seq]
 
     @precondition(lambda self: self.live)
-    @rule(which=st.lists(WHICH, min_size=1, max_size=MOST), group=st.integers(0, 3))
+    @rule(which=st.lists(WHICH, min_size=1, max_size=MAX_SEQUENCES), group=st.integers(0, 3))
     def read_device_table(self, which, group):
-        """A step's batch reads some sequences, in any order, in one group: what it did not read is uploaded later."""
+        """Read the device table of some sequences of one group, in any order. Changes of the others are uploaded
+        later."""
         group %= len(self.tables.groups)
         seqs = [seq for seq in {self.pick(place): None for place in which} if self.tables.table(seq, group)[1]]
         if not seqs:
@@ -237,9 +244,9 @@ class Engine(RuleBasedStateMachine):
             assert row[: len(blocks)] == blocks
 
     def turn(self, random, done):
-        """One rule, by chance and where it applies."""
+        """Apply one random rule that is possible."""
         name = random.choices(["start", "step", "rewind", "fork", "free", "read_device_table"], [3, 8, 4, 2, 1, 6])[0]
-        if name in ("start", "fork") and len(self.live) == MOST:
+        if name in ("start", "fork") and len(self.live) == MAX_SEQUENCES:
             name = "free"
         if name != "start" and not self.live:
             name = "start"
@@ -248,22 +255,24 @@ class Engine(RuleBasedStateMachine):
         def some(most):
             return [random.randrange(2) for _ in range(random.randint(1, most))]
 
-        which = random.randrange(MOST)
+        which = random.randrange(MAX_SEQUENCES)
         if name == "start":
             self.start(some(16), random.choice([None, which]), which > 0)
         elif name == "step":
-            skipped = set(random.sample(range(MOST), random.choice([0, 1, 2])))
-            rejected = [random.choice([0, 0, 1, 3]) for _ in range(MOST)]
-            self.step(skipped, [some(CHUNK) for _ in range(MOST)], rejected, random.choice([None] * 7 + [which]))
+            skipped = set(random.sample(range(MAX_SEQUENCES), random.choice([0, 1, 2])))
+            rejected = [random.choice([0, 0, 1, 3]) for _ in range(MAX_SEQUENCES)]
+            self.step(
+                skipped, [some(CHUNK) for _ in range(MAX_SEQUENCES)], rejected, random.choice([None] * 7 + [which])
+            )
         elif name == "rewind":
             self.rewind(which, random.choice([0, 1, 2, 3, 3, 5, 9]), some(CHUNK), random.random() < 0.7)
         elif name == "read_device_table":
-            self.read_device_table(random.sample(range(MOST), random.randint(1, MOST)), which)
+            self.read_device_table(random.sample(range(MAX_SEQUENCES), random.randint(1, MAX_SEQUENCES)), which)
         else:
             getattr(self, name)(which)
 
     @invariant()
-    def whole(self):
+    def tables_are_consistent(self):
         self.tables.check_integrity()
         assert self.tables.used + self.tables.available == self.tables.num_blocks
         if not self.live:
@@ -282,7 +291,7 @@ class Engine(RuleBasedStateMachine):
             for block in range(pool.num_blocks):
                 if (digest := pool.digest(block)) is not None:
                     first = memory[block * self.bs] and len(memory[block * self.bs]) == 1
-                    assert pool.is_whole(block) == ("first" in group.whole and first)
+                    assert pool.is_unquantized(block) == ("first" in group.unquantized and first)
                     rows = [memory[block * self.bs + row] for row in range(self.bs)]
                     history = rows[-1]
                     assert digest == block_digests(history, self.bs)[-1]
@@ -302,21 +311,21 @@ TestEngine.settings = settings(max_examples=25, stateful_step_count=40, deadline
 
 
 @pytest.mark.parametrize("seed", range(32))
-def test_a_long_life(seed):
-    """The same rules drawn with the frequencies of a busy engine, so that pools are full and prefixes meet."""
+def test_random_lifetimes(seed):
+    """The same rules with the frequencies of a busy engine, so that pools fill up and prefixes meet."""
     random = Random(seed)
     engine = Engine()
     engine.build(sorted(MODELS)[seed % 8], 1 + seed // 8, caching=seed % 7 != 6, lookback=random.randrange(4))
     done = Counter()
     for _ in range(300):
         engine.turn(random, done)
-        engine.whole()
+        engine.tables_are_consistent()
         engine.next_query_sees_what_it_should()
         engine.published_blocks_hold_what_their_digest_says()
         engine.tables_are_bounded()
     while engine.live:
         engine.free(0)
-    engine.whole()
+    engine.tables_are_consistent()
     assert done["step"] > 50 and done["fork"] > 5 and done["rewind"] > 20
     assert engine.copied > 3 or engine.bs == 1
     assert engine.hits > 0 or not engine.tables.caching

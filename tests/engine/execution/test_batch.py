@@ -1,4 +1,4 @@
-"""What a query sees of the cache, as batch.py lays it out, against a dictionary from position to slot."""
+"""Views of the cache as batch.py lays them out, against a dictionary from position to slot."""
 
 import dataclasses
 
@@ -21,10 +21,10 @@ class Tables:
 
     block_size: int
     groups: list[CacheGroup]
-    held: list[tuple[int, list[int]]]
+    block_lists: list[tuple[int, list[int]]]
 
     def table(self, seq, group):
-        first, blocks = self.held[seq]
+        first, blocks = self.block_lists[seq]
         return first * self.block_size, blocks
 
 
@@ -135,19 +135,19 @@ def test_blocks_gathered_are_those_that_are_read(problem):
     )
     slots = (blocks[:, None] * size + torch.arange(size)).flatten()
     assert slots[gathered.slots_N].tolist() == at
-    for index, (first, held, _, stop) in enumerate(problem.sequences):
+    for index, (first, expected, _, stop) in enumerate(problem.sequences):
         ((begin, length),) = gathered.runs[index]
         assert length == stop - first * size
         assert slots[begin : begin + length].tolist() == [problem.slot(index, p) for p in range(first * size, stop)]
         needed = -(-length // size)
-        assert blocks[gathered.block_table_SB[index, :needed]].tolist() == held[:needed]
+        assert blocks[gathered.block_table_SB[index, :needed]].tolist() == expected[:needed]
         assert not gathered.block_table_SB[index, needed:].any()
     assert (gathered.first_S, gathered.seq_lens_S, gathered.window) == (view.first_S, view.seq_lens_S, view.window)
 
 
 @settings(max_examples=150)
 @given(problems(decode=True))
-def test_decoding_side_by_side_sees_the_same_and_reads_nothing_foreign(problem):
+def test_batched_decoding_sees_the_same_and_reads_no_foreign_rows(problem):
     (view,) = problem.batch().views
     slots_SL, mask = view.dense(torch.float32)
     assert view.dense(torch.float32)[1] is mask
@@ -183,9 +183,9 @@ class Kept(Tables):
         return {0: {1: 20, 2: 21, 3: 22}, 1: {0: 23}}[seq]
 
 
-def test_queries_of_a_block_see_it_whole_and_those_before_it_packed():
+def test_queries_read_their_block_unquantized_and_earlier_ones_quantized():
     """Positions 6 to 12 of one sequence, 1 of another, in blocks of 4: a step that fills two blocks."""
-    group = CacheGroup("it", 20, whole=frozenset(["newest"]), num_whole=4)
+    group = CacheGroup("it", 20, unquantized=frozenset(["newest"]), num_unquantized=4)
     tables = Kept(4, [group], [(0, [3, 5, 4, 22]), (0, [23])])
     batch = make_batch([Chunk(0, range(1000), 6, 13), Chunk(1, range(1000), 1, 2)], tables, CPU)
     (view,) = batch.views
@@ -198,7 +198,7 @@ def test_queries_of_a_block_see_it_whole_and_those_before_it_packed():
     assert batch.positions_N.tolist() == [*range(6, 13), 1] and batch.last_S.tolist() == [6, 7]
 
 
-def test_runs_are_stretches_of_neighbouring_slots():
+def test_runs_are_consecutive_slots():
     """Whole blocks until the length, merged where blocks follow each other."""
     problem = Problem(4, None, [(0, [3, 4, 9, 7, 8], 0, 15), (0, [1, 2], 4, 5)])
     (view,) = problem.batch().views

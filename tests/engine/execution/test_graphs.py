@@ -1,7 +1,7 @@
-"""Steps filled up to buckets, the keeper of graphs, and where there is a GPU the graphs themselves.
+"""Padding of steps to buckets, capture and replay of graphs, and on a GPU the graphs themselves.
 
-Without a GPU a graph is a closure over its static batch: what is copied where, and what the rows that fill up may
-touch, is then the same.
+Without a GPU a graph is a closure over its static batch: the copies, and the rows that padding may write to, are the
+same.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
-from mlaforge.engine.execution.bucket import MOST_QUERIES, Bucket, bucket_of, fill, padded
+from mlaforge.engine.execution.bucket import MAX_QUERIES, Bucket, bucket_of, fill, padded
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
 from support.eagle3_heads import saved
@@ -29,14 +29,14 @@ from support.tiny_models import save_packed
 
 CPU = torch.device("cpu")
 MODELS = ("llama", "gpt_oss", "latent_rope", "packed")
-# Of the pools that `batch_of` allocates from.
+# Blocks of the pools that `batch_of` allocates from.
 BLOCKS = 600
 
 
 @pytest.fixture(scope="module")
 def models(tiny_models, tmp_path_factory, cli, short) -> dict[str, Path]:
-    """GQA; windows, sinks and experts, whole and packed; a converted model that caches latents with rotary parts; one
-    without these."""
+    """GQA; windows, sinks and experts, unpacked and packed; converted models that cache latents with and without rotary
+    parts."""
     found = dict(tiny_models)
     found["packed"] = save_packed(tiny_models["gpt_oss"], tmp_path_factory.mktemp("graphs") / "packed")
     for layout, more in {"latent": (), "latent_rope": ("--qk-rope-head-dim", "8")}.items():
@@ -47,16 +47,16 @@ def models(tiny_models, tmp_path_factory, cli, short) -> dict[str, Path]:
 
 
 def make_engine(model: Path, **options: Any) -> Engine:
-    told = {"device": "cpu", "dtype": "float32", "cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 12}
-    return Engine(model, EngineConfig(**{**told, "max_model_len": 96, "max_num_batched_tokens": 64, **options}))
+    defaults = {"device": "cpu", "dtype": "float32", "cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 12}
+    return Engine(model, EngineConfig(**{**defaults, "max_model_len": 96, "max_num_batched_tokens": 64, **options}))
 
 
 @pytest.fixture
 def roomy(monkeypatch) -> None:
-    """Engines on the CPU have a scratch block, as those on CUDA do."""
+    """Give engines on the CPU a scratch block, as on CUDA."""
 
     def cache(*arguments: Any) -> Cache:
-        return Cache(*arguments[:-1], spare=1)
+        return Cache(*arguments[:-1], num_scratch=1)
 
     monkeypatch.setattr(core, "Cache", cache)
 
@@ -64,14 +64,14 @@ def roomy(monkeypatch) -> None:
 def tokens(engine: Engine, prompts: list[list[int]], count: int) -> dict[str, list[int]]:
     """Greedy continuations; later prompts end later, so that the batch shrinks."""
     for index, prompt in enumerate(prompts):
-        told = {"temperature": 0.0, "max_tokens": count + index, "ignore_eos": True}
-        engine.add(str(index), prompt, SamplingParams(**told))
-    found: dict[str, list[int]] = {}
+        params = SamplingParams(temperature=0.0, max_tokens=count + index, ignore_eos=True)
+        engine.add(str(index), prompt, params)
+    tokens_by_id: dict[str, list[int]] = {}
     while engine.has_work:
         for output in engine.step():
-            found.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+            tokens_by_id.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
     engine.check_integrity()
-    return found
+    return tokens_by_id
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -84,14 +84,14 @@ def test_the_first_buckets():
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
-def test_buckets_grow_with_what_they_hold(a, b, most):
-    a, b = sorted((min(a, most), min(b, most)))
-    assert a <= bucket_of(a, most) <= bucket_of(b, most) <= most
-    assert bucket_of(bucket_of(a, most), most) == bucket_of(a, most)
+def test_buckets_grow_with_their_sequences(a, b, limit):
+    a, b = sorted((min(a, limit), min(b, limit)))
+    assert a <= bucket_of(a, limit) <= bucket_of(b, limit) <= limit
+    assert bucket_of(bucket_of(a, limit), limit) == bucket_of(a, limit)
 
 
 def batch_of(*parts: tuple[int, int], windows: tuple[int | None, ...] = (None, 6), block_size: int = 4) -> Batch:
-    """Sequences of which `stop` tokens are known and the last `count` computed in this step: (stop, count)."""
+    """A batch of sequences with `stop` known tokens, the last `count` of them computed in this step: (stop, count)."""
     groups = [CacheGroup(str(window), BLOCKS, window) for window in windows]
     tables = BlockTables(groups, block_size, caching=False)
     chunks = []
@@ -106,14 +106,14 @@ def batch_of(*parts: tuple[int, int], windows: tuple[int | None, ...] = (None, 6
     return make_batch(chunks, tables, CPU)
 
 
-@pytest.mark.parametrize("parts", [[(5, 1), (9, 2)], [(20, MOST_QUERIES + 1)], [(5, 1)] * 5])
-def test_what_has_no_bucket(parts):
-    assert Bucket.of(batch_of(*parts), most=4) is None
+@pytest.mark.parametrize("parts", [[(5, 1), (9, 2)], [(20, MAX_QUERIES + 1)], [(5, 1)] * 5])
+def test_batches_without_a_bucket(parts):
+    assert Bucket.of(batch_of(*parts), max_sequences=4) is None
 
 
 def test_a_bucket_holds_every_length_up_to_the_next_power_of_two():
     def bucket(length: int) -> Bucket | None:
-        return Bucket.of(batch_of((length, 1), (3, 1), (7, 1)), most=64)
+        return Bucket.of(batch_of((length, 1), (3, 1), (7, 1)), max_sequences=64)
 
     short, long = bucket(8), bucket(300)
     assert short == Bucket(4, 1, 256, (64, 4))
@@ -123,12 +123,12 @@ def test_a_bucket_holds_every_length_up_to_the_next_power_of_two():
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 3), st.sampled_from([1, 4, 16]))
-def test_rows_that_fill_up_see_nothing_and_own_nothing(lengths, T, block_size):
+def test_padding_rows_see_nothing_and_write_to_scratch(lengths, T, block_size):
     batch = batch_of(*((length + T - 1, T) for length in lengths), block_size=block_size)
     bucket, scratch = Bucket.of(batch, 64), (BLOCKS, BLOCKS)
     assert bucket is not None
     static = padded(batch, bucket, scratch)
-    # What the buffers held before does not matter.
+    # The former content of the buffers does not matter.
     for tensor in (static.token_ids_N, static.positions_N, static.views[0].seq_lens_S):
         tensor.fill_(7)
     for view in static.views:
@@ -149,7 +149,7 @@ def test_rows_that_fill_up_see_nothing_and_own_nothing(lengths, T, block_size):
         assert torch.equal(view.first_S[:S], before.first_S)
         assert torch.equal(view.slots_N[:N], before.slots_N)
         assert view.query_start_S1.tolist() == [T * s for s in range(bucket.sequences + 1)]
-        # A block that pools of BLOCKS do not have.
+        # The scratch block: pools of BLOCKS blocks do not have it.
         assert (view.slots_N[N:] == BLOCKS * block_size).all()
         assert before.slots_N.max() < BLOCKS * block_size
 
@@ -164,9 +164,9 @@ SLOW = () if torch.cuda.is_available() else pytest.mark.slow
     [*((name, "reference") for name in MODELS), ("llama", "triton"), ("latent_rope", "triton"),
      pytest.param("packed", "triton", marks=SLOW)],
 )  # fmt: skip
-def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, op, monkeypatch):
-    """Every uniform step of a run, from NaN in every row that was not written: the same hidden states, the same cache
-    but for one slot of the scratch block."""
+def test_padded_step_equals_the_step(models, name, op, monkeypatch):
+    """For every uniform step of a run, with NaN in every row that was not written: the same hidden states, and the same
+    cache except for one slot of the scratch block."""
     if op == "triton":
         need_interpreter()
     monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op},mxfp4_experts={op}")
@@ -175,7 +175,7 @@ def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, o
     for rows in cache.tensors:
         rows.fill_(torch.nan)
 
-    def both(batch: Batch) -> torch.Tensor:
+    def eager_and_padded(batch: Batch) -> torch.Tensor:
         before = [rows.clone() for rows in cache.tensors]
         want_NC = eager(batch)
         bucket = Bucket.of(batch, engine.config.max_num_seqs)
@@ -189,24 +189,24 @@ def test_a_filled_up_step_computes_and_writes_what_the_step_does(models, name, o
         # A product of more rows may sum in another order: an expert's here, any on another machine.
         torch.testing.assert_close(got_NC[: len(want_NC)], want_NC, rtol=1e-4, atol=1e-5)
         for rows, want, layer in zip(cache.tensors, wrote, cache.layers, strict=True):
-            own = cache.scratch[layer.group] * cache.block_size
-            torch.testing.assert_close(rows[:own], want[:own], rtol=1e-4, atol=1e-5, equal_nan=True)
-            assert torch.isnan(rows[own + 1 :]).all()
+            scratch_slot = cache.scratch[layer.group] * cache.block_size
+            torch.testing.assert_close(rows[:scratch_slot], want[:scratch_slot], rtol=1e-4, atol=1e-5, equal_nan=True)
+            assert torch.isnan(rows[scratch_slot + 1 :]).all()
         return want_NC
 
-    monkeypatch.setattr(engine, "runner", both)
+    monkeypatch.setattr(engine, "runner", eager_and_padded)
     if op == "triton":
         # An interpreter is slow.
         tokens(engine, prompts_of(5, 5, 5), 2)
     else:
         tokens(engine, prompts_of(*[5] * 6), 9)
         tokens(engine, prompts_of(*range(20, 38, 3)), 9)
-    # One query token each and several, with rows that fill up.
+    # One query token per sequence and several, with padding rows.
     assert met >= {(1, True), (5, True)}
 
 
 @pytest.mark.parametrize("name", ["llama", "packed", "latent_rope", "latent"])
-def test_which_steps_a_graph_can_hold(models, name, monkeypatch):
+def test_capturable_steps(models, name, monkeypatch):
     need_interpreter()
     engine = make_engine(models[name])
     batch = batch_of((9, 1), windows=tuple(group.window for group in engine.tables.groups))
@@ -226,15 +226,15 @@ def test_a_cpu_has_no_graphs_and_no_scratch(tiny_models):
     assert {len(rows) for rows in engine.cache.tensors} == {engine.tables.num_blocks * engine.cache.block_size}
 
 
-def test_the_keeper_captures_once_per_bucket_and_copies_inputs():
-    capture, ran, asked = FakeCapture(), [], []
+def test_captures_once_per_bucket_and_copies_inputs():
+    capture, ran, checked = FakeCapture(), [], []
 
     def run(batch: Batch) -> torch.Tensor:
         ran.append(batch)
         return torch.stack((batch.token_ids_N, batch.positions_N, batch.views[1].slots_N), dim=1).clone()
 
     def capturable(batch: Batch) -> bool:
-        asked.append(batch)
+        checked.append(batch)
         return batch.views[0].max_query < 3
 
     graphs = Graphs(run, capturable, (BLOCKS, BLOCKS), 12, capture)
@@ -243,7 +243,7 @@ def test_the_keeper_captures_once_per_bucket_and_copies_inputs():
         batch = batch_of(*parts)
         out = graphs(batch)
         assert torch.equal(out, torch.stack((batch.token_ids_N, batch.positions_N, batch.views[1].slots_N), dim=1))
-        assert (graphs.captured, capture.captures, capture.replays, len(asked)) == ([four], 1, count, 1)
+        assert (graphs.captured, capture.captures, capture.replays, len(checked)) == ([four], 1, count, 1)
     # Always on the same tensors.
     assert {id(batch) for batch in ran} == {id(ran[0])}
 
@@ -252,20 +252,20 @@ def test_the_keeper_captures_once_per_bucket_and_copies_inputs():
     assert graphs.captured == [four, Bucket(2, 2, 256, (64, 4))]
     captures = capture.captures
     for _ in range(2):
-        # What cannot be captured, asked once; what has no bucket, never.
+        # A batch that cannot be captured is checked once, one without a bucket never.
         assert graphs(batch_of((9, 3))) is None
         assert graphs(batch_of((9, 1), (9, 2))) is None
         assert graphs(batch_of(*[(9, 1)] * 13)) is None
-    assert (len(asked), capture.captures) == (3, captures)
-    # A graph is of one state; an earlier state finds its graph again.
+    assert (len(checked), capture.captures) == (3, captures)
+    # A graph belongs to one state; a former state finds its graph again.
     for state in ("other", None, "other"):
         assert torch.equal(graphs(batch, state)[:, 0], batch.token_ids_N)
-    assert (len(asked), capture.captures, graphs.captured.count(Bucket(2, 2, 256, (64, 4)))) == (4, captures + 1, 2)
+    assert (len(checked), capture.captures, graphs.captured.count(Bucket(2, 2, 256, (64, 4)))) == (4, captures + 1, 2)
 
 
 @pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_through_the_keeper_are_the_engines(models, name, monkeypatch):
+def test_replayed_tokens_equal_eager_tokens(models, name, monkeypatch):
     monkeypatch.setenv("MLAFORGE_OPS", "reference")
     prompts = prompts_of(5, 17, 40, 9, 9)
     want = tokens(make_engine(models[name]), prompts, 12)
@@ -283,7 +283,7 @@ COUNT, LENGTHS = (64, (5, 17, 40, 9, 9)) if torch.cuda.is_available() else (3, (
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", ["llama", "latent_rope", pytest.param("packed", marks=SLOW)])
-def test_tokens_of_graphs_are_those_without(models, name):
+def test_graph_tokens_equal_eager_tokens(models, name):
     prompts = prompts_of(*LENGTHS)
     options = {"device": "cuda", "max_model_len": 256, "cache_bytes": 2**22}
     engine, plain = make_engine(models[name], **options), make_engine(models[name], **options)
@@ -296,7 +296,7 @@ def test_tokens_of_graphs_are_those_without(models, name):
 @pytest.mark.usefixtures("cuda")
 # Without windows and experts: test_host_waits.py.
 @pytest.mark.parametrize("name", ["gpt_oss", pytest.param("packed", marks=SLOW)])
-def test_decoding_waits_for_nothing_but_its_tokens(models, name):
+def test_decoding_waits_only_for_its_tokens(models, name):
     engine = make_engine(models[name], device="cuda", max_model_len=256, cache_bytes=2**22)
     for index, prompt in enumerate(prompts_of(*LENGTHS[:3])):
         engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
@@ -316,7 +316,7 @@ def test_decoding_waits_for_nothing_but_its_tokens(models, name):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 def test_an_engine_with_graphs_gets_a_draft_head(models, tmp_path):
-    """As bench's peers do: with a head the model returns more columns, which no graph from before computes."""
+    """As in bench's peers: with a head the model returns more columns, which no earlier graph computes."""
     options = {"device": "cuda", "cache_bytes": 2**22, "num_speculative_tokens": 1, "adaptive_speculation": False}
     engine = make_engine(models["llama"], speculative=str(saved(tmp_path / "head")), **options)
     drafter, prompts = engine.speculation.drafter, prompts_of(3, 1)

@@ -1,4 +1,4 @@
-"""A decode step waits for the device once, for its tokens, whatever the layers' layout."""
+"""A decode step waits for the device once, for its tokens, in every layout."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Packed linear layers against fp64, with the error that each format may make and why."""
+"""Packed linear layers against fp64, within the error of each format."""
 
 from unittest import mock
 
@@ -15,7 +15,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution import linear
 from mlaforge.engine.execution import model as loading
 from mlaforge.engine.execution.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fused, vocabulary_head
-from mlaforge.engine.execution.mlp import rewritten
+from mlaforge.engine.execution.mlp import make_mlp
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
 from support.engine_driver import greedy, idle, random_prompts, watched
@@ -91,7 +91,7 @@ def bound(x, weight, bias, format, out, compiled=True):
     format=st.sampled_from(FORMATS),
     compiled=st.booleans(),
 )
-def test_a_packed_product_is_the_product(rows, inputs, outputs, bias, plus, gaps, format, compiled):
+def test_packed_linear_equals_fp64_product(rows, inputs, outputs, bias, plus, gaps, format, compiled):
     """Also of rows with gaps between them, and added to something, which stays as it is."""
     x, weight, b = problem(rows, inputs, outputs, bias, format)
     with torchs_own(compiled):
@@ -135,7 +135,7 @@ def test_eight_bits_lose_less_than_four():
 
 @pytest.mark.parametrize("onednn", [False, True], ids=["plain", "onednn"])
 @pytest.mark.parametrize("rows", [1, 300])
-def test_bf16_where_our_kernels_cannot_be_had(rows, onednn, monkeypatch):
+def test_bf16_without_compiled_kernels(rows, onednn, monkeypatch):
     """Nobody compiles, and oneDNN packs with AVX-512 alone."""
     if onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this processor has no AVX-512: oneDNN does not pack bf16")
@@ -162,7 +162,7 @@ def test_constant_weights(value, format):
         torch.testing.assert_close(got[:, 2].float(), torch.full((len(rows),), 64 * value), rtol=0.02, atol=0)
 
 
-def test_what_four_bits_cannot_hold_takes_eight():
+def test_shapes_without_int4_use_int8():
     """Torch's kernel, a width that is no multiple of 32, or a height that is none of 16: the same numbers as int8."""
     with torchs_own():
         for inputs, outputs in ((100, 16), (64, 5)):
@@ -200,7 +200,7 @@ def test_logits_are_fp32_on_a_gpu(format):
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("K", [100, 576])
-def test_a_row_of_whole_numbers_has_one_product(format, K):
+def test_row_product_is_independent_of_batch(format, K):
     """Bitwise, whatever is computed beside it: numbers of 8 and 16 bits have exact sums."""
     if kernels() is None:
         pytest.skip("the kernels are not compiled")
@@ -212,7 +212,7 @@ def test_a_row_of_whole_numbers_has_one_product(format, K):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_packing_keeps_no_hold_of_the_source(format):
+def test_packing_does_not_retain_the_source(format):
     """The checkpoint's memory may go, or change."""
     x, weight, bias = problem(3, 64, 16, True, format)
     layer = PackedLinear(weight, bias, format)
@@ -224,7 +224,7 @@ def test_packing_keeps_no_hold_of_the_source(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("biases", [(False, False, False), (True, True, True), (True, False, True)])
-def test_fused_is_one_after_another(biases, format):
+def test_fused_concatenates_outputs(biases, format):
     torch.manual_seed(0)
     dtype = QUANTIZED.get(format) or getattr(torch, format)
     linears = [nn.Linear(64, out, bias=bias, dtype=dtype) for out, bias in zip((48, 16, 32), biases, strict=True)]
@@ -241,14 +241,14 @@ def test_fused_is_one_after_another(biases, format):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("rows", [1, 9, 40])
-def test_a_rewritten_mlp_is_the_sources(family, rows, tiny_models):
+def test_mlp_equals_the_source(family, rows, tiny_models):
     """Dense, and a mixture of which some experts get no token; added to what went before."""
     layer = load_original(tiny_models[family]).model.layers[0]
     x, plus = torch.randn(2, rows, 64, generator=torch.Generator().manual_seed(rows))
     with torch.no_grad():
         expected = layer.mlp(x[None])
         before = plus.clone()
-        got = rewritten(layer.mlp, "float32", torch.device("cpu"))(x, plus)
+        got = make_mlp(layer.mlp, "float32", torch.device("cpu"))(x, plus)
     if family == "gpt_oss":
         expected = expected[0]
     torch.testing.assert_close(got, expected[0] + plus, rtol=1e-4, atol=1e-5)
@@ -256,17 +256,17 @@ def test_a_rewritten_mlp_is_the_sources(family, rows, tiny_models):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_a_rewritten_mlp_in_bf16(family, tiny_models):
+def test_mlp_in_bf16(family, tiny_models):
     layer = load_original(tiny_models[family]).model.layers[0].bfloat16()
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         expected = layer.mlp.float()(x[None].float())
-        got = rewritten(layer.mlp.bfloat16(), "bfloat16", torch.device("cpu"))(x, torch.zeros_like(x))
+        got = make_mlp(layer.mlp.bfloat16(), "bfloat16", torch.device("cpu"))(x, torch.zeros_like(x))
     expected = (expected[0] if family == "gpt_oss" else expected)[0]
     torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
 
 
-def test_rms_norm_as_a_layer_norm(tiny_models):
+def test_rms_norm_by_layer_norm(tiny_models):
     norm = load_original(tiny_models["llama"]).model.norm
     with torch.no_grad():
         norm.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -290,9 +290,7 @@ def test_rms_norm_as_a_layer_norm(tiny_models):
         (False, False, False, "float32", "neither AMX, AVX-512 BF16 nor compiled kernels"),
     ],
 )
-def test_auto_is_what_multiplies_fastest_and_is_said(
-    amx, avx512, compiled, chosen, why, tiny_models, monkeypatch, capsys
-):
+def test_auto_is_the_fastest_format_and_is_logged(amx, avx512, compiled, chosen, why, tiny_models, monkeypatch, capsys):
     """Nothing is timed: what else the machine does cannot matter."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
@@ -306,7 +304,7 @@ def test_auto_is_what_multiplies_fastest_and_is_said(
     assert capsys.readouterr().err == ""
 
 
-def test_auto_on_a_gpu_is_the_checkpoints(converted, tiny_models, capsys):
+def test_auto_on_a_gpu_is_the_checkpoint_dtype(converted, tiny_models, capsys):
     half = SourceModel.open(converted("llama", "latent", dtype="bfloat16"))
     assert loading.choose_format("auto", half, torch.device("cuda")) == "bfloat16"
     assert "dtype auto: bfloat16 (that of model)" in capsys.readouterr().err
@@ -319,7 +317,7 @@ def test_auto_on_a_gpu_is_the_checkpoints(converted, tiny_models, capsys):
 def rounded(model, format):
     """transformers' model with its weights as the format holds them, computing in fp32."""
 
-    def held(weight, format=format):
+    def dequantized(weight, format=format):
         if format not in QUANTIZED:
             return weight.to(getattr(torch, format)).float()
         layer = PackedLinear(weight.to(QUANTIZED[format]), None, format)
@@ -328,13 +326,13 @@ def rounded(model, format):
     with torch.no_grad():
         for name, module in model.named_modules():
             if name == "lm_head":
-                module.weight = nn.Parameter(held(module.weight, "int8" if format == "int4" else format))
+                module.weight = nn.Parameter(dequantized(module.weight, "int8" if format == "int4" else format))
             elif isinstance(module, nn.Linear):
-                module.weight.copy_(held(module.weight))
+                module.weight.copy_(dequantized(module.weight))
             elif name.endswith("experts"):
                 for weights in (module.gate_up_proj, module.down_proj):
                     for weight in weights:
-                        weight.copy_(held(weight.T).T)
+                        weight.copy_(dequantized(weight.T).T)
     return model
 
 
@@ -371,6 +369,6 @@ def test_formats_of_converted_models(format, layout, converted):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_quantised_weights_are_refused_elsewhere(format):
+def test_rejects_quantized_weights_off_the_cpu(format):
     with pytest.raises(UserError, match=rf"^dtype '{format}' exists on the CPU only; use bfloat16 on meta$"):
         PackedLinear(torch.empty(16, 32, device="meta"), None, format)

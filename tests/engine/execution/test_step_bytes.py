@@ -1,4 +1,4 @@
-"""What steps read: against the tensors that are there, and the plan's own sums."""
+"""Bytes that steps read, compared with the tensors in memory and with the plan."""
 
 import math
 
@@ -26,9 +26,9 @@ def test_the_cache_is_read_as_the_plan_says(llm):
     plan = plan_of(llm.engine.model.config.to_dict(), spec)
     for length in (1, 5, 40, 400):
         layers = zip(spec.layers, plan.layers, strict=True)
-        wanted = sum(attention_op(layer, chosen, length, stored="fp32").bytes for layer, chosen in layers)
-        assert llm.engine.step_bytes([(1, length, length)]).cache == wanted
-        assert llm.engine.step_bytes([(1, length, length)] * 3).cache == 3 * wanted
+        expected = sum(attention_op(layer, chosen, length, stored="fp32").bytes for layer, chosen in layers)
+        assert llm.engine.step_bytes([(1, length, length)]).cache == expected
+        assert llm.engine.step_bytes([(1, length, length)] * 3).cache == 3 * expected
 
 
 def test_weights_are_all_matrices_once(tiny_models):
@@ -36,9 +36,9 @@ def test_weights_are_all_matrices_once(tiny_models):
     for family in ("llama", "qwen3"):
         engine, oracle = watched(tiny_models[family]).engine, load_original(tiny_models[family])
         layers = sum(p.numel() for p in oracle.model.layers.parameters() if p.dim() > 1)
-        wanted = 4 * (layers + oracle.lm_head.weight.numel())
+        expected = 4 * (layers + oracle.lm_head.weight.numel())
         for rows in (1, 7):
-            assert engine.step_bytes([(rows, rows, rows)]).weights == wanted
+            assert engine.step_bytes([(rows, rows, rows)]).weights == expected
     # Of experts those that so many tokens may choose.
     engine, oracle = watched(tiny_models["gpt_oss"]).engine, load_original(tiny_models["gpt_oss"])
     every = 4 * sum(p.numel() for name, p in oracle.named_parameters() if "experts" in name and p.dim() > 2)
@@ -58,11 +58,11 @@ def test_packed_experts_are_read_as_they_are_stored(tiny_models, tmp_path):
     assert saved == pytest.approx(touched * one * (4 - 4.25 / 8))
 
 
-def test_partial_steps_read_a_part(tiny_models):
+def test_sparse_view_steps_read_a_part(tiny_models):
     """What is counted of them, from what ran."""
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative="ngram")
     engine, (prompt,) = llm.engine, random_prompts(300)
-    partial = partly(engine, engine.speculation.drafter, specpv_dtype="int8").partial
+    partial = partly(engine, engine.speculation.drafter, specpv_dtype="int8").sparse_view
     ran = []
     runner = partial.runner
     partial.runner = lambda batch: ran.append(batch) or runner(batch)
@@ -71,22 +71,22 @@ def test_partial_steps_read_a_part(tiny_models):
     stats, now = engine.stats().speculation, engine.stats()
     spec = engine.model.spec
     row = sum(2 * layer.num_kv_heads * layer.head_dim * 2 for layer in spec.layers)
-    assert len(ran) == stats.partial_steps > 2
-    assert stats.partial_cache_bytes == row * sum(batch.partial[0].counts[0] for batch in ran)
-    assert max(batch.partial[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL["specpv_max_pending"] * 3
-    assert stats.partial_weight_bytes * BITS["bfloat16"] == pytest.approx(
+    assert len(ran) == stats.sparse_steps > 2
+    assert stats.sparse_cache_bytes == row * sum(batch.sparse_views[0].counts[0] for batch in ran)
+    assert max(batch.sparse_views[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL["specpv_max_pending"] * 3
+    assert stats.sparse_weight_bytes * BITS["bfloat16"] == pytest.approx(
         len(ran) * engine.step_bytes([(1, 1, 1)]).weights * BITS["int8"]
     )
     # The prompt's own step, and full ones.
     assert (
         now.weight_bytes_read - before.weight_bytes_read
-        == stats.partial_weight_bytes + (now.steps - before.steps) * engine.step_bytes([(1, 1, 1)]).weights
+        == stats.sparse_weight_bytes + (now.steps - before.steps) * engine.step_bytes([(1, 1, 1)]).weights
     )
-    assert stats.full_cache_bytes > stats.steps * row * len(prompt) and stats.read_for == 19
-    assert stats.block()["mean_pending_length"] == stats.pending / stats.judging_steps
-    told = stats.block()["bytes_per_token"]
-    assert told["partial"] == {
-        "weights": stats.partial_weight_bytes / 19,
-        "cache": stats.partial_cache_bytes / 19,
+    assert stats.full_cache_bytes > stats.steps * row * len(prompt) and stats.bytes_tokens == 19
+    assert stats.block()["mean_pending_length"] == stats.provisional / stats.full_steps
+    per_token = stats.block()["bytes_per_token"]
+    assert per_token["partial"] == {
+        "weights": stats.sparse_weight_bytes / 19,
+        "cache": stats.sparse_cache_bytes / 19,
     }
-    assert told["full"]["cache"] == stats.full_cache_bytes / 19 and math.isfinite(told["full"]["weights"])
+    assert per_token["full"]["cache"] == stats.full_cache_bytes / 19 and math.isfinite(per_token["full"]["weights"])

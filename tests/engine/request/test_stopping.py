@@ -1,4 +1,4 @@
-"""Streamed text equals decoded text, whatever the tokenizer; and a text ends exactly where it should."""
+"""Streamed text equals decoded text, for any tokenizer, and ends exactly where it should."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.request.detokenizer import WINDOW, Detokenizer
-from mlaforge.engine.request.stopping import Stopping, find_stop, held_back
+from mlaforge.engine.request.stopping import Stopping, find_stop, partial_stop_length
 from mlaforge.engine.sampling.params import SamplingParams
 
 PAD, BOS, EOS = 256, 257, 258
@@ -29,13 +29,13 @@ def sentencepiece(decoder, pre_tokenizer=None):
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab.,é名", "▁a", "▁b", "▁▁", "ab", "▁ab", "▁▁a"]
     merges = [("▁", "a"), ("▁", "b"), ("▁", "▁"), ("a", "b"), ("▁", "ab"), ("▁▁", "a")]
     vocab = {piece: n for n, piece in enumerate(pieces)}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     if pre_tokenizer is not None:
-        made.pre_tokenizer = pre_tokenizer
-    made.decoder = decoder
-    made.add_special_tokens(["<s>", "</s>"])
-    made.add_tokens(["<tool>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+        backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoder
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["<tool>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def check_stream(tokenizer, prompt, ids, skip):
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, 259), max_size=60), st.lists(st.integers(60, 90), max_size=9), st.booleans())
-def test_any_bytes_special_and_unknown_tokens(tokenizer, ids, prompt, skip):
+def test_detokenizes_any_bytes_special_and_unknown_tokens(tokenizer, ids, prompt, skip):
     """259 is an id beyond the tokenizer's, as padded vocabularies have them."""
     check_stream(tokenizer, prompt, ids, skip)
 
@@ -90,7 +90,7 @@ def test_any_bytes_special_and_unknown_tokens(tokenizer, ids, prompt, skip):
 @given(st.lists(st.sampled_from([0x41, 0x80, 0xA0, 0xBD, 0xC3, 0xE4, 0xEF, 0xF0, 0xFF]), max_size=150))
 @example([0xFF] * 200)
 @example([0xE4, 0xBD] * 40 + [0xE4, 0xBD, 0xA0])
-def test_long_runs_of_broken_bytes(tokenizer, raw):
+def test_detokenizes_long_runs_of_invalid_bytes(tokenizer, raw):
     """Nothing but the last few of them waits, and they are counted as decoding them at once counts them."""
     alphabet = tokenizer.backend_tokenizer.get_vocab()
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -110,14 +110,14 @@ def test_leading_spaces_of_sentencepiece(stripping, metaspace, ids, prompt, skip
 
 @settings(max_examples=200)
 @given(st.text(LETTERS, max_size=60), st.text(LETTERS, max_size=10))
-def test_texts_through_byte_fallback(stripping, text, prompt):
+def test_detokenizes_byte_fallback(stripping, text, prompt):
     def ids(text):
         return stripping(text, add_special_tokens=False).input_ids
 
     check_stream(stripping, ids(prompt), ids(text), True)
 
 
-def test_what_sentencepiece_takes_back_stays_given(stripping):
+def test_returned_text_stays_where_sentencepiece_retracts_it(stripping):
     """A complete character, then a byte that fits nothing: decoded at once, the character is lost."""
     character, broken, piece = [0xE5 + 1, 0x90 + 1, 0x8D + 1], 0xFF + 1, stripping.convert_tokens_to_ids("▁a")
     ids = [piece, *character, broken, piece]
@@ -128,20 +128,20 @@ def test_what_sentencepiece_takes_back_stays_given(stripping):
 
 @settings(max_examples=200)
 @given(st.text(LETTERS, max_size=80), st.lists(st.integers(0, 49151), max_size=60), st.text(LETTERS, max_size=9))
-def test_a_real_tokenizer(real, text, ids, prompt):
+def test_detokenizes_with_a_real_tokenizer(real, text, ids, prompt):
     check_stream(real, real(prompt).input_ids, real(text).input_ids, True)
     check_stream(real, real(prompt).input_ids, ids, False)
     check_stream(real, [], ids, True)
 
 
-def test_half_a_character_is_never_shown(tokenizer):
+def test_incomplete_characters_are_not_returned(tokenizer):
     stream = Detokenizer(tokenizer)
     deltas = [stream.append(token) for token in tokenizer("a🙂b").input_ids]
     assert deltas == ["a", "", "", "", "🙂", "b"]
 
 
 @pytest.mark.parametrize("text", ["a", "é", "\ufffd"])
-def test_the_cost_of_a_token_does_not_grow(tokenizer, text):
+def test_cost_per_token_is_constant(tokenizer, text):
     """Tokens decoded per token, with any length of the text behind."""
     ids = tokenizer(text * 1000).input_ids
     decoded = []
@@ -167,23 +167,23 @@ def stopping(tokenizer, prompt=(), room=10_000, **params):
     return Stopping(tokenizer, SamplingParams(**{"max_tokens": None, **params}), list(prompt), [EOS], room)
 
 
-def held(one):
-    """What would come with the end of the text."""
-    return one._held + one._detokenizer.flush()
+def buffered(stop):
+    """The text that would follow at the end."""
+    return stop._buffered + stop._detokenizer.flush()
 
 
 def run(tokenizer, ids, **params):
-    """(text, tokens kept, reason, stop reason) of the tokens given one at a time, and whatever is held at the end."""
-    one, text, kept = stopping(tokenizer, **params), "", 0
+    """(text with the buffer, number of tokens, finish reason, stop reason), for tokens appended one at a time."""
+    stop, text, count = stopping(tokenizer, **params), "", 0
     for token in ids:
-        delta, took, *reasons = one.append([token])
-        text, kept = text + delta, kept + took
-        if one.finished:
-            return text, kept, *reasons
-    return text + held(one), kept, None, None
+        delta, num_tokens, *reasons = stop.append([token])
+        text, count = text + delta, count + num_tokens
+        if stop.finished:
+            return text, count, *reasons
+    return text + buffered(stop), count, None, None
 
 
-def test_ends(tokenizer):
+def test_finish_reasons(tokenizer):
     ids = tokenizer("hello world").input_ids
     h, w = ids[0], ids[6]
     assert run(tokenizer, ids) == ("hello world", 11, None, None)
@@ -202,7 +202,7 @@ def test_ends(tokenizer):
     assert run(tokenizer, ids, max_tokens=4, stop="ll") == ("he", 4, "stop", "ll")
 
 
-def test_the_token_that_ends_the_text_is_shown_on_demand(tokenizer):
+def test_include_stop_str_shows_the_stop_token(tokenizer):
     ids = tokenizer("hello world").input_ids
     shown = {"include_stop_str_in_output": True}
     assert run(tokenizer, ids, stop_token_ids=[ids[6]], **shown)[0] == "hello w"
@@ -211,7 +211,7 @@ def test_the_token_that_ends_the_text_is_shown_on_demand(tokenizer):
     assert run(tokenizer, ids, stop="o w", **shown) == ("hello w", 7, "stop", "o w")
 
 
-def test_what_may_become_a_stop_string_is_held_back(tokenizer):
+def test_buffers_text_that_may_become_a_stop_string(tokenizer):
     one = stopping(tokenizer, stop=["END", "é!"])
     deltas = [one.append([token]).text for token in tokenizer("aENxEEN").input_ids]
     assert deltas == ["a", "", "", "ENx", "", "E", ""]
@@ -223,14 +223,14 @@ def test_what_may_become_a_stop_string_is_held_back(tokenizer):
         one.append([1])
 
 
-def test_what_was_held_back_comes_at_the_end(tokenizer):
+def test_buffered_text_is_flushed_at_the_end(tokenizer):
     e = tokenizer("E").input_ids
     assert run(tokenizer, [*e, EOS], stop="END") == ("E", 2, "stop", None)
     assert run(tokenizer, e, stop="END", max_tokens=1) == ("E", 1, "length", None)
     assert run(tokenizer, tokenizer("é").input_ids, max_tokens=1) == ("\ufffd", 1, "length", None)
 
 
-def test_min_tokens_lets_stop_strings_pass(tokenizer):
+def test_min_tokens_ignores_stop_strings(tokenizer):
     ids = tokenizer("aaxaa").input_ids
     assert run(tokenizer, ids, stop="aa") == ("", 2, "stop", "aa")
     assert run(tokenizer, ids, stop="aa", min_tokens=2) == ("aax", 5, "stop", "aa")
@@ -238,16 +238,20 @@ def test_min_tokens_lets_stop_strings_pass(tokenizer):
     assert run(tokenizer, tokenizer("aaa").input_ids, stop="aa", min_tokens=2) == ("a", 3, "stop", "aa")
 
 
-def test_of_several_stop_strings_the_first_to_be_complete(tokenizer):
+def test_first_complete_stop_string_wins(tokenizer):
     ids = tokenizer("abcdef").input_ids
     assert run(tokenizer, ids, stop=["bcde", "cd"]) == ("ab", 4, "stop", "cd")
     assert run(tokenizer, ids, stop=["d", "bcd", "cd"]) == ("a", 4, "stop", "bcd")
     assert find_stop("xaab", ["aab", "b"], 0) == (1, 4, "aab")
     assert find_stop("aaa", ["aa"], 2) == (1, 3, "aa") and find_stop("aa", ["aa"], 2) is None
-    assert held_back("xaba", ["abac", "a"]) == 3 and held_back("xa", ["a"]) == 0 and held_back("", ["ab"]) == 0
+    assert (
+        partial_stop_length("xaba", ["abac", "a"]) == 3
+        and partial_stop_length("xa", ["a"]) == 0
+        and partial_stop_length("", ["ab"]) == 0
+    )
 
 
-def test_several_tokens_at_once_end_at_the_right_one(tokenizer):
+def test_several_tokens_at_once_end_at_the_stop_token(tokenizer):
     ids = tokenizer("hello").input_ids
     assert stopping(tokenizer, stop="l").append(ids) == ("he", 3, "stop", "l")
     assert stopping(tokenizer).append([*ids, EOS, *ids]) == ("hello", 6, "stop", None)
@@ -290,19 +294,19 @@ def reference(tokenizer, ids, stops, include, min_tokens, max_tokens):
     st.integers(0, 30),
     st.data(),
 )
-def test_stopping_against_decoding_everything_again(tokenizer, text, stops, include, least, most, cut, data):
+def test_stopping_equals_decoding_the_whole_text(tokenizer, text, stops, include, least, most, cut, data):
     ids = tokenizer(text).input_ids
     ids = [*ids[:cut], EOS, *ids[cut:]] if cut < len(ids) else ids
-    asked = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": least, "max_tokens": most}
+    params = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": least, "max_tokens": most}
     expected = reference(tokenizer, ids, stops, include, least, most)
-    assert run(tokenizer, ids, **asked) == expected
+    assert run(tokenizer, ids, **params) == expected
     # Any number of tokens at a time gives the same.
-    one, shown, kept, reasons = stopping(tokenizer, **asked), "", 0, (None, None)
+    one, shown, kept, reasons = stopping(tokenizer, **params), "", 0, (None, None)
     while ids and not one.finished:
         width = data.draw(st.integers(1, 5))
         delta, took, *reasons = one.append(ids[:width])
         shown, kept, ids = shown + delta, kept + took, ids[width:]
         assert expected[0].startswith(shown)
     if not one.finished:
-        shown += held(one)
+        shown += buffered(one)
     assert (shown, kept, *reasons) == expected

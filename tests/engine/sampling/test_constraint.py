@@ -1,4 +1,4 @@
-"""Grammars: whatever the logits, the text that comes out is what was asked for, and it ends where it may."""
+"""Grammars: for any logits, the text matches its grammar and ends only where the grammar may end."""
 
 import json
 import re
@@ -81,9 +81,9 @@ def fits(value):
 
 def generate(tokenizer, constrained, seed, **params):
     """Random logits through the sampler until the end of text, which is left out."""
-    asked = SamplingParams(max_tokens=None, seed=seed, **params)
-    constraint = constrained(asked)
-    state = SamplingState(asked, [1], WIDTH, [EOS], "cpu", constraint)
+    sampling_params = SamplingParams(max_tokens=None, seed=seed, **params)
+    constraint = constrained(sampling_params)
+    state = SamplingState(sampling_params, [1], WIDTH, [EOS], "cpu", constraint)
     noise = torch.Generator().manual_seed(seed)
     for _ in range(600):
         logits = torch.randn(1, WIDTH, generator=noise) * 3
@@ -155,7 +155,7 @@ def test_any_walk_of_allowed_tokens(constrained, seed, steps):
     assert allowed(fresh) == allowed(walked) and fresh.finished == walked.finished
 
 
-def test_the_state_takes_the_constraint_with_it(tokenizer, constrained):
+def test_state_advances_its_constraint(tokenizer, constrained):
     params = SamplingParams(regex="[ab]{3}")
     state = SamplingState(params, [1], WIDTH, [EOS], "cpu", constrained(params))
     assert state.allowed().nonzero()[:, 0].tolist() == sorted(ids(tokenizer, "ab"))
@@ -163,14 +163,14 @@ def test_the_state_takes_the_constraint_with_it(tokenizer, constrained):
     assert state.allowed().nonzero().tolist() == [[EOS]]
 
 
-def test_a_token_that_was_not_allowed_ends_it(tokenizer, constrained):
+def test_disallowed_token_fails_the_grammar(tokenizer, constrained):
     constraint = constrained(SamplingParams(regex="abc"))
     constraint.advance(ids(tokenizer, "ax"))
-    with pytest.raises(UserError, match="is not what it allows"):
+    with pytest.raises(UserError, match="it does not allow token"):
         constraint.mask()
 
 
-def test_min_tokens_gives_way_to_the_grammar(tokenizer, constrained):
+def test_grammar_takes_precedence_over_min_tokens(tokenizer, constrained):
     """The end is held back while the grammar allows anything else, and never leaves a row without a token."""
     params = SamplingParams(regex="ab?", min_tokens=5, temperature=0)
     state = SamplingState(params, [1], WIDTH, [EOS], "cpu", constrained(params))
@@ -184,10 +184,10 @@ def test_min_tokens_gives_way_to_the_grammar(tokenizer, constrained):
 
 def test_constrained_and_free_rows_in_one_batch(tokenizer, constrained):
     logits = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
-    asked = [SamplingParams(seed=1), SamplingParams(regex="[xyz]+", seed=2), SamplingParams(temperature=0)]
+    params_list = [SamplingParams(seed=1), SamplingParams(regex="[xyz]+", seed=2), SamplingParams(temperature=0)]
 
     def states():
-        return [SamplingState(p, [1], WIDTH, [EOS], "cpu", constrained(p)) for p in asked]
+        return [SamplingState(p, [1], WIDTH, [EOS], "cpu", constrained(p)) for p in params_list]
 
     together = Sampler()(logits, states()).token_ids.tolist()
     assert together[1] in ids(tokenizer, "xyz")
@@ -215,18 +215,18 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", BAD, ids=str)
-def test_a_bad_grammar_is_one_line_with_the_reason(tokenizer, asked, constrained):
+@pytest.mark.parametrize("grammar_field", BAD, ids=str)
+def test_invalid_grammar_is_reported_in_one_line(tokenizer, grammar_field, constrained):
     with pytest.raises(UserError) as caught:
-        constrained(SamplingParams(**asked))
-    line, (name,) = str(caught.value), asked
+        constrained(SamplingParams(**grammar_field))
+    line, (name,) = str(caught.value), grammar_field
     assert line.startswith(f"{name} cannot be followed: ")
     assert "\n" not in line and 30 < len(line) < 450 and "start:" not in line
     if name == "regex":
         assert "unclosed group" in line or "look-around" in line
 
 
-def test_nothing_is_asked(tokenizer, constrained):
+def test_no_constraint_without_grammar(tokenizer, constrained):
     assert constrained(SamplingParams()) is None
 
 

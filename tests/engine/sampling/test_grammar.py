@@ -1,4 +1,4 @@
-"""Grammars in their processes: what costs too much is ended, and nothing else is."""
+"""Grammar processes: costly ones are ended, and no others."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.sampling import grammar
-from mlaforge.engine.sampling.grammar import IDLE, Grammars, wait_for
+from mlaforge.engine.sampling.grammar import MAX_IDLE, Grammars, wait_for
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 
@@ -84,7 +84,7 @@ def until(holds):
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: str(bomb)[:60])
-def test_a_grammar_that_costs_too_much_is_refused_with_the_reason(bomb, grammars, impatient):
+def test_rejects_costly_grammar_with_the_reason(bomb, grammars, impatient):
     spent = os.times()
     with pytest.raises(UserError, match=r"cannot be followed: it takes more (processor|than 128 MiB)") as caught:
         grammars.check(SamplingParams(**bomb))
@@ -120,7 +120,7 @@ def test_a_bad_grammar_does_not_keep_a_good_one_waiting(grammars, impatient):
     other.close()
 
 
-def test_masks_that_cost_too_much_end_their_text_alone(tokenizer, grammars, monkeypatch):
+def test_costly_masks_fail_only_their_text(tokenizer, grammars, monkeypatch):
     """Also where another text follows the same grammar in the same process."""
     monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.5})
     grammars.check(COSTLY)
@@ -140,7 +140,7 @@ def test_masks_that_cost_too_much_end_their_text_alone(tokenizer, grammars, monk
     other.close()
 
 
-def test_where_a_process_dies_only_who_asked_it_ends(tokenizer):
+def test_dead_process_fails_only_the_requested_mask(tokenizer):
     grammars = Grammars(tokenizer)
     params = SamplingParams(regex="[ab]{3}x")
     grammars.check(params)
@@ -166,7 +166,7 @@ def test_where_a_process_dies_only_who_asked_it_ends(tokenizer):
         place.close()
 
 
-def test_a_process_that_dies_while_it_is_asked_nothing_is_nobodys_fault(tokenizer):
+def test_death_of_an_idle_process_fails_no_text(tokenizer):
     grammars = Grammars(tokenizer)
     params = SamplingParams(regex="[cd]{3}x")
     grammars.check(params)
@@ -182,17 +182,17 @@ def test_a_process_that_dies_while_it_is_asked_nothing_is_nobodys_fault(tokenize
     place.close()
 
 
-def test_processes_end_with_what_they_are_for(tokenizer):
+def test_processes_end_with_their_grammars(tokenizer):
     """Those of grammars that nobody follows any more, but for the newest; and all of them with the engine."""
     grammars = Grammars(tokenizer)
-    for length in range(IDLE + 5):
+    for length in range(MAX_IDLE + 5):
         params = SamplingParams(regex=f"[ab]{{{length + 1}}}")
         grammars.check(params)
         place = grammars.follow(params)
         allowed(place)
         place.close()
     process = grammars._process
-    until(lambda: len(children(process)) == IDLE + 1)
+    until(lambda: len(children(process)) == MAX_IDLE + 1)
     left = children(process)
     del grammars, place
     # Again and again: it does nothing while another thread is collecting.
@@ -201,7 +201,7 @@ def test_processes_end_with_what_they_are_for(tokenizer):
     until(lambda: not any(parent(number) for number in left))
 
 
-def test_a_parent_that_dies_is_started_again(tokenizer):
+def test_dead_parent_is_restarted(tokenizer):
     grammars = Grammars(tokenizer)
     grammars.check(SamplingParams(regex="a"))
     os.kill(grammars._process.pid, signal.SIGKILL)
@@ -211,7 +211,7 @@ def test_a_parent_that_dies_is_started_again(tokenizer):
     place.close()
 
 
-def test_signals_of_the_terminal_are_not_for_it(grammars, tokenizer):
+def test_ignores_terminal_signals(grammars, tokenizer):
     grammars.check(SamplingParams(regex="a"))
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(grammars._process.pid, number)
@@ -220,7 +220,7 @@ def test_signals_of_the_terminal_are_not_for_it(grammars, tokenizer):
     place.close()
 
 
-def test_a_check_that_was_killed_says_nothing_of_the_grammar(tokenizer, impatient):
+def test_killed_check_is_not_cached(tokenizer, impatient):
     grammars, params = Grammars(tokenizer), SamplingParams(json_schema={"type": "integer", "multipleOf": 1000003})
     grammars.check(SamplingParams(regex="a"))
     until(lambda: not children(grammars._process))
@@ -235,7 +235,7 @@ def test_a_check_that_was_killed_says_nothing_of_the_grammar(tokenizer, impatien
         grammars.check(params)
 
 
-def test_a_text_that_fails_leaves_no_clock_running(tokenizer, monkeypatch):
+def test_failed_text_leaves_no_timer_running(tokenizer, monkeypatch):
     """Its process goes on with others for longer than its budget."""
     monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.1})
     grammars, params = Grammars(tokenizer), SamplingParams(regex="[ab]+")
@@ -243,7 +243,7 @@ def test_a_text_that_fails_leaves_no_clock_running(tokenizer, monkeypatch):
     wrong, right = grammars.follow(params), grammars.follow(params)
     wrong.advance(ids(tokenizer, "x"))
     wait_for([wrong], 60)
-    assert "is not what it allows" in wrong.error
+    assert "it does not allow token" in wrong.error
     (a,) = ids(tokenizer, "a")
     used = children_time(grammars)
     while children_time(grammars) - used < 0.3:

@@ -1,4 +1,4 @@
-"""Grammars that are too large are refused before anything compiles them."""
+"""Too large grammars are rejected before they are compiled."""
 
 import json
 
@@ -32,12 +32,12 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize(("schema", "what"), TOO_LARGE, ids=lambda part: str(part)[:30])
-def test_a_schema_that_is_too_large(schema, what):
+def test_rejects_large_schemas(schema, what):
     with pytest.raises(UserError, match=rf"json_schema has more than \d+ .*{what}"):
         SamplingParams(json_schema=schema)
 
 
-def test_texts_that_are_too_long():
+def test_rejects_long_texts():
     for schema in ({"const": "x" * MAX_BYTES}, json.dumps({"const": "x" * MAX_BYTES}), " " * MAX_BYTES + "{}"):
         with pytest.raises(UserError, match="json_schema is longer than 128 KiB"):
             SamplingParams(json_schema=schema)
@@ -51,7 +51,7 @@ def test_texts_that_are_too_long():
     # Properties that are called like keywords.
     {"properties": {"enum": {"type": "string"}, "properties": {"type": "array"}}},
 ], ids=lambda schema: str(schema)[:40])  # fmt: skip
-def test_what_is_just_small_enough(schema):
+def test_accepts_schemas_at_the_limits(schema):
     SamplingParams(json_schema=schema)
     SamplingParams(json_schema=json.dumps(schema))
     SamplingParams(regex="a" * MAX_BYTES)

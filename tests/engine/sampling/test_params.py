@@ -1,4 +1,4 @@
-"""SamplingParams: what is refused, in one line that names field, value and remedy; what is normalised."""
+"""SamplingParams: errors in one line that names field, value and remedy; normalization."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{n}-{str(v)[:20]}" for n, v in WRONG])
-def test_a_wrong_value_is_one_line_that_names_the_field(name, value):
+def test_invalid_value_is_one_line_that_names_the_field(name, value):
     with pytest.raises(UserError) as caught:
         SamplingParams(**{name: value})
     line = str(caught.value)

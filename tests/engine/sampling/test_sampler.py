@@ -1,4 +1,4 @@
-"""The sampler against numpy, transformers' logits processors and statistics; what a state takes back."""
+"""The sampler against numpy, transformers' logits processors and statistics; sampling states."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from transformers import (
 
 from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.sampling.sampler import LIKELIEST, Sampler
+from mlaforge.engine.sampling.sampler import TOP_P_WIDTHS, Sampler
 from mlaforge.engine.sampling.state import SamplingState, derived_seed
 from mlaforge.runtime import UserError
 
@@ -46,7 +46,7 @@ def test_plain_greedy_is_one_argmax_in_the_logits_own_dtype(monkeypatch):
     assert SAMPLER(logits, states).token_ids.tolist() == [7, 9, 0]
 
 
-def test_what_is_not_plain():
+def test_plain_excludes_adjusted_and_random_states():
     assert not state(temperature=1.0).plain
     for params in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1},
                    {"logit_bias": {1: 1.0}}, {"min_tokens": 2, "stop_token_ids": [3]}):  # fmt: skip
@@ -57,7 +57,7 @@ def test_what_is_not_plain():
     assert state(temperature=0, top_k=5, top_p=0.5).plain
 
 
-def test_greedy_rows_beside_drawn_ones():
+def test_greedy_and_random_rows_in_one_batch():
     logits = logits_of(4)
     states = [state(temperature=t, seed=1) for t in (0.0, 1.0, 0.0, 0.7)]
     drawn = SAMPLER(logits, states).token_ids
@@ -74,28 +74,28 @@ def test_greedy_rows_beside_drawn_ones():
 def test_penalties_by_their_formulas():
     logits = logits_of(1)
     prompt, output = [1, 2, 2, 3], [3, 4, 4, 4]
-    found = SAMPLER.adjust(
+    result = SAMPLER.adjust(
         logits, [state(prompt, output, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)]
     )[0]
     for token, value in enumerate(logits[0].tolist()):
         if token in prompt or token in output:
             value = value / 1.3 if value > 0 else value * 1.3
         value -= 0.25 * output.count(token) + 0.5 * (token in output)
-        assert found[token].item() == pytest.approx(value, abs=1e-5)
+        assert result[token].item() == pytest.approx(value, abs=1e-5)
 
 
 def test_bias_comes_before_penalties():
     logits = torch.full((1, V), -1.0)
-    found = SAMPLER.adjust(logits, [state([5], logit_bias={5: 3.0, 6: -100.0}, repetition_penalty=2.0)])[0]
-    assert found[[5, 6, 7]].tolist() == [1.0, -101.0, -1.0]
+    result = SAMPLER.adjust(logits, [state([5], logit_bias={5: 3.0, 6: -100.0}, repetition_penalty=2.0)])[0]
+    assert result[[5, 6, 7]].tolist() == [1.0, -101.0, -1.0]
     assert logits.eq(-1).all()
 
 
-def test_min_tokens_holds_ends_back():
-    asked = {"min_tokens": 2, "stop_token_ids": [8], "temperature": 0}
+def test_min_tokens_suppresses_ends_of_text():
+    options = {"min_tokens": 2, "stop_token_ids": [8], "temperature": 0}
     for output, held in (([], True), ([1], True), ([1, 1], False)):
-        found = SAMPLER.adjust(logits_of(1), [state(output=output, eos=[3, V + 5], **asked)])[0]
-        assert (found == -torch.inf).nonzero()[:, 0].tolist() == ([3, 8] if held else [])
+        result = SAMPLER.adjust(logits_of(1), [state(output=output, eos=[3, V + 5], **options)])[0]
+        assert (result == -torch.inf).nonzero()[:, 0].tolist() == ([3, 8] if held else [])
 
 
 def test_rows_do_not_disturb_each_other():
@@ -143,50 +143,52 @@ FILTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("vocab_size", [V, 2 * LIKELIEST[-1]])
+@pytest.mark.parametrize("vocab_size", [V, 2 * TOP_P_WIDTHS[-1]])
 def test_filters_against_numpy(vocab_size):
     for seed in range(4):
         logits = logits_of(len(FILTERS), vocab_size, seed)
-        found = SAMPLER.probabilities(logits, [state(vocab_size=vocab_size, **f) for f in FILTERS])
-        for n, asked in enumerate(FILTERS):
-            alive, weights = reference(logits[n].numpy(), **asked)
-            assert np.array_equal(found[n].numpy() > 0, alive), asked
-            np.testing.assert_allclose(found[n].numpy(), weights, atol=2e-6)
+        result = SAMPLER.probabilities(logits, [state(vocab_size=vocab_size, **f) for f in FILTERS])
+        for n, options in enumerate(FILTERS):
+            alive, weights = reference(logits[n].numpy(), **options)
+            assert np.array_equal(result[n].numpy() > 0, alive), options
+            np.testing.assert_allclose(result[n].numpy(), weights, atol=2e-6)
 
 
 def test_a_flat_row_needs_more_than_the_likeliest_and_a_steep_one_does_not():
     """The shortcut of top-p on a CPU and the full sort agree, also in one batch."""
-    size = 2 * LIKELIEST[-1]
+    size = 2 * TOP_P_WIDTHS[-1]
     logits = torch.stack([logits_of(1, size)[0] / 100, logits_of(1, size)[0] * 3])
-    found = SAMPLER.probabilities(logits, [state(vocab_size=size, top_p=0.9) for _ in range(2)])
+    result = SAMPLER.probabilities(logits, [state(vocab_size=size, top_p=0.9) for _ in range(2)])
     for n in range(2):
-        assert np.array_equal(found[n].numpy() > 0, reference(logits[n].numpy(), top_p=0.9)[0])
+        assert np.array_equal(result[n].numpy() > 0, reference(logits[n].numpy(), top_p=0.9)[0])
         alone = SAMPLER.probabilities(logits[n : n + 1], [state(vocab_size=size, top_p=0.9)])
-        assert torch.equal(alone[0], found[n])
+        assert torch.equal(alone[0], result[n])
 
 
-def test_equals_of_the_last_token_kept_are_kept():
+def test_filters_keep_ties_of_the_last_token():
     logits = torch.tensor([[5.0, 3.0, 3.0, 3.0, 1.0]])
-    for asked in ({"top_k": 2}, {"top_p": 0.85}):
-        kept = SAMPLER.probabilities(logits, [state(vocab_size=5, **asked)])[0] > 0
-        assert kept.tolist() == [True, True, True, True, False]
+    for options in ({"top_k": 2}, {"top_p": 0.85}):
+        retained = SAMPLER.probabilities(logits, [state(vocab_size=5, **options)])[0] > 0
+        assert retained.tolist() == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("asked", FILTERS, ids=str)
-def test_filters_against_transformers(asked):
+def test_filters_against_transformers(options):
     logits = logits_of(6, seed=11)
     ids = torch.tensor([[1, 2, 3, 4, 4]] * 6)
     expected = RepetitionPenaltyLogitsProcessor(1.2)(ids, logits)
-    if "temperature" in asked:
-        expected = TemperatureLogitsWarper(asked["temperature"])(ids, expected)
-    if "min_p" in asked:
-        expected = MinPLogitsWarper(asked["min_p"])(ids, expected)
-    if "top_k" in asked:
-        expected = TopKLogitsWarper(asked["top_k"])(ids, expected)
-    if "top_p" in asked:
-        expected = TopPLogitsWarper(asked["top_p"])(ids, expected)
-    found = SAMPLER.probabilities(logits, [state([1, 2], [3, 4, 4], repetition_penalty=1.2, **asked) for _ in range(6)])
-    torch.testing.assert_close(found, expected.softmax(-1), rtol=1e-5, atol=1e-7)
+    if "temperature" in options:
+        expected = TemperatureLogitsWarper(options["temperature"])(ids, expected)
+    if "min_p" in options:
+        expected = MinPLogitsWarper(options["min_p"])(ids, expected)
+    if "top_k" in options:
+        expected = TopKLogitsWarper(options["top_k"])(ids, expected)
+    if "top_p" in options:
+        expected = TopPLogitsWarper(options["top_p"])(ids, expected)
+    result = SAMPLER.probabilities(
+        logits, [state([1, 2], [3, 4, 4], repetition_penalty=1.2, **options) for _ in range(6)]
+    )
+    torch.testing.assert_close(result, expected.softmax(-1), rtol=1e-5, atol=1e-7)
 
 
 # --- drawing
@@ -215,7 +217,7 @@ def test_tokens_are_drawn_from_the_probabilities(seeded):
     assert chi_square(counts[often], expected[often]) < 42.6
 
 
-def test_unlikely_tokens_come_as_often_as_they_should():
+def test_unlikely_tokens_have_their_probability():
     """Half of the mass lies on a quarter of a million tokens of 2e-6 each."""
     size = 2**18
     logits = torch.zeros(1, size)
@@ -225,7 +227,7 @@ def test_unlikely_tokens_come_as_often_as_they_should():
     assert 15 <= first <= 45
 
 
-def test_a_draw_takes_one_number_and_never_what_cannot_be(monkeypatch):
+def test_draw_uses_one_random_number_and_no_impossible_token(monkeypatch):
     """The least and the largest number there are, with impossible tokens at both ends and sums beside 1."""
     logits = torch.full((2, V), -1e9)
     logits[:, [7, 20, 41]] = torch.tensor([3.0, 1.0, 2.0])
@@ -271,41 +273,41 @@ def test_logprobs_are_of_the_raw_logits():
     kinds = [{"logprobs": 3}, {}, {"logprobs": 0}, {"logprobs": 10**6}]
     states = [state([1], [2], temperature=0.3, repetition_penalty=2.0, logit_bias={6: 90.0}, **k) for k in kinds]
     sampled = SAMPLER(logits, states)
-    found = sampled.logprobs()
+    result = sampled.logprobs()
     expected = logits.double().log_softmax(-1)
     assert sampled.token_ids.tolist() == [6] * 4
-    assert found[1] is None
-    assert [len(found[n].top) for n in (0, 2, 3)] == [3, 0, V]
+    assert result[1] is None
+    assert [len(result[n].top) for n in (0, 2, 3)] == [3, 0, V]
     for n in (0, 2, 3):
-        assert found[n].token_id == 6 and found[n].logprob == pytest.approx(expected[n, 6].item(), abs=1e-6)
-        values = [value for _, value in found[n].top]
+        assert result[n].token_id == 6 and result[n].logprob == pytest.approx(expected[n, 6].item(), abs=1e-6)
+        values = [value for _, value in result[n].top]
         assert values == sorted(values, reverse=True)
-        assert values == pytest.approx([expected[n, token].item() for token, _ in found[n].top], abs=1e-6)
+        assert values == pytest.approx([expected[n, token].item() for token, _ in result[n].top], abs=1e-6)
         assert values == pytest.approx(expected[n].topk(len(values)).values.tolist(), abs=1e-6)
 
 
 def test_logprobs_of_a_large_vocabulary_do_not_drift():
     """fp32 log_softmax over 49,152 logits is off by 1e-5, always upwards: 100 tokens add it up to 1e-3."""
     logits = 3 * torch.randn(64, 49152, generator=torch.Generator().manual_seed(0))
-    found = logprobs_of(logits, [7] * 64, [0] * 64)
-    drift = sum(f.logprob for f in found) - logits.double().log_softmax(-1)[:, 7].sum().item()
+    result = logprobs_of(logits, [7] * 64, [0] * 64)
+    drift = sum(f.logprob for f in result) - logits.double().log_softmax(-1)[:, 7].sum().item()
     assert abs(drift) < 1e-4
 
 
-def test_the_chosen_one_of_equals_is_among_the_likeliest():
+def test_sampled_token_is_among_tied_logprobs():
     logits = torch.zeros(1, V)
     for token in (0, 20, V - 1):
         assert logprobs_of(logits, [token], [1])[0].top[0][0] == token
 
 
 def test_prompt_logprobs_in_parts(monkeypatch):
-    monkeypatch.setattr("mlaforge.engine.sampling.logprobs.LOGPROBS_AT_ONCE", 2 * V)
+    monkeypatch.setattr("mlaforge.engine.sampling.logprobs.MAX_LOGPROBS", 2 * V)
     logits, ids = logits_of(9), list(range(9))
     counts = [2, None, 1, 0, 2, 2, None, 3, 1]
-    found = logprobs_of(logits, ids, counts)
-    assert [None if f is None else len(f.top) for f in found] == counts
+    result = logprobs_of(logits, ids, counts)
+    assert [None if f is None else len(f.top) for f in result] == counts
     expected = logits.double().log_softmax(-1)
-    for n, one in enumerate(found):
+    for n, one in enumerate(result):
         # A row of fp32 is summed in an order that the processor's vectors choose.
         assert one is None or one.logprob == pytest.approx(expected[n, n].item(), abs=2e-6)
     assert logprobs_of(logits, ids, [None] * 9) == [None] * 9
@@ -315,13 +317,13 @@ def test_prompt_logprobs_in_parts(monkeypatch):
 
 
 @given(st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=12))
-def test_however_the_tokens_came(parts):
+def test_state_is_independent_of_append_sizes(parts):
     """The state is one that saw them all at once."""
-    asked = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2, "min_tokens": 4}
-    grown, whole = state([1, 2], **asked, eos=[0]), [token for part in parts for token in part]
+    options = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2, "min_tokens": 4}
+    grown, whole = state([1, 2], **options, eos=[0]), [token for part in parts for token in part]
     for part in parts:
         grown.append(part)
-    fresh = state([1, 2], whole, **asked, eos=[0])
+    fresh = state([1, 2], whole, **options, eos=[0])
     assert grown.token_ids == fresh.token_ids == whole and grown.generated == len(whole)
     assert grown.seen.counts_V.tolist() == [whole.count(token) for token in range(V)]
     assert torch.equal(grown.seen.counts_V, fresh.seen.counts_V) and grown.too_short == (len(whole) < 4)
@@ -329,11 +331,11 @@ def test_however_the_tokens_came(parts):
     assert torch.equal(SAMPLER.adjust(logits, [grown]), SAMPLER.adjust(logits, [fresh]))
 
 
-def test_no_memory_for_what_is_not_asked():
+def test_no_memory_for_unused_parameters():
     assert state().seen is None and state().bias is None and state(eos=[1]).stop_ids is None
 
 
-def test_tokens_that_the_vocabulary_lacks():
+def test_rejects_tokens_outside_the_vocabulary():
     with pytest.raises(UserError, match=f"logit_bias names token {V}"):
         state(logit_bias={V: 1.0})
 

@@ -4,9 +4,9 @@ import pytest
 
 from mlaforge.engine.speculation.controller import (
     CHAIN,
-    PARTIAL,
-    PARTIAL_TREE,
     RETRY_TOKENS,
+    SPARSE_TREE,
+    SPARSE_VIEW,
     TREE,
     TRIAL_TOKENS,
     ModeSelector,
@@ -15,13 +15,13 @@ from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, watched
 from support.speculating import SMALL, tokens
 
-MODES = (CHAIN, TREE, PARTIAL)
-EVERY = (*MODES, PARTIAL_TREE)
+MODES = (CHAIN, TREE, SPARSE_VIEW)
+EVERY = (*MODES, SPARSE_TREE)
 
 
-def test_the_fastest_mode_is_taken_and_the_others_tried():
-    seconds = {CHAIN: 0.02, TREE: 0.05, PARTIAL: 0.1}
-    for made, wanted in (((1, 1, 12), PARTIAL), ((1, 4, 3), TREE), ((3, 1, 3), CHAIN)):
+def test_selects_the_fastest_mode_and_retries_the_others():
+    seconds = {CHAIN: 0.02, TREE: 0.05, SPARSE_VIEW: 0.1}
+    for made, wanted in (((1, 1, 12), SPARSE_VIEW), ((1, 4, 3), TREE), ((3, 1, 3), CHAIN)):
         selector, taken = ModeSelector(), []
         for _ in range(400):
             mode = selector.choose(2, MODES)
@@ -36,34 +36,34 @@ def test_the_fastest_mode_is_taken_and_the_others_tried():
         )
 
 
-def test_a_mode_that_is_not_there_is_not_taken():
+def test_selects_among_the_given_modes_only():
     selector = ModeSelector()
     selector.choose(1, MODES)
     for mode, tokens_made in zip(MODES, (1, 2, 4), strict=True):
         for _ in range(TRIAL_TOKENS):
             selector.record(mode, tokens_made, 1.0)
     assert selector.choose(1, [CHAIN, TREE]) == TREE and selector.choose(1, [CHAIN]) == CHAIN
-    assert selector.choose(1, MODES) == PARTIAL
+    assert selector.choose(1, MODES) == SPARSE_VIEW
 
 
-def test_another_text_is_measured_anew_and_begins_as_the_last_was():
+def test_measures_anew_for_each_sequence_from_the_last_measurements():
     selector = ModeSelector()
     for alone in range(8):
         taken = []
         for _ in range(30):
-            taken.append(selector.choose(1, (CHAIN, PARTIAL), alone))
-            # Partial verification pays for every second text.
-            selector.record(taken[-1], 2, 0.5 if (taken[-1] == PARTIAL) == (alone % 2 == 0) else 1.0)
-        assert set(taken[:6]) == {CHAIN, PARTIAL} and set(taken[10:]) == {PARTIAL if alone % 2 == 0 else CHAIN}
+            taken.append(selector.choose(1, (CHAIN, SPARSE_VIEW), alone))
+            # Sparse-view verification pays for every second text.
+            selector.record(taken[-1], 2, 0.5 if (taken[-1] == SPARSE_VIEW) == (alone % 2 == 0) else 1.0)
+        assert set(taken[:6]) == {CHAIN, SPARSE_VIEW} and set(taken[10:]) == {SPARSE_VIEW if alone % 2 == 0 else CHAIN}
     # Others that come and go are no other text, and other lengths have a selector of their own.
-    selector.choose(2, (CHAIN, PARTIAL))
-    assert {selector.choose(1, (CHAIN, PARTIAL), 7) for _ in range(8)} == {CHAIN}
+    selector.choose(2, (CHAIN, SPARSE_VIEW))
+    assert {selector.choose(1, (CHAIN, SPARSE_VIEW), 7) for _ in range(8)} == {CHAIN}
     selector.record(CHAIN, 2, 1.0)
-    assert selector.choose(1, (PARTIAL, CHAIN), 7, 4096) == PARTIAL
+    assert selector.choose(1, (SPARSE_VIEW, CHAIN), 7, 4096) == SPARSE_VIEW
 
 
 @pytest.mark.parametrize("fastest", EVERY)
-def test_a_sequence_takes_what_is_fastest_for_it(fastest, tiny_models, tmp_path):
+def test_sequence_settles_on_its_fastest_mode(fastest, tiny_models, tmp_path):
     """All modes are tried for a long text that runs alone, then one is kept to; its tokens are plain decoding's. Two
     together get no tree."""
     llm = watched(
@@ -89,11 +89,9 @@ def test_a_sequence_takes_what_is_fastest_for_it(fastest, tiny_models, tmp_path)
     # One decision of many tries another.
     assert set(modes[:early]) == set(EVERY) and len(late) > 2 and late.count(fastest) >= len(late) - 1
     assert all(
-        (decision.tree > 0) == (decision.mode in (TREE, PARTIAL_TREE))
-        for decision in taken
-        if decision.mode is not None
+        (decision.tree > 0) == (decision.mode in (TREE, SPARSE_TREE)) for decision in taken if decision.mode is not None
     )
     taken.clear()
     assert [tokens(output) for output in llm.generate(prompts, greedy(48))] == wanted
-    assert {decision.mode for decision in taken if len(decision.counts) == 2} <= {PARTIAL}
+    assert {decision.mode for decision in taken if len(decision.counts) == 2} <= {SPARSE_VIEW}
     idle(engine)

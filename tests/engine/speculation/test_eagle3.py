@@ -15,7 +15,7 @@ from mlaforge.checkpoint.eagle3 import check_head, read_head, write_head
 from mlaforge.engine import engine as core
 from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.eagle3 import drawn_from
+from mlaforge.engine.speculation.eagle3 import sample_distribution
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 from support.eagle3_heads import HEADS, LAYER, check_drafts, draft_logits, make, recorded, saved
@@ -36,7 +36,9 @@ BASES = random_prompts(40, 40, seed=4)
         ("window", "gpt_oss", "latent"),
     ],
 )
-def test_drafts_and_tokens(name, family, layout, tiny_models, converted, tmp_path):
+def test_drafts_match_the_reference_head_and_tokens_plain_decoding(
+    name, family, layout, tiny_models, converted, tmp_path
+):
     """Drafts are the plain path's, after chunks, refused drafts, a found prefix and preemption; tokens the target's."""
     directory = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
     oracle, folder = Oracle(directory), saved(tmp_path / "head", **HEADS[name])
@@ -61,7 +63,7 @@ def test_drafts_and_tokens(name, family, layout, tiny_models, converted, tmp_pat
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_draft_ends_before_what_is_unlikely(early, tiny_models, tmp_path):
+def test_draft_ends_before_an_unlikely_path(early, tiny_models, tmp_path):
     """By the product of the plain path's likeliest tokens: while it is drafted as on a CPU, or afterwards as on a
     GPU."""
     directory, folder, least = tiny_models["llama"], saved(tmp_path / "head"), 0.15
@@ -85,7 +87,7 @@ def test_a_draft_ends_before_what_is_unlikely(early, tiny_models, tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("least", [0.0, 0.15])
-def test_a_chain_is_read_once(least, temperature, tiny_models, tmp_path, monkeypatch):
+def test_host_reads_chains_once_per_step(least, temperature, tiny_models, tmp_path, monkeypatch):
     """As on a GPU, where every reading is a wait, and so is an index that is a host list; texts of several lengths end
     at several depths."""
     monkeypatch.setattr(core, "BlockTables", DeviceTables)
@@ -112,17 +114,17 @@ def test_a_chain_is_read_once(least, temperature, tiny_models, tmp_path, monkeyp
     idle(llm.engine)
 
 
-def test_a_draw_is_multinomials():
+def test_sampling_equals_multinomial():
     """Which waits for the device: to the bit the same tokens of the same random numbers."""
     for seed in range(200):
         p_V = (3 * torch.randn(87, generator=torch.Generator().manual_seed(seed))).softmax(-1)
         ours, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
-        assert drawn_from(p_V, ours) == torch.multinomial(p_V, 1, generator=theirs)[0]
+        assert sample_distribution(p_V, ours) == torch.multinomial(p_V, 1, generator=theirs)[0]
         assert torch.equal(ours.get_state(), theirs.get_state())
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_what_is_accepted_is_the_targets(count, tiny_models, tmp_path):
+def test_accepted_tokens_are_the_targets(count, tiny_models, tmp_path):
     """Target and head confined to two tokens, so that some drafts are accepted: the tokens of plain decoding."""
     tokens = [40, 41]
     params = greedy(40, logit_bias=dict.fromkeys(tokens, 100.0), n=2)
@@ -140,7 +142,7 @@ def test_what_is_accepted_is_the_targets(count, tiny_models, tmp_path):
 
 
 @pytest.mark.parametrize(("least", "early"), [(0.0, True), (0.5, True), (0.5, False)])
-def test_draws_from_a_draft_vocabulary_are_the_targets(least, early, tiny_models, tmp_path):
+def test_sampling_with_a_draft_vocabulary_follows_the_target(least, early, tiny_models, tmp_path):
     """As test_speculation's, q being the head's own over its few tokens, with all drafts and with likely ones alone."""
     vocabulary, prompt = [20, 21, 22], BASES[1][:9]
     exact = outcomes(Oracle(tiny_models["llama"]), prompt, 4, vocabulary, 2.0)
@@ -173,7 +175,7 @@ def test_draws_from_a_draft_vocabulary_are_the_targets(least, early, tiny_models
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_written_and_read(name, tmp_path):
+def test_head_round_trips(name, tmp_path):
     head = make(**HEADS[name])
     write_head(head, tmp_path, torch.float32)
     again = read_head(tmp_path, 3)
@@ -184,7 +186,7 @@ def test_written_and_read(name, tmp_path):
         assert torch.equal(tensor, again.state_dict()[key])
 
 
-def test_names_and_shapes_are_those_in_the_wild(tmp_path):
+def test_tensor_names_and_shapes_match_published_heads(tmp_path):
     """GPT-OSS's, on the meta device; and a file that says layers.0, without our fields."""
     layer = LlamaConfig(**{**LAYER, "hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
                            "head_dim": 64, "intermediate_size": 17280, "vocab_size": 201088})  # fmt: skip
@@ -259,7 +261,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_head_is_refused(what, tmp_path):
+def test_refuses_a_damaged_head(what, tmp_path):
     folder = saved(tmp_path / "head")
     damage(folder, what)
     with pytest.raises(UserError) as refusal:
@@ -268,7 +270,7 @@ def test_a_damaged_head_is_refused(what, tmp_path):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_head_of_another_model_is_refused(tiny_models, tmp_path, refused):
+def test_refuses_a_head_of_another_model(tiny_models, tmp_path, refused):
     folder = saved(tmp_path / "head", layer={"vocab_size": 300})
     asked = ("generate", tiny_models["llama"], "--dtype", "float32", "--speculative")
     refused(("vocab_size is 300", "260"), *asked, folder)

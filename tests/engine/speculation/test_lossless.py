@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import PromptLookupDrafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from support.drafters import Branching, Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
@@ -131,7 +131,7 @@ def test_long_contexts(lengths, dtype, long):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_count(dtype, batch, long):
+def test_every_number_of_drafted_tokens(dtype, batch, long):
     lossless(long, Oracle(long), dtype, (100, 40, 7, 230)[:batch], range(1, 9))
 
 

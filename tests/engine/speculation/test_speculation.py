@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import LONGEST_MATCH, SHORTEST_MATCH, Draft, PromptLookupDrafter
+from mlaforge.engine.speculation.drafter import Draft
+from mlaforge.engine.speculation.lookup import MAX_NGRAM, MIN_NGRAM, PromptLookupDrafter
 from mlaforge.engine.speculation.policy import DraftPolicy
 from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
@@ -90,7 +91,7 @@ def test_any_schedule_with_any_drafts_gives_the_same_tokens(
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("count", range(1, 9))
-def test_every_count_and_a_perfect_drafter(count, batch, loaded):
+def test_every_number_of_drafted_tokens_with_a_perfect_drafter(count, batch, loaded):
     """All is accepted, in as few steps as there can be."""
     engine, oracle = loaded
     renew(engine, 40, LONGEST, block_size=4, max_step=128)
@@ -128,13 +129,13 @@ def test_prompt_lookup_finds_loops_and_is_lossless(llama, fast):
 class Text:
     """What of a sequence prompt lookup reads."""
 
-    def __init__(self, token_ids, judged=None):
-        self.token_ids, self.judged = token_ids, judged
+    def __init__(self, token_ids, original=None):
+        self.token_ids, self.original = token_ids, original
 
 
 def looked_up(token_ids, count):
     """What prompt lookup means, by search."""
-    for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
+    for length in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
         for end in range(len(token_ids) - 1, length - 1, -1):
             if token_ids[end - length : end] == token_ids[-length:]:
                 copied = token_ids[end:]
@@ -151,7 +152,7 @@ def looked_up(token_ids, count):
         st.lists(st.integers(0, 3), min_size=1, max_size=5), st.booleans(),
     ), max_size=6),
 )  # fmt: skip
-def test_prompt_lookup_is_a_search(start, turns):
+def test_prompt_lookup_equals_a_linear_search(start, turns):
     """Also of copies that run ahead of a text step by step by tokens that it then gets or does not, whether it is asked
     itself in between or not."""
     drafter, text = PromptLookupDrafter(), Text(list(start))
@@ -170,7 +171,7 @@ def test_prompt_lookup_is_a_search(start, turns):
     assert right(text, 4)
 
 
-def test_prompt_lookup_copies_what_came_last():
+def test_prompt_lookup_prefers_the_latest_occurrence():
     drafter = PromptLookupDrafter()
 
     def proposed(token_ids, count):
@@ -191,7 +192,7 @@ def test_prompt_lookup_copies_what_came_last():
     assert drafter.propose([(growing, 2)], 0.0)[0].token_ids == [4, 2]
 
 
-def test_a_draft_preempts_nobody(llama, fast):
+def test_drafts_do_not_preempt_sequences(llama, fast):
     """Room for one sequence to its end, and for the other's tokens, but not for many drafted ones besides."""
     oracle = Oracle(llama)
     renew(fast.engine, 7, 28, block_size=4, max_step=64, caching=False)
@@ -205,7 +206,7 @@ def test_a_draft_preempts_nobody(llama, fast):
     idle(fast.engine)
 
 
-def test_drafts_take_no_turn_from_others(llama, fast):
+def test_drafts_do_not_delay_other_sequences(llama, fast):
     """Four sequences and six rows a step: each gets its row, two are left for drafts."""
     renew(fast.engine, 60, 60, block_size=4, max_step=6)
     oracle = Oracle(llama)
@@ -226,7 +227,7 @@ def test_drafts_take_no_turn_from_others(llama, fast):
 
 @pytest.mark.parametrize("name", HOW)
 @pytest.mark.parametrize("right", [0.5, 1.0])
-def test_seeded_draws_are_those_of_plain_decoding(name, right, llama, plain, fast):
+def test_seeded_tokens_equal_plain_decoding(name, right, llama, plain, fast):
     """Token by token, text, end, and log probabilities, with drafts that nobody drew."""
     if name in ("json", "regex"):
         pytest.importorskip("llguidance")
@@ -251,7 +252,7 @@ def test_seeded_draws_are_those_of_plain_decoding(name, right, llama, plain, fas
     idle(fast.engine)
 
 
-def test_the_end_lies_inside_an_accepted_run(plain, fast):
+def test_text_ends_within_an_accepted_draft(plain, fast):
     """At each place of a run: by stop id, stop string, length, and the end of the context."""
     (whole,) = plain.generate([LOOP], greedy(24))
     text = whole.outputs[0].token_ids
@@ -279,7 +280,7 @@ class Lying(Drawing):
 
 
 @pytest.mark.parametrize(("drafter", "right"), [(Undrawn, True), (Drawing, True), (Lying, False)])
-def test_the_distribution_is_the_targets(drafter, right, llama, fast):
+def test_sampled_tokens_follow_the_targets_distribution(drafter, right, llama, fast):
     """600 draws of four tokens of a vocabulary of three against their exact probabilities; a wrong q shows."""
     vocabulary, prompt = [20, 21, 22], BASES[2][:9]
     exact = outcomes(Oracle(llama), prompt, 4, vocabulary, 2.0)
@@ -310,7 +311,7 @@ def test_the_distribution_is_the_targets(drafter, right, llama, fast):
 # What is drafted, and when
 
 
-def test_a_request_can_do_without(plain, fast):
+def test_request_can_disable_speculation(plain, fast):
     renew(fast.engine, 200, 300, block_size=16, max_step=64)
     speculate(fast.engine, PromptLookupDrafter())
     params = greedy(30, speculate=False)
@@ -321,9 +322,9 @@ def test_a_request_can_do_without(plain, fast):
         SamplingParams(speculate=1)
 
 
-def test_it_is_an_option(llama, refused):
+def test_engine_options(llama, refused):
     engine = watched(llama, speculative="ngram", num_speculative_tokens=5).engine
-    assert isinstance(engine.speculation.drafter, PromptLookupDrafter) and engine.speculation.controller.most == 5
+    assert isinstance(engine.speculation.drafter, PromptLookupDrafter) and engine.speculation.controller.max_tokens == 5
     assert engine.speculation.controller.policy is not None
     assert watched(llama).engine.stats().speculation is None
     refused(("num_speculative_tokens = 9", "at most 8"), "generate", llama, "--num-speculative-tokens", 9)
@@ -356,7 +357,7 @@ def test_the_draft_policy_is_never_slower_than_plain_decoding(accepts, dear, act
     assert generated / seconds >= 0.85 * max(constant.values())
 
 
-def test_a_slow_first_step_does_not_make_drafts_look_cheap():
+def test_slow_first_step_does_not_favour_drafts():
     """Plain decoding is measured twice, and again now and then."""
     policy, taken = DraftPolicy(3), []
     for step in range(300):
@@ -374,7 +375,7 @@ def test_a_slow_first_step_does_not_make_drafts_look_cheap():
     assert taken[100:300].count(1) > 190 and taken[-1000:].count(0) > 900
 
 
-def test_another_text_and_another_length_are_measured_anew():
+def test_policy_measures_anew_for_another_text_or_length():
     policy = DraftPolicy(3)
 
     def decode(steps, cached, alone, accepts, dear):
@@ -390,10 +391,10 @@ def test_another_text_and_another_length_are_measured_anew():
     assert decode(60, 1000, 2, True, 0.3)[10:].count(3) > 45
     # At another length a row costs another time: plain decoding first, and what was known of the shorter stays.
     assert decode(60, 9000, 3, True, 3.0)[:2] == [0, 0] and policy.choose(1, 9000, 3) == 0
-    assert policy.expected(1) == 9000 and policy.choose(1, 1000, 3) == 3 and policy.expected(1) == 1000
+    assert policy.step_seconds(1) == 9000 and policy.choose(1, 1000, 3) == 3 and policy.step_seconds(1) == 1000
 
 
-def test_drafts_that_their_drafter_doubts_are_not_paid_for():
+def test_unlikely_drafts_are_not_verified():
     """In a simulation where it knows which of its tokens are likely: faster than any count that is always drafted, and
     hardly slower than plain decoding where all are unlikely."""
     draw = random.Random(0)

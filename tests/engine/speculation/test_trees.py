@@ -35,22 +35,22 @@ def path(parents, node):
 
 
 @given(forests)
-def test_how_far_back_every_node_is(parents):
+def test_ancestry_counts_edges_to_ancestors(parents):
     rows = ancestry(parents)
     for node, row in enumerate(rows):
         own = path(parents, node)
         assert row == [own[::-1].index(at) if at in own else -1 for at in range(len(parents))]
     draft = Draft(list(range(len(parents))), parents=parents)
-    assert draft.length == max(len(path(parents, node)) for node in range(len(parents)))
+    assert draft.depth == max(len(path(parents, node)) for node in range(len(parents)))
     for node, parent in enumerate(parents):
-        assert draft.after(parent, node) == node
-        assert draft.after(node, node) is None
+        assert draft.child(parent, node) == node
+        assert draft.child(node, node) is None
 
 
-def test_a_chain_is_followed_token_by_token():
+def test_child_follows_a_chain():
     draft = Draft([5, 6, 6])
-    assert [draft.after(-1, 5), draft.after(0, 6), draft.after(1, 6), draft.after(2, 6)] == [0, 1, 2, None]
-    assert draft.after(-1, 6) is None and draft.length == 3
+    assert [draft.child(-1, 5), draft.child(0, 6), draft.child(1, 6), draft.child(2, 6)] == [0, 1, 2, None]
+    assert draft.child(-1, 6) is None and draft.depth == 3
 
 
 @settings(max_examples=40)
@@ -62,7 +62,7 @@ def test_a_chain_is_followed_token_by_token():
     asked=st.integers(1, 12),
     heads=st.sampled_from([(4, 2, 8, 8), (6, 1, 24, 16)]),
 )
-def test_attention_sees_the_path_and_what_came_before(parents, before, window, block_size, asked, heads):
+def test_reference_attention_sees_path_and_prefix(parents, before, window, block_size, asked, heads):
     """Every implementation that takes trees, against each path on its own. The last `asked` nodes have queries, as when
     a head grows a tree; with all of them, positions of the rows too."""
     H, G, D, V = heads
@@ -97,13 +97,13 @@ def test_attention_sees_the_path_and_what_came_before(parents, before, window, b
     if n == T:
         L = min(before + n - first, (window or 10**6) - 1 + n)
         positions = [*range(before), *(before + level for level in levels)][-L:]
-        assert view.places(0, L).tolist() == [p - (before + n - L) for p in positions]
+        assert view.positions(0, L).tolist() == [p - (before + n - L) for p in positions]
 
 
 @settings(max_examples=30)
 @given(parents=forests, before=st.integers(0, 300), window=st.none() | st.integers(1, 14), asked=st.integers(1, 12),
        heads=st.sampled_from([(4, 2, 8, 8), (6, 1, 24, 16), (9, 3, 64, 64)]))  # fmt: skip
-def test_the_compiled_kernel_sees_the_same(compiled, parents, before, window, asked, heads):
+def test_compiled_attention_sees_path_and_prefix(compiled, parents, before, window, asked, heads):
     """In bf16, chunks of the cache that end inside the tree, and what nobody wrote beside it."""
     H, G, D, V = heads
     n, T = len(parents), min(asked, len(parents))
@@ -126,7 +126,7 @@ def test_the_compiled_kernel_sees_the_same(compiled, parents, before, window, as
     assert torch.allclose(lse, want_lse, atol=1e-3)
 
 
-def test_what_cannot_takes_no_trees():
+def test_implementations_without_trees_refuse_them():
     tables = BlockTables([CacheGroup("it", 4)], 8)
     tables.start(0, [])
     tables.reserve(0, 4)
@@ -177,7 +177,7 @@ def test_any_tree_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", ["filters", "penalties", "greedy penalties", "stop", "min_tokens", "bias"])
-def test_draws_through_a_tree_are_those_of_plain_decoding(name, tiny_models):
+def test_seeded_tokens_with_trees_equal_plain_decoding(name, tiny_models):
     """Token by token, with text, end and log probabilities, and often through a branch."""
     params = SamplingParams(
         **{"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True, "logprobs": 2, **HOW[name]}
@@ -198,7 +198,7 @@ def test_draws_through_a_tree_are_those_of_plain_decoding(name, tiny_models):
     idle(llm.engine)
 
 
-def test_the_end_lies_inside_a_path(tiny_models):
+def test_text_ends_within_an_accepted_path(tiny_models):
     """At each place: by stop id, length, and the end of the context."""
     plain = watched(tiny_models["llama"], max_model_len=60)
     llm = watched(tiny_models["llama"], cache_bytes=4 << 20, max_model_len=60)
@@ -238,7 +238,7 @@ def plain_tree(head, oracle, text, count, depth, branches=8):
     [("plain", "llama", None), ("all norms", "mistral", "latent_rope"), ("window", "gpt_oss", "latent"),
      ("another size", "qwen3", None)],
 )  # fmt: skip
-def test_a_heads_trees(name, family, layout, tiny_models, converted, tmp_path):
+def test_head_trees_match_the_reference(name, family, layout, tiny_models, converted, tmp_path):
     """The likeliest paths of the plain head; the tokens that come out are the target's."""
     directory = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
     oracle, folder = Oracle(directory), saved(tmp_path / "head", **HEADS[name])
@@ -317,7 +317,7 @@ def test_the_draft_policy_of_trees_is_never_slower_than_plain_decoding(accepts, 
     assert generated / seconds >= 0.95 and generated / seconds >= 0.85 * best
 
 
-def test_it_is_an_option(refused, tiny_models, tmp_path):
+def test_tree_options(refused, tiny_models, tmp_path):
     folder = saved(tmp_path / "head")
     asked = ("generate", tiny_models["llama"], "--speculative-tree-tokens")
     refused(

@@ -1,10 +1,10 @@
-"""The block pool of one cache group: reference counts, content digests, allocation and eviction.
+"""Block pool of one cache group: reference counts, content digests, allocation and eviction.
 
-A block is free (nobody holds it, nothing is known of it), used (held at least once) or evictable (nobody holds it, but
-its content is known by a digest, so that a later prompt with the same beginning may take it again). Digests form a
-chain: equal digests mean equal tokens from the first one of the sequence on, so they are a trie without its nodes.
+A block is free (no references, content unknown), used (at least one reference) or evictable (no references, but a
+digest names its content, so that a later prompt with the same prefix can reuse it). Digests form a chain: equal digests
+mean that all tokens from the first of the sequence on are equal. They are a trie without nodes.
 
-Blocks may be of two kinds, packed ones and, behind them, whole ones (block_tables.py says what for).
+A pool has two kinds of blocks, quantized ones and, behind them, unquantized ones (block_tables.py says what for).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIGEST_BYTES = 16
 
 
 def block_digests(token_ids: Sequence[int], block_size: int, parent: bytes | None = None) -> list[bytes]:
-    """Digests of the whole blocks of `token_ids`; a partial last block has none.
+    """Return the digests of the full blocks of `token_ids`; a partial last block has none.
 
     `parent` is the digest of the block before them; without it the chain begins here.
     """
@@ -34,8 +34,8 @@ def block_digests(token_ids: Sequence[int], block_size: int, parent: bytes | Non
 
 
 @dataclasses.dataclass
-class _Kind:
-    """The blocks of one kind, numbers `start` to before `stop`."""
+class _Region:
+    """The blocks of one kind: numbers `start` (inclusive) to `stop` (exclusive)."""
 
     start: int
     stop: int
@@ -47,77 +47,80 @@ class _Kind:
         return self.num_free + len(self.evictable)
 
     @property
-    def least_evicted(self) -> int:
-        """One by one, evictions would hand out an old sequence backwards, from its tail; in stretches they leave a gap
-        that a growing sequence fills forwards."""
+    def min_evictions(self) -> int:
+        """Blocks per eviction. One by one, evictions would hand out an old sequence backwards, from its tail; many at
+        once leave a gap that a growing sequence fills forwards."""
         return max(1, (self.stop - self.start) // 64)
 
 
 class BlockPool:
-    """Blocks of one cache group, reference-counted; blocks whose content is known by hash stay after their last user
-    until they are evicted, least recently released first.
+    """Reference-counted blocks of one cache group. Blocks with a digest stay cached after their last user until they
+    are evicted, least recently released first.
 
-    `caching` False forgets every content at once. Nothing here touches memory: blocks are numbers of `block_size` rows
-    each, 0 to num_packed - 1 and then `num_whole` whole ones.
+    Without `caching` released blocks are free at once. The pool allocates no memory: blocks are numbers, each for
+    `block_size` rows: 0 to num_quantized - 1, then `num_unquantized` unquantized ones.
     """
 
-    def __init__(self, num_packed: int, block_size: int, caching: bool = True, num_whole: int = 0) -> None:
-        assert num_packed > 0 and block_size > 0 and num_whole >= 0, f"{num_packed} blocks of {block_size} rows"
-        self.num_packed, self.num_blocks = num_packed, num_packed + num_whole
+    def __init__(self, num_quantized: int, block_size: int, caching: bool = True, num_unquantized: int = 0) -> None:
+        assert num_quantized > 0 and block_size > 0 and num_unquantized >= 0, (
+            f"{num_quantized} blocks of {block_size} rows"
+        )
+        self.num_quantized, self.num_blocks = num_quantized, num_quantized + num_unquantized
         self.block_size = block_size
         self.caching = caching
         self._ref_counts = [0] * self.num_blocks
         self._free = bytearray(b"\x01" * self.num_blocks)  # 1: free
-        self._packed = _Kind(0, num_packed, num_packed)
-        self._whole = _Kind(num_packed, self.num_blocks, num_whole)
+        self._quantized = _Region(0, num_quantized, num_quantized)
+        self._unquantized = _Region(num_quantized, self.num_blocks, num_unquantized)
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
     @property
     def num_available(self) -> int:
-        """Blocks of both kinds that an allocation could take: free or evictable."""
-        return self._packed.num_available + self._whole.num_available
+        """Blocks of both kinds that can be allocated: free or evictable."""
+        return self._quantized.num_available + self._unquantized.num_available
 
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
     @property
-    def num_used_whole(self) -> int:
-        return self._whole.stop - self._whole.start - self._whole.num_available
+    def num_used_unquantized(self) -> int:
+        return self._unquantized.stop - self._unquantized.start - self._unquantized.num_available
 
-    def is_whole(self, block: int) -> bool:
-        return block >= self.num_packed
+    def is_unquantized(self, block: int) -> bool:
+        return block >= self.num_quantized
 
-    def has(self, packed: int, whole: int) -> bool:
-        """Whether so many of each kind could be allocated."""
-        return packed <= self._packed.num_available and whole <= self._whole.num_available
+    def can_allocate(self, quantized: int, unquantized: int) -> bool:
+        """Whether this many blocks of each kind can be allocated."""
+        return quantized <= self._quantized.num_available and unquantized <= self._unquantized.num_available
 
-    def allocate(self, count: int, after: int | None = None, whole: bool = False) -> list[int] | None:
-        """`count` blocks held once, or None, and nothing changed, when so many are not available.
+    def allocate(self, count: int, after: int | None = None, unquantized: bool = False) -> list[int] | None:
+        """Return `count` blocks with one reference each. Return None, and change nothing, when too few are available.
 
-        As contiguous as can be, because attention reads a contiguous run without copying: on from block `after`, then
-        from the largest gaps. Evicts only when free blocks do not suffice. One block after `after` costs O(1).
+        Blocks are as contiguous as possible, because attention reads a contiguous run without a copy: first those after
+        block `after`, then the largest gaps. Evicts only when free blocks do not suffice. One block after `after` costs
+        O(1).
         """
-        kind = self._whole if whole else self._packed
-        if count > kind.num_available:
+        region = self._unquantized if unquantized else self._quantized
+        if count > region.num_available:
             return None
-        if count > kind.num_free:
-            self._evict(kind, max(count - kind.num_free, kind.least_evicted))
-        blocks = [] if after is None else self._take(kind, after + 1, count)
+        if count > region.num_free:
+            self._evict(region, max(count - region.num_free, region.min_evictions))
+        blocks = [] if after is None else self._take(region, after + 1, count)
         if len(blocks) < count:
-            for start in self._gaps(kind, count - len(blocks)):
-                blocks += self._take(kind, start, count - len(blocks))
+            for start in self._gaps(region, count - len(blocks)):
+                blocks += self._take(region, start, count - len(blocks))
                 if len(blocks) == count:
                     break
         return blocks
 
     def find(self, digest: bytes) -> int | None:
-        """The block that holds this content; it is not taken."""
+        """Return the block with this content, without a reference to it."""
         return self._block_of.get(digest)
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
-        """The leading run of blocks that hold these contents; they are not taken."""
+        """Return the leading run of blocks with these contents, without references to them."""
         blocks: list[int] = []
         for digest in digests:
             if (block := self.find(digest)) is None:
@@ -126,27 +129,28 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Hold blocks that somebody holds already or that are evictable."""
+        """Add a reference to each of these blocks, which are used or evictable."""
         for block in blocks:
-            assert not self._free[block], f"block {block} is free: nothing is known of its content"
-            self._kind(block).evictable.pop(block, None)
+            assert not self._free[block], f"block {block} is free: its content is unknown"
+            self._region(block).evictable.pop(block, None)
             self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Let go of blocks, in this order; it is the order in which they are evicted once nobody holds them."""
+        """Remove a reference from each of these blocks. Blocks without references are evicted in the order of their
+        release."""
         for block in blocks:
-            assert self._ref_counts[block] > 0, f"block {block} is released but nobody holds it"
+            assert self._ref_counts[block] > 0, f"block {block} is released but has no references"
             self._ref_counts[block] -= 1
             if self._ref_counts[block]:
                 continue
             if block in self._digest_of:
-                self._kind(block).evictable[block] = None
+                self._region(block).evictable[block] = None
             else:
                 self._set_free(block)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """The content of a held block is complete. Where another block is known for it already, that one stays."""
-        assert self._ref_counts[block] > 0, f"block {block} is published but nobody holds it"
+        """Register the complete content of a used block. If another block is registered for it, that one stays."""
+        assert self._ref_counts[block] > 0, f"block {block} is published but has no references"
         if not self.caching or digest in self._block_of:
             return
         assert block not in self._digest_of, f"block {block} is published with a second content"
@@ -154,82 +158,86 @@ class BlockPool:
         self._digest_of[block] = digest
 
     def withdraw(self, block: int) -> None:
-        """The content of a held block is about to change: forget its digest, if it has one."""
-        assert self._ref_counts[block] > 0, f"block {block} is withdrawn but nobody holds it"
+        """Forget the digest of a used block, because its content is about to change."""
+        assert self._ref_counts[block] > 0, f"block {block} is withdrawn but has no references"
         if (digest := self._digest_of.pop(block, None)) is not None:
             del self._block_of[digest]
 
     def forget(self, digest: bytes) -> None:
-        """Nobody finds this content any more; who holds its block goes on holding it."""
+        """Forget a content: later prompts do not find it. Users of its block keep the block."""
         if (block := self._block_of.pop(digest, None)) is None:
             return
         del self._digest_of[block]
         if not self._ref_counts[block]:
-            del self._kind(block).evictable[block]
+            del self._region(block).evictable[block]
             self._set_free(block)
 
     def digest(self, block: int) -> bytes | None:
-        """What the block is known to contain."""
+        """Return the digest of the block's content, or None."""
         return self._digest_of.get(block)
 
     def is_shared(self, block: int) -> bool:
         return self._ref_counts[block] > 1
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """AssertionError unless `holders`, each a list of the blocks that it holds, explain every count in here."""
-        held = Counter(block for blocks in holders for block in blocks)
+        """Raise AssertionError unless `holders`, a list of blocks per user, explain every reference count."""
+        expected_counts = Counter(block for blocks in holders for block in blocks)
         for block, count in enumerate(self._ref_counts):
-            assert count == held[block], f"block {block} counts {count} holders, but {held[block]} hold it"
-            states = [count > 0, self._free[block] == 1, block in self._kind(block).evictable]
+            assert count == expected_counts[block], (
+                f"block {block} has {count} references, but {expected_counts[block]} users"
+            )
+            states = [count > 0, self._free[block] == 1, block in self._region(block).evictable]
             assert sum(states) == 1, f"block {block} is (used, free, evictable) = {states}, not one of them"
             published = block in self._digest_of
             assert not (states[1] and published), f"block {block} is free but published"
             assert not states[2] or published, f"block {block} is evictable but not published"
-        for kind in (self._packed, self._whole):
-            free = sum(self._free[kind.start : kind.stop])
-            assert kind.num_free == free, f"{free} of blocks {kind.start} to {kind.stop} are free, not {kind.num_free}"
-        forth = {digest: block for block, digest in self._digest_of.items()}
-        assert forth == self._block_of and len(forth) == len(self._digest_of), "digests and blocks are not one to one"
+        for region in (self._quantized, self._unquantized):
+            free = sum(self._free[region.start : region.stop])
+            assert region.num_free == free, (
+                f"{free} of blocks {region.start} to {region.stop} are free, not {region.num_free}"
+            )
+        block_of = {digest: block for block, digest in self._digest_of.items()}
+        assert block_of == self._block_of and len(block_of) == len(self._digest_of), "digests and blocks differ"
 
-    def _kind(self, block: int) -> _Kind:
-        return self._whole if self.is_whole(block) else self._packed
+    def _region(self, block: int) -> _Region:
+        return self._unquantized if self.is_unquantized(block) else self._quantized
 
-    def _evict(self, kind: _Kind, count: int) -> None:
-        for _ in range(min(count, len(kind.evictable))):
-            block, _ = kind.evictable.popitem(last=False)
+    def _evict(self, region: _Region, count: int) -> None:
+        for _ in range(min(count, len(region.evictable))):
+            block, _ = region.evictable.popitem(last=False)
             del self._block_of[self._digest_of.pop(block)]
             self._set_free(block)
 
     def _set_free(self, block: int) -> None:
         self._free[block] = 1
-        self._kind(block).num_free += 1
+        self._region(block).num_free += 1
 
-    def _take(self, kind: _Kind, start: int, count: int) -> list[int]:
-        """The free blocks from `start` on, at most `count`."""
-        stop = min(start + count, kind.stop)
+    def _take(self, region: _Region, start: int, count: int) -> list[int]:
+        """Take the free blocks from `start` on, at most `count`."""
+        stop = min(start + count, region.stop)
         end = self._free.find(0, start, stop)
         blocks = list(range(start, stop if end < 0 else end))
         for block in blocks:
             self._free[block] = 0
             self._ref_counts[block] = 1
-        kind.num_free -= len(blocks)
+        region.num_free -= len(blocks)
         return blocks
 
-    def _gaps(self, kind: _Kind, count: int) -> Iterator[int]:
-        """Where to start: the runs of free blocks, largest first. A run whose left neighbour is used is entered in its
-        middle, so that the neighbour can grow, or as far right as `count` blocks fit."""
+    def _gaps(self, region: _Region, count: int) -> Iterator[int]:
+        """Yield where to allocate: runs of free blocks, largest first. Start in the middle of a run whose left
+        neighbour is used, so that the neighbour can grow, or as far right as `count` blocks fit."""
         runs = []
-        start = self._free.find(1, kind.start, kind.stop)
+        start = self._free.find(1, region.start, region.stop)
         while start >= 0:
-            end = self._free.find(0, start, kind.stop)
-            runs.append((start, end if end >= 0 else kind.stop))
-            start = self._free.find(1, end, kind.stop) if end >= 0 else -1
+            end = self._free.find(0, start, region.stop)
+            runs.append((start, end if end >= 0 else region.stop))
+            start = self._free.find(1, end, region.stop) if end >= 0 else -1
         if count == 1:
             runs = [max(runs, key=lambda run: run[1] - run[0])]
         for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
             room = end - start
             yield (
                 start + max(0, min(room // 2, room - count))
-                if start > kind.start and self._ref_counts[start - 1]
+                if start > region.start and self._ref_counts[start - 1]
                 else start
             )

@@ -18,12 +18,12 @@ from torch import Tensor
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.runtime import on_device
 
-# Size of the first copy; it grows by doubling.
+# Initial size of the copy, which grows by doubling.
 ROWS, COLUMNS = 16, 64
 
 
 class DeviceTables(BlockTables):
-    """BlockTables whose tables are on `device` too: int32 [G, R, C]. Nothing here waits for the device."""
+    """BlockTables with a copy on `device`: int32 [G, R, C]. No method waits for the device."""
 
     def __init__(
         self, groups: Sequence[CacheGroup], block_size: int, caching: bool = True, lookback: int = 0,
@@ -49,34 +49,34 @@ class DeviceTables(BlockTables):
         heapq.heappush(self._free_rows, self._rows.pop(seq))
 
     def _add_row(self, seq: int) -> None:
-        # A sequence that starts again after a rewind to nothing has one.
+        # A sequence that starts again after a rewind to nothing has a row.
         if seq not in self._rows:
             self._rows[seq] = heapq.heappop(self._free_rows) if self._free_rows else len(self._rows)
 
     @torch.inference_mode()
     def table_SB(self, seqs: Sequence[int], group: int) -> Tensor:
-        """int32 [S, B] on the device: the blocks of these sequences, as `table` has them. B is the number of blocks of
-        the sequence with the most; what stands behind the last block of another is the number of some block."""
+        """Return the blocks of these sequences as int32 [S, B] on the device, as in `table`. B is the number of blocks
+        of the longest sequence; columns after the last block of a shorter one have arbitrary block numbers."""
         columns = max(len(self.table(seq, group)[1]) for seq in seqs)
         self._grow(len(self._rows) + len(self._free_rows), columns)
         _, R, C = self._copy_GRC.shape
         rows = [self._rows[seq] for seq in seqs]
-        places: list[int] = []
+        indices: list[int] = []
         blocks: list[int] = []
         for seq, row in zip(seqs, rows, strict=True):
             column, changed = self.take_changes(seq, group)
             begin = (group * R + row) * C + column
-            places += range(begin, begin + len(changed))
+            indices += range(begin, begin + len(changed))
             blocks += changed
         # In one upload.
-        uploaded = on_device([*rows, *places, *blocks], torch.int64, self.device)
-        rows_S, places_n, blocks_n = uploaded.split([len(rows), len(places), len(blocks)])
-        if places:
-            self._copy_GRC.view(-1).index_copy_(0, places_n, blocks_n.int())
+        uploaded = on_device([*rows, *indices, *blocks], torch.int64, self.device)
+        rows_S, indices_n, blocks_n = uploaded.split([len(rows), len(indices), len(blocks)])
+        if indices:
+            self._copy_GRC.view(-1).index_copy_(0, indices_n, blocks_n.int())
         return self._copy_GRC[group, :, :columns].index_select(0, rows_S)
 
     def _grow(self, rows: int, columns: int) -> None:
-        """Makes room for so many rows and columns."""
+        """Make room for this many rows and columns."""
         G, R, C = self._copy_GRC.shape
         if rows <= R and columns <= C:
             return

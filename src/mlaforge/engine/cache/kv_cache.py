@@ -1,7 +1,7 @@
-"""The KV cache's memory: one tensor of rows per layer, in groups of layers that share their blocks.
+"""Memory of the KV cache: one tensor of rows per layer, in groups of layers that share their blocks.
 
-Layers that see everything form one group, layers with the same sliding window another; within a group a block has the
-same number in every layer, though a layer's rows may be wider than another's.
+Layers with full attention form one group, layers with the same sliding window another. Within a group a block has the
+same number in every layer, though rows of different layers may differ in width.
 """
 
 from __future__ import annotations
@@ -19,53 +19,64 @@ from torch import Tensor
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.kept_keys import kept_bytes
+from mlaforge.ops.decompressed_keys import decompressed_keys_bytes
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_format import Coded, Plain, RowFormat, row_format
 from mlaforge.runtime import UserError, on_device
 
 
 class CacheTooSmall(UserError):
-    """The memory for the cache does not hold one short sequence."""
+    """The cache memory does not hold one short sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """What a layer keeps per token: `kind` is gqa, latent or latent_rope, `format` how; `group` is its group's number,
-    `index` how many bytes of an index key it keeps too, `keys` how many numbers decompressed keys have, which are kept
-    for some of the tokens."""
+    """What a layer caches per token.
+
+    kind         gqa, latent or latent_rope
+    format       how a row is stored (ops/row_format.py)
+    group        number of the layer's cache group
+    index_bytes  bytes of the index key that a sparse layer caches too
+    key_width    elements of a decompressed key where those are cached too, for some of the tokens
+    """
 
     kind: str
     format: RowFormat
     group: int
-    index: int = 0
-    keys: int = 0
+    index_bytes: int = 0
+    key_width: int = 0
 
     @property
     def width(self) -> int:
-        """Numbers of a token."""
+        """Elements of a token's row."""
         return self.format.width
 
     def block_bytes(self, block_size: int) -> int:
-        kept = kept_bytes(block_size, self.keys) if self.keys else 0
-        return self.format.unit_bytes * block_size // self.format.tokens + self.index * block_size + kept
+        key_bytes = decompressed_keys_bytes(block_size, self.key_width) if self.key_width else 0
+        return self.format.unit_bytes * block_size // self.format.tokens + self.index_bytes * block_size + key_bytes
 
-    def whole_bytes(self, block_size: int) -> int:
-        """Of a block whose rows are kept as they are."""
+    def unquantized_block_bytes(self, block_size: int) -> int:
+        """Bytes of a block whose rows are not quantized."""
         plain = isinstance(self.format, Plain)
         return self.block_bytes(block_size) if plain else 2 * self.width * block_size
 
 
 def layer_caches(
-    spec: ModelSpec, config: Any, dtype: torch.dtype, stored: str = "auto", keep: bool = False
+    spec: ModelSpec, config: Any, dtype: torch.dtype, kv_cache_dtype: str = "auto", cache_keys: bool = False
 ) -> tuple[list[LayerCache], list[int | None]]:
-    """Every layer's cache, and the window of each group. `config` is the model's own, converted or not, `dtype` what it
-    computes in, `stored` a name of ops/row_format.py; with `keep`, decompressed keys are kept where layers are sparse.
-    Raises UserError for a format that does not suit a layer."""
+    """Return the cache of every layer, and the window of each group.
+
+    config          the model's config, converted or not
+    dtype           what the model computes in
+    kv_cache_dtype  a name of ops/row_format.py, or auto or coded
+    cache_keys      cache decompressed keys where layers are sparse
+
+    Raises UserError for a format that does not suit a layer.
+    """
     kinds = getattr(config, "mla_layer_types", None) or ["gqa"] * spec.num_layers
     codes: list[list[int]] = getattr(config, "mla_code_counts", None) or [[]] * spec.num_layers
     sparse = getattr(config, "index_kind", None) is not None
-    if stored == "coded" and not any(codes):
+    if kv_cache_dtype == "coded" and not any(codes):
         raise UserError("kv_cache_dtype coded is for models that were converted with --bits; use auto")
     windows = sorted({layer.window for layer in spec.layers}, key=lambda w: (w is not None, w))
     layers = []
@@ -73,34 +84,35 @@ def layer_caches(
         if kind == "gqa":
             parts = [layer.head_dim] * (2 * layer.num_kv_heads)
         else:
-            if codes[index] and stored not in ("auto", "coded", "bf16"):
-                raise UserError(f"kv_cache_dtype {stored} is not for coded rows; use auto, coded or bf16")
-            if stored == "int4":
+            if codes[index] and kv_cache_dtype not in ("auto", "coded", "bf16"):
+                raise UserError(f"kv_cache_dtype {kv_cache_dtype} is not for coded rows; use auto, coded or bf16")
+            if kv_cache_dtype == "int4":
                 raise UserError(f"kv_cache_dtype int4 is for grouped-query layers; layer {index} is {kind}: use int8")
             parts = [config.mla_kv_lora_ranks[index], *([config.qk_rope_head_dim] if kind == "latent_rope" else [])]
-        format: RowFormat = row_format("auto" if stored == "coded" else stored, parts, dtype)
-        if codes[index] and stored != "bf16":
+        format: RowFormat = row_format("auto" if kv_cache_dtype == "coded" else kv_cache_dtype, parts, dtype)
+        if codes[index] and kv_cache_dtype != "bf16":
             format = Coded(tuple(codes[index]), sum(parts[1:]))
-        own = config.index_head_dim if sparse and config.indexer_types[index] == "full" else 0
-        if own and format.whole:
+        index_bytes = config.index_head_dim if sparse and config.indexer_types[index] == "full" else 0
+        if index_bytes and format.unquantized_blocks:
             raise UserError(
-                f"kv_cache_dtype {stored} keeps whole blocks, of which no selection is read; use int8 or bf16"
+                f"kv_cache_dtype {kv_cache_dtype} keeps unquantized blocks, which sparse attention cannot select from; "
+                "use int8 or bf16"
             )
-        keys = 0
-        if keep and sparse and kind == "latent" and config.indexer_types[index] != "dense":
-            keys = layer.num_kv_heads * layer.head_dim
-        layers.append(LayerCache(kind, format, windows.index(layer.window), own, keys))
+        key_width = 0
+        if cache_keys and sparse and kind == "latent" and config.indexer_types[index] != "dense":
+            key_width = layer.num_kv_heads * layer.head_dim
+        layers.append(LayerCache(kind, format, windows.index(layer.window), index_bytes, key_width))
     return layers, windows
 
 
 @dataclasses.dataclass(frozen=True)
 class MinimumCache:
-    """What one short sequence needs, group by group: blocks, whole blocks, and the bytes of one of each."""
+    """What one short sequence needs, per group: blocks, unquantized blocks, and the bytes of one of each."""
 
     blocks: list[int]
-    whole: list[int]
+    unquantized: list[int]
     block_bytes: list[int]
-    whole_bytes: list[int]
+    unquantized_block_bytes: list[int]
     kinds: list[frozenset[str]]
 
     @classmethod
@@ -108,108 +120,119 @@ class MinimumCache:
         cls, layers: Sequence[LayerCache], windows: Sequence[int | None], block_size: int, max_model_len: int,
         max_step: int,
     ) -> MinimumCache:  # fmt: skip
-        held = [[layer for layer in layers if layer.group == group] for group in range(len(windows))]
-        kinds = [frozenset[str]().union(*(layer.format.whole for layer in own)) for own in held]
+        by_group = [[layer for layer in layers if layer.group == group] for group in range(len(windows))]
+        kinds = [
+            frozenset[str]().union(*(layer.format.unquantized_blocks for layer in members)) for members in by_group
+        ]
         longest = -(-max_model_len // block_size)
-        # What one sequence holds while a step is computed.
+        # Blocks of one sequence during a step.
         blocks = [min(longest, 2 if window is None else (window + max_step) // block_size + 2) for window in windows]
         touched = min(longest, (max_step - 1) // block_size + 2)
-        whole = [touched * ("newest" in kind) + ("first" in kind) for kind in kinds]
-        sizes = (sum(layer.block_bytes(block_size) for layer in own) for own in held)
-        whole_sizes = (sum(layer.whole_bytes(block_size) for layer in own) for own in held)
-        return cls(blocks, whole, list(sizes), list(whole_sizes), kinds)
+        unquantized = [touched * ("newest" in kind) + ("first" in kind) for kind in kinds]
+        sizes = [sum(layer.block_bytes(block_size) for layer in members) for members in by_group]
+        unquantized_sizes = [
+            sum(layer.unquantized_block_bytes(block_size) for layer in members) for members in by_group
+        ]
+        return cls(blocks, unquantized, sizes, unquantized_sizes, kinds)
 
     @property
     def bytes(self) -> int:
-        return _sum(self.blocks, self.block_bytes) + _sum(self.whole, self.whole_bytes)
+        return _dot(self.blocks, self.block_bytes) + _dot(self.unquantized, self.unquantized_block_bytes)
 
 
 def size_groups(
     layers: Sequence[LayerCache], windows: Sequence[int | None], budget: int, block_size: int,
     *, max_num_seqs: int, max_model_len: int, max_step: int,
 ) -> list[CacheGroup]:  # fmt: skip
-    """Blocks per group that fit `budget` bytes. Every group gets what one short sequence needs. Of the rest windows get
-    up to twice what all sequences can use at once (the other half for prefixes of finished requests), and no more than
-    half where there is full attention, which gets what is left. Where some blocks are whole they come first.
+    """Return the groups with as many blocks as fit `budget` bytes.
+
+    Every group gets what one short sequence needs. Of the rest, window groups get up to twice what all sequences can
+    use at once (the other half for prefixes of finished requests), and at most half where there is full attention,
+    which gets what remains. Unquantized blocks, where there are any, come first.
 
     Raises CacheTooSmall where the budget does not hold one short sequence.
     """
     minimum = MinimumCache.of(layers, windows, block_size, max_model_len, max_step)
-    minimum_blocks, minimum_whole, kinds = minimum.blocks, minimum.whole, minimum.kinds
-    bytes_per_block, bytes_per_whole = minimum.block_bytes, minimum.whole_bytes
-    most, need = max_num_seqs * -(-max_model_len // block_size) + 1, minimum.bytes
-    if budget < need:
+    minimum_blocks, minimum_unquantized, kinds = minimum.blocks, minimum.unquantized, minimum.kinds
+    block_bytes, unquantized_bytes = minimum.block_bytes, minimum.unquantized_block_bytes
+    max_blocks = max_num_seqs * -(-max_model_len // block_size) + 1
+    if budget < minimum.bytes:
         raise CacheTooSmall(
             f"cache_bytes = {budget} does not hold one short sequence in blocks of {block_size} tokens; at least "
-            f"{need} bytes are needed"
+            f"{minimum.bytes} bytes are needed"
         )
-    left = budget - need
-    # Whole blocks: what all sequences can write to at once, and first ones of finished requests; a quarter at most.
-    wanted = [
+    remaining = budget - minimum.bytes
+    # Unquantized blocks: for all that sequences write at once and for first blocks of finished requests; at most 1/4.
+    target = [
         (2 * max_num_seqs + max_step // block_size) * ("newest" in kind) + 2 * max_num_seqs * ("first" in kind)
         for kind in kinds
     ]
-    scale = min(1.0, left / 4 / max(1, _sum(wanted, bytes_per_whole)))
-    whole = [minimum + int(n * scale) for n, minimum in zip(wanted, minimum_whole, strict=True)]
-    budget -= _sum(whole, bytes_per_whole)
-    left = budget - _sum(minimum_blocks, bytes_per_block)
-    # Beyond the least.
-    wanted = [
+    scale = min(1.0, remaining / 4 / max(1, _dot(target, unquantized_bytes)))
+    unquantized = [minimum + int(n * scale) for n, minimum in zip(target, minimum_unquantized, strict=True)]
+    budget -= _dot(unquantized, unquantized_bytes)
+    remaining = budget - _dot(minimum_blocks, block_bytes)
+    # Blocks of windows, in addition to the minimum.
+    target = [
         2 * (max_num_seqs * (-(-window // block_size) + 2) + -(-max_step // block_size) + 2) - minimum if window else 0
         for window, minimum in zip(windows, minimum_blocks, strict=True)
     ]
-    for_windows = max(1, _sum(wanted, bytes_per_block))
-    scale = min(1.0, left / 2 / for_windows) if None in windows else left / for_windows
-    counts = [min(most, minimum + int(n * scale)) for n, minimum in zip(wanted, minimum_blocks, strict=True)]
-    left = budget - _sum(counts, bytes_per_block)
-    # Every position is in all groups that see everything.
-    full = max(1, sum(size for window, size in zip(windows, bytes_per_block, strict=True) if window is None))
+    window_bytes = max(1, _dot(target, block_bytes))
+    scale = min(1.0, remaining / 2 / window_bytes) if None in windows else remaining / window_bytes
+    counts = [min(max_blocks, minimum + int(n * scale)) for n, minimum in zip(target, minimum_blocks, strict=True)]
+    remaining = budget - _dot(counts, block_bytes)
+    # A position takes a row in every group with full attention.
+    full_bytes = max(1, sum(size for window, size in zip(windows, block_bytes, strict=True) if window is None))
     counts = [
-        min(most, count + left // full) if window is None else count
+        min(max_blocks, count + remaining // full_bytes) if window is None else count
         for window, count in zip(windows, counts, strict=True)
     ]
     return [
-        CacheGroup("full" if window is None else f"window {window}", *rest)
-        for window, rest in zip(windows, zip(counts, windows, kinds, whole, strict=True), strict=True)
+        CacheGroup("full" if window is None else f"window {window}", *fields)
+        for window, fields in zip(windows, zip(counts, windows, kinds, unquantized, strict=True), strict=True)
     ]
 
 
 def group_bytes(layers: Sequence[LayerCache], groups: Sequence[CacheGroup], block_size: int) -> int:
-    """Of all blocks of these groups."""
+    """Return the bytes of all blocks of these groups."""
     return sum(
         (group := groups[layer.group]).num_blocks * layer.block_bytes(block_size)
-        + group.num_whole * layer.whole_bytes(block_size)
+        + group.num_unquantized * layer.unquantized_block_bytes(block_size)
         for layer in layers
     )
 
 
-def _sum(counts: Sequence[int], sizes: Sequence[int]) -> int:
+def _dot(counts: Sequence[int], sizes: Sequence[int]) -> int:
     return sum(map(operator.mul, counts, sizes))
 
 
 class Cache:
-    """`rows[layer]` has the blocks of its group. Not cleared: what no sequence has written is never read, and on
-    a CPU the system gives memory only where a block is written. `dtype` is the model's.
+    """The rows of all layers: `rows[layer]` has the blocks of the layer's group. `dtype` is the model's.
 
-    `spare` more blocks per group than `groups` says stand behind those that the pools hand out: `scratch` is the first.
+    The memory is not cleared: no query reads a row that no sequence has written, and on a CPU the system commits memory
+    only where a block is written. Each group has `num_scratch` blocks after those of the pool; `scratch` is the first.
     """
 
     def __init__(
         self, layers: Sequence[LayerCache], groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype,
-        device: torch.device, spare: int = 0,
+        device: torch.device, num_scratch: int = 0,
     ):  # fmt: skip
         self.layers, self.groups, self.block_size = layers, groups, block_size
-        assert not spare or not any(group.num_whole for group in groups), "whole blocks stand behind the others too"
+        assert not num_scratch or not any(group.num_unquantized for group in groups), (
+            "scratch blocks and unquantized blocks would share their numbers"
+        )
         self.scratch = tuple(group.num_blocks for group in groups)
         self.rows = []
         for layer in layers:
             group = groups[layer.group]
-            packed, whole = (count * block_size for count in (group.num_blocks + spare, group.num_whole))
-            self.rows.append(PagedRows.empty(layer.format, packed, dtype, device, whole, layer.index, layer.keys))
+            quantized = (group.num_blocks + num_scratch) * block_size
+            unquantized = group.num_unquantized * block_size
+            self.rows.append(
+                PagedRows.empty(layer.format, quantized, dtype, device, unquantized, layer.index_bytes, layer.key_width)
+            )
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of its memory."""
+        """All tensors of the cache."""
         return [tensor for rows in self.rows for tensor in rows.tensors]
 
     @property
@@ -217,24 +240,26 @@ class Cache:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
     def bytes_used(self, tables: BlockTables) -> list[int]:
-        """Bytes of the blocks that are held, group by group."""
+        """Bytes of the used blocks, by group."""
         used = []
-        for group, (blocks, whole) in enumerate(zip(tables.used_by_group, tables.whole_by_group, strict=True)):
-            own = [layer for layer in self.layers if layer.group == group]
-            packed = (blocks - whole) * sum(layer.block_bytes(self.block_size) for layer in own)
-            used.append(packed + whole * sum(layer.whole_bytes(self.block_size) for layer in own))
+        counts = zip(tables.used_by_group, tables.unquantized_by_group, strict=True)
+        for group, (blocks, unquantized) in enumerate(counts):
+            layers = [layer for layer in self.layers if layer.group == group]
+            quantized_bytes = (blocks - unquantized) * sum(layer.block_bytes(self.block_size) for layer in layers)
+            unquantized_bytes = unquantized * sum(layer.unquantized_block_bytes(self.block_size) for layer in layers)
+            used.append(quantized_bytes + unquantized_bytes)
         return used
 
-    def move(self, views: Sequence[CacheView], kept: Sequence[int]) -> None:
-        """Of the rows that a step has written those numbered `kept`, rising, to where its first rows are."""
-        if list(kept) == list(range(len(kept))):
+    def move(self, views: Sequence[CacheView], accepted: Sequence[int]) -> None:
+        """Move the step's rows with the ascending numbers `accepted` to the places of its first rows."""
+        if list(accepted) == list(range(len(accepted))):
             return
-        rows_K = on_device(kept, torch.int64, views[0].slots_N.device)
+        rows_K = on_device(accepted, torch.int64, views[0].slots_N.device)
         for rows, layer in zip(self.rows, self.layers, strict=True):
             rows.move(views[layer.group].slots_N, rows_K)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Block by block, before a step writes: what is shared is copied before it is changed."""
+        """Execute the copies, in order, before a step writes: a shared block is copied before it is changed."""
         for copy in copies:
             for rows, layer in zip(self.rows, self.layers, strict=True):
                 if layer.group == copy.group:
@@ -242,9 +267,9 @@ class Cache:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device now."""
+    """Return the memory that is free on the device now."""
     if device.type == "cuda":
-        # Torch's allocator does not return the memory of an engine that is gone by itself.
+        # Torch's allocator does not return the memory of a deleted engine by itself.
         gc.collect()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])

@@ -1,10 +1,10 @@
-"""Attention of a decoder layer over the paged cache, made from the layer's own module.
+"""Attention of a decoder layer over the paged cache, built from the layer's own module.
 
-A grouped-query layer caches its rotated keys and its values side by side, a converted layer the row that its own
-module caches; the mathematics of latents stays in modeling/latent_attention_mla.py.
+A grouped-query layer caches its rotated keys and its values side by side, a converted layer the row that its module
+caches. The mathematics of latents is in modeling/latent_attention_mla.py.
 
-Legend: N tokens of a step, S sequences, H query heads, G KV heads, D key, V value dimensions, R latent rank,
-E rotary dimensions, W numbers a token caches.
+Legend: N tokens of a step, S sequences, H query heads, G KV heads, D key dimensions, V value dimensions, R latent rank,
+E rotary dimensions, W elements that a token caches, X columns of a fused projection.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge.engine.execution.angles import Angles
 from mlaforge.engine.execution.batch import AttentionProbe, Batch
+from mlaforge.engine.execution.indexer import Selections, make_indexer
 from mlaforge.engine.execution.linear import fused
-from mlaforge.engine.execution.sparse_reading import Chosen, reading
+from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
-from mlaforge.ops.attended import attended, attention_and_attended, newest
+from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.native import kernels, pack
 from mlaforge.ops.packed_attention import packed_attention
@@ -37,25 +37,26 @@ from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
 class Step:
     """What the attention layers need of a step.
 
-    `rotation_N1P`: one column per rotary pair, cos + i sin (angles.py); `cos_N1P` and `sin_N1P` are its parts, in
-    `dtype`.
-    `chosen`: what sparse layers leave to those behind them. Under a partial view they choose nothing.
+    rotation_N1P  a column per rotary pair, cos + i sin (rotary_embedding.py); `cos_N1P` and `sin_N1P` are its parts in
+                  `dtype`
+    selections    token selections, passed from sparse layers to later ones
+    sparse_views  views of the layers with full attention, in their order; under a sparse view no layer selects tokens
     """
 
     batch: Batch
     rotation_N1P: Tensor
     dtype: torch.dtype
-    chosen: Chosen = dataclasses.field(default_factory=dict)
-    partial: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
+    selections: Selections = dataclasses.field(default_factory=dict)
+    sparse_views: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
 
     def probe(self, view: CacheView) -> AttentionProbe | None:
-        """What a layer with this view is to tell where it attends to."""
+        """The probe that a layer with this view must record to, if any."""
         return self.batch.probe if view.window is None else None
 
     def view(self, group: int) -> CacheView:
-        """What the layer whose turn it is sees; its cache is of that group."""
+        """The view of the next layer, whose cache is of this group."""
         view = self.batch.views[group]
-        return next(self.partial) if self.batch.partial and view.window is None else view
+        return next(self.sparse_views) if self.batch.sparse_views and view.window is None else view
 
     @functools.cached_property
     def cos_N1P(self) -> Tensor:
@@ -66,27 +67,26 @@ class Step:
         return self.rotation_N1P.imag.to(self.dtype)
 
     @classmethod
-    def make(cls, batch: Batch, angles: Angles) -> Step:
-        """`angles` are the model's."""
-        turn = angles(batch.positions_N, max(view.max_seq_len for view in batch.views))
-        return cls(batch, turn, angles.dtype, partial=iter(batch.partial))
+    def make(cls, batch: Batch, rotary_embedding: RotaryEmbedding) -> Step:
+        rotation_N1P = rotary_embedding(batch.positions_N, max(view.max_seq_len for view in batch.views))
+        return cls(batch, rotation_N1P, rotary_embedding.dtype, sparse_views=iter(batch.sparse_views))
 
 
 def interleaved(head_dim: int) -> Tensor:
-    """The order of a head's dimensions in which rotary pairs (i, i + head_dim/2) are neighbours: as complex numbers a
-    pair turns by one product. Queries and keys take the same order, so their products do not change."""
+    """Return the order of a head's dimensions that places rotary pairs (i, i + head_dim/2) side by side, so that one
+    complex product rotates a pair. Queries and keys take the same order, so their products do not change."""
     return torch.arange(head_dim).view(2, -1).T.flatten()
 
 
 class PagedGroupedQueryAttention:
-    """Grouped-query attention with one product for q, k and v; biases, norms, sinks and windows as in the source."""
+    """Grouped-query attention with q, k and v as one projection; biases, norms, sinks and windows as in the source."""
 
     def __init__(self, attention: Any, group: int, rows: PagedRows, sinks: bool, format: str):
         self.group = group
         self.head_dim: int = attention.head_dim
         self.num_kv_heads = rows.format.width // (2 * self.head_dim)
         self.num_heads = attention.q_proj.out_features // self.head_dim
-        self.keep_in(rows)
+        self.bind_cache(rows)
         self.scaling: float = attention.scaling
         order = interleaved(self.head_dim).to(rows.packed.device)
         for projection in (attention.q_proj, attention.k_proj):
@@ -99,19 +99,19 @@ class PagedGroupedQueryAttention:
         self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
-        self.sparse = reading(attention, self.num_heads, rows, self.sinks, order=order)
+        self.sparse = make_indexer(attention, self.num_heads, rows, self.sinks, order=order)
         native = kernels() if native_reads(rows) else None
         self.rope_and_store = native.rope_and_store.default if native is not None else None
 
-    def keep_in(self, rows: PagedRows) -> None:
-        """From now on the cache is `rows`."""
+    def bind_cache(self, rows: PagedRows) -> None:
+        """Use `rows` as the cache from now on."""
         self.rows = rows
         self.k_LGD = self.v_LGD = None
         if rows.direct:
             self.k_LGD, self.v_LGD = rows.packed.view(-1, 2, self.num_kv_heads, self.head_dim).unbind(1)
 
-    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
-        """The layer's output for normed hidden states, added to `plus_NC`."""
+    def __call__(self, normed_NC: Tensor, step: Step, residual_NC: Tensor | None) -> Tensor:
+        """Return the layer's output for normed hidden states, plus `residual_NC`."""
         view = step.view(self.group)
         N, H, G, D = normed_NC.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv(normed_NC)
@@ -122,37 +122,37 @@ class PagedGroupedQueryAttention:
         if self.rope_and_store is not None:
             self.rope_and_store(qkv, step.rotation_N1P, *native_rows(self.rows), view.slots_N, H + G, D)
         else:
-            turned = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.rotation_N1P
-            # In place: what follows the queries is then the row to cache.
-            qk_NHD.copy_(torch.view_as_real(turned).view(N, H + G, D))
+            rotated = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.rotation_N1P
+            # In place, so that the row to cache follows the queries in memory.
+            qk_NHD.copy_(torch.view_as_real(rotated).view(N, H + G, D))
             self.rows.write(view.slots_N, qkv[:, H * D :])
         if view.packs_2K is not None:
             self.rows.pack(view.packs_2K, view.block_size)
         probe = step.probe(view)
-        if self.sparse is not None and not step.batch.partial:
+        if self.sparse is not None and not step.batch.sparse_views:
             keys_NF = qkv[:, H * D : (H + G) * D]
-            view = self.sparse(keys_NF, qkv, step.rotation_N1P, self.rows, view, step.chosen, probe)
+            view = self.sparse(keys_NF, qkv, step.rotation_N1P, self.rows, view, step.selections, probe)
             probe = None
         out_NHD, lse_NH = self._attend(qk_NHD[:, :H], probe, view)
         if self.sinks is not None:
             out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
-        return self.o_proj(out_NHD.reshape(N, H * D), plus_NC)
+        return self.o_proj(out_NHD.reshape(N, H * D), residual_NC)
 
     def _attend(self, q_NHD: Tensor, probe: AttentionProbe | None, view: CacheView) -> tuple[Tensor, Tensor]:
-        """As ops.paged_attention."""
+        """As ops.paged_attention; records to `probe`."""
         if probe is not None:
-            asked = q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
-            if (both := attention_and_attended(*asked)) is not None:
-                out_NHD, lse_NH, attention_mass = both
+            probe_args = q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
+            if (fused_result := attention_with_mass(*probe_args)) is not None:
+                out_NHD, lse_NH, attention_mass = fused_result
                 probe.layers.append(attention_mass)
                 return out_NHD, lse_NH
-            probe.layers.append(attended(*asked))
+            probe.layers.append(probe_attention_mass(*probe_args))
         if self.k_LGD is not None and self.v_LGD is not None:
             return paged_attention(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
         return packed_attention(q_NHD, self.rows, view, self.scaling)
 
     def capturable(self, view: CacheView) -> bool:
-        """Whether a CUDA graph can hold a step of this layer."""
+        """Whether a CUDA graph can capture a step of this layer."""
         if self.k_LGD is None or self.v_LGD is None or self.sparse is not None:
             return False
         q_NHD = self.k_LGD.new_empty(0, self.num_heads, self.head_dim, dtype=self.rows.dtype)
@@ -160,50 +160,51 @@ class PagedGroupedQueryAttention:
 
 
 class PagedLatentAttention:
-    """Multi-head latent attention. `attention` is the converted layer's own module, which does the mathematics; its
-    projections of the input are fused into one, and on a CPU it computes in fp32, the fastest dtype there."""
+    """Multi-head latent attention. `attention` is the converted layer's module and does the mathematics. Its
+    projections of the input are fused into one; on a CPU it computes in fp32, the fastest dtype there."""
 
     def __init__(self, attention: LatentAttention, group: int, rows: PagedRows, format: str):
         self.group = group
-        self.keep_in(rows)
+        self.bind_cache(rows)
         self.factored = attention.config.q_lora_rank is not None
         self.widths = [attention.num_heads * (attention.nope_dim + attention.rope_dim), rows.format.width]
         first = attention.q_a_proj if self.factored else attention.q_proj
         self.q_kv_a = fused([first, attention.kv_a_proj_with_mqa], format)
         self.q_b_proj = fused([attention.q_b_proj], format) if self.factored else None
         self.o_proj = fused([attention.o_proj], format)
-        # All that is fused above; what is left is held in fp32 on a CPU.
+        # The projections that are fused above; the others stay, in fp32 on a CPU.
         for name in ("o_proj", "kv_a_proj_with_mqa", *(("q_a_proj", "q_b_proj") if self.factored else ("q_proj",))):
             delattr(attention, name)
         sinks = attention.sinks if attention.config.mla_sinks else None
-        self.sparse = reading(attention, attention.num_heads, rows, sinks, angles=not attention.rope_dim)
+        self.sparse = make_indexer(attention, attention.num_heads, rows, sinks, reads_positions=not attention.rope_dim)
         self.native = NativeLatent.of(attention, rows)
-        # On a CPU the product with decompressed keys and values is limited by arithmetic.
+        # On a CPU arithmetic limits the product with decompressed keys and values.
         self.latent = attention.float() if rows.packed.device.type == "cpu" else attention
 
-    def keep_in(self, rows: PagedRows) -> None:
-        """From now on the cache is `rows`."""
+    def bind_cache(self, rows: PagedRows) -> None:
+        """Use `rows` as the cache from now on."""
         self.rows = rows
 
-    def __call__(self, normed_NC: Tensor, step: Step, plus_NC: Tensor | None) -> Tensor:
-        """The layer's output for normed hidden states, added to `plus_NC`."""
+    def __call__(self, normed_NC: Tensor, step: Step, residual_NC: Tensor | None) -> Tensor:
+        """Return the layer's output for normed hidden states, plus `residual_NC`."""
         latent, view = self.latent, step.view(self.group)
         N, W = normed_NC.shape[0], self.widths[1]
-        both = self.q_kv_a(normed_NC)
-        q, row_NW = both[:, :-W], both[:, -W:]
+        q_kv_NX = self.q_kv_a(normed_NC)
+        q, row_NW = q_kv_NX[:, :-W], q_kv_NX[:, -W:]
         if self.q_b_proj is not None:
             q = self.q_b_proj(q)
         probe = step.probe(view)
-        if self.sparse is not None and not step.batch.partial:
-            features, asked = self._normed(row_NW, q) if latent.qk_norm else (row_NW, q)
-            view = self.sparse(features, asked, step.rotation_N1P, self.rows, view, step.chosen, probe)
+        if self.sparse is not None and not step.batch.sparse_views:
+            features, query = self._index_inputs(row_NW, q) if latent.qk_norm else (row_NW, q)
+            view = self.sparse(features, query, step.rotation_N1P, self.rows, view, step.selections, probe)
             probe = None
         if self.native is not None:
-            both = both if self.q_b_proj is None else torch.cat((q, row_NW), dim=1)
-            out = self.native(both, step.rotation_N1P, self.rows, view)
+            if self.q_b_proj is not None:
+                q_kv_NX = torch.cat((q, row_NW), dim=1)
+            out = self.native(q_kv_NX, step.rotation_N1P, self.rows, view)
             if probe is not None:
-                probe.layers.append(self._attended(q, step, view, probe.sequences))
-            return self.o_proj(out, plus_NC)
+                probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
+            return self.o_proj(out, residual_NC)
         q_NHD = self._queries(q, step)
         if latent.rope_dim:
             cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]
@@ -211,16 +212,16 @@ class PagedLatentAttention:
             row_NW = torch.cat((c, _rotate(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
         self.rows.write(view.slots_N, row_NW)
         if probe is not None:
-            probe.layers.append(self._attended(q, step, view, probe.sequences))
+            probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
         if self._absorbs(view):
             out_NHV = self._absorbed(q_NHD, view)
         else:
             out_NHV = self._by_sequence(q_NHD, view)
-        return self.o_proj(out_NHV.to(normed_NC.dtype).reshape(N, -1), plus_NC)
+        return self.o_proj(out_NHV.to(normed_NC.dtype).reshape(N, -1), residual_NC)
 
     def _queries(self, q_NX: Tensor, step: Step) -> Tensor:
-        """[N, H, D] as they are multiplied with keys, but that `latent` turns them there."""
+        """Queries [N, H, D] as keys expect them, except that the layout `latent` rotates them later."""
         latent = self.latent
         q_NHD = q_NX.view(len(q_NX), latent.num_heads, -1)
         if latent.rope_dim:
@@ -231,24 +232,25 @@ class PagedLatentAttention:
             q_NHD = latent.q_norm(q_NHD)
         return q_NHD
 
-    def _attended(self, q_NX: Tensor, step: Step, view: CacheView, wanted: list[int]) -> list[Tensor]:
-        """As ops.attended. To decompress every key would cost as much as the step: `latent` has the shares of one key
-        of each block, that of its mean latent in its middle, and nothing of a last block that is not full."""
+    def _attention_mass(self, q_NX: Tensor, step: Step, view: CacheView, sequences: list[int]) -> list[Tensor]:
+        """As probe_attention_mass. Decompressing every key would cost as much as the step, so for the layout `latent`
+        the key of a block's mean latent, at its middle position, stands for the block's tokens. A partly filled last
+        block gets no mass."""
         latent, size = self.latent, view.block_size
         wide = latent.kv_b_proj.weight.dtype
         q_NHD = self._queries(q_NX.to(wide), step)
         if latent.rope_dim:
             q_NHW = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])[0][0].transpose(0, 1)
-            return attended(q_NHW, self.rows, 1, view, latent.scaling, wanted)
-        rows_LW, seen = self.rows.numbers(view)
+            return probe_attention_mass(q_NHW, self.rows, 1, view, latent.scaling, sequences)
+        rows_LW, rows_view = self.rows.decode(view)
         w_uk, _, b_k, _ = latent.up_projections()
         attention_mass = []
-        for s in wanted:
-            row_LW = seen.sequence(s, rows_LW)[0][0]
+        for s in sequences:
+            row_LW = rows_view.sequence(s, rows_LW)[0][0]
             L, G = len(row_LW), latent.num_kv_heads
             mean_BR = row_LW[: L // size * size].view(-1, size, row_LW.shape[1]).mean(1, dtype=wide)
             at_B = torch.arange(len(mean_BR), device=rows_LW.device) * size + size // 2
-            q_1H1D = q_NHD[newest(view, s)][None, :, None]
+            q_1H1D = q_NHD[last_query_row(view, s)][None, :, None]
             cos, sin = (table[:, L - 1 :][:, :1] for table in latent.table(L, q_1H1D))
             k_1GBD = latent.rotated_keys(((mean_BR @ w_uk.mT) + b_k[:, None])[None], at_B)
             q_GJD = rotate(q_1H1D, cos, sin)[0, :, 0].view(G, -1, k_1GBD.shape[-1])
@@ -256,8 +258,8 @@ class PagedLatentAttention:
             attention_mass.append(F.pad(mass_B.repeat_interleave(size) / size, (0, L % size)))
         return attention_mass
 
-    def _normed(self, row_NW: Tensor, q_NX: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and queries as a norm leaves them, which an index is made of then."""
+    def _index_inputs(self, row_NW: Tensor, q_NX: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and queries after their norms: the inputs of an index where the layer has these norms."""
         latent = self.latent
         wide = latent.kv_b_proj.weight.dtype
         q_NHD = latent.q_norm(q_NX.to(wide).unflatten(1, (latent.num_heads, -1)))
@@ -267,7 +269,7 @@ class PagedLatentAttention:
         return bool(self.latent.rope_dim) and self.latent.cheaper_absorbed(view.max_query)
 
     def capturable(self, view: CacheView) -> bool:
-        """Whether a CUDA graph can hold a step of this layer: not what goes sequence by sequence."""
+        """Whether a CUDA graph can capture a step of this layer. It cannot where sequences are computed one by one."""
         if not (self._absorbs(view) and self.rows.direct and self.sparse is None):
             return False
         rows_L1W = self.rows.packed[:, None]
@@ -275,42 +277,43 @@ class PagedLatentAttention:
         return capturable(q_NHW, rows_L1W, rows_L1W[..., : self.latent.rank], view, self.latent.scaling)
 
     def _absorbed(self, q_NHD: Tensor, view: CacheView) -> Tensor:
-        """latent_rope: one cached row is key and value of all heads."""
+        """Absorbed form, for `latent_rope`: a cached row is the key and the value of all heads."""
         latent = self.latent
         q_row, shift = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])
-        rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.numbers(view)
+        rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.decode(view)
         rows_L1W = rows_LW[:, None]
         q_NHW = q_row[0].transpose(0, 1).to(self.rows.dtype)
         out_NHR, lse_NH = paged_attention(q_NHW, rows_L1W, rows_L1W[..., : latent.rank], view, latent.scaling)
-        lifted = latent.lift(out_NHR.transpose(0, 1)[None].to(q_NHD.dtype), lse_NH.T[None] + shift)
+        lifted = latent.up_project(out_NHR.transpose(0, 1)[None].to(q_NHD.dtype), lse_NH.T[None] + shift)
         return lifted[0].transpose(0, 1)
 
     def _by_sequence(self, q_NHD: Tensor, view: CacheView) -> Tensor:
-        """Keys are decompressed, one sequence after another; positions count from the first row that is read."""
+        """Expanded form: decompress keys, one sequence after another. Positions count from the first row that is
+        read."""
         latent = self.latent
-        rows_LW, view = self.rows.numbers(view)
+        rows_LW, view = self.rows.decode(view)
         outs = []
         for index, T in enumerate(view.queries):
             rows_1LW, mask = view.sequence(index, rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
-            at_L = view.places(index, L)
+            positions_L = view.positions(index, L)
             if not latent.rope_dim:
                 cos, sin = latent.table(view.max_seq_len, q_1HTD)
-                last = slice(L - T, L) if at_L is None else at_L[L - T :]
+                last = slice(L - T, L) if positions_L is None else positions_L[L - T :]
                 q_1HTD = rotate(q_1HTD, cos[:, last], sin[:, last])
             form = latent.absorbed if latent.cheaper_absorbed(T) else latent.expanded
-            outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask, at_L)[0].transpose(0, 1))
+            outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask, positions_L)[0].transpose(0, 1))
         return torch.cat(outs)
 
 
 class NativeLatent:
-    """Latent attention from the projections of the input to what o_proj reads, as one kernel: ops/cpu/latent.h or
+    """Latent attention from the projections of the input to the input of o_proj, as one kernel: ops/cpu/latent.h or
     ops/cpu/latent_rope.h by the layer's layout."""
 
     @classmethod
     def of(cls, attention: LatentAttention, rows: PagedRows) -> NativeLatent | None:
-        """None where the kernels cannot run."""
+        """Return None where the kernels cannot run."""
         even = attention.rank % 2 == 0 and attention.nope_dim % 2 == 0 and attention.v_dim <= 256
         native = kernels() if native_reads(rows) and even else None
         return None if native is None else cls(attention, native)
@@ -320,12 +323,12 @@ class NativeLatent:
         self.scaling, self.rope_dim = attention.scaling, attention.rope_dim
         if self.rope_dim:
             self.kernel, self.rope_index = native.latent_rope.default, attention.rope_index
-            # Queries go through it, head by head.
+            # Multiplies the queries, head by head.
             self.w_uk = torch.stack([pack(weight.T) for weight in w_uk])
             self.b_k = b_k.float().contiguous()
         else:
             self.kernel, self.table = native.latent.default, attention.table
-            # Cached rows, which the kernel fills up to whole tiles, go through it.
+            # Multiplies the cached rows, which the kernel pads to full tiles.
             self.w_uk, self.b_k = pack(w_uk.flatten(0, 1), 32), b_k.flatten().bfloat16()
             norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
             self.norms: list[Tensor | None] = [norm.weight.detach().bfloat16() for norm in norms] or [None, None]
@@ -335,7 +338,7 @@ class NativeLatent:
         self.sinks = attention.sinks.detach().float() if attention.config.mla_sinks else None
 
     def __call__(self, qkv_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView) -> Tensor:
-        """[N, H·V] from queries and the row to cache side by side; writes the rows."""
+        """Return [N, H·V] for queries and the row to cache, concatenated; write the rows to the cache."""
         table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
         step = (self.sinks, *native_rows(rows), view.slots_N, *table, view.window or 0, self.scaling, view.tree_Tn)
         weights = (self.w_uk, self.w_uv, self.b_k, self.b_v)
@@ -343,13 +346,15 @@ class NativeLatent:
             out: Tensor = self.kernel(qkv_NX, rotation_N1P, self.rope_index, *weights, *step)
         else:
             cos, sin = (table[0] for table in self.table(view.max_seq_len, rotation_N1P.real))
-            kept = () if rows.kept is None else (rows.kept.keys, rows.kept.places)
-            out = self.kernel(qkv_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *kept)
+            cached_keys = (
+                () if rows.decompressed_keys is None else (rows.decompressed_keys.keys, rows.decompressed_keys.metadata)
+            )
+            out = self.kernel(qkv_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *cached_keys)
         return out
 
 
 def _reordered(parameter: Tensor, order: Tensor) -> nn.Parameter:
-    """A projection's rows (or a norm's weights), head by head in `order`."""
+    """The rows of a projection, or the weights of a norm, with each head's dimensions in `order`."""
     heads = parameter.view(-1, len(order), *parameter.shape[1:])[:, order]
     return nn.Parameter(heads.reshape(parameter.shape), requires_grad=False)
 
@@ -362,8 +367,10 @@ def _rotate(x_NHE: Tensor, cos_N1P: Tensor, sin_N1P: Tensor) -> Tensor:
 PagedAttention = PagedGroupedQueryAttention | PagedLatentAttention
 
 
-def paged(attention: Any, kind: str, group: int, rows: PagedRows, sinks: bool, format: str) -> PagedAttention:
-    """The paged attention of a decoder layer that has `attention` as its self_attn; `kind` is LayerCache's, and `group`
+def make_paged_attention(
+    attention: Any, kind: str, group: int, rows: PagedRows, sinks: bool, format: str
+) -> PagedAttention:
+    """Return the paged attention for a decoder layer with `attention` as its self_attn. `kind` is LayerCache's, `group`
     the number of the layer's view."""
     if kind == "gqa":
         return PagedGroupedQueryAttention(attention, group, rows, sinks, format)

@@ -1,7 +1,7 @@
-"""Shapes that graphs are captured for, and a step's batch filled up to such a shape.
+"""Shapes that CUDA graphs are captured for, and padding of a step's batch to such a shape.
 
-Rows that fill up belong to no sequence. They see nothing (their length is 0) and write to the scratch block of each
-cache group: one that no pool hands out and no table but theirs names, so that nobody ever reads it.
+Padding rows belong to no sequence. They see nothing (their length is 0) and write to the scratch block of each cache
+group, which no pool allocates and no other table names, so that no query reads it.
 
 Legend: S sequences, T query tokens of each, N = S * T, B columns of a block table.
 """
@@ -18,23 +18,23 @@ from torch import Tensor
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.ops.cache_view import CacheView
 
-# More query tokens per sequence than decoding and its verification have: such steps are limited by arithmetic, and the
-# host is ahead of the device without a graph.
-MOST_QUERIES = 8
+# Most query tokens per sequence of a captured step: decoding and verification need fewer. Arithmetic limits steps with
+# more, so that the host is ahead of the device without a graph.
+MAX_QUERIES = 8
 # Lengths up to here share a graph.
-LEAST_LENGTH = 256
+MIN_LENGTH = 256
 
 
-def bucket_of(sequences: int, most: int) -> int:
-    """The least of 1, 2, 4, 8, 16, 24, 32, ... and `most` that is no less than `sequences` (of 1 to `most`)."""
-    assert 1 <= sequences <= most, f"{sequences} of {most}"
-    return min(most, 1 << (sequences - 1).bit_length() if sequences <= 8 else -(-sequences // 8) * 8)
+def bucket_of(sequences: int, max_sequences: int) -> int:
+    """Return the smallest of 1, 2, 4, 8, 16, 24, 32, ... and `max_sequences` that is at least `sequences`."""
+    assert 1 <= sequences <= max_sequences, f"{sequences} of {max_sequences}"
+    return min(max_sequences, 1 << (sequences - 1).bit_length() if sequences <= 8 else -(-sequences // 8) * 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """All host numbers that launches of a uniform step follow from: S, T, what its lengths are rounded up to, and the
-    columns of the block table of every cache group."""
+    """All host numbers that the launches of a uniform step depend on: S, T, the length that its lengths are rounded up
+    to, and the columns of the block table of every cache group."""
 
     sequences: int
     queries: int
@@ -42,29 +42,30 @@ class Bucket:
     columns: tuple[int, ...]
 
     @classmethod
-    def of(cls, batch: Batch, most: int) -> Bucket | None:
-        """The bucket of a batch of up to `most` sequences; None where it is larger, has sequences with different
-        numbers of query tokens, too many of these, or a tree."""
+    def of(cls, batch: Batch, max_sequences: int) -> Bucket | None:
+        """Return the bucket of a batch. None where it has more than `max_sequences` sequences, different numbers of
+        query tokens per sequence, too many of these, or a tree."""
         queries = batch.views[0].queries
         if batch.views[0].tree_Tn is not None:
             return None
-        if len(queries) > most or queries[0] > MOST_QUERIES or len(set(queries)) > 1:
+        if len(queries) > max_sequences or queries[0] > MAX_QUERIES or len(set(queries)) > 1:
             return None
-        longest = max(LEAST_LENGTH, 1 << (batch.views[0].max_seq_len - 1).bit_length())
+        longest = max(MIN_LENGTH, 1 << (batch.views[0].max_seq_len - 1).bit_length())
         columns = tuple(_columns(view, longest) for view in batch.views)
-        return cls(bucket_of(len(queries), most), queries[0], longest, columns)
+        return cls(bucket_of(len(queries), max_sequences), queries[0], longest, columns)
 
 
 def _columns(view: CacheView, longest: int) -> int:
-    """What a table of `longest` tokens takes, behind a window no more than that can keep; never less than it has."""
+    """Columns that a table of `longest` tokens takes, with a window no more than the window can keep; never fewer than
+    the view has."""
     if view.window is not None:
-        # A window may begin at the end of a block and end at the beginning of another.
+        # A window may begin at the end of a block and end at the beginning of another block.
         longest = min(longest, view.window + view.max_query + 2 * view.block_size)
     return max(view.block_table_SB.shape[1], -(-longest // view.block_size))
 
 
 def blank(bucket: Bucket, like: Batch) -> Batch:
-    """Tensors of the bucket's shape for `fill`, on the device of `like` and with its windows."""
+    """Allocate a batch of the bucket's shape for `fill`, on the device of `like` and with its windows."""
     S, T = bucket.sequences, bucket.queries
     device = like.token_ids_N.device
     shared: dict[str, Any] = {
@@ -73,7 +74,7 @@ def blank(bucket: Bucket, like: Batch) -> Batch:
         "max_query": T,
         "max_seq_len": bucket.longest,
         "queries": (T,) * S,
-        # Of the sequences' own numbers: what goes through a graph must not need them.
+        # Host numbers of the sequences, which a captured step must not need.
         "runs": (),
         "lengths": (),
     }
@@ -92,26 +93,26 @@ def blank(bucket: Bucket, like: Batch) -> Batch:
 
 
 def fill(static: Batch, batch: Batch, scratch: Sequence[int]) -> None:
-    """Overwrites all that `static` (of `blank`) held with `batch`, its rows first, and fills up with rows that see
-    nothing. `scratch` is the scratch block of every cache group."""
+    """Overwrite `static`, a batch from `blank`, with `batch`, followed by padding rows. `scratch` is the scratch block
+    of every cache group."""
     _copy_padded(static.token_ids_N, batch.token_ids_N, 0)
     _copy_padded(static.positions_N, batch.positions_N, 0)
-    # One tensor serves all groups, in `static` as in what make_batch makes.
+    # All groups share one tensor, as in make_batch.
     _copy_padded(static.views[0].seq_lens_S, batch.views[0].seq_lens_S, 0)
-    for into, view, block in zip(static.views, batch.views, scratch, strict=True):
-        _copy_padded(into.block_table_SB, view.block_table_SB, block)
-        _copy_padded(into.first_S, view.first_S, 0)
-        _copy_padded(into.slots_N, view.slots_N, block * view.block_size)
+    for target, view, block in zip(static.views, batch.views, scratch, strict=True):
+        _copy_padded(target.block_table_SB, view.block_table_SB, block)
+        _copy_padded(target.first_S, view.first_S, 0)
+        _copy_padded(target.slots_N, view.slots_N, block * view.block_size)
 
 
-def _copy_padded(into: Tensor, part: Tensor, rest: int) -> None:
-    if into.shape != part.shape:
-        into.fill_(rest)
-    into[tuple(map(slice, part.shape))].copy_(part)
+def _copy_padded(target: Tensor, source: Tensor, padding: int) -> None:
+    if target.shape != source.shape:
+        target.fill_(padding)
+    target[tuple(map(slice, source.shape))].copy_(source)
 
 
 def padded(batch: Batch, bucket: Bucket, scratch: Sequence[int]) -> Batch:
-    """`batch` in the shape of its bucket: the first rows compute and write what they do in `batch`."""
+    """Return `batch` padded to the shape of its bucket: the first rows compute and write what they do in `batch`."""
     static = blank(bucket, batch)
     fill(static, batch, scratch)
     return static

@@ -1,5 +1,5 @@
-"""CUDA graphs of uniform steps, captured when a bucket and a state of the model are first met together. Not measured on
-a GPU yet (docs/ops.md)."""
+"""CUDA graphs of uniform steps, captured at the first use of a bucket with a state of the model. Not measured on a GPU
+yet (docs/ops.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Capture = Callable[[Run], tuple[Callable[[], None], Tensor]]
 
 
 class CudaCapture:
-    """Captures into graphs that share one memory pool, so that they must be replayed one at a time."""
+    """Captures graphs that share one memory pool, so that they must be replayed one at a time."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -26,15 +26,15 @@ class CudaCapture:
         self.stream = torch.cuda.Stream(device)
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], Tensor]:
-        """`run` is called twice. What it computes must not change when it is computed again."""
+        """Call `run` twice and capture the second call. A second run must compute the same as the first."""
         current = torch.cuda.current_stream(self.device)
-        # Not yet captured: Triton compiles, cuBLAS allocates.
+        # A run before the capture: Triton compiles, cuBLAS allocates.
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             run()
         current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a server's) may use CUDA meanwhile.
+        # Other threads, such as a server's, may use CUDA at the same time.
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             out = run()
         return graph.replay, out
@@ -48,7 +48,7 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of `run`, by bucket and by the state that `run` depends on beside its batch.
+    """The graphs of `run`, by bucket and by the state that `run` depends on besides its batch.
 
     run           from a batch to hidden states [N, C], on the device
     capturable    whether a step is launched from host numbers alone; called once per bucket and state
@@ -66,19 +66,18 @@ class Graphs:
 
     @property
     def captured(self) -> list[Bucket]:
-        """The buckets that have a graph, in the order of their capture; one that has graphs of several states as often
-        as it has."""
+        """The buckets that have a graph, in the order of their capture, once per state."""
         return [bucket for (bucket, _), graph in self._graphs.items() if graph is not None]
 
     def __call__(self, batch: Batch, state: Hashable = None) -> Tensor | None:
-        """Hidden states [N, C] of the batch, valid until the next call; None where it must run without a graph.
-        `state` is everything that can change on a live engine and that a captured graph would not follow."""
+        """Return hidden states [N, C] of the batch, valid until the next call; None where it must run without a graph.
+        `state` is everything that can change in a running engine and that a captured graph would not follow."""
         bucket = Bucket.of(batch, self._max_num_seqs)
         if bucket is None:
             return None
         key = bucket, state
         if key not in self._graphs:
-            self._graphs[key] = self._captured(bucket, batch) if self._capturable(batch) else None
+            self._graphs[key] = self._capture_graph(bucket, batch) if self._capturable(batch) else None
         graph = self._graphs[key]
         if graph is None:
             return None
@@ -86,9 +85,9 @@ class Graphs:
         graph.replay()
         return graph.out_NC[: len(batch.token_ids_N)]
 
-    def _captured(self, bucket: Bucket, batch: Batch) -> _Graph:
+    def _capture_graph(self, bucket: Bucket, batch: Batch) -> _Graph:
         static = blank(bucket, batch)
-        # The run before the capture computes this very step.
+        # The run before the capture computes this step.
         fill(static, batch, self._scratch)
         replay, out_NC = self.capture(lambda: self._run(static))
         return _Graph(static, replay, out_NC)

@@ -1,4 +1,4 @@
-"""MLPs of decoder layers, rewritten: fused gated ones and mixtures of experts.
+"""MLPs of decoder layers as the engine runs them: fused gated MLPs and mixtures of experts.
 
 Legend: N tokens, C hidden size, E experts, K experts per token.
 """
@@ -24,23 +24,23 @@ class GatedMlp:
         self.down = fused([mlp.down_proj], format)
         self.act = mlp.act_fn
         native = kernels() if mlp.gate_proj.weight.device.type == "cpu" else None
-        # transformers' module where it is not torch's.
+        # transformers has its own class besides torch's.
         silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
         self.silu_mul = native.silu_mul.default if native is not None and silu else None
 
-    def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
-        both = self.gate_up(normed_NC)
-        if self.silu_mul is not None and both.dtype == torch.bfloat16:
-            return self.down(self.silu_mul(both), plus_NC)
-        gate, up = both.chunk(2, dim=-1)
-        return self.down(self.act(gate).mul_(up), plus_NC)
+    def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
+        gate_up = self.gate_up(normed_NC)
+        if self.silu_mul is not None and gate_up.dtype == torch.bfloat16:
+            return self.down(self.silu_mul(gate_up), residual_NC)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down(self.act(gate).mul_(up), residual_NC)
 
 
 class CpuExperts:
-    """A mixture of experts on a CPU: only the experts that were chosen are read, each once per step for all its tokens.
+    """A mixture of experts on a CPU: reads only the routed experts, each once per step for all its tokens.
 
-    The gate is the source's own; its expert weights, stored [E, in, out], are packed one by one. The router's product
-    is one whose rows do not depend on each other: what was drafted must meet the experts that decoding meets.
+    The gate is the source's; its expert weights, stored [E, in, out], are packed one by one. In the router's product
+    rows do not depend on each other: drafted tokens must be routed to the same experts as in decoding.
     """
 
     def __init__(self, mlp: Any, format: str):
@@ -52,13 +52,13 @@ class CpuExperts:
         self.down = _packed(experts.down_proj, experts.down_proj_bias, format)
         del experts.gate_up_proj, experts.down_proj
 
-    def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
-        best_NK, chosen_NK = self.router(normed_NC).topk(self.top_k)
+    def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
+        best_NK, expert_NK = self.router(normed_NC).topk(self.top_k)
         weights_NK = best_NK.softmax(dim=-1)
-        out_NC = plus_NC.clone()
-        order = chosen_NK.flatten().argsort(stable=True)
-        row_of = order // chosen_NK.shape[1]
-        counts = chosen_NK.flatten().bincount(minlength=len(self.down)).tolist()
+        out_NC = residual_NC.clone()
+        order = expert_NK.flatten().argsort(stable=True)
+        row_of = order // expert_NK.shape[1]
+        counts = expert_NK.flatten().bincount(minlength=len(self.down)).tolist()
         start = 0
         for expert, count in enumerate(counts):
             if count:
@@ -74,42 +74,43 @@ def _packed(weight_EKM: Tensor, bias_EM: Tensor, format: str) -> list[PackedLine
 
 
 class Mxfp4Mixture:
-    """A mixture of experts that stay in MXFP4, mapped from the checkpoint's file where it lies in memory."""
+    """A mixture of experts that stay in MXFP4, mapped from the checkpoint's file where it is in memory."""
 
     def __init__(self, mlp: Any):
         router = mlp.router
         self.router = PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."))
         self.top_k, self.packed = router.top_k, mlp.experts.packed
 
-    def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
-        best_NK, chosen_NK = self.router(normed_NC).topk(self.top_k)
-        (out,) = OP(normed_NC, chosen_NK, best_NK.softmax(dim=-1), *self.packed)
-        return out.add_(plus_NC)
+    def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
+        best_NK, expert_NK = self.router(normed_NC).topk(self.top_k)
+        (out,) = OP(normed_NC, expert_NK, best_NK.softmax(dim=-1), *self.packed)
+        return out.add_(residual_NC)
 
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold a step of this mixture."""
+        """Whether a CUDA graph can capture a step of this mixture."""
         *_, bias_EC, _, _ = self.packed
-        chosen_NK = torch.empty(0, self.top_k, dtype=torch.int64, device=bias_EC.device)
-        return OP.capturable(bias_EC[:0], chosen_NK, chosen_NK, *self.packed)
+        expert_NK = torch.empty(0, self.top_k, dtype=torch.int64, device=bias_EC.device)
+        return OP.capturable(bias_EC[:0], expert_NK, expert_NK, *self.packed)
 
 
 class GroupedExperts:
-    """A mixture of experts on a GPU: transformers' own, through its grouped product, which does not wait for the host
-    (config._experts_implementation decides)."""
+    """A mixture of experts on a GPU: transformers' module with its grouped product, which does not wait for the host
+    (config._experts_implementation selects it)."""
 
     def __init__(self, mlp: Any):
         self.mlp = mlp
 
-    def __call__(self, normed_NC: Tensor, plus_NC: Tensor) -> Tensor:
+    def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
         out: Tensor = self.mlp(normed_NC[None])[0][0]
-        return out.add_(plus_NC)
+        return out.add_(residual_NC)
 
 
 Mlp = Callable[[Tensor, Tensor], Tensor]
 
 
-def rewritten(mlp: Any, format: str, device: torch.device) -> Mlp:
-    """The MLP of a decoder layer as the engine runs it: of normed hidden states [N, C], added to others."""
+def make_mlp(mlp: Any, format: str, device: torch.device) -> Mlp:
+    """Return the engine's MLP for that of a decoder layer: from normed hidden states [N, C] and a residual to their
+    sum."""
     if not hasattr(mlp, "experts"):
         return GatedMlp(mlp, format)
     if isinstance(mlp.experts, Mxfp4Experts):

@@ -1,5 +1,5 @@
-"""A model directory becomes a model that runs on the paged cache: the same classes, built on the meta device, loaded
-strictly one layer at a time, with attention and MLP of each layer rewritten as it arrives.
+"""The model on the paged cache, loaded from a model directory: the same classes, built on the meta device, loaded
+strictly one layer at a time, with the attention and the MLP of each layer replaced by the engine's.
 
 Legend: N tokens, C hidden size.
 """
@@ -17,34 +17,35 @@ from torch.nn import functional as F
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution.attention import PagedAttention, Step
-from mlaforge.engine.execution.held_weights import held_bytes
 from mlaforge.engine.execution.linear import QUANTIZED, bfloat16_unit, vocabulary_head
-from mlaforge.engine.execution.mlp import Mlp, rewritten
+from mlaforge.engine.execution.mlp import Mlp, make_mlp
+from mlaforge.engine.execution.weight_bytes import weight_bytes
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import log, progress, resolve_dtype
 
-# Standard error's last line where a weight file is cut short while it is in use; the exit code is 2.
+# The last line on standard error when a weight file is truncated during use; the exit code is 2.
 SHRUNK = (
     "mlaforge: a weight file was cut short, or its disk failed, while the model was in use: fetch the model again\n"
 )
 
 
 def choose_format(name: str, source: SourceModel, device: torch.device) -> str:
-    """The format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU bfloat16 where
-    something multiplies it (`bfloat16_unit`), else float32, whatever else the machine does. What was chosen is said."""
+    """Return the format of the weights. `auto` is the checkpoint's dtype on a GPU; on a CPU bfloat16 where
+    `bfloat16_unit` names a way to multiply it, else float32, whatever the load of the machine. `auto` logs its
+    choice."""
     if name in QUANTIZED:
         return name
     if name != "auto":
         return str(resolve_dtype(name, source.dtype)).removeprefix("torch.")
     if device.type != "cpu":
-        chosen, why = str(source.dtype).removeprefix("torch."), f"that of {source.path.name}"
+        format, reason = str(source.dtype).removeprefix("torch."), f"that of {source.path.name}"
     elif unit := bfloat16_unit():
-        chosen, why = "bfloat16", f"by {unit}"
+        format, reason = "bfloat16", f"by {unit}"
     else:
-        chosen, why = "float32", "neither AMX, AVX-512 BF16 nor compiled kernels"
-    log(f"dtype auto: {chosen} ({why})")
-    return chosen
+        format, reason = "float32", "neither AMX, AVX-512 BF16 nor compiled kernels"
+    log(f"dtype auto: {format} ({reason})")
+    return format
 
 
 class RmsNorm:
@@ -69,10 +70,10 @@ class RmsNorm:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A decoder layer of every supported family: attention and MLP, each behind a norm, each added to the stream.
+    """A decoder layer of every supported family: attention and MLP, each behind a norm, each added to the residual.
 
-    The parts are made from the modules of the model's own class; only their order is written down here, because a
-    module's call costs as much as a small kernel (tests hold it against the class for every family).
+    The parts come from the modules of the model's class; only their order is repeated here, because the call of a
+    module costs as much as a small kernel (tests compare it with the class for every family).
     """
 
     input_norm: Any
@@ -86,7 +87,8 @@ class Layer:
 
 
 class EngineModel:
-    """The decoder of a causal LM with its attention on the cache: tokens of a step in, hidden states and logits out."""
+    """The decoder of a causal LM with its attention on the paged cache: from a step's tokens to hidden states and
+    logits."""
 
     def __init__(self, source: SourceModel, format: str, device: torch.device):
         """Raises UserError for a missing, extra, wrongly shaped or non-finite tensor, and an unsupported model."""
@@ -94,22 +96,23 @@ class EngineModel:
         self.dtype = QUANTIZED.get(format) or getattr(torch, format)
         self._stream = LayerStream(source, self.dtype, device)
         self.spec, self.config = self._stream.spec, self._stream.config
-        # transformers' experts without a loop over them that the host would have to wait for.
+        # transformers' grouped experts need no loop over experts, for which the host would wait for the device.
         self.config._experts_implementation = "grouped_mm"
         self.layers: list[Layer] = []
-        # Where `hidden` captures the residual stream: boundary b is the input of layer b.
+        # Where `hidden` captures the residual stream for a drafter: boundary b is the input of layer b.
         self.boundaries: tuple[int, ...] = ()
 
-    def held_bytes(self, format: str) -> int:
-        """Of all weights in a format, before they are loaded."""
-        return held_bytes(self._stream.causal_lm, format, self.device)
+    def weight_bytes(self, format: str) -> int:
+        """Return the bytes of all weights in `format`. To be called before `load`."""
+        return weight_bytes(self._stream.causal_lm, format, self.device)
 
     @torch.inference_mode()
     def load(self, paged_attention: Callable[[int, Any], PagedAttention]) -> None:
-        """Loads layer after layer; `paged_attention(index, self_attn)` gives what replaces a layer's attention."""
+        """Load layer after layer; `paged_attention(index, self_attn)` returns the replacement of a layer's
+        attention."""
         if self.device.type == "cpu" and (native := kernels()) is not None:
-            # Packed experts, and what is stored in the dtype that it is used in, are mapped from the files.
-            native.watch_mapped_files(SHRUNK)
+            # Packed experts and weights that are stored in the dtype of their use stay mapped from the files.
+            native.install_sigbus_handler(SHRUNK)
         with self._stream as stream:
             stream.check()
             for index in progress(range(stream.num_layers), "load layers"):
@@ -117,16 +120,16 @@ class EngineModel:
                 self._fill(layer, f"model.layers.{index}.")
                 self.layers.append(
                     Layer(
-                        self.rewritten_norm(layer.input_layernorm),
+                        self.make_norm(layer.input_layernorm),
                         paged_attention(index, layer.self_attn),
-                        self.rewritten_norm(layer.post_attention_layernorm),
-                        rewritten(layer.mlp, self.format, self.device),
+                        self.make_norm(layer.post_attention_layernorm),
+                        make_mlp(layer.mlp, self.format, self.device),
                     )
                 )
-                # What was packed anew is not kept a second time.
+                # Free the module: its weights were packed anew.
                 stream.decoder.layers[index] = nn.Identity()
             self._fill(stream.decoder.norm, "model.norm.")
-            self.norm = self.rewritten_norm(stream.decoder.norm)
+            self.norm = self.make_norm(stream.decoder.norm)
             self.embedding = stream.tensor("model.embed_tokens.weight")
             tied = "lm_head.weight" not in stream.reader
             head = self.embedding if tied else stream.tensor("lm_head.weight")
@@ -139,12 +142,13 @@ class EngineModel:
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False).eval()
 
-    def rewritten_norm(self, norm: Any) -> Any:
-        """A norm of the model, or of what drafts for it, as the engine runs it on this device."""
+    def make_norm(self, norm: Any) -> Any:
+        """Return the engine's norm for this device, for a norm of the model or of a draft head."""
         return RmsNorm(norm) if self.device.type == "cpu" else norm
 
     def hidden(self, token_ids_N: Tensor, step: Step) -> Tensor:
-        """Hidden states before the final norm, [N, C]; beside them, C columns each, those at the boundaries."""
+        """Return hidden states before the final norm, [N, C]; with `boundaries`, the C columns captured at each of them
+        follow."""
         hidden_NC = F.embedding(token_ids_N, self.embedding)
         captured = {}
         for index, layer in enumerate(self.layers):
@@ -159,6 +163,6 @@ class EngineModel:
         return torch.cat([hidden_NC, *(captured[boundary] for boundary in self.boundaries)], dim=-1)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """[N, vocabulary] in fp32; on a CPU without compiled kernels in the model's dtype."""
+        """Return logits [N, vocabulary] in fp32; on a CPU without compiled kernels in the model's dtype."""
         logits: Tensor = self.head(self.norm(hidden_NC))
         return logits

@@ -1,4 +1,4 @@
-"""NVTX ranges: fixed names in a profile of the GPU."""
+"""NVTX ranges: fixed names in GPU profiles."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def span(name: str, device: torch.device) -> AbstractContextManager[None]:
-    """A context manager: an NVTX range on CUDA, nothing elsewhere."""
+    """Return a context manager: an NVTX range on CUDA, nothing elsewhere."""
     return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()

@@ -1,5 +1,5 @@
-"""The bytes that a step reads at least, computed on the host: every weight that it needs once, and once every cached
-row that attention sees. Drafting, activations, and rows that retrieval reads again are left out."""
+"""Lower bound of the bytes that a step reads, computed on the host: each weight that it needs once, and once each
+cached row that attention sees. Without drafting, activations, and rows that retrieval reads a second time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StepBytes:
 
 @dataclasses.dataclass(frozen=True)
 class _Layers:
-    """How layers read the cache: the last `window` tokens, no more than `topk` of them, a row each of so many bytes
-    (all of those layers together); in order to choose these, `index` bytes of every token."""
+    """How a set of layers reads the cache: the last `window` tokens, at most `topk` of them, with `row` bytes per token
+    (all layers of the set together); to select these, `index` bytes of every token."""
 
     window: float
     topk: float
@@ -40,37 +40,39 @@ class _Layers:
 
 
 class StepBytesModel:
-    """Computes the bytes that steps of a loaded model read, from its layers' cache layout and their groups' windows."""
+    """Computes the bytes that steps of a loaded model read, from the cache of its layers and the windows of its
+    groups."""
 
     def __init__(self, model: EngineModel, layers: Sequence[LayerCache], windows: Sequence[int | None]):
         spec, bits = model.spec, BITS[model.format]
         plan = plan_of(model.config.to_dict(), spec)
-        # int4 has a vocabulary in int8 (linear.vocabulary_head).
+        # int4 has its vocabulary head in int8 (linear.vocabulary_head).
         self._fixed = spec.vocab_size * spec.hidden_size * BITS["int8" if model.format == "int4" else model.format] / 8
         self._experts = Counter[tuple[MoeSpec, float]]()
         rows, indices = defaultdict[tuple[float, float], float](float), Counter[tuple[float, float]]()
-        for own, layer, chosen, cache in zip(model.layers, spec.layers, plan.layers, layers, strict=False):
-            self._fixed += projection_params(spec, layer, chosen) * bits / 8
+        for module, layer, layer_plan, cache in zip(model.layers, spec.layers, plan.layers, layers, strict=False):
+            self._fixed += projection_params(spec, layer, layer_plan) * bits / 8
             if layer.moe is None:
                 self._fixed += layer.mlp_params * bits / 8
             else:
-                packed = isinstance(own.mlp, Mxfp4Mixture)
+                packed = isinstance(module.mlp, Mxfp4Mixture)
                 self._experts[layer.moe, layer.mlp_params * (layer.mlp_bits if packed else bits) / 8] += 1
-            how = float(windows[cache.group] or math.inf), float(chosen.topk or math.inf)
-            rows[how] += cache.format.unit_bytes / cache.format.tokens
-            indices[how] += cache.index
-        self._layers = [_Layers(*how, row, indices[how]) for how, row in rows.items()]
+            reads = float(windows[cache.group] or math.inf), float(layer_plan.topk or math.inf)
+            rows[reads] += cache.format.unit_bytes / cache.format.tokens
+            indices[reads] += cache.index_bytes
+        self._layers = [_Layers(*reads, row, indices[reads]) for reads, row in rows.items()]
 
     def __call__(self, chunks: Iterable[tuple[int, int, int]]) -> StepBytes:
-        """Of a step that computes these chunks: rows, tokens of the text up to their end, and how many of these a layer
-        without a window sees. How many experts are read is expected, were routing independent and uniform."""
+        """Return the bytes of a step with these chunks (rows, length, full_length): the rows that it computes, the
+        tokens of the text up to their end, and how many of those a layer without a window sees. The number of experts
+        read is an expectation, for independent and uniform routing."""
         rows, cache = 0, 0.0
-        for count, length, seen_by_all in chunks:
+        for count, length, full_length in chunks:
             rows += count
             for layers in self._layers:
-                seen = seen_by_all if layers.window == math.inf else min(length, count - 1 + layers.window)
+                seen = full_length if layers.window == math.inf else min(length, count - 1 + layers.window)
                 read = min(seen, layers.topk)
-                # Under a partial view nothing is chosen.
+                # Under a sparse view no layer selects tokens.
                 cache += read * layers.row + (seen * layers.index if read < seen == length else 0)
         experts = ((count, size, experts_touched(moe, rows)) for (moe, size), count in self._experts.items())
         return StepBytes(self._fixed + sum(count * size * touched for count, size, touched in experts), cache)

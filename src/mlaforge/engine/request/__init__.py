@@ -1,1 +1,1 @@
-"""One request from prompt to answer: its sequences, detokenization, stop conditions, outputs."""
+"""A request from prompt to answer: sequences, detokenization, stop conditions, outputs."""

@@ -1,8 +1,8 @@
-"""A conversation as a prompt, by the model's own chat template, which must leave nothing of it out.
+"""Prompts from conversations by the model's own chat template, which must not leave out any part of a conversation.
 
-Templates are written per model and ignore what they do not know: a role, a second system message, tools. What is asked
-with a message missing is another question; so a conversation is rendered a second time with marks for its messages and
-tools, and what has left no mark is reported.
+Templates are written per model and ignore what they do not know: a role, a second system message, tools. The answer to
+a conversation without one of its messages answers another question. So a conversation is rendered a second time with
+marks in its messages and tools, and those whose marks are missing are reported.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from mlaforge.engine.request.conversation import MessageError, described, plain, with_system_alone
 from mlaforge.runtime import log
 
-# What to do where a template ignores tools.
+# Reactions to a template that ignores tools.
 IGNORED_TOOLS = ("error", "log")
 _MARK = "mlaforge_mark_"
 Messages = Sequence[Mapping[str, Any]]
-_TOLD: set[str] = set()
+_LOGGED: set[str] = set()
 
 
 def render(tokenizer: Any, messages: Messages, **options: Any) -> list[int]:
-    """Token ids of a conversation that ends where the model's turn begins; `options` is as for `text`. Raises
-    MessageError as `text` does."""
+    """Return the token ids of a conversation that ends where the model's turn begins; `options` and errors are those of
+    `text`."""
     # Templates write the special tokens themselves.
     return list(tokenizer(text(tokenizer, messages, **options), add_special_tokens=False)["input_ids"])
 
@@ -31,14 +31,14 @@ def text(
     tokenizer: Any, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = (),
     reasoning_effort: str | None = None, variables: Mapping[str, Any] | None = None, ignored_tools: str = "error",
 ) -> str:  # fmt: skip
-    """A conversation as text; it ends where the model's turn begins, unless `variables` say otherwise.
+    """Return a conversation as text; it ends where the model's turn begins, unless `variables` say otherwise.
 
-    messages           OpenAI's; content as text or text parts, the arguments of calls as JSON text or objects. Those
-                       of role developer are of role system where the template does not know them
+    messages           OpenAI's: content as text or text parts, the arguments of calls as JSON text or objects. Role
+                       developer becomes role system where the template does not know it
     tools              OpenAI's, of type function
-    reasoning_effort   handed to the template; a line in the log says where it makes no difference
-    variables          what apply_chat_template and the template itself take beside
-    ignored_tools      "error" or "log": what a template that ignores tools leads to
+    reasoning_effort   passed to the template; a log line reports a template that ignores it
+    variables          more arguments of apply_chat_template and of the template itself
+    ignored_tools      "error" or "log": the reaction to a template that ignores tools
 
     Raises MessageError (a UserError) where the template refuses the messages, or leaves out one of them or the tools.
     """
@@ -51,12 +51,12 @@ def text(
         turns = with_system_alone(turns)
         rendered, missing = _rendered(tokenizer, turns, tools, template_variables)
     if rendered is None:
-        # Once more, for the template's own words.
+        # Render once more, for the template's own error message.
         return _apply(tokenizer, turns, tools, template_variables)
-    for place in missing:
-        if place is not None:
-            why = f"messages.{place}: the model's chat template leaves out this message of role {turns[place]['role']}"
-            raise MessageError(f"{why}; say it in a message of role user", f"messages.{place}")
+    for index in missing:
+        if index is not None:
+            why = f"messages.{index}: the model's chat template leaves out this message of role {turns[index]['role']}"
+            raise MessageError(f"{why}; send it as a message of role user", f"messages.{index}")
         why = "the model's chat template ignores tools"
         if ignored_tools == "error":
             accept = "or accept that with --ignored-tools log (LLM: ignored_tools='log')"
@@ -72,12 +72,13 @@ def text(
 def _rendered(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> tuple[str | None, list[int | None]]:
-    """The text, None where the template refuses it, and the numbers of messages that it leaves out, None for tools."""
+    """Return the text, or None where the template refuses it, and the numbers of messages that it leaves out; None
+    among these stands for the tools."""
     try:
         rendered = _apply(tokenizer, messages, tools, variables)
     except MessageError:
         return None, []
-    # Templates may trim and shorten what was said before. What users and models say is in the text as it is, mostly.
+    # Templates may trim or shorten earlier messages. Texts of users and models are mostly rendered as they are.
     seen = {
         i for i, m in enumerate(messages) if m["role"] in ("user", "assistant") and m["content"].strip() in rendered
     }
@@ -87,12 +88,12 @@ def _rendered(
     marked = [{**m, "content": f"{_MARK}{i}_"} if i in unseen else m for i, m in enumerate(messages)]
     marked_tools = [{"type": "function", "function": {**tool["function"], "name": f"{_MARK}tool"}} for tool in tools]
     try:
-        shown = _apply(tokenizer, marked, marked_tools, variables)
+        marked_text = _apply(tokenizer, marked, marked_tools, variables)
     except MessageError:
-        # A template that reads what is said: nothing is known of what it leaves out.
+        # The template depends on the contents, so that marks cannot show what it leaves out.
         return rendered, []
-    missing: list[int | None] = [i for i in unseen if f"{_MARK}{i}_" not in shown]
-    return rendered, missing + ([None] if tools and f"{_MARK}tool" not in shown else [])
+    missing: list[int | None] = [i for i in unseen if f"{_MARK}{i}_" not in marked_text]
+    return rendered, missing + ([None] if tools and f"{_MARK}tool" not in marked_text else [])
 
 
 def _apply(
@@ -107,7 +108,7 @@ def _apply(
                 list(messages), **{"add_generation_prompt": True, **variables, **tool_arguments, "tokenize": False}
             )
         )
-    # A template is the model's code run on the user's data: whatever it stumbles over is in the messages.
+    # A template is the model's code run on the user's data: its errors are errors in the messages.
     except (
         jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
     ) as error:  # fmt: skip
@@ -116,6 +117,6 @@ def _apply(
 
 
 def _log_once(line: str) -> None:
-    if line not in _TOLD:
-        _TOLD.add(line)
+    if line not in _LOGGED:
+        _LOGGED.add(line)
         log(line)

@@ -1,7 +1,7 @@
-"""Conversations in OpenAI's form made plain, the same way for the server and for `LLM`.
+"""Normalization of conversations in OpenAI's format, the same for the server and for `LLM`.
 
-Clients may give a message's content as parts, and the arguments of calls as JSON text, which is how the API carries
-them. Chat templates take text and objects, harmony takes text and text.
+Clients may send content as parts, and the arguments of calls as JSON text, as the API does. Chat templates take content
+as text and arguments as objects; harmony takes both as text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _CALLS = 'must be calls of {"id", "function": {"name", "arguments"}}, the argume
 
 
 class MessageError(UserError):
-    """A conversation that a model cannot be asked. `field` is the path of what is wrong: messages.0.content."""
+    """A conversation that cannot be rendered for a model. `field` is the path of the error, such as
+    messages.0.content."""
 
     def __init__(self, why: str, field: str) -> None:
         super().__init__(why)
@@ -24,8 +25,8 @@ class MessageError(UserError):
 
 
 def plain(messages: Any, arguments_as_text: bool) -> list[dict[str, Any]]:
-    """Messages with content as one text and the arguments of calls as objects, or as JSON text; fields that are None
-    are left out, all others stay as they are. Raises MessageError."""
+    """Return the messages with content as one text and the arguments of calls as objects or as JSON text. Fields that
+    are None are left out, all others stay as they are. Raises MessageError."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise MessageError('messages must be a list of {"role", "content"} turns, not empty', "messages")
     return [_plain(message, f"messages.{i}", arguments_as_text) for i, message in enumerate(messages)]
@@ -48,7 +49,7 @@ def _plain(message: Any, where: str, arguments_as_text: bool) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    """A message's content as one text; parts stand on lines of their own, as in vLLM."""
+    """A message's content as one text; parts are joined by newlines, as in vLLM."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
@@ -57,7 +58,7 @@ def _text(content: Any, where: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            right = 'a part must be {"type": "text", "text": ...}: this model reads text alone'
+            right = 'a part must be {"type": "text", "text": ...}: this model reads only text'
             raise MessageError(f"{where}.{i} is of type {kind!r}; {right}", f"{where}.{i}")
         texts.append(part["text"])
     return "\n".join(texts)
@@ -83,7 +84,7 @@ def _call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
-    """Name, description and parameters of each of OpenAI's tools of type function. Raises MessageError."""
+    """Return name, description and parameters of OpenAI's tools of type function. Raises MessageError."""
     try:
         functions = [tool["function"] for tool in tools]
         return [(str(f["name"]), f.get("description") or "", f.get("parameters")) for f in functions]
@@ -93,8 +94,8 @@ def described(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
 
 
 def with_system_alone(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same for a model that knows no role developer: as system, in one message with a system message before it,
-    because many chat templates read a single one."""
+    """Return the messages for a template without the role developer: as system, merged into a system message directly
+    before it, because many chat templates read only one."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "developer":

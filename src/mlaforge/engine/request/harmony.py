@@ -1,7 +1,7 @@
-"""The harmony format: conversations as tokens with channels. harmony_parser.py reads the answers.
+"""The harmony format: renders conversations as tokens with channels. harmony_parser.py parses the answers.
 
-Through oss-harmony, whose vocabulary is inside the package, so that it works offline. It installs the module
-`openai_harmony`, as does the package openai-harmony, which would fetch its vocabulary from the network: never both.
+Uses oss-harmony, whose vocabulary is inside the package, so that it works offline. It installs the module
+`openai_harmony`. So does the package openai-harmony, which would download its vocabulary: never install both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlaforge.engine.request.harmony_parser import FUNCTIONS, HarmonyParser
 from mlaforge.runtime import UserError, install, log
 
 SPECIAL = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
-# What is read of a message; the names are OpenAI's.
+# The fields of a message that are read; the names are OpenAI's.
 FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 EFFORTS = ("low", "medium", "high")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -28,11 +28,11 @@ def speaks_harmony(tokenizer: Any) -> bool:
 
 
 def installed() -> bool:
-    """Whether oss-harmony is there. Raises UserError where openai-harmony is, which overwrites it."""
+    """Whether oss-harmony is installed. Raises UserError where openai-harmony is, which overwrites it."""
     names = {
         name
         for name in ("oss-harmony", "openai-harmony")
-        if any(importlib.metadata.distributions(name=name))  # its metadata, not its module: both bring the same one
+        if any(importlib.metadata.distributions(name=name))  # by metadata: both packages install the same module
     }
     if "openai-harmony" in names:
         raise UserError("openai-harmony is installed, which needs the network; uninstall both, install oss-harmony")
@@ -40,24 +40,25 @@ def installed() -> bool:
 
 
 def encoding() -> Any:
-    """The one encoding that the package has."""
+    """Return the only encoding of the package."""
     import openai_harmony
 
     return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
 
 
 def load(tokenizer: Any) -> Harmony:
-    """Harmony for this tokenizer. Raises UserError where its token ids are others than harmony's."""
-    own, ids = encoding(), tokenizer.get_added_vocab()
+    """Return Harmony for this tokenizer. Raises UserError where its token ids differ from harmony's."""
+    harmony_encoding, ids = encoding(), tokenizer.get_added_vocab()
     for token in SPECIAL:
-        if (expected := own.encode(token, allowed_special="all")) != [ids.get(token)]:
+        if (expected := harmony_encoding.encode(token, allowed_special="all")) != [ids.get(token)]:
             raise UserError(f"{token} is token {ids.get(token)} here, {expected[0]} in harmony; use --no-harmony")
-    return Harmony(own)
+    return Harmony(harmony_encoding)
 
 
-def choose(tokenizer: Any, wanted: bool) -> Harmony | None:
-    """Harmony where the tokenizer speaks it and it is wanted, None for the chat template. Raises UserError."""
-    if not wanted or not speaks_harmony(tokenizer):
+def choose(tokenizer: Any, enabled: bool) -> Harmony | None:
+    """Return Harmony if it is enabled and the tokenizer has its special tokens, else None, for the chat template.
+    Raises UserError."""
+    if not enabled or not speaks_harmony(tokenizer):
         return None
     if not installed():
         raise UserError(f"this model speaks harmony: {install('harmony')}, or use --no-harmony")
@@ -66,7 +67,7 @@ def choose(tokenizer: Any, wanted: bool) -> Harmony | None:
 
 
 class Harmony:
-    """Renders conversations and makes parsers of answers."""
+    """Renders conversations and creates parsers of answers."""
 
     def __init__(self, encoding: Any) -> None:
         self.encoding = encoding
@@ -76,14 +77,14 @@ class Harmony:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
         reasoning_effort: str | None = None,
     ) -> list[int]:  # fmt: skip
-        """The prompt of a conversation whose next turn is the model's, as token ids.
+        """Return the prompt of a conversation whose next turn is the model's, as token ids.
 
-        messages          OpenAI's, content as text or text parts, the arguments of calls as JSON text or objects; none
+        messages          OpenAI's: content as text or text parts, the arguments of calls as JSON text or objects; none
                           of it becomes a special token
         tools             OpenAI's, of type function
         reasoning_effort  low, medium or high; None is harmony's own default
 
-        What was reasoned before the last answer is left out. Raises MessageError.
+        Leaves out the reasoning before the last answer. Raises MessageError.
         """
         import openai_harmony as oh
 
@@ -100,7 +101,7 @@ class Harmony:
         if instructions:
             developer = developer.with_instructions("\n\n".join(instructions))
         if tools:
-            developer = developer.with_function_tools([oh.ToolDescription.new(*each) for each in described(tools)])
+            developer = developer.with_function_tools([oh.ToolDescription.new(*tool) for tool in described(tools)])
         rendered = [oh.Message.from_role_and_content(oh.Role.SYSTEM, system)]
         if instructions or tools:
             rendered.append(oh.Message.from_role_and_content(oh.Role.DEVELOPER, developer))
@@ -115,12 +116,12 @@ class Harmony:
             raise MessageError(f"harmony cannot render this: {str(error)[:300]}", "messages") from error
 
     def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> HarmonyParser:
-        """For one answer to a request with these tools, which are the only ones that it can call."""
+        """Return a parser for one answer to a request with these tools, the only ones that it can call."""
         return HarmonyParser(self.encoding, [name for name, _, _ in described(tools)])
 
 
 def _checked(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A message of a known role, without fields that would be lost."""
+    """Return a message after checking that its role is known and that no field would be lost."""
     if message["role"] not in _ROLES:
         raise MessageError(f"{where}: role {message['role']!r} must be one of {', '.join(_ROLES)}", f"{where}.role")
     if unknown := sorted(str(name) for name in message if name not in FIELDS):
@@ -131,7 +132,7 @@ def _checked(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _text(message: Mapping[str, Any], name: str, where: str) -> str | None:
-    """One of a message's texts; None where it is left out."""
+    """One of a message's text fields; None where it is missing."""
     value = message.get(name)
     if value is not None and not isinstance(value, str):
         raise MessageError(f"{where}: {name} must be text, not a {type(value).__name__}", f"{where}.{name}")
@@ -139,7 +140,7 @@ def _text(message: Mapping[str, Any], name: str, where: str) -> str | None:
 
 
 def _messages(message: Mapping[str, Any], where: str, calls: dict[str, str]) -> list[Any]:
-    """A user's, assistant's or tool's turn as harmony messages; notes and looks up the calls' ids."""
+    """A user's, assistant's or tool's turn as harmony messages; records and looks up the ids of calls."""
     import openai_harmony as oh
 
     content = message["content"]
@@ -158,7 +159,7 @@ def _messages(message: Mapping[str, Any], where: str, calls: dict[str, str]) -> 
     if reasoning := _text(message, "reasoning_content", where):
         turn.append(oh.Message.from_role_and_content(oh.Role.ASSISTANT, reasoning).with_channel("analysis"))
     if content:
-        # Before a call it is a preamble, which belongs to commentary; else it is the answer.
+        # Content before a call is a preamble, in the channel commentary; otherwise it is the answer.
         channel = "commentary" if tool_calls else "final"
         turn.append(oh.Message.from_role_and_content(oh.Role.ASSISTANT, content).with_channel(channel))
     for call_id, name, arguments in tool_calls:
@@ -171,6 +172,6 @@ def _messages(message: Mapping[str, Any], where: str, calls: dict[str, str]) -> 
 
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[str | None, str, str]]:
-    """Id, function and arguments of each call in an assistant's message."""
+    """Id, function and arguments of the calls in an assistant's message."""
     calls = message.get("tool_calls", ())
     return [(call.get("id"), call["function"]["name"], call["function"]["arguments"]) for call in calls]

@@ -1,12 +1,11 @@
-"""Answers in the harmony format, read token by token while they are generated.
+"""Streaming parser of answers in the harmony format, token by token.
 
 A message is a header (role, channel, recipient, content type), `<|message|>`, a body, and the token that ends it:
 
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>
 
 The prompt ends with the first `<|start|>assistant`. Source: OpenAI's harmony response format,
-https://cookbook.openai.com/articles/openai-harmony. Structure is read from special tokens only, never from text that
-looks like them.
+https://cookbook.openai.com/articles/openai-harmony. Only special tokens are structure, never text that looks like them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 # Namespace of the tools of a request, among recipients.
 FUNCTIONS = "functions."
-# A header as text has one of these private-use characters for each special token.
+# In the text of a header, these private-use characters stand for special tokens.
 _START, _CHANNEL, _CONSTRAIN, _OTHER = "\ue000\ue001\ue002\ue003"
 _RECIPIENT = r"to=(?P<{}>[^\s\ue000-\ue003]+)"
 _TYPE = r"[\w./+-]+"
@@ -29,30 +28,30 @@ _HEADER = re.compile(
     rf"{_CHANNEL}\s*(?P<channel>analysis|commentary|final)(?:\s+{_RECIPIENT.format('after')})?"
     rf"(?:\s*{_CONSTRAIN}\s*{_TYPE}|\s+{_TYPE})?\s*"
 )
-# What a header begins with, and channels on which a tool may be called.
+# Beginnings of a header, and channels on which a tool may be called.
 _BEGINNINGS = (_CHANNEL, "to=", f"{_START}assistant")
 _CALLING = ("commentary", "analysis")
-# Tokens of a header at most. Real ones have fewer than 20 and the name of a tool.
-_LONGEST_HEADER = 100
-# Between two messages that are handed out as one text.
+# Most tokens of a header. Real ones have fewer than 20 and the name of a tool.
+_MAX_HEADER = 100
+# Separates messages that are returned as one text.
 _PARAGRAPH = "\n\n"
 
 
 class _State(enum.Enum):
     HEADER = "in a header"
-    BODY = "in the body of a message that was understood"
-    BETWEEN = "behind a message"
-    UNREAD = "in what cannot be read, up to the next <|start|>"
+    BODY = "in the body of a message that was parsed"
+    BETWEEN = "after a message"
+    UNREAD = "in text that cannot be parsed, up to the next <|start|>"
 
 
 class HarmonyParser:
-    """Generated tokens as pieces of a chat message: {"content" | "reasoning_content" | "tool_calls": ...}.
+    """Parses generated tokens to pieces of a chat message: {"content" | "reasoning_content" | "tool_calls": ...}.
 
-    analysis is reasoning; final and commentary to nobody are content, a paragraph each; a message to functions.x is a
-    call of the tool x, where `tools` has that name. A message that is none of these, and text outside of messages, is
-    content as it stands (special tokens included) up to the next `<|start|>`, where reading resumes. A header without
-    a body is handed out nowhere: it was cut or is broken. `failed` is set by either. `calls` counts the calls. Of a
-    cut answer half a character at the end is left out.
+    analysis is reasoning; final, and commentary without a recipient, are content, a paragraph each; a message to
+    functions.x is a call of the tool x, where `tools` has that name. Any other message, and text outside of messages,
+    is content as it stands (special tokens included) up to the next `<|start|>`, where parsing resumes. A header
+    without a body is dropped: it is incomplete or malformed. Both set `failed`. `calls` counts the calls. Half a
+    character at the end of a truncated answer is dropped.
     """
 
     def __init__(self, encoding: Any, tools: Iterable[str] = ()) -> None:
@@ -72,14 +71,14 @@ class HarmonyParser:
         self._state = _State.HEADER
         self._header: list[int] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # The field that the message at hand goes to, whether anything of it went there, and which fields have text.
+        # The field that receives the current message, whether it has received any of it, and which fields have text.
         self._field, self._begun = "content", False
         self._filled: set[str] = set()
         self.failed = False
         self.calls = 0
 
     def feed(self, token_ids: list[int], finished: bool) -> dict[str, Any]:
-        """What these tokens add. `finished`: they are the last."""
+        """Return what these tokens add. `finished`: they are the last."""
         added: dict[str, Any] = {}
         for token_id in token_ids:
             self._process(token_id, added)
@@ -113,7 +112,7 @@ class HarmonyParser:
                 self._leave_unread([*self._header, token_id], added)
         else:
             self._header.append(token_id)
-            if len(self._header) > _LONGEST_HEADER or not _begins(self._header_text()):
+            if len(self._header) > _MAX_HEADER or not _begins(self._header_text()):
                 self._leave_unread(self._header, added)
 
     def _header_text(self) -> str:
@@ -124,7 +123,7 @@ class HarmonyParser:
         )
 
     def _open(self, added: dict[str, Any]) -> bool:
-        """Begins the message whose header was read. False: nobody knows whom it is for."""
+        """Begin the message whose header was read. False where its recipient is unknown."""
         header = _HEADER.fullmatch(self._header_text())
         if header is None or (header["before"] and header["after"]):
             return False
@@ -143,7 +142,7 @@ class HarmonyParser:
         return True
 
     def _leave_unread(self, token_ids: list[int], added: dict[str, Any]) -> None:
-        """These tokens, and all up to the next `<|start|>`, are content as they stand."""
+        """Treat these tokens, and all up to the next `<|start|>`, as content."""
         self._state, self._header, self.failed = _State.UNREAD, [], True
         self._begin("content")
         for token_id in token_ids:
@@ -172,7 +171,7 @@ class HarmonyParser:
         return bool(self._encoding.is_special_token(token_id))
 
     def _text(self, token_id: int) -> str:
-        """What a token adds to the text."""
+        """The text that a token adds."""
         try:
             text = self._encoding.decode([token_id], errors="surrogateescape")
         except self._error:

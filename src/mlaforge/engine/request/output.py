@@ -1,4 +1,4 @@
-"""Outputs of requests: per step and request only what is new."""
+"""Outputs of requests: for each step and request, only what is new."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from mlaforge.runtime import UserError
 
 @dataclasses.dataclass
 class Completion:
-    """What is new of one of a request's `n` continuations. `finish_reason` is set once, in its last output."""
+    """New tokens and text of one of a request's `n` continuations. `finish_reason` is set once, in its last output."""
 
     index: int
     token_ids: list[int]
     text: str
     logprobs: list[Logprobs] | None = None
-    # "stop" (end of text, stop id or stop string), "length", "abort", "error" (RequestOutput says which), "tool_calls"
-    # (LLM.chat with tools, of which some were called), or None while it goes on.
+    # "stop" (end of text, stop id or stop string), "length", "abort", "error" (see RequestOutput.error), "tool_calls"
+    # (LLM.chat with tools, some of them called), or None while the continuation runs.
     finish_reason: str | None = None
     # The stop string or token id that ended it; None for the model's own end of text.
     stop_reason: str | int | None = None
-    # Of an answer in harmony: what was thought before it, which `text` leaves out.
+    # Of an answer in harmony: the reasoning before it, which is not in `text`.
     reasoning_content: str = ""
-    # And the tools that it called, as OpenAI's API has calls: of a call in pieces the first has id and name, and each
-    # has what its arguments, JSON as text, go on with.
+    # Of an answer in harmony: its tool calls in OpenAI's format. A streamed call comes in pieces: the first has id and
+    # name, and each adds to the arguments, which are JSON text.
     tool_calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    # Something in it, up to here, could not be read as harmony.
+    # Whether a part of the answer so far could not be parsed as harmony.
     harmony_parse_error: bool = False
 
 
 class NonFiniteLogits(UserError):
-    """The model's logits had NaN or infinity: no fault of the request's. `outputs`: of `LLM.generate` and `LLM.chat`
-    what all requests came to."""
+    """The model's logits had NaN or infinity, which is not the request's fault. `outputs`: from `LLM.generate` and
+    `LLM.chat`, the outputs of all requests."""
 
     outputs: Sequence[RequestOutput] = ()
 
     @staticmethod
     def explain(format: str) -> str:
-        """What is wrong with a model whose weights have this format, and what would be right."""
+        """Return what is wrong with a model whose weights have this format, and what would be right."""
         right = "its weights may be damaged (mlaforge verify DIR)"
         if format == "float16":
             right = "float16 ends at 65504; load it with dtype bfloat16 or float32"
@@ -51,11 +51,10 @@ class NonFiniteLogits(UserError):
 class RequestOutput:
     """What is new of a request since its last output.
 
-    `prompt` is the text that LLM was given; None where it was given token ids or a conversation.
-    `prompt_logprobs` comes once, with the first output; its first entry is None (nothing precedes it).
-    `num_cached_tokens` counts the prompt tokens that prefix reuse saved. Times are seconds of time.perf_counter().
-    `error` is why the request ended before its text did: its grammar became too costly to follow, or, where
-    `non_finite`, the model's logits had NaN or infinity.
+    `prompt` is the text that LLM was given; None for token ids and conversations. `prompt_logprobs` comes once, with
+    the first output; its first entry is None (nothing precedes it). `num_cached_tokens` counts the prompt tokens that
+    came from the prefix cache. Times are seconds of time.perf_counter(). `error` says why the request ended early: its
+    grammar became too costly to follow, or, with `non_finite`, the model's logits had NaN or infinity.
     """
 
     request_id: str
@@ -71,7 +70,7 @@ class RequestOutput:
     non_finite: bool = False
 
     def raise_for_error(self) -> None:
-        """Raises UserError, and as such NonFiniteLogits, where the request ended with an error."""
+        """Raise UserError, or its subclass NonFiniteLogits, where the request ended with an error."""
         if self.error is not None:
             raise (NonFiniteLogits if self.non_finite else UserError)(self.error)
 
@@ -104,7 +103,7 @@ def _merge_calls(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[d
 
 
 def merge(old: RequestOutput, new: RequestOutput) -> RequestOutput:
-    """Two consecutive outputs of a request as one."""
+    """Merge two consecutive outputs of a request into one."""
     completions = {c.index: c for c in old.outputs}
     for c in new.outputs:
         completions[c.index] = _merge_completions(completions[c.index], c) if c.index in completions else c

@@ -1,4 +1,4 @@
-"""A request and its continuations, as the scheduler and the engine see them."""
+"""Requests and their sequences (continuations), as the scheduler and the engine use them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from mlaforge.runtime import UserError
 
 
 class PromptTooLong(UserError):
-    """The model's context has no room for a prompt and what is to come after it. The words are those by which clients
-    of OpenAI's and vLLM's servers know it. `field` is what must be smaller: "prompt" or "max_tokens".
+    """The prompt and the new tokens exceed the model's context. Clients of OpenAI's and vLLM's servers recognise the
+    wording.
 
-    tokens       of the prompt, or `at_least` so many
-    new_tokens   that are to come after it
+    tokens      tokens of the prompt; `at_least`: or more
+    new_tokens  requested tokens after the prompt
+    field       what must be smaller: "prompt" or "max_tokens"
     """
 
     def __init__(self, tokens: int, new_tokens: int, max_model_len: int, at_least: bool = False) -> None:
         count = f"at least {tokens}" if at_least else str(tokens)
-        # Beside a prompt that leaves no room for one token, how many were asked for does not matter.
+        # If the prompt leaves no room for a single token, the number of requested tokens does not matter.
         room = max(0, max_model_len - min(new_tokens, 1))
         self.field = "prompt" if tokens > room else "max_tokens"
         why = f"the prompt has {count} tokens, and there is room for {room}; shorten the prompt"
         if self.field == "max_tokens":
-            most = f"at most {max_model_len - tokens}"
-            why = f"the prompt has {count} tokens and max_tokens is {new_tokens}; set max_tokens to {most}"
+            limit = f"at most {max_model_len - tokens}"
+            why = f"the prompt has {count} tokens and max_tokens is {new_tokens}; set max_tokens to {limit}"
             if not at_least:
                 why += ", or shorten the prompt"
         super().__init__(f"This model's maximum context length is {max_model_len} tokens, but {why}")
 
 
 def check_prompt(prompt_ids: list[int], vocab_size: int, max_model_len: int, new_tokens: int) -> None:
-    """UserError for a prompt that is empty or of another vocabulary, PromptTooLong where `new_tokens` do not fit beside
-    it into the context."""
+    """Raise UserError for a prompt that is empty or of another vocabulary, PromptTooLong where the prompt and
+    `new_tokens` exceed the context."""
     if not prompt_ids:
         raise UserError("the prompt is empty; it must have at least one token")
     if (wrong := next((t for t in prompt_ids if not 0 <= t < vocab_size), None)) is not None:
@@ -50,7 +51,7 @@ def check_prompt(prompt_ids: list[int], vocab_size: int, max_model_len: int, new
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """What was asked for. `unfinished` counts continuations; the first one computes the prompt for all."""
+    """A request. `unfinished` counts its sequences; the first sequence computes the prompt for all."""
 
     id: str
     prompt_ids: list[int]
@@ -65,9 +66,11 @@ class Request:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One continuation. The cache holds the first `computed` of its tokens; `number` is its name in block tables.
+    """One continuation of a request. The cache holds the first `computed` of its tokens; `number` names it in block
+    tables.
 
-    `judged`: of a copy that runs ahead by tokens that wait to be judged, the sequence itself."""
+    original  of a copy with provisional tokens: the sequence that it was copied from
+    """
 
     number: int
     request: Request
@@ -76,33 +79,35 @@ class Sequence:
     state: SamplingState
     stopping: Stopping
     computed: int = 0
-    # Whether a full prompt pass was ever finished: what comes after it is recomputation.
+    # Whether the prompt was ever computed completely: later prompt passes are recomputation.
     prefilled: bool = False
-    # Left out of steps until its grammar's mask is there (held.py).
-    held: bool = False
-    judged: Sequence | None = None
+    # Steps skip the sequence until its grammar's mask is there (grammar_wait.py).
+    waiting_for_grammar: bool = False
+    original: Sequence | None = None
 
-    def ahead(self) -> Sequence:
-        """A copy for tokens that wait to be judged: whatever it is given, this one stays as it is."""
-        return dataclasses.replace(self, token_ids=list(self.token_ids), state=self.state.ahead(), judged=self)
+    def provisional_copy(self) -> Sequence:
+        """Return a copy for provisional tokens; tokens appended to it do not change this sequence."""
+        return dataclasses.replace(
+            self, token_ids=list(self.token_ids), state=self.state.provisional_copy(), original=self
+        )
 
     @property
-    def reuse(self) -> bool:
-        """Whether cached blocks may stand for its first tokens: not while the prompt's own logits are wanted."""
+    def reuses_prefix(self) -> bool:
+        """Whether cached blocks may replace its first tokens: not while the logits of the prompt are needed."""
         return self.prefilled or self.request.params.prompt_logprobs is None
 
     @property
-    def price(self) -> int:
-        """What one of its tokens takes of a step's budget: a prompt's own log probabilities, which pass through the
-        whole vocabulary, cost about as much again as the tokens."""
-        return 1 if self.reuse else 2
+    def token_cost(self) -> int:
+        """Share of a step's token budget per token: log probabilities of the prompt need the whole vocabulary, which
+        costs about as much again as the tokens."""
+        return 1 if self.reuses_prefix else 2
 
     @property
     def generating(self) -> bool:
-        """Whether the next token to be computed was generated, now or before a preemption."""
+        """Whether the next token to compute was generated, now or before a preemption."""
         return self.prefilled and self.computed >= len(self.request.prompt_ids)
 
     @property
     def decoding(self) -> bool:
-        """Whether all but the newest token is in the cache."""
+        """Whether all tokens but the newest are in the cache."""
         return self.prefilled and self.computed == len(self.token_ids) - 1

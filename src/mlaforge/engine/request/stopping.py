@@ -1,4 +1,4 @@
-"""Stop conditions: where a continuation ends, and the text that may be shown until then."""
+"""Stop conditions: where a continuation ends, and which text can be shown before that."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from mlaforge.engine.sampling.params import SamplingParams
 
 
 class Progress(NamedTuple):
-    """What some tokens added: the text that became certain, how many of them count, and why it ended (if it did).
+    """What some tokens added: the text that is final, the number of tokens up to the end, and the reason of the end, if
+    any.
 
     `finish_reason` and `stop_reason` are those of engine/request/output.py's Completion.
     """
 
     text: str
-    kept: int
+    num_tokens: int
     finish_reason: str | None
     stop_reason: str | int | None
 
 
 def find_stop(text: str, stops: Sequence[str], after: int) -> tuple[int, int, str] | None:
-    """(start, end, stop string) of the first to be complete among those that end beyond `after`.
+    """Return (start, end, stop string) of the first complete stop string among those that end after `after`.
 
-    Of several that end at one place it is the longest: what reads the text letter by letter would stop there.
+    Of several that end at one place, return the longest: a scan letter by letter would stop there.
     """
     matches: list[tuple[int, int, str]] = []
     for stop in stops:
         start = text.find(stop, max(0, after - len(stop) + 1))
         if start >= 0:
             matches.append((start, start + len(stop), stop))
-    return min(matches, key=lambda place: (place[1], place[0])) if matches else None
+    return min(matches, key=lambda match: (match[1], match[0])) if matches else None
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string, but not all of one."""
+def partial_stop_length(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is a beginning of a stop string, but not a complete one."""
     for length in range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1):
         end = text[-length:]
         if any(len(stop) > length and stop.startswith(end) for stop in stops):
@@ -44,17 +45,17 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 class Stopping:
-    """The text and the end of one continuation.
+    """Text and end of one continuation.
 
-    Ends by, in this order: end of text (eos), stop token id, stop string, max_tokens, the model's context. Of the
-    token that ends the text (eos or stop id) no text is shown unless include_stop_str_in_output. min_tokens applies to
-    stop strings here; the sampler does not draw ends and stop ids before it.
+    Conditions, in this order: end of text (eos), stop token id, stop string, max_tokens, the model's context. The token
+    that ends the text (eos or stop id) adds no text unless include_stop_str_in_output. min_tokens applies to stop
+    strings here; the sampler does not draw eos and stop ids before it.
 
-    All texts returned together are the decoded tokens (decoded as what follows the prompt: its leading space stays),
-    cut at the stop string. A request with max_tokens 0 never gets here.
+    The returned texts together are the decoded tokens, cut at the stop string; they are decoded as what follows the
+    prompt, so that a leading space stays. A request with max_tokens 0 never gets here.
 
     prompt_ids      the prompt: its length counts for the context, its end decides how the first token is decoded
-    eos_token_ids   ends of text; without effect under ignore_eos, unless a grammar binds the text
+    eos_token_ids   ends of text; without effect under ignore_eos, except where a grammar constrains the text
     max_model_len   most tokens of prompt and continuation together
     """
 
@@ -68,54 +69,54 @@ class Stopping:
     ):
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt_ids)
-        # A grammar lets the text end where it is complete, and then nothing else: it ends there whatever was asked.
-        bound = params.json_schema is not None or params.regex is not None
-        self._eos = frozenset(() if params.ignore_eos and not bound else eos_token_ids)
+        # A complete grammar allows nothing but the end of text, so that ignore_eos cannot apply.
+        constrained = params.json_schema is not None or params.regex is not None
+        self._eos = frozenset(() if params.ignore_eos and not constrained else eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
-        self._most = max_model_len - len(prompt_ids)
+        self._max_new_tokens = max_model_len - len(prompt_ids)
         if params.max_tokens is not None:
-            self._most = min(self._most, params.max_tokens)
-        # Text that may become a stop string.
-        self._held = ""
+            self._max_new_tokens = min(self._max_new_tokens, params.max_tokens)
+        # Text that may be the beginning of a stop string.
+        self._buffered = ""
         self.generated = 0
         self.finished = False
 
     @property
-    def room(self) -> int:
-        """The most tokens that may still come."""
-        return self._most - self.generated
+    def remaining_tokens(self) -> int:
+        """The most tokens that can still be generated."""
+        return self._max_new_tokens - self.generated
 
     def append(self, token_ids: Sequence[int]) -> Progress:
-        """Takes tokens up to the one that ends the text. Nothing may be appended after the end."""
+        """Append tokens up to the one that ends the text. Nothing may be appended after the end."""
         assert not self.finished, "the continuation has ended"
         pieces: list[str] = []
-        for kept, token in enumerate(token_ids, start=1):
+        for count, token in enumerate(token_ids, start=1):
             text, finish_reason, stop_reason = self._append(token)
             pieces.append(text)
             if finish_reason is not None:
                 self.finished = True
-                return Progress("".join(pieces), kept, finish_reason, stop_reason)
+                return Progress("".join(pieces), count, finish_reason, stop_reason)
         return Progress("".join(pieces), len(token_ids), None, None)
 
     def _append(self, token: int) -> tuple[str, str | None, str | int | None]:
         self.generated += 1
         ends = token in self._eos
         if ends or token in self._stop_ids:
-            shown = self._params.include_stop_str_in_output
-            text = self._detokenizer.append(token) if shown else ""
-            return self._held + text + self._detokenizer.flush(), "stop", None if ends else token
-        at_limit = self.room <= 0
+            include = self._params.include_stop_str_in_output
+            text = self._detokenizer.append(token) if include else ""
+            return self._buffered + text + self._detokenizer.flush(), "stop", None if ends else token
+        at_limit = self.remaining_tokens <= 0
         text = self._detokenizer.append(token)
         if at_limit:
             text += self._detokenizer.flush()
-        scanned = len(self._held)
-        text = self._held + text
+        scanned = len(self._buffered)
+        text = self._buffered + text
         stops = self._params.stop
-        if self.generated > self._params.min_tokens and (place := find_stop(text, stops, scanned)):
-            start, end, stop = place
+        if self.generated > self._params.min_tokens and (match := find_stop(text, stops, scanned)):
+            start, end, stop = match
             return text[: end if self._params.include_stop_str_in_output else start], "stop", stop
         if at_limit:
             return text, "length", None
-        certain = len(text) - held_back(text, stops)
-        self._held = text[certain:]
+        certain = len(text) - partial_stop_length(text, stops)
+        self._buffered = text[certain:]
         return text[:certain], None, None

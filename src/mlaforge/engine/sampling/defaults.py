@@ -1,6 +1,6 @@
-"""A model's own sampling parameters, from its generation_config.json, for what a caller leaves unset.
+"""Default sampling parameters from a model's generation_config.json, for those that a caller leaves unset.
 
-As vLLM's `--generation-config auto`. `do_sample` is not read, as in vLLM: a temperature of 0 asks for the likeliest.
+As vLLM's `--generation-config auto`. Like vLLM, ignores `do_sample`: greedy decoding is a temperature of 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIELDS = {
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What generation_config.json says of SamplingParams, by its names. Raises UserError for a value that is none."""
+    """Return generation_config.json's values as fields of SamplingParams. Raises UserError for an invalid value."""
     defaults = {
         field: generation_config[name] for name, field in FIELDS.items() if generation_config.get(name) is not None
     }
@@ -31,7 +31,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def announce(defaults: Mapping[str, Any]) -> None:
-    """One line in the log, where there are any."""
+    """Log the defaults in one line, if there are any."""
     if defaults:
         parameters = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         log(

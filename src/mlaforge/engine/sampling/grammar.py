@@ -1,5 +1,5 @@
-"""Grammars as the engine sees them: each is compiled and followed in a process of its own (grammar_process.py), and its
-masks are waited for only as long as the engine wants to."""
+"""Grammars of constrained decoding, each compiled and followed in a process of its own (grammar_process.py), so that
+the engine decides how long it waits for a mask."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from mlaforge.engine.sampling.grammar_process import ASK, DIED, ENDED, FAILED, F
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError, install
 
-# Seconds by the clock after which a check is given up, on a machine that is too busy for it.
-PATIENCE = 30.0
-# A check yields to everybody else: many bad grammars at once must not take the processors from the engine.
+# Wall-clock seconds after which a check is given up, on a machine that is too busy for it.
+TIMEOUT = 30.0
+# Checks run at a low priority: many bad grammars at once must not take the processors from the engine.
 CHECK = {"seconds": grammar_process.CHECK_SECONDS, "bytes": grammar_process.BYTES, "nice": 10}
 FOLLOW = {"seconds": grammar_process.SECONDS, "bytes": grammar_process.BYTES, "nice": 0}
-# How many grammars are remembered as good or bad, and how many processes wait for another request with their grammar.
-REMEMBERED, IDLE = 4096, 8
+# Most verdicts in the cache, and most idle processes that wait for another request with their grammar.
+MAX_VERDICTS, MAX_IDLE = 4096, 8
 
 
 class Grammars:
-    """Where the grammars of one engine are followed: a process that reads the tokenizer, started with the first
-    grammar, and forks one for each. `check` may be called in any thread, all else in one.
+    """The grammars of one engine. A process that reads the tokenizer starts with the first grammar and forks a child
+    for each. `check` may be called in any thread, everything else in one.
 
-    `eos_token_ids`: what ends a text; by default the tokenizer's own. Those that the tokenizer lacks are left out, and
-    `vocab_size` is the tokenizer's: both are known once a grammar was checked.
+    `eos_token_ids`: ends of text; by default the tokenizer's. Those that the tokenizer lacks are left out, and
+    `vocab_size` is the tokenizer's: both are valid once a grammar was checked.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Collection[int] = ()):
@@ -51,56 +51,57 @@ class Grammars:
         self._control: socket.socket | None = None
         # Digest of a grammar -> why it cannot be followed; None where it can.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
-        # Grammars that are followed, those without a place last used first.
+        # Grammars in use, least recently used first.
         self._followed: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 
     def check(self, params: SamplingParams) -> None:
-        """Raises UserError where the parameters' grammar cannot be followed or takes more than its budget, and where
-        llguidance is missing. Waits until it is compiled, unless it was checked before."""
-        if (named := _named(params)) is None:
+        """Raise UserError where the parameters' grammar cannot be followed or exceeds its budget, and where llguidance
+        is missing. Waits until it is compiled, unless it was checked before."""
+        if (source := _source(params)) is None:
             return
-        key = hashlib.sha256(" ".join(named).encode("utf-8", "replace")).digest()
+        key = hashlib.sha256(" ".join(source).encode("utf-8", "replace")).digest()
         if key in self._verdicts:
             reason = self._verdicts[key]
         else:
-            reason = self._verdict(named)
+            reason = self._verdict(source)
             if reason is None or ENDED not in reason:
                 with self._lock:
                     self._verdicts[key] = reason
-                    if len(self._verdicts) > REMEMBERED:
+                    if len(self._verdicts) > MAX_VERDICTS:
                         self._verdicts.popitem(last=False)
         if reason is not None:
             raise UserError(reason)
 
-    def _verdict(self, named: tuple[str, str]) -> str | None:
-        with contextlib.closing(Grammar(self, *named, CHECK)) as grammar:
+    def _verdict(self, source: tuple[str, str]) -> str | None:
+        with contextlib.closing(Grammar(self, *source, CHECK)) as grammar:
             place = grammar.place()
-            wait_for([place], PATIENCE)
+            wait_for([place], TIMEOUT)
         if place.waiting:
-            raise UserError(f"{named[0]} was not compiled within {PATIENCE:g} s; try again later")
+            raise UserError(f"{source[0]} was not compiled within {TIMEOUT:g} s; try again later")
         return place.error
 
     def follow(self, params: SamplingParams) -> Place:
-        """The beginning of the parameters' grammar. Requests with the same one share a process."""
-        named = _named(params)
-        assert named is not None
-        grammar = self._followed.get(named) or self._followed.setdefault(named, Grammar(self, *named, FOLLOW))
-        self._followed.move_to_end(named)
-        idle = [each for each, other in self._followed.items() if not other.places and each != named]
-        for each in idle[:-IDLE]:
-            self._followed.pop(each).close()
+        """Return a place at the beginning of the parameters' grammar. Requests with the same grammar share a
+        process."""
+        source = _source(params)
+        assert source is not None
+        grammar = self._followed.get(source) or self._followed.setdefault(source, Grammar(self, *source, FOLLOW))
+        self._followed.move_to_end(source)
+        idle = [key for key, other in self._followed.items() if not other.places and key != source]
+        for key in idle[:-MAX_IDLE]:
+            self._followed.pop(key).close()
         return grammar.place()
 
     def open(self) -> socket.socket:
-        """A connection to a new process for one grammar. Raises OSError where none can be had."""
+        """Return a connection to a new process for one grammar. Raises OSError where none can be started."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             assert self._control is not None
-            ours, its = socket.socketpair()
-            with its:
-                socket.send_fds(self._control, [b"+"], [its.fileno()])
-        return ours
+            connection, child_end = socket.socketpair()
+            with child_end:
+                socket.send_fds(self._control, [b"+"], [child_end.fileno()])
+        return connection
 
     def _start(self) -> None:
         if importlib.util.find_spec("llguidance") is None:
@@ -109,10 +110,10 @@ class Grammars:
         backend.no_padding()
         backend.no_truncation()
         ends = sorted(self.eos_token_ids) or self._tokenizer.eos_token_id
-        self._control, its = socket.socketpair()
-        with its:
+        self._control, child_end = socket.socketpair()
+        with child_end:
             command = [sys.executable, "-I", grammar_process.__file__]
-            self._process = subprocess.Popen(command, stdin=its.fileno(), stdout=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, stdin=child_end.fileno(), stdout=subprocess.DEVNULL)
         weakref.finalize(self, _end, self._process, self._control)
         start = {"path": sys.path, "tokenizer": backend.to_str(), "ends": ends}
         self._control.sendall(pack(json.dumps(start).encode()))
@@ -128,8 +129,8 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     process.wait()
 
 
-def _named(params: SamplingParams) -> tuple[str, str] | None:
-    """(name, text) of the parameters' grammar."""
+def _source(params: SamplingParams) -> tuple[str, str] | None:
+    """(field of SamplingParams, text) of the parameters' grammar."""
     if params.regex is not None:
         return "regex", params.regex
     return None if params.json_schema is None else ("json_schema", params.schema_text)
@@ -137,8 +138,8 @@ def _named(params: SamplingParams) -> tuple[str, str] | None:
 
 @dataclasses.dataclass(eq=False)
 class Place:
-    """Where one text stands in its grammar: after `token_ids`. `mask` is what may come next, a bit per token of the
-    tokenizer, the lowest first; `last`: nothing but the end of text. `error` says why it will never come."""
+    """Position of one text in its grammar: after `token_ids`. `mask` has a bit per token of the tokenizer, the lowest
+    first: the tokens allowed next. `last`: only the end of text is allowed. `error`: why there will be no mask."""
 
     grammar: Grammar
     number: int
@@ -149,24 +150,24 @@ class Place:
 
     @property
     def waiting(self) -> bool:
-        """The mask has not come, but may."""
+        """Whether the mask is still being computed."""
         return self.mask is None and self.error is None
 
     def advance(self, token_ids: list[int]) -> None:
-        """Goes on by these tokens, of which each was allowed."""
+        """Append these tokens, which were allowed."""
         self.token_ids += token_ids
         self.mask = None
-        self.grammar.ask(self, token_ids)
+        self.grammar.request_mask(self, token_ids)
 
     def close(self) -> None:
-        """It is left for good."""
-        self.grammar.leave(self)
+        """Remove the place from its grammar."""
+        self.grammar.remove(self)
 
 
 class Grammar:
     """One grammar in its process, which starts with the first place and ends with `close`.
 
-    Where the process dies, it is the fault of the place whose mask it was making, and the others go on in a new one.
+    If the process dies, the place whose mask it was computing fails, and the others continue in a new process.
     """
 
     def __init__(self, owner: Grammars, name: str, text: str, budget: Mapping[str, float]):
@@ -174,24 +175,24 @@ class Grammar:
         self._owner, self._name, self._text, self._budget = owner, name, text, budget
         self._numbers: Iterator[int] = iter(range(2**32))
         self._connection: socket.socket | None = None
-        # Places that the process knows, and those that wait for its answers, in this order.
+        # Places that the process knows, and those whose masks were requested, in the order of the answers.
         self._known: set[int] = set()
-        self._asked: deque[Place] = deque()
+        self._requested: deque[Place] = deque()
         self._received = bytearray()
 
     def place(self) -> Place:
-        """A new one, at the beginning."""
+        """Return a new place at the beginning."""
         place = Place(self, next(self._numbers))
         self.places[place.number] = place
-        self.ask(place, [])
+        self.request_mask(place, [])
         return place
 
-    def ask(self, place: Place, token_ids: list[int]) -> None:
-        """Has the mask made of a place that these tokens have been added to."""
-        if self._connection is not None and not self._asked and self._has_died():
-            # Nobody's fault: it had nothing to do.
+    def request_mask(self, place: Place, token_ids: list[int]) -> None:
+        """Request the mask of a place to which these tokens were appended."""
+        if self._connection is not None and not self._requested and self._has_died():
+            # An idle process died, which is not the fault of any place.
             self.close()
-        self._asked.append(place)
+        self._requested.append(place)
         try:
             if self._connection is None:
                 self._connection = self._owner.open()
@@ -201,42 +202,42 @@ class Grammar:
             self._known.add(place.number)
             self._connection.sendall(pack(array.array("I", [place.number, *tokens]).tobytes(), ASK))
         except OSError as error:
-            # Where it has died, its last words are still to be read.
+            # If the process has died, `read` will receive the reason.
             if self._connection is None:
                 self._fail(place, f"its process cannot be started ({error.strerror})")
 
-    def leave(self, place: Place) -> None:
-        """Forgets a place."""
+    def remove(self, place: Place) -> None:
+        """Forget a place."""
         del self.places[place.number]
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.sendall(pack(array.array("I", [place.number]).tobytes(), FORGET))
 
     def read(self) -> None:
-        """Takes what has come. Does not wait."""
-        while self._asked and self._connection is not None:
+        """Receive the available answers. Does not wait."""
+        while self._requested and self._connection is not None:
             try:
-                some = self._connection.recv(2**16, socket.MSG_DONTWAIT)
+                data = self._connection.recv(2**16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
-                some = b""
-            self._received += some or pack(ENDED.encode(), DIED)
+                data = b""
+            self._received += data or pack(ENDED.encode(), DIED)
             while (message := unpack(self._received)) is not None:
                 kind, payload, length = message
                 del self._received[:length]
-                place = self._asked.popleft()
+                place = self._requested.popleft()
                 if kind in (FAILED, DIED):
                     self._fail(place, payload.decode())
-                elif place not in self._asked:
-                    # It has not gone on since.
+                elif place not in self._requested:
+                    # The place has not advanced since.
                     place.mask, place.last = payload, kind == LAST_MASK
                 if kind == DIED:
-                    self._begin_anew()
+                    self._restart()
                     break
 
     def _has_died(self) -> bool:
-        """Of a process that was asked nothing: it has nothing to say but that."""
+        """Whether an idle process has closed its connection: an idle process sends nothing else."""
         assert self._connection is not None
         try:
             self._connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
@@ -249,19 +250,19 @@ class Grammar:
     def _fail(self, place: Place, reason: str) -> None:
         place.error = f"{self._name} cannot be followed: {reason}"
 
-    def _begin_anew(self) -> None:
-        asked, self._asked = [place for place in self._asked if place.number in self.places], deque()
+    def _restart(self) -> None:
+        requested, self._requested = [place for place in self._requested if place.number in self.places], deque()
         self.close()
-        for place in asked:
-            self.ask(place, [])
+        for place in requested:
+            self.request_mask(place, [])
 
     def fileno(self) -> int:
-        """For `select`: something can be read."""
+        """File descriptor for `select`."""
         assert self._connection is not None
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Ends the process, which has nothing more to do."""
+        """End the process."""
         if self._connection is not None:
             self._connection.close()
         self._connection, self._known = None, set()
@@ -269,18 +270,18 @@ class Grammar:
 
 
 def wait_for(places: Collection[Place], seconds: float) -> None:
-    """Returns when each of these has its mask or will never have it, or after so long."""
+    """Wait until each place has its mask or an error, at most this long."""
     until = time.monotonic() + seconds
     for grammar in {place.grammar for place in places}:
         grammar.read()
     while grammars := {place.grammar for place in places if place.waiting}:
-        left = until - time.monotonic()
-        if left <= 0:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
             return
         poll = select.poll()
         for grammar in grammars:
             poll.register(grammar, select.POLLIN)
-        # Rounded up, or the last millisecond would be spent asking.
-        poll.poll(int(1000 * left) + 1)
+        # Rounded up, or the last millisecond would be busy polling.
+        poll.poll(int(1000 * remaining) + 1)
         for grammar in grammars:
             grammar.read()

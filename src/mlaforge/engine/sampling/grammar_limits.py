@@ -1,4 +1,4 @@
-"""How large a grammar may be, checked before anything looks at what it means (docs/serving.md has the numbers)."""
+"""Limits on the size of a grammar, checked before its content (docs/serving.md has the numbers)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from mlaforge.runtime import UserError
 
-# Of a regex, and of a schema as JSON text. It fits into a socket's buffer: sending it waits for nobody.
+# Of a regex, and of a schema as JSON text. Fits a socket's buffer, so that sending it does not block.
 MAX_BYTES = 128 * 1024
-# Of lists and objects in a schema, from the outermost, which is 1.
+# Nesting of lists and objects in a schema; the outermost has depth 1.
 MAX_DEPTH = 64
-# In the whole schema.
+# Totals of a schema.
 MAX_PROPERTIES, MAX_ENUM_VALUES = 5_000, 10_000
 
 
 def check_size(name: str, text: str) -> None:
-    """UserError where the text of a grammar is too long."""
+    """Raise UserError where the text of a grammar is too long."""
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
         raise UserError(f"{name} is longer than {MAX_BYTES // 1024} KiB; make it shorter")
 
 
 def check_schema(schema: Any) -> None:
-    """UserError where a schema is nested too deep or has too much in it. Looks at no more of it than is allowed."""
+    """Raise UserError where a schema is nested too deep or too large. Visits no more of it than is allowed."""
     size = properties = values = depth = 0
     level = [schema]
     while level := [node for node in level if isinstance(node, Mapping | list | tuple)]:
@@ -35,14 +35,14 @@ def check_schema(schema: Any) -> None:
                 below += node.values()
             else:
                 below += node
-            # An item's value and comma, and a key: less than its text takes.
+            # A lower bound of the text: an item's value and comma, or a key.
             size += 2 * len(node)
-            for what, count, most in (
+            for what, count, limit in (
                 ("levels of nesting", depth, MAX_DEPTH), ("properties", properties, MAX_PROPERTIES),
                 ("enum values", values, MAX_ENUM_VALUES), ("bytes", size, MAX_BYTES),
             ):  # fmt: skip
-                if count > most:
-                    raise UserError(f"json_schema has more than {most} {what}; make it simpler")
+                if count > limit:
+                    raise UserError(f"json_schema has more than {limit} {what}; make it simpler")
         level = below
 
 

@@ -1,10 +1,10 @@
-"""The process in which grammars are compiled and followed: a script that imports nothing of mlaforge and no torch.
+"""The process that compiles and follows grammars: a script that imports neither mlaforge nor torch.
 
-It reads the tokenizer once. Then every connection that comes is a grammar: a child is forked, which compiles it and
-answers each question (a text's new tokens) with the mask of the tokens that may come next. The kernel ends a child that
-takes more than its budget of processor time or memory, whatever it is doing; nobody else notices.
+It reads the tokenizer once. Every new connection is a grammar: a forked child compiles it and answers each request (a
+text's new tokens) with the mask of the tokens allowed next. The kernel ends a child that exceeds its budget of
+processor time or memory, whatever it is doing, without an effect on other children.
 
-A message is a byte that says what it is, the length of the rest, and the rest.
+A message is a byte for its kind, the length of the payload, and the payload.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# Processor time, in seconds: to compile a grammar, and for the masks of one text. More when it is followed than when it
-# was checked, because what has passed the check must not fail afterwards. Every token brings a little more, up to what
-# it began with. A normal schema takes a few milliseconds, then 20 microseconds a token.
+# Budgets of processor time in seconds: to compile a grammar, and for the masks of one text. Larger for following than
+# for the check, because a grammar that has passed the check must not fail later. Every token adds a little, up to the
+# initial budget. A normal schema takes a few milliseconds, then 20 microseconds a token.
 CHECK_SECONDS, SECONDS, SECONDS_PER_TOKEN = 1.0, 2.0, 0.01
-# What a grammar may take beside the tokenizer, which it shares with the others: a normal one takes 5 MiB.
+# Memory of a grammar besides the tokenizer, which all grammars share: a normal one takes 5 MiB.
 BYTES = 128 * 2**20
 
-# Questions: numbers of 32 bits, the first that of the text.
+# Requests: 32-bit numbers, the first is that of the text.
 ASK, FORGET = range(2)
-# Answers: a mask; one that allows nothing but the end of text; why there will be none; why the process died.
+# Answers: a mask; a mask that allows only the end of text; why there will be none; why the process died.
 MASK, LAST_MASK, FAILED, DIED = range(4)
-# Between two parts of a JSON text: a line break with an indent, at most one. A small model that loves line breaks would
-# fill its answer with them.
+# White space between two parts of a JSON text: at most one line break with an indent, because a small model may fill
+# its answer with line breaks.
 WHITE_SPACE = r"[\x20\x09]{0,8}(\x0D?\x0A[\x20\x09]{0,64})?"
 TOO_SLOW = (
     f"it takes more processor time than {CHECK_SECONDS:g} s to compile and {1000 * SECONDS_PER_TOKEN:g} ms a token"
 )
 TOO_LARGE = f"it takes more than {BYTES // 2**20} MiB of memory"
-# No fault of the grammar's, as far as can be known.
+# Probably not caused by the grammar.
 ENDED = "its process was ended"
 _OUT_OF_MEMORY = 3
 
 
 def pack(payload: bytes, kind: int = 0) -> bytes:
-    """A message."""
+    """Return a message."""
     return struct.pack("<BI", kind, len(payload)) + payload
 
 
 def unpack(received: bytes | bytearray) -> tuple[int, bytes, int] | None:
-    """(kind, payload, length) of the message that these bytes begin with; None where it has not come whole."""
+    """Return (kind, payload, length) of the first message in these bytes; None where it is incomplete."""
     if len(received) < 5:
         return None
     kind, size = struct.unpack_from("<BI", received)
@@ -60,44 +60,44 @@ def unpack(received: bytes | bytearray) -> tuple[int, bytes, int] | None:
 
 
 def receive(connection: socket.socket) -> tuple[int, bytes] | None:
-    """(kind, payload) of the next message, waited for; None where the other side is gone."""
+    """Wait for the next message and return (kind, payload); None where the other side is gone."""
     received = bytearray()
     while (message := unpack(received)) is None:
         size = 5 if len(received) < 5 else 5 + struct.unpack_from("<BI", received)[1]
-        some = connection.recv(size - len(received))
-        if not some:
+        data = connection.recv(size - len(received))
+        if not data:
             return None
-        received += some
+        received += data
     return message[:2]
 
 
 class _Budget:
-    """Processor time. When it runs out inside `spending`, the kernel ends the process."""
+    """A budget of processor time. When it is exhausted inside `spending`, the kernel ends the process."""
 
     def __init__(self, seconds: float) -> None:
-        self._most = self._left = seconds
+        self._limit = self._remaining = seconds
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
         began = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, self._left)
+        signal.setitimer(signal.ITIMER_PROF, self._remaining)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            # Never 0, which is no limit at all.
-            self._left = max(self._left - (time.process_time() - began), 0.001)
+            # Never 0, which would be no limit.
+            self._remaining = max(self._remaining - (time.process_time() - began), 0.001)
 
     def earn(self, tokens: int) -> None:
-        self._left = min(self._left + tokens * SECONDS_PER_TOKEN, self._most)
+        self._remaining = min(self._remaining + tokens * SECONDS_PER_TOKEN, self._limit)
 
 
 class _Failed(Exception):
-    """Why the grammar cannot be followed."""
+    """The grammar cannot be followed; the message says why."""
 
 
-def _compiled(tokenizer: Any, name: str, text: str) -> Any:
-    """llguidance's matcher of a regex or a JSON schema."""
+def _compile(tokenizer: Any, name: str, text: str) -> Any:
+    """Return llguidance's matcher of a regex or a JSON schema."""
     from llguidance import LLMatcher, LLParserLimits
 
     if name == "regex":
@@ -111,20 +111,20 @@ def _compiled(tokenizer: Any, name: str, text: str) -> Any:
 
 
 def _mask(matcher: Any, token_ids: list[int]) -> bytes:
-    """What may follow these tokens, each of which was allowed."""
-    taken = matcher.try_consume_tokens(token_ids)
-    mask: bytes = matcher.compute_bitmask() if taken == len(token_ids) else b""
+    """Return the mask after these tokens, each of which was allowed."""
+    consumed = matcher.try_consume_tokens(token_ids)
+    mask: bytes = matcher.compute_bitmask() if consumed == len(token_ids) else b""
     if matcher.is_error():
-        # After the reason it quotes the grammar that was made from what the user gave.
+        # The reason is followed by a quote of the grammar that llguidance generated from the user's.
         reason = matcher.get_error().split("\n   1 | ")[0].replace("<non-verbose/>", "")
         raise _Failed(" ".join(reason.split())[:400])
     if not mask:
-        raise _Failed(f"token {token_ids[taken]} is not what it allows")
+        raise _Failed(f"it does not allow token {token_ids[consumed]}")
     return mask
 
 
 def _follow(connection: socket.socket, tokenizer: Any) -> None:
-    """One grammar, from its text to the last mask of any text that follows it."""
+    """Serve one grammar, from its text to the last mask."""
     message = receive(connection)
     if message is None:
         return
@@ -133,9 +133,9 @@ def _follow(connection: socket.socket, tokenizer: Any) -> None:
     if sys.platform == "linux":
         # Elsewhere the limit is not enforced.
         with open("/proc/self/statm", encoding="ascii") as sizes:
-            most = int(sizes.read().split()[0]) * resource.getpagesize() + job["bytes"]
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    first: Any = None
+            limit = int(sizes.read().split()[0]) * resource.getpagesize() + job["bytes"]
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    compiled: Any = None
     texts: dict[int, tuple[Any, _Budget]] = {}
     while (message := receive(connection)) is not None:
         number, *token_ids = array.array("I", message[1])
@@ -143,11 +143,11 @@ def _follow(connection: socket.socket, tokenizer: Any) -> None:
             texts.pop(number, None)
             continue
         try:
-            if first is None:
+            if compiled is None:
                 with _Budget(job["seconds"]).spending():
-                    first = _compiled(tokenizer, job["name"], job["text"])
+                    compiled = _compile(tokenizer, job["name"], job["text"])
             if number not in texts:
-                texts[number] = first.deep_copy(), _Budget(job["seconds"])
+                texts[number] = compiled.deep_copy(), _Budget(job["seconds"])
             matcher, budget = texts[number]
             budget.earn(len(token_ids))
             with budget.spending():
@@ -159,12 +159,12 @@ def _follow(connection: socket.socket, tokenizer: Any) -> None:
 
 
 def _child(connection: socket.socket, tokenizer: Any) -> None:
-    """Runs in a forked process, which ends with it."""
+    """Main function of a forked child. Does not return."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with open("/dev/null", "wb") as nowhere:
-            # What a library says when it dies is no concern of the server's log.
+            # The last messages of a library must not get into the server's log.
             os.dup2(nowhere.fileno(), 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _follow(connection, tokenizer)
@@ -172,14 +172,14 @@ def _child(connection: socket.socket, tokenizer: Any) -> None:
     except MemoryError:
         os._exit(_OUT_OF_MEMORY)
     except OSError:
-        # Who asked is gone.
+        # The other side is gone.
         os._exit(0)
     finally:
         os._exit(1)
 
 
 def _reason(status: int) -> str | None:
-    """Why a child ended before it was to; None where it was to."""
+    """Return why a child failed, by its exit status; None where it ended normally."""
     if status == 0:
         return None
     code = os.waitstatus_to_exitcode(status)
@@ -190,7 +190,7 @@ def _reason(status: int) -> str | None:
 
 
 class _Parent:
-    """Forks a child per connection, and says why on its connection where it ends too early."""
+    """Forks a child per connection; if a child fails, sends the reason on its connection."""
 
     def __init__(self, control: socket.socket, tokenizer: Any) -> None:
         self._control, self._tokenizer = control, tokenizer
@@ -208,20 +208,20 @@ class _Parent:
                 os.read(self._woken, 512)
                 self._reap()
             if self._control.fileno() in ready:
-                some, connections, _, _ = socket.recv_fds(self._control, 1, 1)
-                if not some:
+                data, connections, _, _ = socket.recv_fds(self._control, 1, 1)
+                if not data:
                     return
                 with socket.socket(fileno=connections[0]) as connection:
                     self._fork(connection)
 
     def _fork(self, connection: socket.socket) -> None:
-        kept = connection.dup()
+        parent_copy = connection.dup()
         number = os.fork()
         if number:
-            self._children[number] = kept
+            self._children[number] = parent_copy
             return
-        for mine in (self._control, kept, *self._children.values()):
-            mine.close()
+        for inherited in (self._control, parent_copy, *self._children.values()):
+            inherited.close()
         _child(connection, self._tokenizer)
 
     def _reap(self) -> None:
@@ -236,9 +236,9 @@ class _Parent:
 
 
 def main() -> None:
-    """Reads {"path", "tokenizer", "ends"} (where modules are, the tokenizer's JSON, ends of text) from the socket that
-    is its standard input, answers with {"vocab_size", "ends"}, and forks until the other side closes."""
-    # Its life is the other side's, not the terminal's.
+    """Read {"path", "tokenizer", "ends"} (module search path, the tokenizer's JSON, ends of text) from the socket that
+    is standard input, answer with {"vocab_size", "ends"}, and fork until the other side closes."""
+    # Ends with the other side, not with the terminal.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=0) as control:
@@ -254,8 +254,8 @@ def main() -> None:
         except ValueError as error:
             control.sendall(pack(str(error).encode(), FAILED))
             return
-        # What every grammar needs once is made before the first fork, and shared.
-        _mask(_compiled(tokenizer, "json_schema", "{}"), [])
+        # Initialize before the first fork what all grammars share.
+        _mask(_compile(tokenizer, "json_schema", "{}"), [])
         answer = {"vocab_size": tokenizer.vocab_size, "ends": tokenizer.eos_tokens}
         control.sendall(pack(json.dumps(answer).encode()))
         _Parent(control, tokenizer).run()

@@ -1,4 +1,4 @@
-"""Sampling parameters: what a request may ask of the sampler, and its stop conditions."""
+"""Sampling parameters and stop conditions of a request."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 from mlaforge.engine.sampling.grammar_limits import check_schema, check_size
 from mlaforge.runtime import UserError
 
-# Below this a temperature counts as 0, as in vLLM: the division would only make infinities.
+# Lower temperatures count as 0, as in vLLM: the division would only yield infinities.
 GREEDY_BELOW = 1e-5
-# What torch.Generator takes.
-SEEDS = (-(2**63), 2**64 - 1)
-# Numbers that stay finite when fp32 logits are divided or multiplied by them: beyond is "0" or "infinite" for us.
+# Smallest and largest seed of torch.Generator.
+SEED_RANGE = (-(2**63), 2**64 - 1)
+# Numbers that fp32 logits can be divided and multiplied by and stay finite.
 SMALLEST, LARGEST = 1e-30, 1e30
 
 
 def _wrong(name: str, value: object, right: str) -> UserError:
-    # A value's repr may be long or have lines.
+    # A repr may be long or have several lines.
     return UserError(f"{name} = {' '.join(reprlib.repr(value).split())} must be {right}")
 
 
 def _whole(name: str, value: object, low: int, right: str, high: int | None = None) -> int:
-    """`value` where it is a whole number of low..high. A bool is none."""
+    """Return `value` if it is an int in low..high. A bool is not."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise _wrong(name, value, right)
     return value
 
 
 def _number(name: str, value: object, low: float, high: float, right: str) -> float:
-    """`value` as a float where it is a number of low..high (both finite)."""
-    # Compared before it is converted: a whole number may be too large for a float. NaN compares false.
+    """Return `value` as a float if it is a number in low..high (both finite)."""
+    # Compared before the conversion: an int may be too large for a float. NaN compares false.
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise _wrong(name, value, right)
     return float(value)
@@ -49,13 +49,13 @@ def _items(name: str, value: object, right: str) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one request is continued. Names and meanings are vLLM's and OpenAI's.
+    """Sampling parameters of one request. Names and meanings are vLLM's and OpenAI's.
 
-    `logprobs` and `prompt_logprobs`: how many of the likeliest alternatives to report beside each token (0: only the
-    token's own); None reports nothing. `max_tokens` None goes on to the end of the model's context; 0 only reads the
+    `logprobs` and `prompt_logprobs`: number of likeliest alternatives to report for each token (0: only the token
+    itself); None reports nothing. `max_tokens` None generates up to the end of the model's context; 0 only reads the
     prompt and needs `prompt_logprobs`. `top_k` 0 or -1 keeps all tokens. `seed` None or -1 is fresh entropy.
-    `json_schema` is a schema or its JSON text; how large it may be says docs/serving.md. Lists become tuples, one
-    `stop` string a tuple of one.
+    `json_schema` is a schema or its JSON text; docs/serving.md has its limits. Lists become tuples, one `stop` string a
+    tuple of one.
 
     Raises UserError for the first field whose value is wrong.
     """
@@ -118,7 +118,7 @@ class SamplingParams:
         repetition = _number("repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST, above_0)
         self._set("repetition_penalty", repetition)
         if self.seed is not None:
-            seed = _whole("seed", self.seed, SEEDS[0], "a whole number of 64 bits, or None", SEEDS[1])
+            seed = _whole("seed", self.seed, SEED_RANGE[0], "a whole number of 64 bits, or None", SEED_RANGE[1])
             self._set("seed", None if seed == -1 else seed)
         if not isinstance(self.logit_bias, Mapping | None):
             raise _wrong("logit_bias", self.logit_bias, "a mapping of token ids to numbers between -100 and 100")
@@ -131,11 +131,11 @@ class SamplingParams:
         self._set("logit_bias", bias)
 
     def _check_stops(self) -> None:
-        one = (self.stop,) if isinstance(self.stop, str) else self.stop
-        stop = _items("stop", one, "a text or a list of texts")
+        items = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = _items("stop", items, "a text or a list of texts")
         for index, text in enumerate(stop):
             if not isinstance(text, str) or not text:
-                raise _wrong("stop" if one is not self.stop else f"stop[{index}]", text, "a text that is not empty")
+                raise _wrong("stop" if items is not self.stop else f"stop[{index}]", text, "a text that is not empty")
         self._set("stop", stop)
         ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
         for index, token in enumerate(ids):
@@ -170,23 +170,23 @@ class SamplingParams:
 
     @property
     def schema_text(self) -> str:
-        """The schema as canonical JSON text; asked for only where there is a schema."""
+        """The schema as canonical JSON text. Requires a schema."""
         schema = self.json_schema
         parsed = json.loads(schema) if isinstance(schema, str) else dict(schema or {})
         return json.dumps(parsed, allow_nan=False)
 
     @property
     def greedy(self) -> bool:
-        """The likeliest token is taken, nothing is drawn."""
+        """Whether the likeliest token is taken instead of a random one."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def penalised(self) -> bool:
-        """Tokens that were there already are weighed otherwise."""
+        """Whether penalties change the logits of earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises UserError for a token id of logit_bias or stop_token_ids that the model does not have."""
+        """Raise UserError for a token id in logit_bias or stop_token_ids that the vocabulary lacks."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 if token >= vocab_size:

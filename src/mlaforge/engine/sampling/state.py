@@ -1,4 +1,4 @@
-"""Sampling state: what one continuation carries from step to step for the sampler."""
+"""Sampling state of one continuation, carried from step to step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from mlaforge.runtime import on_device
 
 
 def derived_seed(seed: int | None, index: int) -> int:
-    """The seed of a request's continuation `index`: the request's own for 0, fresh entropy where there is none."""
+    """Return the seed of a request's continuation `index`: the request's seed for index 0; fresh entropy without a
+    seed."""
     if seed is None:
         return int.from_bytes(os.urandom(8))
     if index == 0:
         return seed
-    # Neighbouring seeds of neighbouring requests must not meet.
+    # Requests with neighbouring seeds must not share the seeds of their continuations.
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest())
 
 
 class Seen(NamedTuple):
-    """int32 [V], how often each token was generated; bool [V], whether it was in the prompt."""
+    """`counts_V`, int32 [V]: how often each token was generated. `in_prompt_V`, bool [V]: whether it was in the
+    prompt."""
 
     counts_V: Tensor
     in_prompt_V: Tensor
@@ -36,7 +38,7 @@ class Seen(NamedTuple):
 class SamplingState:
     """One continuation's penalties, bias, random numbers, length and grammar.
 
-    `append` after every token that was kept. Raises UserError where the parameters name a token id that the vocabulary
+    Call `append` for every accepted token. Raises UserError where the parameters name a token id that the vocabulary
     lacks.
 
     prompt_ids      counted by the repetition penalty
@@ -61,7 +63,7 @@ class SamplingState:
         self.constraint = constraint
         self.token_ids: list[int] = []
         self.generator = torch.Generator(device).manual_seed(derived_seed(params.seed, index))
-        # What the penalties weigh; None where there are none.
+        # Token counts for the penalties; None without penalties.
         self.seen: Seen | None = None
         if params.penalised:
             self.seen = Seen(
@@ -75,7 +77,7 @@ class SamplingState:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias.items(), strict=True)
             self.bias = on_device(ids, torch.int64, device), on_device(values, torch.float32, device)
-        # int64: what min_tokens holds back. The model's config may name ends of text that it has no logit for.
+        # int64: tokens suppressed before min_tokens. A model's config may name ends of text without a logit.
         self._stops = sorted({*params.stop_token_ids, *(token for token in eos_token_ids if token < vocab_size)})
         self.stop_ids = on_device(self._stops, torch.int64, device) if params.min_tokens and self._stops else None
         self._vocab_size = vocab_size
@@ -88,16 +90,16 @@ class SamplingState:
 
     @property
     def too_short(self) -> bool:
-        """The text may not end yet: fewer than min_tokens were generated."""
+        """Whether the text may not end yet: fewer than min_tokens were generated."""
         return len(self.token_ids) < self.params.min_tokens
 
     @property
     def plain(self) -> bool:
-        """The next token is the argmax of the raw logits: nothing to adjust, nothing to draw."""
+        """Whether the next token is the argmax of the raw logits, without adjustment or draw."""
         return not self._never_plain and not (self.too_short and self._stops)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """These tokens were generated, each under its mask where there is a constraint."""
+        """Record generated tokens, each drawn under its mask where there is a constraint."""
         if self.constraint is not None:
             self.constraint.advance(token_ids)
         if self.seen is not None and token_ids:
@@ -106,9 +108,9 @@ class SamplingState:
             counts_V.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         self.token_ids.extend(token_ids)
 
-    def ahead(self) -> SamplingState:
-        """A copy that counts tokens of which nobody knows yet whether they stay. It draws from the same random numbers,
-        so that none of them is used twice, and follows no grammar, whose place cannot be copied."""
+    def provisional_copy(self) -> SamplingState:
+        """Return a copy for provisional tokens. It draws from the same random numbers, so that none of them is used
+        twice, and follows no grammar, whose place cannot be copied."""
         other = copy(self)
         other.token_ids, other.constraint = list(self.token_ids), None
         if self.seen is not None:
@@ -117,20 +119,20 @@ class SamplingState:
 
     @property
     def ready(self) -> bool:
-        """The next token can be drawn: `allowed` need not wait."""
+        """Whether the next token can be drawn: `allowed` returns without waiting."""
         return self.constraint is None or self.constraint.ready
 
     def allowed(self) -> Tensor | None:
-        """bool [V] on the host: what the constraint allows now; None without one.
+        """Return the tokens that the constraint allows now, bool [V] on the host; None without a constraint.
 
-        min_tokens holds the ends of text back only where the grammar allows anything else.
+        min_tokens suppresses the ends of text only where the grammar allows anything else.
         """
         if self.constraint is None:
             return None
         mask_V = self.constraint.mask(self._vocab_size)
         if self.too_short and self._stops:
-            longer_V = mask_V.clone()
-            longer_V[self._stops] = False
-            if longer_V.any():
-                return longer_V
+            without_ends_V = mask_V.clone()
+            without_ends_V[self._stops] = False
+            if without_ends_V.any():
+                return without_ends_V
         return mask_V

@@ -1,4 +1,4 @@
-"""The length of drafts: a fixed one, or one chosen by the measured time of steps and acceptance."""
+"""What a step drafts: its mode and number of tokens, fixed or chosen by measured tokens per second."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import time
 from collections import abc
 
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.partial import PartialVerification
 from mlaforge.engine.speculation.policy import DraftPolicy
+from mlaforge.engine.speculation.sparse_view import SparseViewDrafter
 
 # A mode that was not used for RETRY_TOKENS is tried for TRIAL_TOKENS; the weight of a measurement halves every
-# HALF_LIFE_TOKENS; what earlier texts have shown counts at most PRIOR_TOKENS for a new one.
+# HALF_LIFE_TOKENS; measurements of earlier texts weigh at most PRIOR_TOKENS for a new one.
 RETRY_TOKENS, TRIAL_TOKENS, HALF_LIFE_TOKENS, PRIOR_TOKENS = 64, 6, 32, 8
 
-
-# How a step drafts: a chain of tokens, or none; a tree, or none; tokens that a part of the cache verifies first, in a
-# chain or in trees.
-CHAIN, TREE, PARTIAL, PARTIAL_TREE = "chain", "tree", "partial", "partial tree"
+# Modes: drafts are chains or trees (or empty), and the last two verify them in sparse-view steps first.
+CHAIN, TREE, SPARSE_VIEW, SPARSE_TREE = "chain", "tree", "sparse view", "sparse view tree"
 
 
 @dataclasses.dataclass
 class _Mode:
-    """Measurements of a mode. `tokens` and `seconds` decay with a half-life; `trial_tokens` are left of its trial;
-    `tokens_since_use` were made by other modes."""
+    """Measurements of a mode. `tokens` and `seconds` decay with a half-life; `trial_tokens` remain of its trial;
+    `tokens_since_use` were generated in other modes."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -32,24 +30,23 @@ class _Mode:
 
 
 class ModeSelector:
-    """Selects the mode with the most tokens a second, by the number of decoding sequences and the magnitude of their
-    cached tokens. Each mode is measured while it is used, retried now and then, and measured anew for a sequence that
-    runs alone."""
+    """Selects the mode with the most tokens per second, by the number of decoding sequences and the power of two of
+    their cached tokens. Each mode is measured while it is used, retried now and then, and measured anew for a sequence
+    that runs alone."""
 
     def __init__(self) -> None:
         self._modes: dict[tuple[int, int], dict[str, _Mode]] = {}
         self._current: dict[str, _Mode] = {}
-        self._alone: int | None = None
+        self._single: int | None = None
 
-    def choose(self, active: int, modes: abc.Sequence[str], alone: int | None = None, cached: int = 0) -> str:
-        """One of `modes`, of equals the first; `alone` is the number of a sequence that runs alone. The next call of
-        `record` is of this choice."""
+    def choose(self, active: int, modes: abc.Sequence[str], single: int | None = None, cached: int = 0) -> str:
+        """One of `modes`, the first of equals. `single`: number of the sequence where only one runs. The next call of
+        `record` belongs to this choice."""
         self._current = self._modes.setdefault((active, cached.bit_length()), {})
         candidates = [self._current.setdefault(mode, _Mode()) for mode in modes]
-        if alone not in (None, self._alone):
-            self._alone = alone
+        if single not in (None, self._single):
+            self._single = single
             for mode in self._current.values():
-                # Another text: measurements of the last ones are a guess.
                 weight = min(1.0, PRIOR_TOKENS / max(mode.tokens, 1.0))
                 mode.tokens, mode.seconds = weight * mode.tokens, weight * mode.seconds
                 mode.tokens_since_use = RETRY_TOKENS
@@ -62,106 +59,123 @@ class ModeSelector:
         return max(modes, key=lambda name: self._current[name].tokens / self._current[name].seconds)
 
     def record(self, mode: str, tokens: int, seconds: float) -> None:
-        """Adds a measurement: a step in which all sequences decoded made so many tokens."""
+        """Add a measurement: a step in which all sequences were decoding generated `tokens` tokens."""
         for other in self._current.values():
             other.tokens_since_use += tokens
-        measured, decay = self._current[mode], 0.5 ** (tokens / HALF_LIFE_TOKENS)
-        measured.tokens, measured.seconds = decay * measured.tokens + tokens, decay * measured.seconds + seconds
-        measured.trial_tokens, measured.tokens_since_use = measured.trial_tokens - tokens, 0.0
+        used, decay = self._current[mode], 0.5 ** (tokens / HALF_LIFE_TOKENS)
+        used.tokens, used.seconds = decay * used.tokens + tokens, decay * used.seconds + seconds
+        used.trial_tokens, used.tokens_since_use = used.trial_tokens - tokens, 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a step drafts for each decoding sequence that wants it: `count` tokens in a row, or as many as `counts` says
-    of it, ended before a path less likely than `min_probability`; where `tree` is not 0 a tree of so many tokens,
-    `count` deep, for the only sequence there is. `copied` tokens at the most are copied from the text instead, ended
-    before a path less likely than `copy_probability`. `partial`: whether drafted tokens are judged by a part of the
-    cache first, where `tree` is not 0 that many at a time; None where there was no choice. `policy` decided the number
-    of tokens and is to learn from it; None where nothing is measured. `mode` was chosen by the mode selector,
-    which is to learn from it; None where there was one only. `began` is when the step did (time.perf_counter())."""
+    """What a step drafts for each decoding sequence that allows speculation.
+
+    count                    longest chain, or depth of the tree
+    counts                   longest chain of single sequences, in place of `count`
+    min_probability          a draft ends before a path that is less likely
+    tree                     tokens of a tree for the only running sequence; 0 for chains
+    lookup_tokens            longest draft by prompt lookup, which replaces the drafter's
+    lookup_min_probability   a lookup draft ends before a path that is less likely
+    sparse_view              verify drafts in sparse-view steps first; None where no sequence is long enough
+    policy                   chose the number of tokens and learns from the step; None for a fixed number
+    mode                     the mode selector's choice, from which it learns; None where only one mode was possible
+    start_time               start of the step (time.perf_counter())
+    """
 
     count: int
     min_probability: float = 0.0
     tree: int = 0
-    copied: int = 0
-    copy_probability: float = 0.0
+    lookup_tokens: int = 0
+    lookup_min_probability: float = 0.0
     policy: DraftPolicy | None = None
-    partial: bool | None = None
-    began: float = 0.0
+    sparse_view: bool | None = None
+    start_time: float = 0.0
     counts: abc.Mapping[Sequence, int] = dataclasses.field(default_factory=dict)
     mode: str | None = None
 
     def depth(self, sequence: Sequence) -> int:
-        """How many drafted tokens in a row the sequence has use for."""
+        """Longest path of drafted tokens that the sequence can use."""
         if not sequence.request.params.speculate:
             return 0
-        # The target's own token comes on top.
-        return max(0, min(self.counts.get(sequence, self.count), sequence.stopping.room - 1))
+        # One position remains for the target's own token.
+        return max(0, min(self.counts.get(sequence, self.count), sequence.stopping.remaining_tokens - 1))
 
     def tokens(self, sequence: Sequence) -> int:
-        """How many drafted tokens the sequence is to have room for."""
+        """Drafted tokens for which the cache reserves room."""
         depth = self.depth(sequence)
-        copied = min(self.copied, sequence.stopping.room - 1) if sequence.request.params.speculate else 0
-        if self.partial:
-            # Copies come behind what is pending; so does a tree, of which most is left behind.
-            return min(depth + max(copied, self.tree if depth else 0), sequence.stopping.room - 1)
-        return max(self.tree if depth else 0, depth, copied)
+        lookup = (
+            min(self.lookup_tokens, sequence.stopping.remaining_tokens - 1) if sequence.request.params.speculate else 0
+        )
+        if self.sparse_view:
+            # Provisional tokens are followed by a lookup draft, or by a tree of which one path remains.
+            return min(depth + max(lookup, self.tree if depth else 0), sequence.stopping.remaining_tokens - 1)
+        return max(self.tree if depth else 0, depth, lookup)
 
 
-# What a step without a drafter drafts.
+# Decision of a step without a drafter.
 NO_DRAFT = Decision(0)
 
 
 class Controller:
-    """Decides step by step: `most` tokens per sequence, fewer where `adaptive` measurement says so; where one sequence
-    runs alone a tree of `tree` tokens that is so deep, if that is not 0; with `partial` tokens that are judged by a
-    part of the cache first. Without measurement the last of these that applies, else what is measured to be fastest.
-    With any of them up to `copied` tokens are copied from the text where they stood in it."""
+    """Decides for each step what to draft.
+
+    max_tokens      longest chain per sequence
+    adaptive        choose mode and length by measurement; otherwise the last mode that applies, at full length
+    tree            tokens of a tree, which is possible where one sequence runs alone; 0 for none
+    sparse_view     verifies drafts in sparse-view steps; None for none
+    lookup_tokens   longest draft by prompt lookup, in every mode
+    """
 
     def __init__(
-        self, most: int, adaptive: bool, tree: int = 0, partial: PartialVerification | None = None, copied: int = 0
-    ):
-        self.most, self.tree, self.partial, self.copied = most, tree, partial, copied
-        self.policy = DraftPolicy(most) if adaptive else None
-        self.mode_selector = ModeSelector() if adaptive and (partial or tree) else None
-        # Of trees acceptance and times are others.
-        self.tree_policy = DraftPolicy(most, tree) if adaptive and tree else None
+        self, max_tokens: int, adaptive: bool, tree: int = 0, sparse_view: SparseViewDrafter | None = None,
+        lookup_tokens: int = 0,
+    ):  # fmt: skip
+        self.max_tokens, self.tree, self.sparse_view, self.lookup_tokens = max_tokens, tree, sparse_view, lookup_tokens
+        self.policy = DraftPolicy(max_tokens) if adaptive else None
+        self.mode_selector = ModeSelector() if adaptive and (sparse_view or tree) else None
+        # Trees differ from chains in acceptance and time.
+        self.tree_policy = DraftPolicy(max_tokens, tree) if adaptive and tree else None
 
     @property
-    def longest(self) -> int:
-        """Tokens of a draft at the most."""
-        return max(self.most, self.copied, self.partial.pattern.max_pending + self.copied if self.partial else 0)
+    def max_draft_tokens(self) -> int:
+        """Longest path of a draft."""
+        provisional = self.sparse_view.config.max_provisional + self.lookup_tokens if self.sparse_view else 0
+        return max(self.max_tokens, self.lookup_tokens, provisional)
 
     def decide(self, running: abc.Sequence[Sequence], waiting: bool) -> Decision:
-        """For the step that begins now with these sequences; `waiting`: others may join it."""
-        began = time.perf_counter()
+        """Decide for the step that starts now with the sequences `running`; `waiting`: others may join it."""
+        start_time = time.perf_counter()
         active = sum(sequence.decoding for sequence in running)
         modes = [CHAIN]
         trees = self.tree and active == len(running) == 1 and not waiting
         if trees:
             modes.append(TREE)
-        if self.partial is not None and any(s.decoding and self.partial.applies(s) for s in running):
-            modes += [PARTIAL, PARTIAL_TREE] if trees else [PARTIAL]
-        mode, measured, cached = modes[-1], None, sum(s.computed for s in running if s.decoding)
-        alone = next(s.number for s in running if s.decoding) if active == 1 else None
+        if self.sparse_view is not None and any(s.decoding and self.sparse_view.applies(s) for s in running):
+            modes += [SPARSE_VIEW, SPARSE_TREE] if trees else [SPARSE_VIEW]
+        mode, selected, cached = modes[-1], None, sum(s.computed for s in running if s.decoding)
+        single = next(s.number for s in running if s.decoding) if active == 1 else None
         if self.mode_selector is not None and len(modes) > 1:
-            mode = measured = self.mode_selector.choose(active, modes, alone, cached)
-        partial = mode in (PARTIAL, PARTIAL_TREE) if PARTIAL in modes else None
-        worth = 0.0
+            mode = selected = self.mode_selector.choose(active, modes, single, cached)
+        sparse = mode in (SPARSE_VIEW, SPARSE_TREE) if SPARSE_VIEW in modes else None
+        lookup_min_probability = 0.0
         if self.policy is not None and active:
-            self.policy.look(cached)
-            worth = self.policy.min_probability(active, 1)
+            self.policy.set_cached(cached)
+            lookup_min_probability = self.policy.min_probability(active, 1)
         decision = Decision(
-            self.most, copied=self.copied, copy_probability=worth, partial=partial, began=began, mode=measured
-        )
-        if partial:
-            assert self.partial is not None
-            # No more room than may be used: what is reserved is taken from others.
-            counts = {sequence: self.partial.wanted(sequence) for sequence in running if sequence.decoding}
-            return dataclasses.replace(decision, counts=counts, tree=self.tree if mode == PARTIAL_TREE else 0)
+            self.max_tokens, lookup_tokens=self.lookup_tokens, lookup_min_probability=lookup_min_probability,
+            sparse_view=sparse, start_time=start_time, mode=selected,
+        )  # fmt: skip
+        if sparse:
+            assert self.sparse_view is not None
+            # Reserve no more room than can be used: it is taken from other sequences.
+            counts = {
+                sequence: self.sparse_view.max_draft_tokens(sequence) for sequence in running if sequence.decoding
+            }
+            return dataclasses.replace(decision, counts=counts, tree=self.tree if mode == SPARSE_TREE else 0)
         tree, policy = (self.tree, self.tree_policy) if mode == TREE else (0, self.policy)
         if policy is None or not active:
             return dataclasses.replace(decision, tree=tree, policy=policy)
-        count = policy.choose(active, cached, alone)
-        likely = policy.min_probability(active, count) if count else 0.0
-        return dataclasses.replace(decision, count=count, min_probability=likely, tree=tree, policy=policy)
+        count = policy.choose(active, cached, single)
+        min_probability = policy.min_probability(active, count) if count else 0.0
+        return dataclasses.replace(decision, count=count, min_probability=min_probability, tree=tree, policy=policy)

@@ -1,4 +1,4 @@
-"""Speculation statistics: how many drafted tokens were accepted, and their time: the block `eagle_speculation`."""
+"""Speculation statistics: acceptance, time and bytes; the block `eagle_speculation` of results."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any
 from mlaforge.engine.execution.step_bytes import StepBytes
 
 DEFINITIONS = {
-    "steps": "pairs of a decoding sequence and a step, drafted for or not; the step that ends a prompt is none",
-    "drafted": "drafted tokens; of a tree those of its longest path",
+    "steps": "pairs of a decoding sequence and a step, with or without a draft; a prompt's last step does not count",
+    "drafted": "drafted tokens; of a tree the tokens on its longest path",
     "tree_tokens": "drafted tokens in trees, all branches",
-    "copied_tokens": "drafted tokens that were copied from the text, where their predecessors stood in it before",
-    "partial_steps": "steps of a sequence that read a part of the cache; the full ones are among `steps`",
-    "pending_tokens": "tokens that were agreed to in partial steps",
-    "mean_pending_length": "pending tokens of a full step that judged any",
-    "kept_share": "of the pending tokens, the share that a full step agreed to",
-    "bytes_per_token": "bytes of weights and of the model's cache that full and partial steps read at the least, for "
-    "each token that they made; of steps that nothing but decoding sequences was in; drafting is left out",
-    "mean_acceptance_rate": "accepted drafts / drafted",
-    "mean_acceptance_length": "tokens per step, the target's own (bonus) included: total_accepted_tokens / steps",
-    "acceptance_per_position": "of the drafts that had a token j, the share whose first j tokens were all accepted",
-    "share_of_length_2_or_more": "share of the steps that made at least 2 tokens",
-    "total_accepted_tokens": "tokens that these steps made: accepted drafts and the target's own",
-    "time_shares": "of the steps with a decoding sequence: drafting, target forward and verification, everything else",
-    "active_slots": "decoding sequences per step of the engine, over the steps with any",
+    "copied_tokens": "drafted tokens from prompt lookup before another drafter",
+    "partial_steps": "sparse-view steps of a sequence; full steps are among `steps`",
+    "pending_tokens": "provisional tokens: those that sparse-view steps accepted",
+    "mean_pending_length": "provisional tokens per full step that verified any",
+    "kept_share": "share of the provisional tokens that the full step accepted",
+    "bytes_per_token": "least bytes of weights and of the model's cache that full and sparse-view steps read per "
+    "generated token, over steps in which all sequences were decoding; drafting excluded",
+    "mean_acceptance_rate": "accepted drafted tokens / drafted tokens",
+    "mean_acceptance_length": "tokens per step, the target's own (bonus) token included: total_accepted_tokens / steps",
+    "acceptance_per_position": "share of the drafts with a token j whose tokens up to j were all accepted",
+    "share_of_length_2_or_more": "share of the steps that generated at least 2 tokens",
+    "total_accepted_tokens": "tokens that these steps generated: accepted drafted tokens and the target's own",
+    "time_shares": "shares of the steps with a decoding sequence: drafting; target forward and verification; the rest",
+    "active_slots": "decoding sequences per engine step, over the steps with at least one",
 }
 
 
 @dataclasses.dataclass
 class SpeculationStats:
-    """Counters since the start; `block` derives the rest. `drafted_at[j]` drafts had a token j, `accepted_at[j]` of
-    them were accepted that far."""
+    """Counters since the start; `block` derives ratios. `drafted_at[j]` drafts had a token j, of which `accepted_at[j]`
+    were accepted up to j. `bytes_tokens` are the tokens of the steps that the byte counters cover: those in which all
+    sequences were decoding."""
 
     num_speculative_tokens: int
     steps: int = 0
@@ -40,17 +41,16 @@ class SpeculationStats:
     tokens: int = 0
     long_steps: int = 0
     tree_tokens: int = 0
-    copied: int = 0
-    partial_steps: int = 0
-    pending: int = 0
-    kept: int = 0
-    judging_steps: int = 0
-    # Of steps that nothing but decoding sequences was in: tokens that they made, and what they read.
-    read_for: int = 0
+    lookup_tokens: int = 0
+    sparse_steps: int = 0
+    provisional: int = 0
+    confirmed: int = 0
+    full_steps: int = 0
+    bytes_tokens: int = 0
     full_weight_bytes: float = 0.0
     full_cache_bytes: float = 0.0
-    partial_weight_bytes: float = 0.0
-    partial_cache_bytes: float = 0.0
+    sparse_weight_bytes: float = 0.0
+    sparse_cache_bytes: float = 0.0
     drafted_at: list[int] = dataclasses.field(default_factory=list)
     accepted_at: list[int] = dataclasses.field(default_factory=list)
     draft_seconds: float = 0.0
@@ -68,18 +68,18 @@ class SpeculationStats:
         return dataclasses.replace(self, drafted_at=self.drafted_at.copy(), accepted_at=self.accepted_at.copy())
 
     def block(self) -> dict[str, Any]:
-        """`eagle_speculation`, as it is written into results; its `definitions` say what the numbers are."""
+        """The block `eagle_speculation` of results, with definitions of its keys."""
         other = self.seconds - self.draft_seconds - self.verify_seconds
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
             "steps": self.steps,
             "drafted": self.drafted,
             "tree_tokens": self.tree_tokens,
-            "copied_tokens": self.copied,
-            "partial_steps": self.partial_steps,
-            "pending_tokens": self.pending,
-            "mean_pending_length": _share(self.pending, self.judging_steps),
-            "kept_share": _share(self.kept, self.pending),
+            "copied_tokens": self.lookup_tokens,
+            "partial_steps": self.sparse_steps,
+            "pending_tokens": self.provisional,
+            "mean_pending_length": _share(self.provisional, self.full_steps),
+            "kept_share": _share(self.confirmed, self.provisional),
             "bytes_per_token": self._bytes_per_token(),
             "accepted_drafts": self.accepted,
             "total_accepted_tokens": self.tokens,
@@ -99,17 +99,17 @@ class SpeculationStats:
         }  # fmt: skip
 
     def _bytes_per_token(self) -> dict[str, Any]:
-        full, partial = (
-            {"weights": _share(weights, self.read_for), "cache": _share(cache, self.read_for)}
+        full, sparse = (
+            {"weights": _share(weights, self.bytes_tokens), "cache": _share(cache, self.bytes_tokens)}
             for weights, cache in (
-                (self.full_weight_bytes, self.full_cache_bytes), (self.partial_weight_bytes, self.partial_cache_bytes),
+                (self.full_weight_bytes, self.full_cache_bytes), (self.sparse_weight_bytes, self.sparse_cache_bytes),
             )
         )  # fmt: skip
-        whole = self.full_weight_bytes + self.full_cache_bytes + self.partial_weight_bytes + self.partial_cache_bytes
-        return {"full": full, "partial": partial, "all": _share(whole, self.read_for)}
+        whole = self.full_weight_bytes + self.full_cache_bytes + self.sparse_weight_bytes + self.sparse_cache_bytes
+        return {"full": full, "partial": sparse, "all": _share(whole, self.bytes_tokens)}
 
     def count(self, drafted: int, accepted: int, tokens: int) -> None:
-        """One sequence's step."""
+        """Count the step of a sequence."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -119,13 +119,13 @@ class SpeculationStats:
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < accepted
 
-    def count_read(self, tokens: int, full: StepBytes, partial: StepBytes) -> None:
-        """Decoding sequences alone made so many tokens in a full step and the partial ones before it."""
-        self.read_for += tokens
+    def count_bytes(self, tokens: int, full: StepBytes, sparse: StepBytes) -> None:
+        """Count a full step and the sparse-view steps before it, in which all sequences were decoding."""
+        self.bytes_tokens += tokens
         self.full_weight_bytes += full.weights
         self.full_cache_bytes += full.cache
-        self.partial_weight_bytes += partial.weights
-        self.partial_cache_bytes += partial.cache
+        self.sparse_weight_bytes += sparse.weights
+        self.sparse_cache_bytes += sparse.cache
 
     def count_engine_step(self, active: int, seconds: float, draft_seconds: float, verify_seconds: float) -> None:
         self.active_min = min(self.active_min, active) if self.engine_steps else active

@@ -1,15 +1,19 @@
-"""From the logits of a step to tokens: each sequence's next one, after as many drafted ones as the target agrees to.
+"""Verification: from the logits of a step to the accepted drafted tokens and the target's next token.
 
-A drafted token that nobody drew (prompt lookup, the likeliest of a draft head) is kept where the target, drawing as it
-would without a draft, draws the same: its greedy and its seeded tokens are those of plain decoding, one by one, where a
-row of logits is the same alone and verified (compiled CPU kernels; elsewhere two logits within rounding may swap). Of a
-tree that path is followed whose tokens the target draws, one after another. Where nobody drew that accepts as often as
-rejection from child to child does (SpecInfer, arXiv:2305.09781), in which each one's q is all on itself.
-A token drawn from q is kept with probability min(1, p / q), else replaced by one drawn from max(0, p - q): the target's
-distribution as well, though by other random numbers. p has everything in it that plain decoding has: bias, penalties,
-grammar, min_tokens, temperature, filters, each as of the tokens before.
+The acceptance rule (`verify`, `rejection_sampled` in sampling/sampler.py):
 
-Legend: R rows of logits, N of them at once, V vocabulary.
+- A drafted token that was not sampled (prompt lookup, greedy draft head) is accepted if the target, sampling as it
+  would without a draft, produces the same token. Greedy and seeded tokens then equal those of plain decoding wherever
+  a row of logits is the same alone and in a batch (compiled CPU kernels; elsewhere two logits within rounding may
+  swap). In a tree the path is followed whose tokens the target produces; for drafts that were not sampled that accepts
+  as often as rejection sampling from child to child (SpecInfer, arXiv:2305.09781).
+- A token sampled from q is accepted with probability min(1, p / q), otherwise replaced by a sample of
+  max(0, p - q): the target's distribution, though with other random numbers (Leviathan et al., arXiv:2211.17192).
+
+p includes everything that plain decoding applies: bias, penalties, grammar, min_tokens, temperature and filters, given
+the tokens before.
+
+Legend: R rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from mlaforge.engine.request import held
+from mlaforge.engine.request import grammar_wait
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
@@ -30,37 +34,43 @@ from mlaforge.runtime import on_device
 
 @dataclasses.dataclass
 class Verified:
-    """What a step made of a sequence: `completion` is what is new of it, `accepted` are the places in its draft of what
-    stays, to `overruled` of which the target did not agree. `non_finite`: behind that its logits have NaN or infinity.
+    """Result of a step for a sequence.
+
+    completion      the new tokens
+    accepted        indices of the accepted tokens in the draft
+    disagreements   of these, tokens of a lossy draft that the target would not have produced
+    non_finite      the logits after these tokens have NaN or infinity
     """
 
     completion: Completion
     accepted: list[int] = dataclasses.field(default_factory=list)
-    overruled: int = 0
+    disagreements: int = 0
     non_finite: bool = False
 
 
 def verify(
     sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], drafts: list[Draft | None], first_rows: list[int]
 ) -> list[Verified]:
-    """What is new of each sequence, already appended to it: drafted tokens up to the first that the target does not
-    draw, then the target's own; fewer where the text ends before, or logits are not finite.
+    """Accept drafted tokens and sample the target's next token; both are appended to the sequences.
 
-    Sequence i has the row first_rows[i] after its newest token, and one after each of its drafted tokens.
+    logits_RV    rows of all sequences: for sequence i row first_rows[i] follows its newest token, and one row follows
+                 each of its drafted tokens
+
+    A sequence gets fewer tokens where its text ends, its logits are not finite, or its grammar is not ready.
     """
-    draw = _Draw(sampler, logits_RV, sequences, drafts)
+    sample = _TargetSampler(sampler, logits_RV, sequences, drafts)
     verified = [Verified(Completion(sequence.index, [], "", None)) for sequence in sequences]
     active, nodes = list(range(len(sequences))), [-1] * len(sequences)
     while active:
-        tokens, logprobs = draw(active, [first_rows[i] + 1 + nodes[i] for i in active], [nodes[i] for i in active])
+        tokens, logprobs = sample(active, [first_rows[i] + 1 + nodes[i] for i in active], [nodes[i] for i in active])
         next_active = []
         for i, token, logprob in zip(active, tokens, logprobs, strict=True):
             sequence, completion, draft = sequences[i], verified[i].completion, drafts[i]
             if token == NO_TOKEN:
                 verified[i].non_finite = True
                 continue
-            if draft is not None and draft.final and nodes[i] + 1 < len(draft.token_ids):
-                verified[i].overruled += token != draft.token_ids[nodes[i] + 1]
+            if draft is not None and draft.lossy and nodes[i] + 1 < len(draft.token_ids):
+                verified[i].disagreements += token != draft.token_ids[nodes[i] + 1]
                 token = draft.token_ids[nodes[i] + 1]
             text, _, completion.finish_reason, completion.stop_reason = sequence.stopping.append([token])
             completion.text += text
@@ -69,47 +79,47 @@ def verify(
                 completion.logprobs = [*(completion.logprobs or ()), logprob]
             sequence.token_ids.append(token)
             sequence.state.append([token])
-            node = None if draft is None else draft.after(nodes[i], token)
+            node = None if draft is None else draft.child(nodes[i], token)
             if node is not None:
                 nodes[i] = node
                 verified[i].accepted.append(node)
                 if completion.finish_reason is None:
                     next_active.append(i)
-        # Where a grammar takes its time, what follows is left to another step.
-        goes_on = held.ready([sequences[i] for i in next_active])
-        active = [i for i, goes in zip(next_active, goes_on, strict=True) if goes]
+        # A sequence whose grammar takes long continues in a later step.
+        ready = grammar_wait.can_draw_again([sequences[i] for i in next_active])
+        active = [i for i, is_ready in zip(next_active, ready, strict=True) if is_ready]
     return verified
 
 
-class _Draw:
-    """Tokens of some rows and their log probabilities where they are asked for."""
+class _TargetSampler:
+    """Samples the target's token for rows of a step, with log probabilities where a request has them on."""
 
     def __init__(self, sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], drafts: list[Draft | None]):
         self.sampler, self.logits_RV, self.sequences, self.drafts = sampler, logits_RV, sequences, drafts
-        self.likeliest: list[int] | None = None
+        self.argmax: list[int] | None = None
         if all(sequence.state.plain for sequence in sequences):
-            # Nothing of it depends on the tokens before: all rows at once, and the host waits once.
-            self.likeliest = checked(likeliest(logits_RV), logits_RV).tolist()
+            # Independent of the tokens before: all rows at once, so the host waits once.
+            self.argmax = checked(likeliest(logits_RV), logits_RV).tolist()
 
     def __call__(
         self, active: list[int], rows: list[int], nodes: list[int]
     ) -> tuple[list[int], list[Logprobs | None]]:  # fmt: skip
-        """For those sequences whose numbers are `active`, which have come to these rows and places in their drafts."""
+        """Tokens of the sequences with indices `active`, which have reached these rows and draft nodes."""
         sequences = [self.sequences[i] for i in active]
-        if self.likeliest is not None:
-            tokens = [self.likeliest[row] for row in rows]
+        if self.argmax is not None:
+            tokens = [self.argmax[row] for row in rows]
             counts = [sequence.request.params.logprobs for sequence in sequences]
             if all(count is None for count in counts):
                 return tokens, [None] * len(rows)
-            return tokens, logprobs_of(self._of(rows), tokens, counts)
+            return tokens, logprobs_of(self._logits(rows), tokens, counts)
         drafts = zip((self.drafts[i] for i in active), nodes, strict=True)
         sampled = self.sampler(
-            self._of(rows), [sequence.state for sequence in sequences],
-            [None if draft is None else draft.drawn(node + 1) for draft, node in drafts],
+            self._logits(rows), [sequence.state for sequence in sequences],
+            [None if draft is None else draft.sampled(node + 1) for draft, node in drafts],
         )  # fmt: skip
         return sampled.token_ids.tolist(), sampled.logprobs()
 
-    def _of(self, rows: list[int]) -> Tensor:
+    def _logits(self, rows: list[int]) -> Tensor:
         if rows == list(range(len(self.logits_RV))):
             return self.logits_RV
         return self.logits_RV.index_select(0, on_device(rows, torch.int64, self.logits_RV.device))

@@ -1,8 +1,8 @@
-// What is done number by number: norms, gates, rotations.
+// Elementwise ops: norms, gates, rotations.
 #pragma once
 #include "rows.h"
 
-// x / rms(x) * weight, row by row.
+// RMS norm per row: x / rms(x) * weight.
 at::Tensor rms_norm(const at::Tensor& x_NC, const at::Tensor& weight_C, double eps) {
   const at::Tensor x = x_NC.contiguous();
   const int64_t N = x.size(0), C = x.size(1);
@@ -11,28 +11,28 @@ at::Tensor rms_norm(const at::Tensor& x_NC, const at::Tensor& weight_C, double e
   bf16* ys = out.mutable_data_ptr<bf16>();
   at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
-      Floats squares = all(0.0f);
+      Floats squares = splat(0.0f);
       for (int64_t c = 0; c < C; c += 16) {
-        const Floats v = widened(xs + n * C + c, std::min<int64_t>(16, C - c));
+        const Floats v = widen(xs + n * C + c, std::min<int64_t>(16, C - c));
         squares = fma(v, v, squares);
       }
-      const Floats scale = all(1.0f / std::sqrt(sum(squares) / C + float(eps)));
+      const Floats scale = splat(1.0f / std::sqrt(reduce_add(squares) / C + float(eps)));
       for (int64_t c = 0; c < C; c += 16) {
         const int64_t count = std::min<int64_t>(16, C - c);
-        narrow(ys + n * C + c, widened(xs + n * C + c, count) * scale * widened(ws + c, count), count);
+        narrow(ys + n * C + c, widen(xs + n * C + c, count) * scale * widen(ws + c, count), count);
       }
     }
   });
   return out;
 }
 
-// 1 / (1 + e^-x), with e^-|x| so that nothing overflows.
+// 1 / (1 + e^-x), computed from e^-|x| to avoid overflow.
 inline Floats logistic(Floats x) {
-  const Floats zero = all(0.0f), one = all(1.0f), e = exponential(zero - abs(x));
-  return select(above(x, zero), one, e) / (one + e);
+  const Floats zero = splat(0.0f), one = splat(1.0f), e = exponential(zero - abs(x));
+  return select(greater(x, zero), one, e) / (one + e);
 }
 
-// silu(gate) * up of rows [gate, up].
+// silu(gate) * up, for rows [gate, up].
 at::Tensor silu_mul(const at::Tensor& gate_up) {
   const at::Tensor x = gate_up.contiguous();
   const int64_t N = x.size(0), I = x.size(1) / 2;
@@ -43,33 +43,33 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
     for (int64_t n = begin; n < end; ++n)
       for (int64_t i = 0; i < I; i += 16) {
         const int64_t count = std::min<int64_t>(16, I - i);
-        const Floats gate = widened(xs + 2 * n * I + i, count), up = widened(xs + (2 * n + 1) * I + i, count);
+        const Floats gate = widen(xs + 2 * n * I + i, count), up = widen(xs + (2 * n + 1) * I + i, count);
         narrow(ys + n * I + i, gate * logistic(gate) * up, count);
       }
   });
   return out;
 }
 
-// Turns queries and keys of rows [q, k, v] in place, rotary pairs being neighbours, and writes [k, v] to its slot.
+// Rotates the queries and keys of rows [q, k, v] in place (rotary pairs are neighbours) and writes [k, v] to its slot.
 void rope_and_store(at::Tensor& qkv_NW, const at::Tensor& rotation_N1P, const at::Tensor& rows_LW,
-                    const std::optional<at::Tensor>& whole_LW, at::IntArrayRef format, const at::Tensor& slots_N,
+                    const std::optional<at::Tensor>& unquantized_LW, at::IntArrayRef format, const at::Tensor& slots_N,
                     int64_t heads, int64_t head_dim) {
   const int64_t N = qkv_NW.size(0), W = qkv_NW.size(1), P = head_dim / 2;
-  const Rows rows(rows_LW, whole_LW, format);
+  const Rows rows(rows_LW, unquantized_LW, format);
   bf16* xs = qkv_NW.mutable_data_ptr<bf16>();
-  const auto* turns = rotation_N1P.const_data_ptr<c10::complex<float>>();
+  const auto* rotations = rotation_N1P.const_data_ptr<c10::complex<float>>();
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   at::parallel_for(0, N, 8, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       bf16* x = xs + n * W;
-      const auto* turn = turns + n * P;
+      const auto* rotation = rotations + n * P;
       for (int64_t h = 0; h < heads; ++h, x += head_dim)
         for (int64_t p = 0; p < P; ++p) {
-          const float a = x[2 * p], b = x[2 * p + 1], cos = turn[p].real(), sin = turn[p].imag();
+          const float a = x[2 * p], b = x[2 * p + 1], cos = rotation[p].real(), sin = rotation[p].imag();
           x[2 * p] = a * cos - b * sin;
           x[2 * p + 1] = b * cos + a * sin;
         }
-      rows.put(slots[n], xs + (n + 1) * W - rows.width);
+      rows.write_row(slots[n], xs + (n + 1) * W - rows.width);
     }
   });
 }

@@ -1,63 +1,64 @@
-// Rows of 8 bits a number (ops/row_format.py, Int8): a token's codes, then a scale in bf16 for each part of its row.
+// 8-bit rows (ops/row_format.py, Int8): a token's codes, then one bf16 scale per group of its row.
 #pragma once
 #include "vectors.h"
 
-// Numbers in parts of 32767 of the largest, to which they are rounded: each is `scale` times what `of` becomes then.
-struct Whole {
+// Symmetric quantization to 16 bits: x = scale * quantized(x), after rounding; the largest magnitude becomes 32767.
+struct Int16Quantizer {
   float scale, factor;
 
-  Whole(const float* x, int64_t count) {
-    Floats most = all(0.0f);
-    for (int64_t i = 0; i < count; i += 16) most = max(most, abs(load(x + i, count - i)));
-    scale = greatest(most) / 32767.0f, factor = std::min(32767.0f / greatest(most), 1e38f);
+  Int16Quantizer(const float* x, int64_t count) {
+    Floats largest = splat(0.0f);
+    for (int64_t i = 0; i < count; i += 16) largest = max(largest, abs(load(x + i, count - i)));
+    scale = reduce_max(largest) / 32767.0f, factor = std::min(32767.0f / reduce_max(largest), 1e38f);
   }
 
-  Floats of(Floats x) const { return x * all(factor); }
+  Floats quantized(Floats x) const { return x * splat(factor); }
 };
 
 struct Int8Rows {
-  std::vector<int64_t> parts;  // numbers of each
+  std::vector<int64_t> group_sizes;  // elements of each group
   int64_t width = 0;
 
   Int8Rows() = default;
-  explicit Int8Rows(at::IntArrayRef parts) : parts(parts.vec()) {
-    for (int64_t numbers : parts) width += numbers;
+  explicit Int8Rows(at::IntArrayRef group_sizes) : group_sizes(group_sizes.vec()) {
+    for (int64_t size : group_sizes) width += size;
   }
 
-  int64_t scales() const { return width + width % 2; }  // where they begin
-  int64_t bytes() const { return scales() + 2 * int64_t(parts.size()); }
+  int64_t scales_offset() const { return width + width % 2; }  // first byte of the scales
+  int64_t row_bytes() const { return scales_offset() + 2 * int64_t(group_sizes.size()); }
 
-  void write(const bf16* row, uint8_t* bytes) const {
-    auto* codes = (int8_t*)bytes;
+  void write(const bf16* row, uint8_t* to) const {
+    auto* codes = (int8_t*)to;
     if (width % 2) codes[width] = 0;
-    bf16* scale = (bf16*)(bytes + scales());
-    for (int64_t numbers : parts) {
-      // Magnitudes as whole numbers: what is no number is the largest.
-      uint16_t most = 0;
-      for (int64_t i = 0; i < numbers; ++i) most = std::max<uint16_t>(most, row[i].x & 0x7fff);
-      *scale = rounded_up(float(bf16(most, bf16::from_bits())) / 127.0f);
+    bf16* scale = (bf16*)(to + scales_offset());
+    for (int64_t size : group_sizes) {
+      // Magnitudes compare like their bits, so NaN is the largest.
+      uint16_t largest = 0;
+      for (int64_t i = 0; i < size; ++i) largest = std::max<uint16_t>(largest, row[i].x & 0x7fff);
+      *scale = round_up_bf16(float(bf16(largest, bf16::from_bits())) / 127.0f);
       const float step = *scale++;
-      const bool good = step > 0 && step < INF;
-      // No code is beyond 127, because no scale was rounded down.
-      for (int64_t i = 0; i < numbers; ++i) codes[i] = good ? int8_t(std::nearbyint(float(row[i]) / step)) : int8_t(0);
-      row += numbers, codes += numbers;
+      const bool valid = step > 0 && step < INF;
+      // No code exceeds 127, because scales are rounded up.
+      for (int64_t i = 0; i < size; ++i) codes[i] = valid ? int8_t(std::nearbyint(float(row[i]) / step)) : int8_t(0);
+      row += size, codes += size;
     }
   }
 
-  // Numbers [first, last) of the rows at `slots`, each in its own place of rows [count, width].
+  // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
   void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
-    const int64_t step = bytes(), width = this->width;
-    for (int64_t part = 0, begin = 0; begin < last; begin += parts[part++]) {
-      const int64_t from = std::max(begin, first), end = std::min(begin + parts[part], last), scale = scales() + 2 * part;
+    const int64_t stride = row_bytes(), width = this->width;
+    for (int64_t group = 0, group_begin = 0; group_begin < last; group_begin += group_sizes[group++]) {
+      const int64_t from = std::max(group_begin, first), end = std::min(group_begin + group_sizes[group], last);
+      const int64_t scale_offset = scales_offset() + 2 * group;
       if (from >= end) continue;
       for (int64_t t = 0; t < count; ++t) {
-        const uint8_t* bytes = packed + slots[t] * step;
-        const auto* codes = (const int8_t*)bytes;
-        const Floats each = broadcast((const bf16*)(bytes + scale));
+        const uint8_t* packed_row = packed + slots[t] * stride;
+        const auto* codes = (const int8_t*)packed_row;
+        const Floats scale16 = broadcast((const bf16*)(packed_row + scale_offset));
         bf16* row = rows + t * width;
         int64_t i = from;
-        for (; i + LANES <= end; i += LANES) narrow(row + i, widened(codes + i) * each, widened(codes + i + 16) * each);
-        for (; i < end; i += 16) narrow(row + i, widened(codes + i, end - i) * each, std::min<int64_t>(16, end - i));
+        for (; i + LANES <= end; i += LANES) narrow(row + i, widen(codes + i) * scale16, widen(codes + i + 16) * scale16);
+        for (; i < end; i += 16) narrow(row + i, widen(codes + i, end - i) * scale16, std::min<int64_t>(16, end - i));
       }
     }
   }

@@ -1,5 +1,5 @@
-// Weights that are mapped from a checkpoint's files: where one becomes shorter, reading it is a bus error, of which a
-// process would die without a word.
+// SIGBUS handler for memory-mapped checkpoint files: reading a mapping beyond the end of a truncated file is a bus error,
+// which would end the process without a message.
 #pragma once
 
 #include <signal.h>
@@ -10,29 +10,29 @@
 
 namespace {
 
-char last_words[256];
-struct sigaction before_mapped_files;
+char exit_message[256];
+struct sigaction previous_action;
 
 void on_bus_error(int, siginfo_t* info, void*) {
   if (info->si_code == BUS_ADRERR) {
-    (void)!write(2, last_words, strlen(last_words));
+    (void)!write(2, exit_message, strlen(exit_message));
     _exit(2);
   }
-  // Another kind is for who was here before: it happens again at once, unless it was sent.
-  sigaction(SIGBUS, &before_mapped_files, nullptr);
+  // Other causes go to the previous handler: the fault recurs at once, unless the signal was sent.
+  sigaction(SIGBUS, &previous_action, nullptr);
   if (info->si_code <= 0) raise(SIGBUS);
 }
 
-// Has a read beyond a mapped file's end write `words` to standard error and end the process with 2, as a user's mistake
-// does. Python's faulthandler, where it is on, keeps every other bus error.
-void watch_mapped_files(std::string words) {
-  const bool watched = last_words[0] != 0;
-  strncpy(last_words, words.c_str(), sizeof last_words - 1);
-  if (watched) return;
-  struct sigaction own = {};
-  own.sa_sigaction = on_bus_error;
-  own.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  sigaction(SIGBUS, &own, &before_mapped_files);
+// Makes a read beyond the end of a mapped file write `message` to standard error and exit with status 2, as for a user
+// error. Python's faulthandler, if enabled, still handles all other bus errors.
+void install_sigbus_handler(std::string message) {
+  const bool installed = exit_message[0] != 0;
+  strncpy(exit_message, message.c_str(), sizeof exit_message - 1);
+  if (installed) return;
+  struct sigaction action = {};
+  action.sa_sigaction = on_bus_error;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGBUS, &action, &previous_action);
 }
 
 }  // namespace

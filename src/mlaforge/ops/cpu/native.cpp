@@ -1,6 +1,6 @@
-// The CPU kernels for bfloat16: products with packed weights, attention over the paged cache, and what lies between.
-// Compiled by ops/native.py on first use, for what the processor has: FORM is the library's name. References stand in
-// Python; threads are torch's own.
+// CPU kernels for bf16: products with packed weights, attention over the paged cache, and the elementwise ops between them.
+// Compiled on first use by ops/native.py, once per form; FORM names the library. The references are in Python. Threads are
+// torch's.
 #include <torch/library.h>
 
 #include "decode.h"
@@ -15,50 +15,50 @@
 #include "token_selection.h"
 #include "unpack_mxfp4.h"
 
-// Names that are macros are not joined to others before they are replaced.
+// The extra level expands FORM before TORCH_LIBRARY pastes tokens.
 #define LIBRARY(name, m) TORCH_LIBRARY(name, m)
 #define LIBRARY_OF_CPU(name, m) TORCH_LIBRARY_IMPL(name, CPU, m)
 
 LIBRARY(FORM, m) {
-  m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
+  m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? residual, bool fp32_out=False) "
         "-> Tensor");
-  m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
+  m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? residual, bool fp32_out=False) "
         "-> Tensor");
-  m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? plus, bool wide=False) "
+  m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? residual, bool fp32_out=False) "
         "-> Tensor");
-  m.def("mixture_mxfp4(Tensor x, Tensor chosen, Tensor weights, Tensor up_blocks, Tensor up_scales, Tensor up_bias, "
+  m.def("mixture_mxfp4(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor up_blocks, Tensor up_scales, Tensor up_bias, "
         "Tensor down_blocks, Tensor down_scales, Tensor down_bias, float alpha, float limit) -> Tensor");
-  m.def("watch_mapped_files(str words) -> ()", watch_mapped_files);
+  m.def("install_sigbus_handler(str message) -> ()", install_sigbus_handler);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
-  m.def("rope_and_store(Tensor(a!) qkv, Tensor turn, Tensor(b!) rows, Tensor(c!)? whole, int[] format, "
+  m.def("rope_and_store(Tensor(a!) qkv, Tensor rotation, Tensor(b!) rows, Tensor(c!)? unquantized, int[] format, "
         "Tensor slots, int heads, int head_dim) -> ()");
-  m.def("pack_blocks(Tensor(a!) rows, Tensor whole, int[] format, Tensor from, Tensor to, int block_size) -> ()");
+  m.def("pack_blocks(Tensor(a!) rows, Tensor unquantized, int[] format, Tensor from, Tensor to, int block_size) -> ()");
   m.def(
-      "decode(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, int value_dim, int value_offset, "
+      "decode(Tensor q, Tensor rows, Tensor? unquantized, int[] format, int kv_heads, int value_dim, int value_offset, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
       "Tensor? tree) -> (Tensor, Tensor)");
   m.def(
-      "decode_and_watch(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, int value_dim, int value_offset, "
+      "decode_with_mass(Tensor q, Tensor rows, Tensor? unquantized, int[] format, int kv_heads, int value_dim, int value_offset, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
-      "Tensor? tree, int[] wanted) -> (Tensor, Tensor, Tensor)");
-  m.def("attended(Tensor q, Tensor rows, Tensor? whole, int[] format, int kv_heads, Tensor table, Tensor lengths, "
+      "Tensor? tree, int[] sequences) -> (Tensor, Tensor, Tensor)");
+  m.def("attention_mass(Tensor q, Tensor rows, Tensor? unquantized, int[] format, int kv_heads, Tensor table, Tensor lengths, "
         "int block_size, float scale) -> Tensor");
   m.def(
-      "latent(Tensor both, Tensor cos, Tensor sin, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, Tensor? q_norm, "
-      "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, "
+      "latent(Tensor qkv, Tensor cos, Tensor sin, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, Tensor? q_norm, "
+      "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, float scale, "
-      "Tensor? tree, Tensor? positions=None, Tensor(c!)? kept=None, Tensor(d!)? places=None) -> Tensor");
+      "Tensor? tree, Tensor? positions=None, Tensor(c!)? keys=None, Tensor(d!)? keys_metadata=None) -> Tensor");
   m.def(
-      "latent_rope(Tensor both, Tensor turn, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
-      "Tensor? sinks, Tensor(a!) rows, Tensor(b!)? whole, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
+      "latent_rope(Tensor qkv, Tensor rotation, Tensor rope_index, Tensor w_uk, Tensor w_uv, Tensor b_k, Tensor b_v, "
+      "Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
       "Tensor first, Tensor query_start, int block_size, int window, float scale, Tensor? tree) -> Tensor");
-  m.def("write_index(Tensor features, Tensor? halves, Tensor weight, Tensor bias, Tensor? turn, Tensor frequency, "
+  m.def("write_index(Tensor features, Tensor? halves, Tensor weight, Tensor bias, Tensor? rotation, Tensor frequency, "
         "Tensor(a!) keys, Tensor slots) -> ()");
   m.def(
-      "select_tokens(Tensor q, int heads, Tensor weight, Tensor? turn, Tensor frequency, Tensor? sinks, Tensor keys, "
+      "select_tokens(Tensor q, int heads, Tensor weight, Tensor? rotation, Tensor frequency, Tensor? sinks, Tensor keys, "
       "Tensor table, Tensor seq_lens, Tensor query_start, int block_size, int[] counts, int sink, int window, int stride, "
-      "int apart) -> (Tensor, Tensor)");
+      "int multiple) -> (Tensor, Tensor)");
   m.def("unpack_mxfp4(Tensor blocks, Tensor scales) -> Tensor");
 }
 
@@ -72,8 +72,8 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("rope_and_store", rope_and_store);
   m.impl("pack_blocks", pack_blocks);
   m.impl("decode", decode);
-  m.impl("decode_and_watch", decode_and_watch);
-  m.impl("attended", attended);
+  m.impl("decode_with_mass", decode_with_mass);
+  m.impl("attention_mass", attention_mass);
   m.impl("latent", latent);
   m.impl("latent_rope", latent_rope);
   m.impl("write_index", write_index);

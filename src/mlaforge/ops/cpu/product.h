@@ -1,4 +1,4 @@
-// Rows times packed weights with vectors: what linear layers, and attention's scores, are made of.
+// Rows times packed weights with vectors: the inner kernel of linear layers and of attention scores.
 //
 // Legend: N rows, K input width, M output width.
 #pragma once
@@ -6,36 +6,37 @@
 
 #include "vectors.h"
 
-// Rows that share one pass over weights: as many as registers hold sums of. Sixteen outputs of a row are one sum, taken
-// over the inputs in their order, so that it does not depend on the rows and outputs that are computed with it.
+// Rows per pass over the weights: as many accumulators as there are registers. An accumulator has 16 outputs of a row and
+// sums over the inputs in order, so it does not depend on the other rows and outputs.
 #ifdef __AVX512F__
 constexpr int ROWS = 12;
 #else
 constexpr int ROWS = 6;
 #endif
 
-// Blocks of 16 outputs that are computed side by side: a sum that waits for itself is slower than memory, and eight
-// are ready in time.
-constexpr int blocks_beside(int rows) {
+// Blocks of 16 outputs per pass: dependent additions are slower than memory, and eight independent accumulators hide their
+// latency.
+constexpr int blocks_per_pass(int rows) {
 #ifdef __AVX512F__
   return rows == 1 ? 8 : rows <= 6 ? 4 : 2;
 #else
   return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 #endif
 }
-constexpr int MOST_BLOCKS = blocks_beside(1);
+constexpr int MAX_BLOCKS = blocks_per_pass(1);
 
-// Weights are packed [M / 16, K / 2, 16, 2]: sixteen pairs are two inputs of 16 outputs, so a block is one stretch of
-// memory read in order, and no sum runs across lanes. They are widened here, because processors multiply pairs of bf16
-// at half the rate of fp32. FAR: weights come from memory, whose own prefetcher stops at the end of a page. They are
-// fetched to the second cache: eight streams whole pages apart would evict each other from a first one of eight ways.
+// Weights are packed [M / 16, K / 2, 16, 2]: 16 pairs are two inputs of 16 outputs, so a block is read sequentially, and no
+// sum crosses lanes. They are widened here, because processors multiply pairs of bf16 at half the rate of fp32. FAR: weights
+// come from memory and are prefetched, because the hardware prefetcher stops at page boundaries; into L2, because eight
+// streams at page-sized distances would evict each other from an 8-way L1.
 template <int N, int B, bool FAR>
-__attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t stride, int64_t K, float* out, int64_t to) {
+__attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t stride, int64_t K, float* out,
+                                        int64_t out_stride) {
   Floats sums[B][N];
 #pragma GCC unroll 8
   for (int b = 0; b < B; ++b)
 #pragma GCC unroll 12
-    for (int n = 0; n < N; ++n) sums[b][n] = all(0.0f);
+    for (int n = 0; n < N; ++n) sums[b][n] = splat(0.0f);
   const int64_t step = K * 16;
   for (int64_t k = 0; k < K; k += 2, w += LANES, x += 2) {
     Pairs pair[B];
@@ -50,7 +51,7 @@ __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t s
       for (int b = 0; b < B; ++b) weight[b] = half(pair[b]);
 #pragma GCC unroll 12
       for (int n = 0; n < N; ++n) {
-        const Floats input = all(x[n * stride + offset]);
+        const Floats input = splat(x[n * stride + offset]);
 #pragma GCC unroll 8
         for (int b = 0; b < B; ++b) sums[b][n] = fma(weight[b], input, sums[b][n]);
       }
@@ -61,14 +62,14 @@ __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t s
 #pragma GCC unroll 12
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 8
-    for (int b = 0; b < B; ++b) store(out + n * to + b * 16, sums[b][n]);
+    for (int b = 0; b < B; ++b) store(out + n * out_stride + b * 16, sums[b][n]);
 }
 
-constexpr int64_t AHEAD = 64;  // registers of a block that are asked for before they are multiplied
+constexpr int64_t AHEAD = 64;  // registers of a block to prefetch ahead
 
-// As above, pairs being multiplied as they are: of whole numbers, whose sums are exact while they fit 32 bits, or of bf16.
+// As above, on pairs: 16-bit integers, whose sums are exact within 32 bits, or bf16.
 template <int N, int B, bool FAR, typename T>
-__attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, int64_t K, float* out, int64_t to) {
+__attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, int64_t K, float* out, int64_t out_stride) {
   using Sum = std::conditional_t<std::is_same_v<T, bf16>, Floats, Ints>;
   Sum sums[B][N];
 #pragma GCC unroll 8
@@ -78,7 +79,7 @@ __attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, 
   const int64_t step = K * 16, last = K - 2 * AHEAD;
   for (int64_t k = 0; k < K; k += 2, w += LANES, x += 2) {
     Pairs pair[B];
-    // Behind a block's end lie those that are read beside it, and then the ones that are next.
+    // After a block's end follow the blocks of the same pass, then those of the next pass.
     const T* ahead = w + AHEAD * LANES + (k < last ? 0 : (B - 1) * step);
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
@@ -95,48 +96,50 @@ __attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, 
 #pragma GCC unroll 12
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 8
-    for (int b = 0; b < B; ++b) store(out + n * to + b * 16, floats(sums[b][n]));
+    for (int b = 0; b < B; ++b) store(out + n * out_stride + b * 16, floats(sums[b][n]));
 }
 
-// Calls f(first, how many as a type) for `count` things, at most MOST at a time and as evenly as it goes.
-template <int MOST, typename F>
-void in_parts(int64_t count, F&& f) {
-  const int64_t parts = (count + MOST - 1) / MOST;
+// Calls f(first, size as a compile-time constant) for batches of `count` items, of at most MAX each and of even sizes.
+template <int MAX, typename F>
+void run_in_batches(int64_t count, F&& f) {
+  const int64_t parts = (count + MAX - 1) / MAX;
   for (int64_t part = 0, at = 0; part < parts; ++part) {
-    const int64_t own = (count - at + parts - part - 1) / (parts - part);
+    const int64_t size = (count - at + parts - part - 1) / (parts - part);
     [&]<size_t... I>(std::index_sequence<I...>) {
-      (void)((own == I + 1 && (f(at, std::integral_constant<int, I + 1>()), true)) || ...);
-    }(std::make_index_sequence<MOST>());
-    at += own;
+      (void)((size == I + 1 && (f(at, std::integral_constant<int, I + 1>()), true)) || ...);
+    }(std::make_index_sequence<MAX>());
+    at += size;
   }
 }
 
-// x [N, K], rows `stride` apart, times `blocks` of weights: out [N, 16 blocks], rows `to` apart. K is even.
+// x [N, K], rows `stride` apart, times `blocks` blocks of weights: out [N, 16 blocks], rows `out_stride` apart. K is even.
 template <bool FAR, typename W, typename X>
-void product(const W* w, int64_t blocks, const X* x, int64_t N, int64_t stride, int64_t K, float* out, int64_t to) {
-  in_parts<ROWS>(N, [&](int64_t n, auto count) {
-    constexpr int R = count, B = blocks_beside(R);
+void product(const W* w, int64_t blocks, const X* x, int64_t N, int64_t stride, int64_t K, float* out, int64_t out_stride) {
+  run_in_batches<ROWS>(N, [&](int64_t n, auto count) {
+    constexpr int R = count, B = blocks_per_pass(R);
     const X* rows = x + n * stride;
-    float* own = out + n * to;
+    float* out_rows = out + n * out_stride;
     int64_t b = 0;
-    auto some = [&](auto width) {
-      for (; b + width <= blocks; b += width) multiply<R, width, FAR>(w + b * 16 * K, rows, stride, K, own + b * 16, to);
+    auto run_blocks = [&](auto width) {
+      for (; b + width <= blocks; b += width)
+        multiply<R, width, FAR>(w + b * 16 * K, rows, stride, K, out_rows + b * 16, out_stride);
     };
-    some(std::integral_constant<int, B>());
-    if constexpr (B > 4) some(std::integral_constant<int, 4>());
-    if constexpr (B > 2) some(std::integral_constant<int, 2>());
-    if constexpr (B > 1) some(std::integral_constant<int, 1>());
+    run_blocks(std::integral_constant<int, B>());
+    if constexpr (B > 4) run_blocks(std::integral_constant<int, 4>());
+    if constexpr (B > 2) run_blocks(std::integral_constant<int, 2>());
+    if constexpr (B > 1) run_blocks(std::integral_constant<int, 1>());
   });
 }
 
-// A few rows of x times packed weights that lie in a cache: y [rows, M], `to` numbers from one row to the next.
-inline void product(const bf16* w, const float* x, int64_t rows, int64_t stride, int64_t K, int64_t M, float* y, int64_t to) {
+// A few rows of x times packed weights that are in the cache: y [rows, M], rows `y_stride` apart.
+inline void product(const bf16* w, const float* x, int64_t rows, int64_t stride, int64_t K, int64_t M, float* y,
+                    int64_t y_stride) {
   const int64_t whole = M / 16, rest = M % 16;
-  product<false>(w, whole, x, rows, stride, K, y, to);
+  product<false>(w, whole, x, rows, stride, K, y, y_stride);
   float part[ROWS * 16];
   for (int64_t n = 0; rest && n < rows; n += ROWS) {
     const int64_t count = std::min<int64_t>(ROWS, rows - n);
     product<false>(w + whole * 16 * K, 1, x + n * stride, count, stride, K, part, 16);
-    for (int64_t r = 0; r < count; ++r) std::copy_n(part + r * 16, rest, y + (n + r) * to + whole * 16);
+    for (int64_t r = 0; r < count; ++r) std::copy_n(part + r * 16, rest, y + (n + r) * y_stride + whole * 16);
   }
 }

@@ -1,17 +1,17 @@
-// Rows times a weight matrix by tiles.
+// Rows times a weight matrix, with AMX tiles.
 //
 // Legend: N rows, K input width, M output width.
 #pragma once
 #include "sink.h"
 #include "tiles.h"
 
-// Up to 32 rows of x, `stride` numbers apart, times two blocks of weights with tiles, into y [32, 32], whose rows are `to`
-// apart. `x_end` and `w_end` stand in for what is left of K after the last 32 numbers, filled up with zeros: [32, 32] of
-// x, [16, 32] of each block.
+// Multiplies up to 32 rows of x, `stride` elements apart, by two blocks of weights, into y [32, 32], whose rows are
+// `y_stride` apart. `x_end` and `w_end` are the remainder of K after the last 32 elements, zero-padded: [32, 32] of x, [16,
+// 32] of each block. TWO: more than 16 rows.
 template <bool TWO>
 void tile_product(const bf16* w0, const bf16* w1, const bf16* x, int64_t stride, int64_t K, const bf16* x_end,
-                  const bf16* w_end, float* y, int64_t to) {
-  memory_is_read();
+                  const bf16* w_end, float* y, int64_t y_stride) {
+  compiler_barrier();
   _tile_zero(0);
   _tile_zero(1);
   if (TWO) _tile_zero(2);
@@ -24,7 +24,7 @@ void tile_product(const bf16* w0, const bf16* w1, const bf16* x, int64_t stride,
     if (TWO) {
       _tile_loadd(5, x + 16 * stride + k, stride * 2);
     } else {
-      // Few rows: reading the weights is all that counts, and the prefetcher stops at the end of a page.
+      // Few rows are limited by reading the weights, and the hardware prefetcher stops at page boundaries.
       for (int64_t line = 0; line < 16; ++line) {
         _mm_prefetch((const char*)(w0 + (k + 128) * 16 + line * 32), _MM_HINT_T0);
         _mm_prefetch((const char*)(w1 + (k + 128) * 16 + line * 32), _MM_HINT_T0);
@@ -45,13 +45,13 @@ void tile_product(const bf16* w0, const bf16* w1, const bf16* x, int64_t stride,
     if (TWO) _tile_dpbf16ps(2, 5, 6);
     if (TWO) _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, y, to * 4);
-  _tile_stored(1, y + 16, to * 4);
-  if (TWO) _tile_stored(2, y + 16 * to, to * 4);
-  if (TWO) _tile_stored(3, y + 16 * to + 16, to * 4);
+  _tile_stored(0, y, y_stride * 4);
+  _tile_stored(1, y + 16, y_stride * 4);
+  if (TWO) _tile_stored(2, y + 16 * y_stride, y_stride * 4);
+  if (TWO) _tile_stored(3, y + 16 * y_stride + 16, y_stride * 4);
 }
 
-// With tiles: 512 products a cycle and core, so that only long stretches of rows are limited by arithmetic.
+// 512 products per cycle and core: only many rows are limited by arithmetic.
 inline void linear_by_tiles(const bf16* x, const bf16* w, int64_t N, int64_t K, int64_t blocks, const Sink& sink) {
   const int64_t rest = K % 32;
   at::parallel_for(0, (blocks + 1) / 2, 1, [&](int64_t begin, int64_t end) {
@@ -59,7 +59,7 @@ inline void linear_by_tiles(const bf16* x, const bf16* w, int64_t N, int64_t K, 
     alignas(64) bf16 x_end[32 * 32], w_end[2 * 16 * 32];
     std::fill_n(x_end, 32 * 32, bf16(0.0f));
     std::fill_n(w_end, 2 * 16 * 32, bf16(0.0f));
-    int64_t shaped = -1;
+    int64_t configured_rows = -1;
     for (int64_t pair = begin; pair < end; ++pair) {
       const int64_t b = 2 * pair;
       const bf16 *w0 = w + b * 16 * K, *w1 = b + 1 < blocks ? w0 + 16 * K : w0;
@@ -69,7 +69,7 @@ inline void linear_by_tiles(const bf16* x, const bf16* w, int64_t N, int64_t K, 
       }
       for (int64_t n = 0; n < N; n += 32) {
         const int64_t rows = std::min<int64_t>(32, N - n), first = std::min<int64_t>(16, rows);
-        if (rows != shaped) shape_tiles(first, rows - first), shaped = rows;
+        if (rows != configured_rows) configure_tiles(first, rows - first), configured_rows = rows;
         for (int64_t r = 0; rest && r < rows; ++r) std::copy_n(x + (n + r) * K + K - rest, rest, x_end + r * 32);
         (rows > 16 ? tile_product<true> : tile_product<false>)(w0, w1, x + n * K, K, K, x_end, w_end, y, 32);
         for (int64_t r = 0; r < rows; ++r) {

@@ -1,30 +1,29 @@
-// AMX: products of tiles, 16 rows times 64 bytes of numbers. A row of a result depends on its own row alone, and on nothing
-// else that is computed with it.
+// AMX: products of tiles of 16 rows and 64 bytes. A result's row depends only on its own row of A.
 #pragma once
 #include "vectors.h"
 
-// Sizes of the eight tiles: rows of four of them, the others have sixteen; every row has 64 bytes.
-struct alignas(64) Shape {
+// Configuration of the eight tiles: 16 rows of 64 bytes unless changed.
+struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
-  Shape() { for (int i = 0; i < 8; ++i) bytes[i] = 64, rows[i] = 16; }
+  TileConfig() { for (int i = 0; i < 8; ++i) bytes[i] = 64, rows[i] = 16; }
 };
 
-// GCC's intrinsics do not say that they read memory: what was written before must not be kept back.
-inline void memory_is_read() { asm volatile("" ::: "memory"); }
+// GCC's intrinsics do not declare that they read memory, so earlier stores must not be delayed.
+inline void compiler_barrier() { asm volatile("" ::: "memory"); }
 
-// The first `rows` rows of A and of the results that it makes, for two row groups: tiles 0 and 1 of the first, 2 and 3 of
-// the second, A in 4 and 5, B in 6 and 7.
-inline void shape_tiles(int64_t first, int64_t second) {
-  Shape shape;
+// Tile configuration of two row groups, whose sizes are `first` and `second`: results in tiles 0 and 1, and 2 and 3; A in 4
+// and 5; B in 6 and 7.
+inline void configure_tiles(int64_t first, int64_t second) {
+  TileConfig shape;
   for (int i : {0, 1, 4}) shape.rows[i] = uint8_t(first);
   for (int i : {2, 3, 5}) shape.rows[i] = uint8_t(second ? second : 16);
-  memory_is_read();
+  compiler_barrier();
   _tile_loadconfig(&shape);
 }
 
-// Rows of 16 numbers of 32 bits: columns become rows.
+// Transposes 16 x 16 elements of 32 bits.
 inline void transpose16(__m512i* r) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -41,12 +40,12 @@ inline void transpose16(__m512i* r) {
   }
 }
 
-// For attention: tiles 4 and 5 are what is multiplied, 6 and 7 what it is multiplied with, over `bytes` of a row.
-inline void shape_attention(int64_t bytes) {
-  Shape shape;
+// Tile configuration of attention: A in tiles 4 and 5, B in 6 and 7, over `bytes` of a row.
+inline void configure_attention_tiles(int64_t bytes) {
+  TileConfig shape;
   for (int i : {4, 5}) shape.bytes[i] = uint16_t(bytes);
   for (int i : {6, 7}) shape.rows[i] = uint8_t(bytes / 4);
-  memory_is_read();
+  compiler_barrier();
   _tile_loadconfig(&shape);
 }
 

@@ -1,11 +1,11 @@
-// MXFP4 to fp32 (ops/mxfp4.py has the format), for products of many rows: there a weight is unpacked once and multiplied
-// by the library, which is faster than any product that decodes as it goes.
+// MXFP4 to fp32 (format: ops/mxfp4.py), for products of many rows: there it is faster to unpack a weight once and use the
+// BLAS library than to decode within the product.
 //
-// Limit: writing four bytes a weight.
+// Limit: writing four bytes per weight.
 #pragma once
 #include "vectors.h"
 
-// 2^(exponent - 127). The least is below fp32's normal numbers, the greatest becomes infinity.
+// 2^(exponent - 127). The smallest is subnormal in fp32; the largest becomes infinity.
 inline float mxfp4_power(uint8_t exponent) {
   const uint32_t bits = exponent ? uint32_t(exponent) << 23 : 1u << 22;
   float power;
@@ -13,10 +13,10 @@ inline float mxfp4_power(uint8_t exponent) {
   return power;
 }
 
-// blocks uint8 [..., G, 16], scales uint8 [..., G] -> fp32 [..., 32 G]; products by a power of two, so nothing is rounded.
+// blocks u8 [..., G, 16], scales u8 [..., G] -> fp32 [..., 32 G]. Exact: values are multiplied by powers of two.
 at::Tensor unpack_mxfp4(const at::Tensor& blocks, const at::Tensor& scales) {
   const at::Tensor codes = blocks.contiguous(), exponents = scales.contiguous();
-  TORCH_CHECK(codes.numel() == 16 * exponents.numel(), "16 bytes of codes to each scale");
+  TORCH_CHECK(codes.numel() == 16 * exponents.numel(), "MXFP4 needs 16 bytes of codes per scale");
   auto sizes = exponents.sizes().vec();
   sizes.back() *= 32;
   at::Tensor out = at::empty(sizes, codes.options().dtype(at::kFloat));
@@ -26,12 +26,12 @@ at::Tensor unpack_mxfp4(const at::Tensor& blocks, const at::Tensor& scales) {
     const __m128i low = _mm_set1_epi8(15);
     const __m256 sizes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
     for (int64_t g = begin; g < end; ++g) {
-      const __m128i own = _mm_loadu_si128((const __m128i*)(from + g * 16));
-      const __m128i even = _mm_and_si128(own, low), odd = _mm_and_si128(_mm_srli_epi16(own, 4), low);
-      const __m128i halves[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
+      const __m128i packed = _mm_loadu_si128((const __m128i*)(from + g * 16));
+      const __m128i even = _mm_and_si128(packed, low), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), low);
+      const __m128i nibbles[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
       const __m256 power = _mm256_set1_ps(mxfp4_power(powers[g]));
       for (int i = 0; i < 4; ++i) {
-        const __m256i code = _mm256_cvtepu8_epi32(i % 2 ? _mm_srli_si128(halves[i / 2], 8) : halves[i / 2]);
+        const __m256i code = _mm256_cvtepu8_epi32(i % 2 ? _mm_srli_si128(nibbles[i / 2], 8) : nibbles[i / 2]);
         const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, 3), 31);
         const __m256 value = _mm256_xor_ps(_mm256_permutevar8x32_ps(sizes, code), _mm256_castsi256_ps(sign));
         _mm256_storeu_ps(to + g * 32 + i * 8, _mm256_mul_ps(value, power));

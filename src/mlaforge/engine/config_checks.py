@@ -1,4 +1,4 @@
-"""Settings of an engine that contradict each other or the device, whatever the model."""
+"""Checks of engine settings that conflict with each other or with the device, whatever the model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mlaforge.ops.row_format import INT4_TOKENS
 from mlaforge.runtime import UserError
 
 
-def checked(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The same with its block size and the defaults of the device. UserError for settings that contradict each other or
-    the device."""
+def check_config(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Return the config with its block size and the defaults of the device. Raises UserError for settings that conflict
+    with each other or with the device."""
     config = config.for_device(device)
     assert config.max_num_batched_tokens is not None
-    _check_rows(config.kv_cache_dtype, device)
+    _check_cache_dtype(config.kv_cache_dtype, device)
     if config.deterministic and device.type == "cuda":
         raise UserError(
             "deterministic is for CPUs: on a GPU norms, attention and experts still sum in an order that depends on "
@@ -26,25 +26,25 @@ def checked(config: EngineConfig, device: torch.device) -> EngineConfig:
         )
     if config.deterministic and config.kv_cache_dtype == "fp8":
         raise UserError("deterministic: no compiled CPU kernel reads kv_cache_dtype fp8; use int8 or bf16")
-    tree, stored, size = config.speculative_tree_tokens, config.kv_cache_dtype, config.block_size
-    if stored == "int4" and size not in (None, INT4_TOKENS):
+    tree, cache_dtype, size = config.speculative_tree_tokens, config.kv_cache_dtype, config.block_size
+    if cache_dtype == "int4" and size not in (None, INT4_TOKENS):
         raise UserError(
             f"block_size = {size} must be {INT4_TOKENS}, the tokens that kv_cache_dtype int4 packs together"
         )
-    if stored == "int4" and tree:
+    if cache_dtype == "int4" and tree:
         raise UserError(
             "kv_cache_dtype int4 packs one text's tokens together; speculative_tree_tokens must be 0, a chain"
         )
-    if tree and tree < config.drafted:
+    if tree and tree < config.max_draft_tokens:
         raise UserError(
             f"speculative_tree_tokens = {tree} must be 0 (no trees) or at least num_speculative_tokens = "
-            f"{config.drafted}"
+            f"{config.max_draft_tokens}"
         )
     if tree and config.speculative in ("none", "ngram"):
         raise UserError(f"speculative = {config.speculative!r} drafts no trees; speculative_tree_tokens needs a head")
     if config.specpv != "off" and config.speculative == "none":
         raise UserError(f"specpv = {config.specpv} judges drafted tokens; speculative must be ngram or a head")
-    if config.specpv != "off" and stored == "int4":
+    if config.specpv != "off" and cache_dtype == "int4":
         raise UserError(
             f"specpv = {config.specpv} reads tokens one by one, and kv_cache_dtype int4 packs several; use int8"
         )
@@ -53,22 +53,22 @@ def checked(config: EngineConfig, device: torch.device) -> EngineConfig:
             f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "
             f"{config.max_num_seqs}: every running sequence takes one"
         )
-    return dataclasses.replace(config, block_size=size or (INT4_TOKENS if stored == "int4" else 16))
+    return dataclasses.replace(config, block_size=size or (INT4_TOKENS if cache_dtype == "int4" else 16))
 
 
-def _check_rows(stored: str, device: torch.device) -> None:
-    """UserError where the kernels of a GPU cannot read rows of this format."""
-    if device.type != "cuda" or stored not in ("fp8", "int8", "int4"):
+def _check_cache_dtype(cache_dtype: str, device: torch.device) -> None:
+    """Raise UserError where the kernels of a GPU cannot read rows of this format."""
+    if device.type != "cuda" or cache_dtype not in ("fp8", "int8", "int4"):
         return
     reason = gpu_properties(device).why_no_fp8()
-    if stored != "fp8":
-        raise UserError(f"kv_cache_dtype {stored} is for CPUs; use {'bf16' if reason else 'fp8'} on this GPU")
+    if cache_dtype != "fp8":
+        raise UserError(f"kv_cache_dtype {cache_dtype} is for CPUs; use {'bf16' if reason else 'fp8'} on this GPU")
     if reason:
         raise UserError(f"kv_cache_dtype fp8: {reason}; use bf16")
 
 
 def check_deterministic(format: str) -> None:
-    """UserError where weights of this format are multiplied by torch, whose sums depend on the number of rows."""
+    """Raise UserError where torch multiplies weights of this format, because its sums depend on the number of rows."""
     if format in ("float32", "float16"):
         raise UserError(f"deterministic: no compiled kernel multiplies {format}; use dtype bfloat16, int8 or int4")
     if native.kernels() is None:

@@ -1,4 +1,4 @@
-"""Partial verification of sparse models: what the last full step chose serves the partial ones after it."""
+"""Sparse-view verification of sparse models: what the last full step chose serves the sparse-view ones after it."""
 
 import dataclasses
 import json
@@ -7,8 +7,9 @@ import shutil
 import pytest
 
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.speculation.drafter import Draft, PromptLookupDrafter
-from mlaforge.engine.speculation.partial import PartialVerification
+from mlaforge.engine.speculation.drafter import Draft
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewDrafter
 from mlaforge.ops.token_selection import TokenIndex
 from support.drafters import Knowing
 from support.engine_driver import greedy, idle, random_prompts, watched
@@ -47,22 +48,22 @@ class Recorded:
         return Draft(tokens) if tokens else None
 
 
-def test_pending_tokens_are_judged_as_any_draft_is(model, monkeypatch):
-    """The same drafts without partial steps make the same text, to the bit."""
+def test_provisional_tokens_are_verified_like_any_draft(model, monkeypatch):
+    """The same drafts without sparse-view steps make the same text, to the bit."""
     llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20)
     (prompt,) = random_prompts(300)
     (text,) = continued(llm, [prompt], speculate=False)
-    drafts, propose = {}, PartialVerification.propose
+    drafts, propose = {}, SparseViewDrafter.propose
 
     def recording(self, budgets, *rest):
         made = propose(self, budgets, *rest)
         drafts.update({len(sequence.token_ids): draft.token_ids for sequence, draft in made.items()})
         return made
 
-    monkeypatch.setattr(PartialVerification, "propose", recording)
+    monkeypatch.setattr(SparseViewDrafter, "propose", recording)
     stats = partly(llm.engine, Knowing([text], 0.8), **VIEW).stats
     (made,) = continued(llm, [prompt])
-    assert stats.partial_steps > 4 and stats.pending == sum(map(len, drafts.values())) > 8
+    assert stats.sparse_steps > 4 and stats.provisional == sum(map(len, drafts.values())) > 8
     check_identities(stats)
     llm.engine.config = dataclasses.replace(llm.engine.config, specpv="off")
     speculate(llm.engine, Recorded(drafts), 8)
@@ -71,18 +72,18 @@ def test_pending_tokens_are_judged_as_any_draft_is(model, monkeypatch):
     idle(llm.engine)
 
 
-def test_what_reads_all_is_plain_decoding(model):
+def test_view_of_all_tokens_is_plain_decoding(model):
     """Read densely, a sparse model's tokens are those of plain decoding, in batches too."""
     llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20, dense=True)
     prompts = random_prompts(300, 250, 40)
     texts = continued(llm, prompts, speculate=False)
     for drafter in (Knowing(texts, 0.8), PromptLookupDrafter()):
         stats = partly(llm.engine, drafter, specpv_retrieval=40, **VIEW).stats
-        assert continued(llm, prompts) == texts and stats.partial_steps > 2
+        assert continued(llm, prompts) == texts and stats.sparse_steps > 2
 
 
 @pytest.mark.parametrize("chunk", [16, 512])
-def test_a_view_holds_what_the_index_chose(chunk, model, monkeypatch):
+def test_view_holds_the_index_selection(chunk, model, monkeypatch):
     """For the prompt's last token too, whose step reads all; and the newest tokens, once."""
     llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20, max_num_batched_tokens=chunk, max_num_seqs=4)
     choose, chosen = TokenIndex.choose, []
@@ -95,7 +96,7 @@ def test_a_view_holds_what_the_index_chose(chunk, model, monkeypatch):
     monkeypatch.setattr(TokenIndex, "choose", watching)
     (prompt,) = random_prompts(300)
     engine = llm.engine
-    partial = partly(engine, Knowing([], 1.0), **VIEW).partial
+    partial = partly(engine, Knowing([], 1.0), **VIEW).sparse_view
     engine.add("text", prompt, greedy(NEW))
     while not (engine.scheduler.running and engine.scheduler.running[0].decoding):
         engine.step()
@@ -103,18 +104,18 @@ def test_a_view_holds_what_the_index_chose(chunk, model, monkeypatch):
     assert len(chosen) == sum(rows.index is not None for rows in engine.cache.rows)
     (sequence,) = engine.scheduler.running
     known, end = partial.retrieved[sequence.number], len(prompt) + 4
-    assert known.tail == len(prompt) - 1 - VIEW["specpv_window"] and len(known.places) == partial.layers
-    for places in known.places:
-        assert places.tolist() in [[place for place in each if place < known.tail] for each in chosen]
+    assert known.stop == len(prompt) - 1 - VIEW["specpv_window"] and len(known.positions) == partial.num_layers
+    for places in known.positions:
+        assert places.tolist() in [[place for place in each if place < known.stop] for each in chosen]
     engine.tables.reserve(sequence.number, end)
-    view = partial._view([sequence], [(len(prompt) + 1, 3)])
-    for places, places_SK, more in zip(known.places, view.places_LSK, view.more, strict=True):
-        assert places_SK[0, : end + more[0]].tolist() == [*places, *range(known.tail, end)]
+    view = partial._build_views([sequence], [(len(prompt) + 1, 3)])
+    for places, places_SK, more in zip(known.positions, view.positions_LSK, view.surplus, strict=True):
+        assert places_SK[0, : end + more[0]].tolist() == [*places, *range(known.stop, end)]
     engine.abort("text")
     idle(engine)
 
 
-def test_other_budgets_by_layer(sparse, tmp_path):
+def test_layers_may_have_different_topk(sparse, tmp_path):
     """Layers that read different numbers of tokens have views of different lengths."""
     copy = tmp_path / "model"
     shutil.copytree(sparse("llama", "gqa"), copy)
@@ -125,11 +126,11 @@ def test_other_budgets_by_layer(sparse, tmp_path):
     prompts = random_prompts(300, 310)
     texts = continued(llm, prompts, speculate=False)
     speculation = partly(llm.engine, Knowing(texts, 0.9), **VIEW)
-    assert speculation.partial.pattern.retrieval == 48
+    assert speculation.sparse_view.config.retrieval == 48
     made = continued(llm, prompts)
     assert [len(text) for text in made] == [len(text) for text in texts]
-    assert speculation.stats.partial_steps > 2
-    (first, *others) = next(iter(speculation.partial.retrieved.values())).places
+    assert speculation.stats.sparse_steps > 2
+    (first, *others) = next(iter(speculation.sparse_view.retrieved.values())).positions
     # The newest twelve of a selection stand among the newest 32 of a view.
     assert 24 < len(first) <= 48 and all(2 < len(own) <= 24 for own in others)
     llm.engine.check_integrity()

@@ -1,4 +1,4 @@
-"""Partial verification in any schedule: what waits to be judged is nobody's prefix, and what comes out is plain
+"""Sparse-view verification in any schedule: what waits to be judged is nobody's prefix, and what comes out is plain
 decoding's. Every engine here is watched (engine_driver.py)."""
 
 import dataclasses
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.cache.block_pool import block_digests
-from mlaforge.engine.speculation.partial import PartialVerification
+from mlaforge.engine.speculation.sparse_view import SparseViewDrafter
 from support.drafters import Branching
 from support.engine_driver import greedy, idle, random_prompts, renew, watched
 from support.speculating import partly
@@ -73,8 +73,8 @@ def rows_in(engine, block):
     return torch.cat([rows.packed[block * size :][:size] for rows, layer in both if layer.group == 0], dim=1)
 
 
-class Meddled(PartialVerification):
-    """Whose pending tokens are at times others, so that full steps keep any number of them."""
+class Meddled(SparseViewDrafter):
+    """Whose provisional tokens are at times others, so that full steps keep any number of them."""
 
     random, wrong = Random(0), 0.0
 
@@ -85,7 +85,7 @@ class Meddled(PartialVerification):
         return {sequence: draft and self._meddled(draft) for sequence, draft in super().propose(*asked).items()}
 
     def _meddled(self, draft):
-        if not draft.partial_steps or draft.q_KV is not None or self.random.random() >= self.wrong:
+        if not draft.sparse_steps or draft.q_KV is not None or self.random.random() >= self.wrong:
             return draft
         tokens = list(draft.token_ids)
         tokens[self.random.randrange(len(tokens))] = self.random.randrange(256)
@@ -110,16 +110,16 @@ asked = st.tuples(
     max_step=st.integers(12, 80),
     spare=st.sampled_from([0, 0, 1, 4, 12]),
     caching=st.sampled_from([True, True, False]),
-    copying=st.booleans(),
+    prompt_lookup=st.booleans(),
     tree=st.sampled_from([0, 6]),
 )
-def test_any_schedule(
-    loaded, requests, right, wrong, window, full_every, max_pending, block_size, max_step, spare, caching, copying,
-    tree,
+def test_any_schedule_gives_the_tokens_of_plain_decoding(
+    loaded, requests, right, wrong, window, full_every, max_pending, block_size, max_step, spare, caching,
+    prompt_lookup, tree,
 ):  # fmt: skip
-    """Chunks, preemption, prefixes that others made, continuations, drawn requests beside greedy ones, aborts, any
-    number of pending tokens refused, trees where one runs alone, and what stood in a text before copied behind them. Of
-    a sparse model tokens are not plain decoding's: those that are verified together share a selection."""
+    """Chunks, preemption, shared prefixes, continuations, sampled requests beside greedy ones, aborts, any number of
+    rejected provisional tokens, trees, and prompt lookup. Tokens of a sparse model are not plain decoding's:
+    tokens that are verified together share a selection."""
     engine, plain = loaded
     exact = all(layer.attention.sparse is None for layer in engine.model.layers)
     for left in list(engine._requests):
@@ -132,17 +132,17 @@ def test_any_schedule(
     prompts = [BASES[base][:length] for base, length, *_ in requests]
     prompts = [p + plain.continuation(p)[: r[2]] if len(p) + r[2] <= LONGEST else p
                for p, r in zip(prompts, requests, strict=True)]  # fmt: skip
-    if copying:
+    if prompt_lookup:
         prompts = [p[: len(p) // 2] * 2 for p in prompts]
     options = {
         **NARROW,
-        "copying": copying,
+        "copying": prompt_lookup,
         "specpv_window": window,
         "specpv_full_every": full_every,
         "specpv_max_pending": max_pending,
         "speculative_tree_tokens": tree,
     }
-    partial = partly(engine, Branching([p + plain.continuation(p) for p in prompts], right), **options).partial
+    partial = partly(engine, Branching([p + plain.continuation(p) for p in prompts], right), **options).sparse_view
     partial.__class__, partial.random, partial.wrong = Meddled, Random(0), wrong
     got, gone, step = {}, set(), 0
     while step <= 15 or engine.has_work:

@@ -1,4 +1,4 @@
-"""What weights will take as the engine holds them, by their shapes alone."""
+"""Memory that an engine's weights will take, computed from their shapes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import nn
 from mlaforge.engine.execution.linear import QUANTIZED
 
 
-def held_bytes(module: nn.Module, format: str, device: torch.device) -> int:
-    """Bytes of a module's weights, which may be on the meta device, once it is loaded in `format` (engine/config.py).
+def weight_bytes(module: nn.Module, format: str, device: torch.device) -> int:
+    """Return the bytes of a module's weights once they are loaded in `format` (engine/config.py). The module may be on
+    the meta device.
 
-    Experts in MXFP4 count as they are stored. A GPU has a copy of them; on a CPU they are mapped from the checkpoint's
-    files, and a step that finds their pages gone waits for the disk: so they need the same memory. A tied vocabulary
-    head counts beside the embedding, since it is laid out anew.
+    MXFP4 experts count as they are stored. A GPU has a copy of them; on a CPU they are mapped from the checkpoint's
+    files, and a step that misses their pages waits for the disk, so they need the same memory. A tied vocabulary head
+    counts in addition to the embedding, because it is packed anew.
     """
     dtype = QUANTIZED.get(format) or getattr(torch, format)
     on_cpu = device.type == "cpu"
@@ -25,7 +26,7 @@ def held_bytes(module: nn.Module, format: str, device: torch.device) -> int:
         elif tensor.ndim < 2 or name.endswith(("embed_tokens.weight", "router.weight")) or not on_cpu:
             total += plain
         elif name.endswith("kv_b_proj.weight"):
-            # As it is in fp32, for what has no kernel, and laid out in bf16 for what has.
+            # In fp32 for the operations without a kernel, and packed in bf16 for those with one.
             total += tensor.numel() * (4 + 2 * (dtype == torch.bfloat16))
         elif name.endswith("lm_head.weight"):
             total += _linear_bytes(shape[0], shape[1], "int8" if format == "int4" else format)
@@ -38,8 +39,8 @@ def held_bytes(module: nn.Module, format: str, device: torch.device) -> int:
 
 
 def _linear_bytes(M: int, K: int, format: str) -> int:
-    """Of M outputs and K inputs, as kernels read them (ops/rounded_weights.py). int4 counts as in torch's
-    own layout, which is read where ours is not compiled: half a bit more."""
+    """Bytes of a linear layer with M outputs and K inputs, as kernels read it (ops/rounded_weights.py). int4 counts as
+    in torch's layout, which is used where our kernels are not compiled: half a bit more per weight."""
     rows, columns = -(-M // 16) * 16, -(-K // 64) * 64
     if format == "int8":
         return rows * (columns + 4)

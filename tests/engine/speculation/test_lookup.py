@@ -6,8 +6,7 @@ import itertools
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.copies import Copies
-from mlaforge.engine.speculation.drafter import LONGEST_MATCH, PromptLookupDrafter
+from mlaforge.engine.speculation.lookup import MAX_NGRAM, PromptLookupDrafter
 from mlaforge.runtime import UserError
 from support.drafters import Drawing, Knowing
 from support.eagle3_heads import saved
@@ -34,24 +33,27 @@ class Text:
         self.token_ids = token_ids
 
 
-def test_only_as_many_newest_tokens_as_are_looked_for_are_sure():
-    run = list(range(10, 10 + LONGEST_MATCH))
-    copies = Copies(8, PromptLookupDrafter())
-    assert copies.propose(Text([*run, 1, 2, 3, 4, *run]), 3, 0.0).token_ids == [1, 2, 3]
-    assert copies.propose(Text([*run[1:], 1, 2, 3, 4, 5, *run[1:]]), 3, 0.0) is None
-    assert copies.propose(Text([*run, 1, 2, 3]), 3, 0.0) is None and copies.propose(Text([*run, *run]), 0, 0.0) is None
+def test_confident_drafts_need_the_longest_match():
+    run = list(range(10, 10 + MAX_NGRAM))
+    lookup = PromptLookupDrafter(8)
+    assert lookup.propose_confident(Text([*run, 1, 2, 3, 4, *run]), 3, 0.0).token_ids == [1, 2, 3]
+    assert lookup.propose_confident(Text([*run[1:], 1, 2, 3, 4, 5, *run[1:]]), 3, 0.0) is None
+    assert (
+        lookup.propose_confident(Text([*run, 1, 2, 3]), 3, 0.0) is None
+        and lookup.propose_confident(Text([*run, *run]), 0, 0.0) is None
+    )
 
 
-def test_a_copy_ends_where_it_no_longer_pays():
+def test_draft_ends_where_acceptance_is_too_low():
     """By what became of earlier ones: places that were refused so far are not copied again."""
-    copies, text = Copies(8, PromptLookupDrafter()), Text([*range(20), *range(4)])
-    assert copies.propose(text, 8, 0.0).copied == 8
+    lookup, text = PromptLookupDrafter(8), Text([*range(20), *range(4)])
+    assert lookup.propose_confident(text, 8, 0.0).lookup_tokens == 8
     lengths = []
     for accepted in (8, 2):
         for _ in range(60):
-            copies.acceptance.record(8, accepted)
-        lengths.append(copies.propose(text, 8, 0.3).copied)
-    assert lengths == [8, 2] and copies.propose(text, 8, 0.999) is None
+            lookup.acceptance.record(8, accepted)
+        lengths.append(lookup.propose_confident(text, 8, 0.3).lookup_tokens)
+    assert lengths == [8, 2] and lookup.propose_confident(text, 8, 0.999) is None
 
 
 @pytest.fixture(scope="module")
@@ -60,40 +62,40 @@ def llm(tiny_models):
 
 
 @pytest.mark.parametrize("way", ["chain", "lossless", "lossy"])
-def test_copies_come_first_and_tokens_stay(way, llm):
-    """Of texts of four tokens, where much was said before; under partial views copies stand behind what is pending,
+def test_lookup_goes_first_and_tokens_do_not_change(way, llm):
+    """Of texts of four tokens, where much was said before; under sparse views copies stand behind provisional tokens,
     and are judged by a full step, in the lossy form too."""
     prompts = [[20 + token % 4 for token in prompt] for prompt in random_prompts(150, 140, 160)]
     how = greedy(30, logit_bias=dict.fromkeys(range(20, 24), 100.0), repetition_penalty=1.1, frequency_penalty=0.5)
     wanted = [tokens(output) for output in llm.generate(prompts, dataclasses.replace(how, speculate=False))]
     knowing = Knowing([prompt + own[0] for prompt, own in zip(prompts, wanted, strict=True)], 0.7)
     if way == "chain":
-        speculate(llm.engine, knowing, 4, copying=True)
+        speculate(llm.engine, knowing, 4, prompt_lookup=True)
     else:
-        partly(llm.engine, knowing, 4, copying=True, specpv=way)
+        partly(llm.engine, knowing, 4, prompt_lookup=True, specpv=way)
     speculation, behind = llm.engine.speculation, []
     propose = speculation.propose
 
     def watching(decision, chunks):
         proposal = propose(decision, chunks)
-        behind.extend(d for d in proposal.drafts.values() if d.copied and d.partial_steps)
-        # What an earlier step's partial ones have read is not read again.
-        assert (proposal.read.weights > 0) == any(d.partial_steps for d in proposal.drafts.values())
+        behind.extend(d for d in proposal.drafts.values() if d.lookup_tokens and d.sparse_steps)
+        # What an earlier step's sparse-view ones have read is not read again.
+        assert (proposal.sparse_bytes.weights > 0) == any(d.sparse_steps for d in proposal.drafts.values())
         return proposal
 
     speculation.propose = watching
     got = [tokens(output) for output in llm.generate(prompts, how)]
     assert way == "lossy" or got == wanted
     stats = speculation.stats
-    assert 0 < stats.copied < stats.drafted and stats.copied == stats.block()["copied_tokens"]
-    assert bool(behind) == (way == "lossless") and all(len(d.token_ids) > d.copied <= 4 for d in behind)
-    assert all(not d.final for d in behind) and stats.kept <= stats.pending <= stats.drafted
+    assert 0 < stats.lookup_tokens < stats.drafted and stats.lookup_tokens == stats.block()["copied_tokens"]
+    assert bool(behind) == (way == "lossless") and all(len(d.token_ids) > d.lookup_tokens <= 4 for d in behind)
+    assert all(not d.lossy for d in behind) and stats.confirmed <= stats.provisional <= stats.drafted
     check_identities(stats)
     idle(llm.engine)
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_whatever_is_asked_for_is_heeded(name, llm):
+def test_sampling_parameters_apply(name, llm):
     """Copies are not drawn: seeded tokens are those of plain decoding."""
     if name in ("json", "regex"):
         pytest.importorskip("llguidance")
@@ -101,14 +103,14 @@ def test_whatever_is_asked_for_is_heeded(name, llm):
     params = SamplingParams(**{"temperature": 1.0, "seed": 7, "max_tokens": 40, "logprobs": 1, **HOW[name]})
     llm.engine.speculation = None
     wanted = [output.outputs for output in llm.generate(prompts, params)]
-    speculate(llm.engine, PromptLookupDrafter(), 5, adaptive=True, copying=True)
+    speculate(llm.engine, PromptLookupDrafter(), 5, adaptive=True, prompt_lookup=True)
     assert [output.outputs for output in llm.generate(prompts, params)] == wanted
     idle(llm.engine)
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_the_distribution_is_the_targets(right, tiny_models):
-    """Draws under partial views with copies behind them, against their exact probabilities; a wrong copy's q shows."""
+def test_sampled_tokens_follow_the_targets_distribution(right, tiny_models):
+    """Draws under sparse views with copies behind them, against their exact probabilities; a wrong copy's q shows."""
     directory, vocabulary = tiny_models["llama"], [20, 21]
     # The first drawn token is new behind the three before it; the second then stood there, whichever it is.
     runs = [[6, 9, *pair, 21, 20, 20, 21, before] for before, pair in enumerate(itertools.product((20, 21), repeat=2))]
@@ -119,16 +121,18 @@ def test_the_distribution_is_the_targets(right, tiny_models):
     narrow = {
         "specpv_sink": 1, "specpv_retrieval": 0, "specpv_window": 16, "specpv_full_every": 2, "specpv_max_pending": 3,
     }  # fmt: skip
-    partial = partly(llm.engine, Drawing(vocabulary, 260), 2, copying=True, specpv_dtype="model", **narrow).partial
+    partial = partly(
+        llm.engine, Drawing(vocabulary, 260), 2, prompt_lookup=True, specpv_dtype="model", **narrow
+    ).sparse_view
     propose, behind = partial.propose, []
 
     def watching(*asked):
         drafts = propose(*asked)
         for draft in drafts.values():
-            if draft.copied and draft.q_KV is not None:
-                behind.append(draft.q_KV[-draft.copied :].amax(-1))
+            if draft.lookup_tokens and draft.q_KV is not None:
+                behind.append(draft.q_KV[-draft.lookup_tokens :].amax(-1))
                 # As if a copy had been a draw that might have been another.
-                draft.q_KV[-draft.copied :] *= 1.0 if right else 0.5
+                draft.q_KV[-draft.lookup_tokens :] *= 1.0 if right else 0.5
         return drafts
 
     partial.propose = watching
@@ -138,15 +142,15 @@ def test_the_distribution_is_the_targets(right, tiny_models):
     assert far < 3.5 if right else far > 5
 
 
-def test_a_head_copies_by_default_and_a_number_that_was_asked_for_bounds_it(tiny_models, tmp_path):
+def test_lookup_is_on_with_a_head_and_limited_by_num_speculative_tokens(tiny_models, tmp_path):
     head = str(saved(tmp_path / "head"))
     for options, copied in (
         ({}, 8), ({"num_speculative_tokens": 2}, 2), ({"adaptive_speculation": False}, None),
         ({"speculative": "ngram"}, 8),
     ):  # fmt: skip
         engine = watched(tiny_models["llama"], cache_bytes=4 << 20, **{"speculative": head, **options}).engine
-        copies, controller = engine.speculation.copies, engine.speculation.controller
-        assert (copies and copies.most) == copied and controller.copied == (copied or 0)
-        assert controller.most == options.get("num_speculative_tokens", 3)
+        lookup, controller = engine.speculation.lookup, engine.speculation.controller
+        assert (lookup and lookup.max_tokens) == copied and controller.lookup_tokens == (copied or 0)
+        assert controller.max_tokens == options.get("num_speculative_tokens", 3)
     with pytest.raises(UserError, match="num_speculative_tokens"):
         watched(tiny_models["llama"], speculative="ngram", num_speculative_tokens=9)

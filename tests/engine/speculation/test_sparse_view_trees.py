@@ -1,4 +1,4 @@
-"""Trees under partial views: a text that runs alone has its pending tokens from trees, a path of each."""
+"""Trees under sparse views: a text that runs alone has its provisional tokens from trees, a path of each."""
 
 import dataclasses
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation import partial
+from mlaforge.engine.speculation import sparse_view
 from support.drafters import Branching
 from support.eagle3_heads import saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
@@ -38,47 +38,47 @@ def test_tokens_are_those_of_plain_decoding(window, model):
     texts = grown(llm, prompts, speculate=False)
     speculation = partly(llm.engine, Branching(texts, 0.8), 3, specpv_window=window, **TREE)
     # Of short texts too.
-    speculation.partial.applies = lambda sequence, computed=None: True
+    speculation.sparse_view.applies = lambda sequence, computed=None: True
     trees = watching(llm.engine)
     assert grown(llm, prompts) == texts
     stats = speculation.stats
     check_identities(stats)
-    assert stats.partial_steps >= len(trees) > 4
+    assert stats.sparse_steps >= len(trees) > 4
     if window == 400:
-        assert stats.pending == stats.kept > NEW
+        assert stats.provisional == stats.confirmed > NEW
         # Paths that are not the first tokens of their tree have been moved.
         assert any(path != list(range(len(path))) for path in trees)
     idle(llm.engine)
 
 
 def watching(engine):
-    """The rows that stay of each tree under a partial view."""
+    """The rows that stay of each tree under a sparse view."""
     paths, move = [], engine.cache.move
 
     def moving(views, kept):
         paths.append(list(kept))
         move(views, kept)
 
-    engine.speculation.partial.cache = type("Cache", (), {"move": staticmethod(moving)})
+    engine.speculation.sparse_view.cache = type("Cache", (), {"move": staticmethod(moving)})
     return paths
 
 
 @pytest.mark.parametrize("kind", ["plain", "sparse"])
-def test_what_is_pending_does_not_depend_on_the_draft(kind, tiny_models, sparse, monkeypatch):
+def test_provisional_tokens_do_not_depend_on_the_draft(kind, tiny_models, sparse, monkeypatch):
     """From one view the target goes on in one way, whether chains or trees are judged, right ones or wrong."""
-    monkeypatch.setattr(partial, "FIRST_PENDING", 16)
+    monkeypatch.setattr(sparse_view, "FIRST_PROVISIONAL", 16)
     llm = watched(sparse("llama", "gqa") if kind == "sparse" else tiny_models["llama"], dtype="bfloat16",
                   cache_bytes=64 << 20)  # fmt: skip
     (prompt,) = random_prompts(300)
     (text,), pending, firsts = grown(llm, [prompt], speculate=False), [], []
     options = {"specpv_full_every": 16, "specpv_max_pending": 16, **TREE}
 
-    def proposing(self, *asked, propose=partial.PartialVerification.propose):
+    def proposing(self, *asked, propose=sparse_view.SparseViewDrafter.propose):
         made = propose(self, *asked)
         pending.extend(draft.token_ids for draft in made.values())
         return made
 
-    monkeypatch.setattr(partial.PartialVerification, "propose", proposing)
+    monkeypatch.setattr(sparse_view.SparseViewDrafter, "propose", proposing)
     for right, tree in ((1.0, 0), (0.0, 0), (0.9, 8)):
         speculation = partly(llm.engine, Branching([text], right), 3, **options | {"speculative_tree_tokens": tree})
         if tree:
@@ -96,7 +96,7 @@ def test_what_is_pending_does_not_depend_on_the_draft(kind, tiny_models, sparse,
     idle(llm.engine)
 
 
-def test_texts_together_have_chains(tiny_models):
+def test_batched_sequences_get_chains(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     prompts = random_prompts(300, 250)
     texts = grown(llm, prompts, speculate=False)
@@ -104,12 +104,11 @@ def test_texts_together_have_chains(tiny_models):
     trees = watching(llm.engine)
     outputs = llm.generate(prompts, greedy(NEW))
     assert [p + tokens(output)[0] for p, output in zip(prompts, outputs, strict=True)] == texts
-    assert speculation.stats.partial_steps > 2 and not trees
+    assert speculation.stats.sparse_steps > 2 and not trees
 
 
-def test_an_eagle_head_follows_the_path(tiny_models, tmp_path):
-    """What it has seen of pending tokens are the states of the path: its next trees are those of a head that has seen
-    the text alone."""
+def test_eagle_head_follows_the_accepted_path(tiny_models, tmp_path):
+    """It observes the states of the path: its next trees are those of a head that has seen the text alone."""
     folder = saved(tmp_path / "head")
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(folder))
     engine, (prompt,) = llm.engine, random_prompts(300)
@@ -125,11 +124,11 @@ def test_an_eagle_head_follows_the_path(tiny_models, tmp_path):
 
     drafter.propose_tree = proposing
     speculation = partly(engine, drafter, 3, specpv_window=400, **TREE)
-    speculation.partial.applies = lambda sequence, computed=None: True
+    speculation.sparse_view.applies = lambda sequence, computed=None: True
     assert grown(llm, [prompt]) == texts
-    assert speculation.stats.pending == speculation.stats.kept > NEW / 2
+    assert speculation.stats.provisional == speculation.stats.confirmed > NEW / 2
     ahead, own = own, {}
-    # Without partial steps.
+    # Without sparse-view steps.
     engine.config = dataclasses.replace(engine.config, specpv="off")
     engine.speculate(drafter)
     assert grown(llm, [prompt]) == texts
@@ -140,7 +139,7 @@ def test_an_eagle_head_follows_the_path(tiny_models, tmp_path):
     idle(engine)
 
 
-def test_the_distribution_is_the_targets(tiny_models):
+def test_sampled_tokens_follow_the_targets_distribution(tiny_models):
     """400 draws of five tokens of a vocabulary of two, each alone."""
     directory, vocabulary, (prompt,) = tiny_models["llama"], [20, 21], random_prompts(80)
     exact = outcomes(Oracle(directory), prompt, 5, vocabulary, 2.0)
@@ -154,5 +153,5 @@ def test_the_distribution_is_the_targets(tiny_models):
     outputs = (llm.generate([prompt], dataclasses.replace(how, seed=seed))[0] for seed in range(400))
     counts = Counter(tuple(output.outputs[0].token_ids) for output in outputs)
     assert len(trees) > 300 and any(len(path) > 1 for path in trees)
-    assert 0.2 < speculation.stats.kept / speculation.stats.pending < 1.0
+    assert 0.2 < speculation.stats.confirmed / speculation.stats.provisional < 1.0
     assert deviations(*chi_square(counts, exact)) < 3.5

@@ -1,4 +1,4 @@
-"""What weights take by their shapes, beside what the engine then holds."""
+"""Weight bytes computed from shapes, compared with the memory of a loaded engine."""
 
 import gc
 
@@ -8,8 +8,8 @@ import torch
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
-from mlaforge.engine.execution.held_weights import held_bytes
 from mlaforge.engine.execution.model import EngineModel
+from mlaforge.engine.execution.weight_bytes import weight_bytes
 from support.tiny_models import save_model, save_packed
 
 CPU = torch.device("cpu")
@@ -20,36 +20,36 @@ def wide(tmp_path_factory):
     """Models of which most are weights of linear layers, with no sides that are filled up."""
     folder = tmp_path_factory.mktemp("wide")
     shape = {"hidden_size": 256, "intermediate_size": 192}
-    made = {family: save_model(folder / family, family, 1, **shape) for family in ("llama", "gpt_oss")}
-    return {**made, "packed": save_packed(made["gpt_oss"], folder / "packed")}
+    models = {family: save_model(folder / family, family, 1, **shape) for family in ("llama", "gpt_oss")}
+    return {**models, "packed": save_packed(models["gpt_oss"], folder / "packed")}
 
 
 def tensors() -> dict[int, int]:
     """Bytes of every storage of the process that a tensor is on, by its address."""
     gc.collect()
-    found = {}
+    sizes = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "packed", "latent", "latent_rope"])
-def test_what_shapes_tell_is_what_is_held(name, format, wide, converted):
+def test_weight_bytes_equal_resident_bytes(name, format, wide, converted):
     layout = name if name.startswith("latent") else None
     path = converted("llama", layout) if layout else wide[name]
     before = tensors()
     engine = Engine(path, EngineConfig(device="cpu", dtype=format, cache_bytes=1 << 20, max_num_seqs=2))
     cache = {tensor.untyped_storage().data_ptr() for tensor in engine.cache.tensors}
-    held = sum(size for at, size in tensors().items() if at not in before and at not in cache)
-    told = EngineModel(SourceModel.open(path), format, CPU).held_bytes(format)
+    resident = sum(size for at, size in tensors().items() if at not in before and at not in cache)
+    predicted = EngineModel(SourceModel.open(path), format, CPU).weight_bytes(format)
     # Less are the vectors that norms keep several times, more what int4 takes where it is torch's.
-    assert 0.96 * held <= told <= 1.12 * held
+    assert 0.96 * resident <= predicted <= 1.12 * resident
 
 
-def test_the_geometry_of_20b():
+def test_weight_bytes_of_a_20b_model():
     """Experts as they are stored, on either device; the head beside the embedding."""
     from transformers import GptOssConfig
 
@@ -62,8 +62,8 @@ def test_the_geometry_of_20b():
     loading.keep_packed(model, config)
     experts = 24 * 32 * 3 * 2880 * 2880 * 17 // 32
     for device in (CPU, torch.device("cuda")):
-        told = held_bytes(model, "bfloat16", device)
-        assert experts + 2 * 2 * 201088 * 2880 < told < 1.01 * 13.8e9
+        predicted = weight_bytes(model, "bfloat16", device)
+        assert experts + 2 * 2 * 201088 * 2880 < predicted < 1.01 * 13.8e9
     # Of the rest int8 saves about half, but for the embedding.
-    rest = (told - experts - 2 * 201088 * 2880) / 2
-    assert told - held_bytes(model, "int8", CPU) == pytest.approx(rest, rel=0.02)
+    rest = (predicted - experts - 2 * 201088 * 2880) / 2
+    assert predicted - weight_bytes(model, "int8", CPU) == pytest.approx(rest, rel=0.02)

@@ -1,4 +1,4 @@
-"""Partial verification: whatever a view leaves out, the tokens are plain decoding's."""
+"""Sparse-view verification: whatever a view leaves out, the tokens are plain decoding's."""
 
 import dataclasses
 import itertools
@@ -11,8 +11,8 @@ from mlaforge.engine import engine as core
 from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.engine.execution.batch import AttentionProbe, Chunk, make_batch
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.speculation.drafter import PromptLookupDrafter, _Index
-from mlaforge.engine.speculation.partial import FIRST_PENDING, FRESH, Retrieved
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter, _NgramIndex
+from mlaforge.engine.speculation.sparse_view import FIRST_PROVISIONAL, REFRESH_EVERY, RetrievedTokens
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
 from support.drafters import Knowing
@@ -53,71 +53,71 @@ def test_tokens_are_those_of_plain_decoding(model, retrieval):
         assert continued(llm, prompts) == texts
         stats = llm.engine.stats().speculation
         # Where every layer slides there is no part to read.
-        assert (stats.partial_steps > 0) == (llm.engine.speculation.partial.layers > 0)
-        assert stats.pending >= stats.partial_steps
+        assert (stats.sparse_steps > 0) == (llm.engine.speculation.sparse_view.num_layers > 0)
+        assert stats.provisional >= stats.sparse_steps
         check_identities(stats)
         assert continued(llm, prompts[:1]) == texts[:1]
     idle(llm.engine)
 
 
-def test_prompt_lookup_looks_at_a_token_once(tiny_models, monkeypatch):
-    """However many full steps and partial ones there are: what runs ahead of a text adds its own tokens alone."""
-    seen, grow = {True: 0, False: 0}, _Index.grow
+def test_prompt_lookup_indexes_a_token_once(tiny_models, monkeypatch):
+    """However many full and sparse-view steps run: the index of provisional tokens extends the sequence's own."""
+    seen, grow = {True: 0, False: 0}, _NgramIndex.extend
 
     def counting(self, token_ids):
-        seen[self._before is not None] += len(token_ids) - self._length
+        seen[self._prefix is not None] += len(token_ids) - self._length
         grow(self, token_ids)
 
-    monkeypatch.setattr(_Index, "grow", counting)
+    monkeypatch.setattr(_NgramIndex, "extend", counting)
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, max_num_seqs=4)
     prompts = random_prompts(300, 380)
     stats = partly(llm.engine, PromptLookupDrafter()).stats
     texts = continued(llm, prompts)
-    assert stats.partial_steps >= stats.judging_steps >= 8
-    assert 0 < seen[False] <= sum(map(len, texts)) and 0 < seen[True] <= stats.pending
+    assert stats.sparse_steps >= stats.full_steps >= 8
+    assert 0 < seen[False] <= sum(map(len, texts)) and 0 < seen[True] <= stats.provisional
 
 
-def test_what_sees_all_is_right_about_all(tiny_models):
+def test_view_of_all_tokens_confirms_all_provisional_tokens(tiny_models):
     """A view of the whole text agrees to plain decoding's tokens and no others."""
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     prompts = random_prompts(300)
     texts = texts_of(llm, prompts)
     partial = partly(llm.engine, Knowing(texts, 0.5), specpv_window=400, specpv_dtype="model")
-    partial.partial.applies = lambda sequence, computed=None: True
+    partial.sparse_view.applies = lambda sequence, computed=None: True
     assert continued(llm, prompts) == texts
     stats = llm.engine.stats().speculation
-    assert stats.pending == stats.kept > NEW / 2 and stats.partial_steps > 2
+    assert stats.provisional == stats.confirmed > NEW / 2 and stats.sparse_steps > 2
 
 
-def test_nothing_is_read_outside_a_view(model):
-    """Rows that a partial view leaves out may hold anything."""
+def test_reads_nothing_outside_the_view(model):
+    """Rows that a sparse view leaves out may hold anything."""
     llm = watched(model, dtype="bfloat16", cache_bytes=64 << 20)
     (prompt,) = random_prompts(300)
     engine = llm.engine
-    partial = partly(engine, Knowing([], 1.0)).partial
+    partial = partly(engine, Knowing([], 1.0)).sparse_view
     sequence, chunk = decoding(llm, prompt)
-    if not partial.layers:
+    if not partial.num_layers:
         assert not partial.applies(sequence)
         return
     # As if the last full step had attended to these.
     random = np.random.default_rng(0)
-    some = random.permuted(np.tile(np.arange(16, 250), (partial.layers, 1)), axis=1)[:, :32]
+    some = random.permuted(np.tile(np.arange(16, 250), (partial.num_layers, 1)), axis=1)[:, :32]
     chosen = [np.concatenate((np.arange(16), np.sort(own))) for own in some]
-    partial.retrieved[sequence.number] = Retrieved(chosen, sequence.computed - SMALL["specpv_window"])
-    view = partial._view([sequence], [(chunk.stop, 0)])
-    before = engine.runner(partial._seen([chunk], view)).clone()
+    partial.retrieved[sequence.number] = RetrievedTokens(chosen, sequence.computed - SMALL["specpv_window"])
+    view = partial._build_views([sequence], [(chunk.stop, 0)])
+    before = engine.runner(partial._batch([chunk], view)).clone()
     full = [
         layer
         for layer in range(len(engine.model.layers))
         if engine.tables.groups[group_of(engine, layer)].window is None
     ]
     for at, layer in enumerate(full):
-        seen = view.places_LSK[at, 0, : chunk.stop + view.more[at][0]].numpy()
+        seen = view.positions_LSK[at, 0, : chunk.stop + view.surplus[at][0]].numpy()
         assert len(set(seen)) == len(seen) < chunk.stop / 2 and set(chosen[at]) < set(seen)
         blocks = np.asarray(engine.tables.table(sequence.number, group_of(engine, layer))[1])
         left_out = np.setdiff1d(np.arange(chunk.stop), seen)
         engine.cache.rows[layer].packed[torch.from_numpy(blocks[left_out // 16] * 16 + left_out % 16)] = torch.nan
-    after = engine.runner(partial._seen([chunk], view))
+    after = engine.runner(partial._batch([chunk], view))
     assert torch.equal(after, before) and not after.isnan().any()
 
 
@@ -148,7 +148,7 @@ def attention_mass(directory, ids, **options):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_what_is_retrieved_is_what_was_attended_to(family, dtype, tiny_models, converted):
+def test_retrieves_the_tokens_with_most_attention_mass(family, dtype, tiny_models, converted):
     """transformers' own attention, and what a conversion that loses nothing makes of it; `latent` has it by the mean of
     each block."""
     (ids,) = random_prompts(301)
@@ -178,7 +178,7 @@ def test_what_is_retrieved_is_what_was_attended_to(family, dtype, tiny_models, c
 
 
 @pytest.mark.parametrize("full_every", [1, 3])
-def test_an_eagle_head_follows_what_is_pending(full_every, tiny_models, tmp_path):
+def test_eagle_head_follows_provisional_tokens(full_every, tiny_models, tmp_path):
     """Its texts are those of the head alone, a full step after each partial one or not."""
     folder = saved(tmp_path / "head")
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(folder))
@@ -187,19 +187,19 @@ def test_an_eagle_head_follows_what_is_pending(full_every, tiny_models, tmp_path
     assert continued(llm, prompts) == texts
     partial = partly(llm.engine, llm.engine.speculation.drafter, specpv_full_every=full_every)
     assert continued(llm, prompts) == texts
-    assert partial.stats.partial_steps >= partial.stats.judging_steps > 0
-    assert full_every > 1 or partial.stats.partial_steps == partial.stats.judging_steps
+    assert partial.stats.sparse_steps >= partial.stats.full_steps > 0
+    assert full_every > 1 or partial.stats.sparse_steps == partial.stats.full_steps
     idle(llm.engine)
 
 
 @pytest.mark.parametrize("tree", [0, 6])
-def test_a_partial_step_is_read_once(tree, tiny_models, tmp_path, monkeypatch):
-    """Its likeliest tokens, and of a full step what all layers attended to; a view is made without a reading."""
+def test_host_reads_a_sparse_view_step_once(tree, tiny_models, tmp_path, monkeypatch):
+    """For its argmax tokens; a probed full step once for all layers; building a view never."""
     monkeypatch.setattr(core, "BlockTables", DeviceTables)
     folder, prompts = saved(tmp_path / "head"), random_prompts(300, *(() if tree else (250,)))
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative=str(folder))
-    partial = partly(llm.engine, llm.engine.speculation.drafter, speculative_tree_tokens=tree).partial
-    counts = {"_judge": [], "_view": [], "record": []}
+    partial = partly(llm.engine, llm.engine.speculation.drafter, speculative_tree_tokens=tree).sparse_view
+    counts = {"_step": [], "_build_views": [], "record_attention": []}
 
     def counted(name, former):
         def counting(*inputs):
@@ -226,10 +226,10 @@ def test_a_partial_step_is_read_once(tree, tiny_models, tmp_path, monkeypatch):
     for name in counts:
         monkeypatch.setattr(partial, name, counted(name, getattr(partial, name)))
     llm.generate(prompts, greedy(NEW))
-    assert len(counts["_judge"]) > 3 and len(counts["_view"]) > 1 and len(counts["record"]) > 1
-    assert all(reads == ["tolist"] for reads in counts["_judge"]), counts["_judge"]
-    assert not any(counts["_view"]), counts["_view"]
-    assert all(reads == ["cpu"] for reads in counts["record"]), counts["record"]
+    assert len(counts["_step"]) > 3 and len(counts["_build_views"]) > 1 and len(counts["record_attention"]) > 1
+    assert all(reads == ["tolist"] for reads in counts["_step"]), counts["_step"]
+    assert not any(counts["_build_views"]), counts["_build_views"]
+    assert all(reads == ["cpu"] for reads in counts["record_attention"]), counts["record_attention"]
 
 
 def test_preempted_forked_and_stopped(tiny_models):
@@ -256,26 +256,26 @@ def test_preempted_forked_and_stopped(tiny_models):
 
 
 @pytest.mark.parametrize("layout", [None, "latent", "latent_rope"])
-def test_rounded_weights_judge_what_is_pending(layout, tiny_models, converted):
+def test_quantized_weights_verify_provisional_tokens(layout, tiny_models, converted):
     """Their tokens are a draft: the model's own come out, whatever they agree to."""
     model = converted("llama", layout, budget=0.75, layers="all") if layout else tiny_models["llama"]
     options = {"dtype": "bfloat16", "cache_bytes": 64 << 20, "specpv": "lossless", "speculative": "ngram", **SMALL}
     prompts = random_prompts(300, 250)
     for format in ("model", "int8", "int4"):
         llm = watched(model, specpv_dtype=format, **options)
-        judge = llm.engine.speculation.partial.model
+        judge = llm.engine.speculation.sparse_view.model
         assert judge.format == ("bfloat16" if format == "model" else format)
         assert (judge is llm.engine.model) == (format == "model")
         texts = texts_of(llm, prompts)
         partly(llm.engine, Knowing(texts, 0.8), specpv_dtype=format)
         assert continued(llm, prompts) == texts
-        assert llm.engine.stats().speculation.partial_steps > 2
+        assert llm.engine.stats().speculation.sparse_steps > 2
     if kernels() is not None:
-        assert watched(model, **options).engine.speculation.partial.model.format == "int4"
+        assert watched(model, **options).engine.speculation.sparse_view.model.format == "int4"
 
 
-def test_lossy_keeps_what_a_part_agreed_to(tiny_models):
-    """The text is that of partial views, and what a full step would have said otherwise is counted; its rows are full
+def test_lossy_keeps_provisional_tokens(tiny_models):
+    """The text is that of sparse views, and what a full step would have said otherwise is counted; its rows are full
     ones all the same."""
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     prompts = random_prompts(300, 250)
@@ -283,16 +283,16 @@ def test_lossy_keeps_what_a_part_agreed_to(tiny_models):
     lossy = {"specpv": "lossy", "specpv_retrieval": 0, "specpv_dtype": "model"}
     stats = partly(llm.engine, Knowing(texts, 0.8), **lossy).stats
     made = continued(llm, prompts)
-    assert stats.partial_steps > 2 and 0 <= stats.kept < stats.pending == stats.drafted
+    assert stats.sparse_steps > 2 and 0 <= stats.confirmed < stats.provisional == stats.drafted
     assert made != texts and [len(text) for text in made] == [len(text) for text in texts]
     # A lossy text goes on as any text does: what its rows hold is the model's own.
     found = continued(llm, [made[0]], 4, speculate=False)
-    llm.engine.forget()
+    llm.engine.reset_prefix_cache()
     assert continued(llm, [made[0]], 4, speculate=False) == found
     (asked,) = llm.generate(prompts[:1], greedy(NEW, logprobs=1))
     assert prompts[0] + asked.outputs[0].token_ids == texts[0]
     seeing = partly(llm.engine, Knowing(texts, 0.8), **{**lossy, "specpv_window": 400})
-    seeing.partial.applies = lambda sequence, computed=None: True
+    seeing.sparse_view.applies = lambda sequence, computed=None: True
     assert continued(llm, prompts) == texts
     idle(llm.engine)
 
@@ -308,38 +308,40 @@ def test_lossy_keeps_what_a_part_agreed_to(tiny_models):
         ({"kv_cache_dtype": "int4"}, "specpv = lossless reads tokens one by one, and kv_cache_dtype int4 packs"),
     ],
 )
-def test_what_contradicts(options, words, tiny_models):
+def test_refuses_contradicting_options(options, words, tiny_models):
     with pytest.raises(UserError, match=words):
         LLM(tiny_models["llama"], **{"device": "cpu", "specpv": "lossless", "speculative": "ngram", **options})
 
 
-def test_easy_stretches_wait_longer_than_hard_ones(tiny_models):
+def test_limit_of_provisional_tokens_follows_acceptance(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     (prompt,) = random_prompts(300)
     speculation = partly(llm.engine, Knowing([], 1.0))
-    partial, controller = speculation.partial, speculation.controller
+    partial, controller = speculation.sparse_view, speculation.controller
     sequence, _ = decoding(llm, prompt)
-    assert controller.decide([sequence], False).tokens(sequence) == FIRST_PENDING
+    assert controller.decide([sequence], False).tokens(sequence) == FIRST_PROVISIONAL
     rooms = []
     for pending, kept in ((4, 4), (8, 8), (9, 5), (5, 0), (2, 2)):
-        partial.learn(sequence, pending, kept)
+        partial.record_verification(sequence, pending, kept)
         # No more room is reserved than may be used.
         rooms.append(controller.decide([sequence], False).tokens(sequence))
     assert rooms == [8, SMALL["specpv_max_pending"], 5, 2, 4]
 
 
-def test_what_was_retrieved_is_looked_for_anew_after_some_tokens(tiny_models):
+def test_retrieval_is_refreshed_after_some_tokens(tiny_models):
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20)
     (prompt,) = random_prompts(300)
-    partial = partly(llm.engine, Knowing([], 1.0)).partial
+    partial = partly(llm.engine, Knowing([], 1.0)).sparse_view
     sequence, _ = decoding(llm, prompt)
     # Since the prompt was read.
     assert sequence.number in partial.retrieved and sequence.computed == len(prompt)
-    assert partial.watch([(sequence, len(prompt) + 1)]) is None
-    sequence.token_ids += [0] * FRESH
+    assert partial.probe([(sequence, len(prompt) + 1)]) is None
+    sequence.token_ids += [0] * REFRESH_EVERY
     # Not before the text is computed to its end.
-    assert partial.watch([(sequence, len(prompt) + FRESH)]) is None
-    ends = [(sequence, len(prompt) + FRESH + 1)]
-    assert partial.watch(ends).sequences == [0]
-    partial.record(ends, AttentionProbe([0], [[torch.rand(len(prompt) + FRESH + 1)] for _ in range(partial.layers)]))
-    assert partial.watch(ends) is None
+    assert partial.probe([(sequence, len(prompt) + REFRESH_EVERY)]) is None
+    ends = [(sequence, len(prompt) + REFRESH_EVERY + 1)]
+    assert partial.probe(ends).sequences == [0]
+    partial.record_attention(
+        ends, AttentionProbe([0], [[torch.rand(len(prompt) + REFRESH_EVERY + 1)] for _ in range(partial.num_layers)])
+    )
+    assert partial.probe(ends) is None

@@ -1,4 +1,4 @@
-"""Drawn tokens under partial views: the target's distribution, whatever a view leaves out, and greedy ones that heed
+"""Drawn tokens under sparse views: the target's distribution, whatever a view leaves out, and greedy ones that heed
 what their request asked for."""
 
 import dataclasses
@@ -7,8 +7,9 @@ import re
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.drafter import Draft, PromptLookupDrafter
-from mlaforge.engine.speculation.partial import PartialVerification
+from mlaforge.engine.speculation.drafter import Draft
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewDrafter
 from support.drafters import Drawing, Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import Oracle, idle, random_prompts, renew, watched
@@ -32,24 +33,24 @@ class Undrawn(Drawing):
 
 def lying(self, *asked):
     """As PartialVerification.propose, with a q that is not what was drawn from."""
-    drafts = PartialVerification.propose(self, *asked)
+    drafts = SparseViewDrafter.propose(self, *asked)
     return {s: dataclasses.replace(d, q_KV=d.q_KV.flip(0).roll(1, -1) + 0.2) for s, d in drafts.items()}
 
 
 @pytest.mark.parametrize(("drafter", "right"), [(Drawing, True), (Undrawn, True), (Drawing, False)])
-def test_the_distribution_is_the_targets(drafter, right, tiny_models):
+def test_sampled_tokens_follow_the_targets_distribution(drafter, right, tiny_models):
     """600 draws of four tokens of a vocabulary of three against their exact probabilities; a wrong q shows."""
     directory, vocabulary, (prompt,) = tiny_models["llama"], [20, 21, 22], random_prompts(80)
     exact = outcomes(Oracle(directory), prompt, 4, vocabulary, 2.0)
     llm = watched(directory, cache_bytes=16 << 20)
     renew(llm.engine, 3000, 100, block_size=4, max_step=2048, max_num_seqs=300)
-    partial = partly(llm.engine, drafter(vocabulary, 260), 2, **NARROW).partial
+    partial = partly(llm.engine, drafter(vocabulary, 260), 2, **NARROW).sparse_view
     if not right:
         partial.propose = lying.__get__(partial)
     counts = drawn(llm, prompt, vocabulary, 4)
     stats = llm.engine.stats().speculation
     # The view leaves out enough to be wrong at times.
-    assert stats.partial_steps > 600 and 0.2 < stats.kept / stats.pending < 0.97
+    assert stats.sparse_steps > 600 and 0.2 < stats.confirmed / stats.provisional < 0.97
     check_identities(stats)
     far = deviations(*chi_square(counts, exact))
     assert far < 3.5 if right else far > 5
@@ -61,7 +62,7 @@ def llm(tiny_models):
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_whatever_is_asked_for_is_heeded(name, llm):
+def test_sampling_parameters_apply(name, llm):
     """Greedy tokens are plain decoding's; of drawn ones each is among those that the request allows."""
     if name in ("json", "regex"):
         pytest.importorskip("llguidance")
@@ -72,7 +73,7 @@ def test_whatever_is_asked_for_is_heeded(name, llm):
         plain = llm.generate(prompts, dataclasses.replace(params, speculate=False))
         stats = partly(llm.engine, Knowing([o.prompt_token_ids + o.outputs[0].token_ids for o in plain], 0.5)).stats
         made = llm.generate(prompts, params)
-        assert stats.partial_steps > 2
+        assert stats.sparse_steps > 2
         check_identities(stats)
         if params.greedy:
             assert [tokens(output) for output in made] == [tokens(output) for output in plain]
@@ -88,7 +89,7 @@ def test_whatever_is_asked_for_is_heeded(name, llm):
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_a_seed_repeats_itself(head, tiny_models, tmp_path):
+def test_seed_reproduces_tokens(head, tiny_models, tmp_path):
     """With nothing cached and everything, beside others and alone."""
     named = str(saved(tmp_path / "head")) if head else "ngram"
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, max_num_seqs=8, speculative=named)
@@ -96,17 +97,17 @@ def test_a_seed_repeats_itself(head, tiny_models, tmp_path):
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, n=2)
     stats = partly(llm.engine, llm.engine.speculation.drafter).stats
     first = [tokens(output) for output in llm.generate(prompts, params)]
-    assert 0 < stats.kept < stats.pending and first[0][0] != first[0][1]
+    assert 0 < stats.confirmed < stats.provisional and first[0][0] != first[0][1]
     assert [tokens(output) for output in llm.generate(prompts, params)] == first
     assert [tokens(llm.generate([prompt], params)[0]) for prompt in prompts] == first
     idle(llm.engine)
 
 
-def test_a_number_is_drawn_with_once(llm):
+def test_each_random_number_is_used_once(llm):
     """What a request draws ahead of its text it does not draw again: with all that is pending refused, the tokens are
     those of other random numbers, not the same ones over and over."""
     (prompt,) = random_prompts(300)
-    partial = partly(llm.engine, PromptLookupDrafter()).partial
+    partial = partly(llm.engine, PromptLookupDrafter()).sparse_view
     llm.engine.add("text", prompt, SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True))
     while not (llm.engine.scheduler.running and llm.engine.scheduler.running[0].decoding):
         llm.engine.step()
@@ -121,16 +122,16 @@ def test_a_number_is_drawn_with_once(llm):
     idle(llm.engine)
 
 
-def test_lossy_draws_stay_as_a_part_has_drawn_them(llm):
-    """What a full step would have refused is counted, and kept; requests that partial views cannot heed are drafted
+def test_lossy_keeps_sampled_provisional_tokens(llm):
+    """What a full step would have refused is counted, and kept; requests that sparse views cannot heed are drafted
     for plainly."""
     prompts = random_prompts(300, 250)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, repetition_penalty=1.2)
     stats = partly(llm.engine, PromptLookupDrafter(), specpv="lossy", specpv_dtype="model").stats
     made = [tokens(output) for output in llm.generate(prompts, params)]
-    assert 0 < stats.kept < stats.pending == stats.accepted and [len(own[0]) for own in made] == [24, 24]
+    assert 0 < stats.confirmed < stats.provisional == stats.accepted and [len(own[0]) for own in made] == [24, 24]
     assert [tokens(output) for output in llm.generate(prompts, params)] == made
     stats = partly(llm.engine, PromptLookupDrafter(), specpv="lossy").stats
     llm.generate(prompts, dataclasses.replace(params, logprobs=1))
-    assert stats.partial_steps == 0
+    assert stats.sparse_steps == 0
     idle(llm.engine)

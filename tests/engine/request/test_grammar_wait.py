@@ -1,4 +1,4 @@
-"""Late masks: they change no token, and nobody waits for another's."""
+"""Late masks change no token and delay no other request."""
 
 import os
 import random
@@ -22,7 +22,7 @@ PROMPTS = random_prompts(9, 30, 21, seed=3)
 
 
 class Lateness:
-    """How likely a mask seems not to be there, each time that somebody asks, and how often that was."""
+    """`chance` that a mask seems not to be ready when it is read, and how many times it seemed so."""
 
     chance, times = 0.0, 0
 
@@ -49,13 +49,13 @@ def plain(llama):
     return watched(llama)
 
 
-def asked(name, **more):
+def params_of(name, **more):
     options = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True, "logprobs": 2, "n": 2}
     return SamplingParams(**{**options, **HOW[name], **more})
 
 
-def same(wanted, got):
-    for want, have in zip(wanted, got, strict=True):
+def assert_same_outputs(expected, got):
+    for want, have in zip(expected, got, strict=True):
         for a, b in zip(want.outputs, have.outputs, strict=True):
             assert (b.token_ids, b.text, b.finish_reason) == (a.token_ids, a.text, a.finish_reason)
             logprobs = [*a.logprobs, *(want.prompt_logprobs or [])], [*b.logprobs, *(have.prompt_logprobs or [])]
@@ -65,52 +65,52 @@ def same(wanted, got):
 
 
 @pytest.mark.parametrize("spare", [4, 60])
-def test_tokens_are_the_same_whatever_is_late(llama, plain, late, spare):
-    """Beside a free one; with several continuations, prompts in chunks and scored, and through preemption."""
-    params = [asked(name, prompt_logprobs=1) for name in ("json", "regex", "plain")]
-    wanted = plain.generate(PROMPTS, params)
+def test_late_masks_change_no_token(llama, plain, late, spare):
+    """Beside an unconstrained request; with several continuations, chunked and scored prompts, and preemption."""
+    params = [params_of(name, prompt_logprobs=1) for name in ("json", "regex", "plain")]
+    expected = plain.generate(PROMPTS, params)
     llm = watched(llama)
     renew(llm.engine, spare, 60, block_size=4, max_step=16, max_num_seqs=6)
     late.chance = 0.5
-    same(wanted, llm.generate(PROMPTS, params))
+    assert_same_outputs(expected, llm.generate(PROMPTS, params))
     assert late.times > 50 and (llm.engine.stats().preemptions > 0) == (spare == 4)
     idle(llm.engine)
 
 
 @pytest.mark.parametrize("name", ["json", "regex"])
 @pytest.mark.parametrize("tree", [False, True])
-def test_drafted_tokens_too(llama, plain, late, name, tree):
-    """A draft may be followed in part, and a tree be computed for nothing."""
-    params = asked(name, n=1)
-    wanted = plain.generate([PROMPTS[1]], params)
+def test_late_masks_change_no_token_with_drafts(llama, plain, late, name, tree):
+    """A draft may be followed in part, and a tree computed in vain."""
+    params = params_of(name, n=1)
+    expected = plain.generate([PROMPTS[1]], params)
     llm = watched(llama, cache_bytes=4 << 20)
-    texts = [PROMPTS[1] + wanted[0].outputs[0].token_ids]
+    texts = [PROMPTS[1] + expected[0].outputs[0].token_ids]
     late.chance = 0.4
     for seed in range(4):
         if tree:
             branch(llm.engine, Branching(texts, 0.8, seed=seed), 4, 16)
         else:
             speculate(llm.engine, Knowing(texts, 0.8, seed=seed), 4)
-        same(wanted, llm.generate([PROMPTS[1]], params))
+        assert_same_outputs(expected, llm.generate([PROMPTS[1]], params))
         assert llm.engine.stats().speculation.accepted > 0
         check_identities(llm.engine.stats().speculation)
     assert late.times > 50
     idle(llm.engine)
 
 
-def test_a_head_drafts_as_it_does(llama, plain, late, tmp_path):
-    """Its cache holds what was settled, and nothing of those that were held."""
+def test_late_masks_change_no_draft_of_a_head(llama, plain, late, tmp_path):
+    """The head's cache holds accepted tokens, and none of sequences that wait for a grammar."""
     folder = saved(tmp_path / "head")
     llm = watched(llama, speculative=str(folder), adaptive_speculation=False)
-    params = [asked("json", n=1, temperature=0.0), asked("regex", n=1, temperature=0.0), greedy(20, logprobs=2)]
-    wanted = plain.generate(PROMPTS, params)
+    params = [params_of("json", n=1, temperature=0.0), params_of("regex", n=1, temperature=0.0), greedy(20, logprobs=2)]
+    expected = plain.generate(PROMPTS, params)
     seen = recorded(llm.engine.speculation.drafter)
     renew(llm.engine, 60, 60, block_size=4, max_step=16)
     late.chance = 0.5
-    same(wanted, llm.generate(PROMPTS, params))
+    assert_same_outputs(expected, llm.generate(PROMPTS, params))
     assert late.times > 50
-    greedily = [each for each in seen if each[0][: len(PROMPTS[2])] == PROMPTS[2]]
-    check_drafts(greedily, read_head(folder, 3), Oracle(llama))
+    greedy_drafts = [each for each in seen if each[0][: len(PROMPTS[2])] == PROMPTS[2]]
+    check_drafts(greedy_drafts, read_head(folder, 3), Oracle(llama))
     check_identities(llm.engine.stats().speculation)
     idle(llm.engine)
 
@@ -119,10 +119,10 @@ def children(number):
     return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
 
 
-def test_nobody_waits_for_a_process_that_does_not_answer(llama):
-    """It is the only one that gets no tokens, and can be aborted."""
+def test_stopped_grammar_process_delays_no_other_request(llama):
+    """Only its request gets no tokens, and it can be aborted."""
     engine = watched(llama).engine
-    free = asked("plain", n=1, max_tokens=60)
+    free = params_of("plain", n=1, max_tokens=60)
     stuck = SamplingParams(regex="[ab]{400}", max_tokens=400, seed=1)
     other = SamplingParams(regex="[xy]{60}", max_tokens=60, seed=1)
     lengths = dict.fromkeys(("stuck", "free", "other"), 0)
@@ -151,14 +151,14 @@ def test_nobody_waits_for_a_process_that_does_not_answer(llama):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_grammar_that_becomes_too_costly_ends_its_request_alone(llama, monkeypatch, n):
+def test_costly_grammar_fails_only_its_request(llama, monkeypatch, n):
     monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.5})
     llm = watched(llama)
     costly = SamplingParams(regex="x(a{100000})", max_tokens=400, n=n)
-    failed, free = llm.generate(PROMPTS[:2], [costly, asked("plain")])
+    failed, free = llm.generate(PROMPTS[:2], [costly, params_of("plain")])
     assert failed.finished and "it takes more processor time" in failed.error
     assert {c.finish_reason for c in failed.outputs} == {"error"}
     assert len(failed.outputs) == n and all(0 < len(c.token_ids) < 400 for c in failed.outputs)
-    same(llm.generate([PROMPTS[1]], asked("plain")), [free])
+    assert_same_outputs(llm.generate([PROMPTS[1]], params_of("plain")), [free])
     assert free.error is None
     idle(llm.engine)

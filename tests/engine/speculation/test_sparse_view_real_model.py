@@ -1,4 +1,4 @@
-"""Partial verification on SmolLM2-135M-Instruct: what is retrieved matters, and long texts are plain decoding's."""
+"""Sparse-view verification on SmolLM2-135M-Instruct: what is retrieved matters, and long texts are plain decoding's."""
 
 import heapq
 import inspect
@@ -10,7 +10,7 @@ import torch
 
 import mlaforge
 from mlaforge.engine.llm import LLM
-from mlaforge.engine.speculation import partial
+from mlaforge.engine.speculation import sparse_view
 from support.drafters import Knowing
 from support.engine_driver import greedy, idle, watched
 from support.speculating import partly
@@ -19,13 +19,13 @@ VIEW = {"specpv_sink": 4, "specpv_retrieval": 256, "specpv_window": 16, "specpv_
 
 
 def anywhere(masses, sink, tail, count):
-    """As many tokens as ops/attended.top_tokens finds, whichever."""
+    """As many tokens as ops/attention_mass.top_tokens finds, whichever."""
     generator = torch.Generator().manual_seed(0)
     return torch.stack([sink + torch.randperm(tail - sink, generator=generator)[:count].sort().values for _ in masses])
 
 
 @pytest.mark.slow
-def test_random_tokens_serve_worse_than_the_top_tokens(smollm2, monkeypatch):
+def test_top_tokens_confirm_more_than_random_ones(smollm2, monkeypatch):
     """Fewer of the tokens that a view agrees to are kept; the tokens that come out are plain decoding's either way.
     The drafter is always right, so that the view alone decides."""
     llm = watched(smollm2, dtype="bfloat16", cache_bytes=256 << 20)
@@ -37,20 +37,20 @@ def test_random_tokens_serve_worse_than_the_top_tokens(smollm2, monkeypatch):
     plain = llm.generate(prompts, greedy(64))
     texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(prompts, plain, strict=True)]
     kept = []
-    for chooses in (partial.top_tokens, anywhere):
-        monkeypatch.setattr(partial, "top_tokens", chooses)
+    for chooses in (sparse_view.top_tokens, anywhere):
+        monkeypatch.setattr(sparse_view, "top_tokens", chooses)
         stats = partly(llm.engine, Knowing(texts), specpv_dtype="model", **VIEW).stats
         outputs = llm.generate(prompts, greedy(64))
         assert [p + o.outputs[0].token_ids for p, o in zip(prompts, outputs, strict=True)] == texts
-        assert stats.pending > 64
-        kept.append(stats.kept / stats.pending)
+        assert stats.provisional > 64
+        kept.append(stats.confirmed / stats.provisional)
     print(f"kept: top_tokens {kept[0]:.2f}, random {kept[1]:.2f}")
     assert kept[1] < kept[0] - 0.1, kept
     idle(llm.engine)
 
 
 @pytest.mark.slow
-def test_long_texts_are_those_of_plain_decoding(smollm2):
+def test_long_texts_equal_plain_decoding(smollm2):
     """32 prompts of 4,096 to 8,000 tokens of source text, four together, with the head that comes with the package."""
     head = Path(mlaforge.__file__).parent / "demo" / "heads" / "smollm2-135m-instruct-original"
     llm = LLM(
@@ -74,4 +74,4 @@ def test_long_texts_are_those_of_plain_decoding(smollm2):
         )
         assert partly_read == plain
     stats = llm.engine.stats().speculation
-    assert stats.partial_steps > 32 and stats.kept / stats.pending > 0.5
+    assert stats.sparse_steps > 32 and stats.confirmed / stats.provisional > 0.5
