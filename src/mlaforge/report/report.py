@@ -6,6 +6,7 @@ number that nothing measured is shown as "not measured". It loads nothing from e
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from mlaforge.report.plots import figures
 from mlaforge.report.recommendations import recommend
 from mlaforge.report.speeds import CONTEXTS as SPEEDS
 from mlaforge.report.speeds import beside, speeds
-from mlaforge.runtime import UserError
+from mlaforge.runtime import UserError, install
 
 GENERATOR = "mlaforge report"
 # What a report can hold: stage or kind of result -> what it tells, and the command that makes it.
@@ -64,8 +65,10 @@ def write_report(folder: Path, out: Path) -> dict[str, Any]:
     """Writes the page of all artifacts below `folder` to `out`, its numbers to `out` with suffix .json.
 
     Returns the numbers. Raises UserError where `folder` is no directory, and where `out` cannot be written or
-    is a file that no earlier report wrote.
+    is a file that no earlier report wrote, and without matplotlib.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"the report needs matplotlib: {install('report')}")
     beside = out.with_suffix(".json")
     if beside == out:
         raise UserError(f"{out} would be both the page and its numbers; give a name that ends in .html")
